@@ -23,6 +23,7 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.launch import FORWARDED, TRAIN, child_environment, run_child, torchrun_command
 from rlhf_mcore.cli.preflight import KEPT_STARTS
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import shorten
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = load_config(args.config, args.overrides)
         if args.meet is not None:
             address = meeting_address(args.meet, args.interface)
-            print(address, free_port(address), cfg.trainer.max_restarts, logs_directory(cfg, args.run_id), flush=True)
+            say(f"{address} {free_port(address)} {cfg.trainer.max_restarts} {logs_directory(cfg, args.run_id)}")
             return exit_codes.DONE
         return _run(cfg, args)
     except (ConfigError, OSError) as error:
@@ -164,7 +165,7 @@ def _record(path: Path, code: int, node_rank: int, seconds: float) -> None:
     """Leave the exit code for whoever has started the nodes. The first node to fail is the cause, so only it writes."""
     line = f"{code} node {node_rank} ({socket.gethostname()}) ended with exit code {code} after {seconds:.0f} s\n"
     with contextlib.suppress(OSError):  # standard error may be a file on a full disk
-        print(line.partition(" ")[2], end="", file=sys.stderr, flush=True)
+        say(line.partition(" ")[2], end="", file=sys.stderr)
     with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:  # it is there, or does not fit
         file.write(line)
 

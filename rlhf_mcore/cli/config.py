@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = "\n".join(args.lines(args))
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
-    print(text)
+    say(text)
     return exit_codes.DONE
 
 

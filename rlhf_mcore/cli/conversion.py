@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from rlhf_mcore.bridge.map.rules import row_runs
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.progress import progress_bar, working
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geometry
 from rlhf_mcore.doctor.machine import memory_bytes
@@ -94,7 +96,7 @@ def run(request: Conversion) -> Converted | None:
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     console = Console(stderr=True)
     if request.source != given:
-        console.print(f"{given}: a run directory; converting {request.source.name}", soft_wrap=True, highlight=False)
+        say(f"{given}: a run directory; converting {request.source.name}", file=sys.stderr)
     companions = _companions(request)
     geometry = read_geometry(companions)
     with ExitStack() as cleanup:
@@ -112,9 +114,9 @@ def _convert(
     types = checked_types(source, geometry)
     hf_config = read_config(companions, str(companions))
     if request.target_format == "megatron" and (mtp := mtp_tensors(types, hf_config)):
-        console.print(
+        say(
             f"note: the MTP layers of {request.source} ({len(mtp)} tensors) are not converted: no rule places them in Megatron's",
-            soft_wrap=True,
+            file=sys.stderr,
         )
         types = {name: found for name, found in types.items() if name not in mtp}
     if request.dtype is not None:
@@ -139,17 +141,16 @@ def _convert(
             _verify(console, reading, written)
     if request.target_format == "megatron":
         for part in _unnamed(geometry, hf_config):
-            console.print(
+            say(
                 f"note: Megatron-LM's arguments have no name for {part}; set it where you load the checkpoint",
-                soft_wrap=True,
+                file=sys.stderr,
             )
     size = f"{total / 1e9:.2f} GB" if total >= 1e8 else f"{total / 1e6:.2f} MB"
     made = Converted(request.destination, len(types), num_parameters(types), total)
-    console.print(
+    say(
         f"{made.directory}: {made.num_tensors} tensors, {made.num_parameters:,} parameters, {size}"
         f"{', verified' if request.verify else ''}",
-        soft_wrap=True,
-        highlight=False,
+        file=sys.stderr,
     )
     return made
 
@@ -266,23 +267,23 @@ def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
     with working("comparing outputs in transformers", console=console):
         skipped = compare_logits(Reading(reading.source, types), Reading(written, types), total)
     if skipped:
-        console.print(f"logits were not compared: {skipped}")
+        say(f"logits were not compared: {skipped}", file=sys.stderr)
 
 
 def _print_map(request: Conversion, source: ModelSource, geometry: ModelGeometry, types: TensorTypes) -> None:
     """Every tensor of the destination, and where it comes from."""
     if request.target_format == "hf":
         for name, (dtype, shape) in types.items():
-            print(f"{name} {list(shape)} {_short(dtype)} <- {source.origin(name)}")
+            say(f"{name} {list(shape)} {_short(dtype)} <- {source.origin(name)}")
     else:
         for target in targets(geometry):
             found, shape = row_runs(target.parameter, geometry)
             names = dict.fromkeys(run.hf_name for run in found)
             where = "".join(f"[{k}]" for k in target.lead)
             origins = ", ".join(f"{name} ({source.origin(name)})" for name in names)
-            print(f"{target.key}{where} {list(shape)} {_short(types[next(iter(names))][0])} <- {origins}")
+            say(f"{target.key}{where} {list(shape)} {_short(types[next(iter(names))][0])} <- {origins}")
     total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
-    print(f"{len(types)} tensors, {num_parameters(types)} parameters, {total} bytes")
+    say(f"{len(types)} tensors, {num_parameters(types)} parameters, {total} bytes")
 
 
 def _short(dtype: torch.dtype) -> str:

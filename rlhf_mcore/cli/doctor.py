@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.doctor import machine, software, storage
 from rlhf_mcore.doctor.findings import Finding, as_json, as_text, worst
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> in
     if args.traffic_file:
         Path(args.traffic_file).write_text(json.dumps(as_json(findings)), encoding="utf-8")
         return exit_codes.DONE
-    print(json.dumps(as_json(findings), indent=1) if args.json else as_text(findings), flush=True)
+    say(json.dumps(as_json(findings), indent=1) if args.json else as_text(findings))
     return FAILED if worst(findings) == "error" else exit_codes.DONE
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.errors import ConfigError
 
@@ -90,7 +91,7 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
 
         preflight.check_world(default_world_size(cfg, evaluates=True))
         for warning in filter(None, (check_reward(cfg, "data.eval"), short_episodes(cfg))):
-            print(f"warning: {warning}", flush=True)
+            say(f"warning: {warning}")
         preflight.check_environment(cfg)
         logs = preflight.logs_directory(cfg)
         size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console

@@ -21,9 +21,11 @@ from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches
 from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.cli.reward_pools import reward_pools
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.tokenizer_files import token_problems
 from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import OwnFunction
@@ -158,7 +160,7 @@ def checked_folder(folder: Path, *, hashes: bool) -> str:
         raise ConfigError(f"{checkpoint} is damaged ({shortened(damage, 3)}); choose another checkpoint")
     if problems:
         names = shortened([problem.path for problem in problems], 3, ", ")
-        print(f"{checkpoint}: not in the manifest, so not loaded: {names}", file=sys.stderr, flush=True)
+        say(f"{checkpoint}: not in the manifest, so not loaded: {names}", file=sys.stderr)
     return str(readable(checkpoint, folder.resolve().name))
 
 
@@ -228,7 +230,7 @@ def _evaluate(
     watchdog.progress("report")
     parts = gather_json([len(causes), causes[:1]])
     if without := sum(count for count, _ in parts):
-        print(without_score(task.given, without, [first for _, first in parts]), file=sys.stderr, flush=True)
+        say(without_score(task.given, without, [first for _, first in parts]), file=sys.stderr)
     return task.directory.samples() if task.directory is not None else []
 
 
@@ -291,7 +293,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
         }
         environment = {**held, "code": digest_of_file(Path(file)) if file else None, **others}
     return {
-        **({} if environment is None else {"environment": environment}),
+        **({} if environment is None else {"environment": redact(environment)}),
         "model": {
             "weights": weight_sketches(cfg.model.path, task.sharded),
             "files": _companions(cfg.model.path),
@@ -315,7 +317,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             },
         },
         "sampling": asdict(evaluation_sampling(cfg)),
-        "reward": {**reward, "code": code, "weights": weight_sketches(cfg.reward.model.path)},
+        "reward": {**redact(reward), "code": code, "weights": weight_sketches(cfg.reward.model.path)},
         "engine": {
             "name": cfg.rollout.engine,
             "dtype": dtype,

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, Reporter
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.foreign import shorten
@@ -83,11 +84,11 @@ def report(error: Exception) -> int:
         _write_for_torchrun(Path(error_file), text)
     with contextlib.suppress(OSError):  # a log on a full disk
         if kind == FAILURE or (reporter.is_heard and kind == CONSEQUENCE):
-            print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+            say(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     with contextlib.suppress(OSError):
         if reporter.is_heard or kind == FAILURE or not _is_told_by_another(os.environ):
             rank = f"rank {os.environ['RANK']}: " if kind != USER and "RANK" in os.environ else ""
-            print(f"error: {rank}{text}", file=sys.stderr, flush=True)
+            say(f"error: {rank}{text}", file=sys.stderr)
     return USER_ERROR if kind == USER else FAILED
 
 
@@ -98,7 +99,7 @@ def report_of_tool(error: ConfigError | OSError) -> int:
     text = f"{shorten(str(error.filename), 200)}: {error.strerror}" if error.filename else str(error)
     if error.errno in _OF_PATHS:
         return report(ConfigError(f"{text}; correct the path"))
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    say(f"error: {text}", file=sys.stderr)
     return FAILED
 
 

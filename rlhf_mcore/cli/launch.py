@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, STOPPED, USER_ERROR, of_process
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.show import redact_arguments
 from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import LOOPBACK
 
@@ -62,7 +64,7 @@ def launch(
 
     code = with_restarts(attempt, max_restarts)
     if code in (REQUEUE, STOPPED):
-        print(f"to continue: {this_command()}", file=sys.stderr, flush=True)
+        say(f"to continue: {this_command()}", file=sys.stderr)
     return code
 
 
@@ -76,9 +78,9 @@ def local_logs(logs: Path | None, world_size: int) -> list[str]:
 
 
 def this_command() -> str:
-    """The command line of this process, to be typed again."""
+    """The command line of this process, to be typed again; a secret in it is not printed."""
     is_script = os.access(sys.argv[0], os.X_OK) and not sys.argv[0].endswith(".py")
-    return shlex.join(sys.argv if is_script else sys.orig_argv)
+    return shlex.join(redact_arguments(sys.argv if is_script else sys.orig_argv))
 
 
 def with_restarts(attempt: Callable[[int], int], max_restarts: int) -> int:
@@ -87,7 +89,7 @@ def with_restarts(attempt: Callable[[int], int], max_restarts: int) -> int:
         code = attempt(number)
         if code in FINAL:
             return code
-        print(f"ended with exit code {code}; restart {number + 1} of {max_restarts}", file=sys.stderr, flush=True)
+        say(f"ended with exit code {code}; restart {number + 1} of {max_restarts}", file=sys.stderr)
     return attempt(max_restarts)
 
 

@@ -19,6 +19,7 @@ from importlib import import_module
 import rlhf_mcore
 from rlhf_mcore.cli import completion
 from rlhf_mcore.cli.exit_codes import EPILOG, INTERRUPTED, USER_ERROR, report_of_tool
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.foreign import shorten
 
 COMMANDS = {
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args[0].startswith("-") and args[0] not in COMMANDS:
         meant = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {meant[0]}?" if meant else f"there are: {', '.join(COMMANDS)}"
-        print(f"error: there is no command {shorten(args[0])}; {hint}", file=sys.stderr)
+        say(f"error: there is no command {shorten(args[0])}; {hint}", file=sys.stderr)
         return USER_ERROR
     command = _parser().parse_args(args[:1]).command
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no text
@@ -64,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:
-        print("error: the working directory has been removed; change into another one", file=sys.stderr)
+        say("error: the working directory has been removed; change into another one", file=sys.stderr)
         return USER_ERROR
     try:
         code = int(import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}").main(args[1:]))
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        say("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):

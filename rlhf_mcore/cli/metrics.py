@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.metrics import GROUPS, matching, nearest_metric
 from rlhf_mcore.foreign import shorten
@@ -17,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
     name = _parser().parse_args(argv).name
     try:
-        print("\n".join(_lines(name)))
+        say("\n".join(_lines(name)))
     except ConfigError as error:
         return exit_codes.report_of_tool(error)
     return exit_codes.DONE

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 
@@ -48,23 +49,23 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
         raise ConfigError(f"-o {output}: exists; remove it or name another file")
     migration = migrate(source, kind)
     output.write_text(to_text(migration), encoding="utf-8")
-    print(f"{len(migration.carried)} keys of {migration.source} carried over to {output}")
+    say(f"{len(migration.carried)} keys of {migration.source} carried over to {output}")
     for note in migration.decisions:
-        print(f"decided: {note}")
+        say(f"decided: {note}")
     for key, (value, reason) in migration.lost.items():
-        print(f"not carried over: {shown(key, value)}: {reason}")
+        say(f"not carried over: {shown(key, value)}: {reason}")
     for note in migration.notes:
-        print(f"to do: {note}")
+        say(f"to do: {note}")
     try:
         cfg = load_config(output)
     except ConfigError as error:
-        print("\n".join(f"to correct: {problem}" for problem in error.problems))
+        say("\n".join(f"to correct: {problem}" for problem in error.problems))
         return exit_codes.DONE
     try:
         validate(cfg)
     except ConfigError as error:
-        print("\n".join(f"to correct: {problem}" for problem in error.problems))
-    print(_planned(cfg, output))
+        say("\n".join(f"to correct: {problem}" for problem in error.problems))
+    say(_planned(cfg, output))
     return exit_codes.DONE
 
 

@@ -22,6 +22,7 @@ from uuid import uuid4
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.launch import FORWARDED, TRAIN, with_restarts
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "node.sh"
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     except KeyboardInterrupt:  # while the nodes meet: later it is passed on to them
-        print("\ninterrupted before any process was started", file=sys.stderr)
+        say("\ninterrupted before any process was started", file=sys.stderr)
         return exit_codes.INTERRUPTED
 
 
@@ -91,7 +92,7 @@ class Nodes:
     def _attempt(self, interface: str | None, number: int) -> int:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}.{number}"
         address, port, _, logs = self._meet(interface, run_id)
-        print(f"logs of all ranks: {logs}", flush=True)
+        say(f"logs of all ranks: {logs}")
         options = [*self.fixed, f"--run-id={run_id}", f"--address={address}", f"--port={port}", "--control"]
         with self._forwarding():
             # A session of its own each: Ctrl-C reaches it through us.
@@ -136,7 +137,7 @@ class Nodes:
             return exit_codes.DONE
         rank, code = failed[0], exit_codes.of_process(self._agents[failed[0]].returncode)
         if code not in (exit_codes.REQUEUE, exit_codes.STOPPED):
-            print(f"node {rank} ({self.hosts[rank]}) ended with exit code {code}", file=sys.stderr, flush=True)
+            say(f"node {rank} ({self.hosts[rank]}) ended with exit code {code}", file=sys.stderr)
         end = time.monotonic() + self.grace_s
         while time.monotonic() < end and None in [agent.poll() for agent in self._agents]:
             time.sleep(POLL_S)

@@ -12,6 +12,7 @@ from rlhf_mcore.checkpoint.layout import MANIFEST, checkpoint_path
 from rlhf_mcore.checkpoint.links import pin, read_pins, unpin
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         for line in _act(Path(args.run), args.step, args.name, args.remove):
-            print(line)
+            say(line)
     except ConfigError as error:
         return exit_codes.report(error)
     except OSError as error:

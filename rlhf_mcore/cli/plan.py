@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType
@@ -76,7 +77,7 @@ def _plan(args: argparse.Namespace) -> int:
     localize(cfg, MODEL_KEYS, download=False)  # config.json is enough, and known models need not be here
     with described(cfg) as notes:
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            say(f"note: {note}", file=sys.stderr)
         return _plan_described(args, cfg, gpu, assumed)
 
 
@@ -98,9 +99,9 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
         with working("trying layouts"):
             suggestions = _suggestions(cfg, world_size, gpu, assumed, fits=plan.fits)
     if args.json:
-        print(json.dumps(as_json(plan) | ({} if suggestions is None else {"suggestions": suggestions}), indent=1))
+        say(json.dumps(as_json(plan) | ({} if suggestions is None else {"suggestions": suggestions}), indent=1))
     else:
-        print(as_text(plan))
+        say(as_text(plan))
         if args.trace:
             warnings.filterwarnings("ignore")  # of Megatron, about kernels that nothing runs on here
             update = next(phase for phase in plan.phases if phase.phase == "actor update")
@@ -108,12 +109,12 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
                 from rlhf_mcore.cli.plan_trace import traced  # imports torch and Megatron
 
                 table = traced(cfg, world_size, update.rank, plan.dtype, assumed)
-            print(f"\n{table}")
+            say(f"\n{table}")
         _print_suggestions(suggestions)
     if plan.fits:
         return exit_codes.DONE
     hint = "" if args.suggest else "\nLayouts that fit: add --suggest."
-    print(f"error: {refusal(plan)}{hint}", file=sys.stderr)
+    say(f"error: {refusal(plan)}{hint}", file=sys.stderr)
     return exit_codes.USER_ERROR
 
 
@@ -163,9 +164,9 @@ def _suggestions(
 def _print_suggestions(suggestions: list[dict[str, Any]] | None) -> None:
     if suggestions is None:
         return
-    print("\nlayouts that fit, by estimated time of a step:" if suggestions else "\nno layout that was tried fits")
+    say("\nlayouts that fit, by estimated time of a step:" if suggestions else "\nno layout that was tried fits")
     for entry in suggestions:
-        print(
+        say(
             f"  {entry['step_s']:8.1f} s  {entry['world_size']} processes  {' '.join(entry['overrides']) or '(as it is)'}"
         )
 

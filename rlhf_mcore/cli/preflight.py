@@ -20,6 +20,7 @@ import rlhf_mcore
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.links import best_rule, find_best
+from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.config.checkpoint_rules import NEVER, compare_configs, refuse
 from rlhf_mcore.config.derive import max_new_tokens
@@ -177,7 +178,7 @@ def say(cfg: Config, text: str) -> None:
     if cfg.logging.console == "json":
         text = json_line({"note": text}).decode("utf-8").rstrip()
     if cfg.logging.console != "off":
-        print(text, flush=True)
+        terminal.say(text)
 
 
 @contextmanager

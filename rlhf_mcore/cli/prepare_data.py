@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.prepare import TASKS, Options, prepare, read_source, write_splits
 from rlhf_mcore.data.recipes import RECIPES
@@ -89,9 +90,9 @@ def _prepare(args: argparse.Namespace) -> int:
     )
     rows = chain.from_iterable(read_source(source, subset=args.subset, split=args.split) for source in args.sources)
     splits, report = prepare(counted(rows, "reading row"), options, tokenizer)
-    print("\n".join(report.lines()))
+    say("\n".join(report.lines()))
     for path in write_splits(splits, args.out):
-        print(f"wrote {path}")
+        say(f"wrote {path}")
     return exit_codes.DONE
 
 

@@ -21,6 +21,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from rlhf_mcore.config.errors import for_terminal
+
 T = TypeVar("T")
 ROWS_BETWEEN = 500  # two changes of a count
 
@@ -48,7 +50,7 @@ def working(what: str, total: int | None = None, console: Console | None = None)
 
         def begin(part: str) -> None:
             nonlocal begun
-            display.update(task, description=f"{what} {part}", completed=begun)
+            display.update(task, description=for_terminal(f"{what} {part}"), completed=begun)
             begun += 1
 
         yield begin

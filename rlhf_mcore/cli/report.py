@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 MAX_ROLLOUTS = 10_000
@@ -38,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_atomically(out, content)
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
-    print(f"{out} ({len(content) / 1e6:.1f} MB); open it in a browser")
+    say(f"{out} ({len(content) / 1e6:.1f} MB); open it in a browser")
     for run in runs:
         if run.num_rollouts > args.rollouts:
-            print(
+            say(
                 f"{run.name}: {run.num_rollouts} rollouts, of which the page holds about {args.rollouts} (--rollouts)"
             )
     return exit_codes.DONE

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 EPISODES = 8  # of an environment, of each file
@@ -86,13 +87,13 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
         lines = [line for _, line in once_each((place, error, error) for place, error in failed)]
         texts.append("\n".join([f"{begun}, {len(failed)} failed", *lines]))
         texts += [f"warning: {warning}"] if (warning := short_episodes(cfg)) else []
-    print("\n\n".join(texts), flush=True)
+    say("\n\n".join(texts))
     if failed:
-        print("\nthe environment fails, see above", file=sys.stderr, flush=True)
+        say("\nthe environment fails, see above", file=sys.stderr)
         return exit_codes.USER_ERROR
     if all(report.is_sound for report in reports):
         return exit_codes.DONE
-    print(f"\n{what_scores(cfg.reward)} does not agree with the data, see above", file=sys.stderr, flush=True)
+    say(f"\n{what_scores(cfg.reward)} does not agree with the data, see above", file=sys.stderr)
     return exit_codes.USER_ERROR
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 _COLUMNS = {
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engines = _ask(Path(args.directory), args.command, args.argument)
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
-    print(json.dumps(engines, indent=1) if args.json else _table(engines))
+    say(json.dumps(engines, indent=1) if args.json else _table(engines))
     return exit_codes.DONE
 
 

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 EPILOG = """\
@@ -66,7 +67,7 @@ def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env:
     check_host(host, token is not None)
 
     def tell(address: str) -> None:
-        print(f"serving {what_scores(cfg)} on {address} (Ctrl-C ends it)", flush=True)
+        say(f"serving {what_scores(cfg)} on {address} (Ctrl-C ends it)")
 
     # What has no score is told to the client, whose reward.on_error decides.
     with closing(build_reward(replace(cfg, on_error="zero"), reward_pools(cfg))) as reward:

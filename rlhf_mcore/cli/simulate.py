@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.plan import device_and_assumptions
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.own_files import check_output
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     except KeyboardInterrupt:
-        print("interrupted; fewer --steps or bounds of --staleness take less time", file=sys.stderr)
+        say("interrupted; fewer --steps or bounds of --staleness take less time", file=sys.stderr)
         return exit_codes.INTERRUPTED
 
 

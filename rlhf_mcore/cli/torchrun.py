@@ -34,6 +34,7 @@ from rlhf_mcore.cli.exit_codes import (
 from rlhf_mcore.cli.launch import SHOWN
 from rlhf_mcore.cli.progress import working
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.observability.console import printable
 from rlhf_mcore.observability.files import FULL, full_disks
 from rlhf_mcore.own_files import shown_path
@@ -176,7 +177,7 @@ class Agent:
             lines.append(f"(rank {rank}{phase}; its log: {shown_path(log)})")
         else:
             lines.append(f"(rank {rank}{phase})")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        say("\n".join(lines), file=sys.stderr)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         self.reports.read()

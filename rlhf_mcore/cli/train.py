@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.own_files import shown_path
@@ -156,7 +157,7 @@ def show(cfg: Config) -> None:
     from rlhf_mcore.config.show import to_yaml
 
     if os.environ.get("RANK", "0") == "0":
-        print(to_yaml(cfg), end="", flush=True)
+        say(to_yaml(cfg), end="")
 
 
 if __name__ == "__main__":

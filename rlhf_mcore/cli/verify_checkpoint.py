@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,8 +21,10 @@ from rlhf_mcore.checkpoint.manifest import Problem, read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.progress import progress_bar, working
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
+SHOWN = 100  # problems of a checkpoint: a manifest may name a million files that are not there
 EPILOG = """\
 exit codes:
   0          intact
@@ -41,10 +45,23 @@ class CheckpointReport:
         return not any(problem.is_damage for problem in self.problems)
 
     def as_text(self) -> str:
-        """One line, and one more per problem."""
+        """One line, and one more per problem, up to ``SHOWN``."""
         pins = f", pinned as {', '.join(self.pins)}" if self.pins else ""
         lines = [f"{self.path}: {'intact' if self.is_intact else 'damaged'}{pins}"]
-        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+        lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
+        if len(self.problems) > SHOWN:
+            lines.append(f"  and {len(self.problems) - SHOWN:,} more: {_counted(self.problems[SHOWN:])}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Of the problems as many as the text has, and the number of all."""
+        shown = [asdict(problem) for problem in self.problems[:SHOWN]]
+        counts = {"problems": shown, "num_problems": len(self.problems)}
+        return {"path": str(self.path), "intact": self.is_intact, "pins": self.pins, **counts}
+
+
+def _counted(problems: Sequence[Problem]) -> str:
+    return ", ".join(f"{number:,} {kind}" for kind, number in Counter(each.kind for each in problems).most_common())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,13 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     if args.json:
-        content = [
-            {"path": str(r.path), "intact": r.is_intact, "pins": r.pins, "problems": [asdict(p) for p in r.problems]}
-            for r in reports
-        ]
-        print(json.dumps(content, indent=1))
+        say(json.dumps([report.as_json() for report in reports], indent=1))
     else:
-        print("\n".join(report.as_text() for report in reports))
+        say("\n".join(report.as_text() for report in reports))
     return exit_codes.DONE if all(report.is_intact for report in reports) else exit_codes.USER_ERROR
 
 

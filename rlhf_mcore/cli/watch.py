@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.report import add_rollouts, check_rollouts
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 PORT = 8321
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     with server:
-        print(
+        say(
             f"http://127.0.0.1:{server.server_port}/ shows {', '.join(map(str, args.run))}; Ctrl-C ends it", flush=True
         )
         try:

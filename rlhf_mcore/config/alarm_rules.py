@@ -13,6 +13,7 @@ from rlhf_mcore.config.metrics import find_metric, nearest_metric
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
 from rlhf_mcore.config.schema.alarms import ACTIONS
 from rlhf_mcore.config.schema.key import AT_LEAST_1, FINITE
+from rlhf_mcore.config.show import REDACTED
 
 
 def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
@@ -29,8 +30,11 @@ def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
         yield f"alarms.webhook {problem} (it is not shown here)"
     if "command" in used and not cfg.command:
         yield "alarms.command=[] is empty, and an action of alarms is command; set it to a program and its arguments"
+    if any(REDACTED in argument for argument in cfg.command):
+        yield f"alarms.command has {REDACTED}, which a saved configuration has in the place of arguments; write them again"
     if cfg.command and shutil.which(cfg.command[0]) is None:
-        yield FileProblem(f"alarms.command: there is no program {cfg.command[0]!r}; give its path")
+        program = cfg.command[0].partition(" ")[0]  # what follows may be a secret
+        yield FileProblem(f"alarms.command: there is no program {program!r}; give its path, and each argument as an item")
 
 
 def _webhook_problem(url: str) -> str | None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+# Control characters but for newline and tab, formats (which turn the direction of text), surrogates, ends of lines of other alphabets.
+_CONTROL = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
 _SHOWN = 40  # problems in one message; a file of another kind has thousands
 
 
@@ -13,15 +19,21 @@ def shortened(items: Sequence[object], most: int = 5, separator: str = "; ") -> 
     return separator.join(map(str, items[:most])) + more
 
 
+def for_terminal(text: str) -> str:
+    """A text that no terminal takes for a command: lines stay lines, other control characters are shown as their escapes."""
+    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
+
+
 class ConfigError(ValueError):
     """A user's mistake. Each problem names the field, its value and the remedy.
 
-    ``problems`` holds one line of text (or a few) per mistake, so that a user sees all of them at once.
+    ``problems`` holds one line of text (or a few) per mistake, so that a user sees all of them at once. What it quotes is escaped
+    (``for_terminal``), for Python and notebooks print it as it is.
     """
 
     def __init__(self, message: str, *, problems: Sequence[str] | None = None) -> None:
         self.problems: list[str] = list(problems) if problems is not None else [message]
-        super().__init__(message)
+        super().__init__(for_terminal(message))
 
     @classmethod
     def many(cls, problems: Sequence[str]) -> ConfigError:

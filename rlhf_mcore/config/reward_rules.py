@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from urllib.parse import urlsplit
@@ -103,8 +104,8 @@ def _url_problem(url: str) -> str | None:
 
 
 def without_login(url: str) -> str:
-    """An address for a message, without what stands before an @."""
-    scheme, separator, rest = url.partition("://")
+    """An address for a message, without what stands before an @ or behind a question mark."""
+    scheme, separator, rest = re.split(r"[?#]", url)[0].rpartition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 

@@ -1,7 +1,8 @@
 """A configuration as YAML, for ``--print-config`` and the run directory, and texts for people, with secrets taken out.
 
-A secret is known by its key (``api_key``), by its origin (a value that ``${oc.env:NAME}`` gave is shown as it was written), and, in
-any other text, by being the value of an environment variable with the name of a secret.
+A secret is known by its key (``api_key``, ``headers``, the arguments of ``command``), by its origin (a value that ``${oc.env:NAME}``
+gave is shown as it was written), by where it stands (logins and queries of addresses, what follows "Bearer"), and, in any other text,
+by being the value of an environment variable with the name of a secret.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -19,10 +21,20 @@ from rlhf_mcore.config.schema import Config
 REDACTED = "<redacted>"
 # A key is secret by its last words: "api_key" and "hf_token" are, "prompt_key" and "max_prompt_tokens" are not.
 _SECRET_KEY = re.compile(
-    r"(^|_)(token|password|passwd|secret|credentials?|webhook|(api|access|private|secret)_?key)$", re.IGNORECASE
+    r"(^|_)(token|password|passwd|pwd|passphrase|secret|credentials?|webhook|authorization|cookies?|headers?|"
+    r"(api|access|private|secret|auth)_?key)$"
 )
+_WORD_ENDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]+")  # of apiKey, X-Api-Key
+_ARGUMENTS = "command"  # a key whose first item is a program, and whose others may be anything
 _SECRET_VARIABLE = re.compile(r"(^|_)(tokens?|password|passwd|secrets?|credentials?)(_|$)|key$", re.IGNORECASE)
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_IN_TEXT = (  # what of a text is kept in front, and what is hidden
+    (re.compile(r"(://)[^/\s?#]+(?=@)"), r"\1"),  # a login
+    (re.compile(r"(://[^\s?#'\"<>]*\?)[^\s#'\"<>]+"), r"\1"),  # a query
+    (re.compile(r"(://[^\s#'\"]*#)[^\s'\"<>]*=[^\s'\"]*"), r"\1"),  # a fragment with a value
+    (re.compile(r"(\bbearer\s+)[\w+/=.~-]{6,}", re.IGNORECASE), r"\1"),
+)
+_ADDRESS = re.compile(r"\A([a-z][a-z0-9+.-]*://[^?]*\?)(?!<redacted>$).+", re.IGNORECASE | re.DOTALL)
+_ADDRESS_KEY = re.compile(r"(^|_)(url|uri|endpoint|address)$")
 _SHORTEST = 6  # characters of a variable's value that is looked for in texts; shorter ones would be met by chance
 
 
@@ -52,24 +64,74 @@ def to_yaml(cfg: Config) -> str:
 
 
 def redact(value: Any) -> Any:
-    """A copy of a tree of dicts and lists without the values of secret keys and of the environment, and without logins inside URLs."""
+    """A copy of a tree of dicts and lists without values of secret keys and of the environment, and without secrets in addresses."""
     if isinstance(value, dict):
-        return {key: REDACTED if _is_secret(key, child) else redact(child) for key, child in value.items()}
-    if isinstance(value, list):
+        return {key: _redact_value(str(key), child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
         return [redact(child) for child in value]
     if isinstance(value, FromEnvironment):
         return value.shown
-    return str(_URL_LOGIN.sub(REDACTED, value)) if isinstance(value, str) else value
+    return _hide_in_text(_ADDRESS.sub(rf"\1{REDACTED}", value)) if isinstance(value, str) else value
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """``a.b=c`` arguments of a command line, without the values of secret keys and without other secrets."""
-    shown = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        secret = bool(equals) and _is_secret(key.strip().rpartition(".")[2], value)
-        shown.append(f"{key}={REDACTED}" if secret else without_secrets(argument))
-    return shown
+    return [without_secrets(_redact_argument(argument)) for argument in arguments]
+
+
+def _redact_argument(argument: str) -> str:
+    key, equals, text = argument.partition("=")
+    try:
+        value = yaml.safe_load(text) if equals else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        value = text
+    shown = value
+    for name in reversed(key.strip().split(".")):
+        shown = {name: shown}
+    shown = redact(shown)
+    for name in key.strip().split("."):
+        shown = shown[name] if isinstance(shown, dict) else shown
+    if not equals or shown == value:
+        return argument
+    flow = yaml.safe_dump(
+        shown, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
+    ).strip()
+    return f"{key}={shown if isinstance(shown, str) else flow}"
+
+
+def _redact_value(key: str, value: Any) -> Any:
+    if isinstance(value, FromEnvironment):
+        return value.shown
+    word = _WORD_ENDS.sub("_", key).lower()
+    if _SECRET_KEY.search(word):
+        return _hide(value, numbers=not word.endswith("token"))
+    if get_close_matches(word, [_ARGUMENTS], cutoff=0.8) and isinstance(value, str | list | tuple):
+        program, *arguments = [value] if isinstance(value, str) else value or [""]
+        words = str(program).split(maxsplit=1)  # a whole command line stands there by mistake
+        program = f"{words[0]} {REDACTED}" if len(words) > 1 else redact(program)
+        shown = [program, *(_hide(argument, numbers=True) for argument in arguments)]
+        return shown[0] if isinstance(value, str) else shown[: len(value)]
+    if _ADDRESS_KEY.search(word) and isinstance(value, str) and "?" in value and "://" not in value:
+        return f"{value.partition('?')[0]}?{REDACTED}"
+    return redact(value)
+
+
+def _hide(value: Any, *, numbers: bool) -> Any:
+    """``numbers``: a number is a secret too, and no count."""
+    if isinstance(value, dict):
+        return {key: _hide(child, numbers=numbers) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hide(child, numbers=numbers) for child in value]
+    if isinstance(value, FromEnvironment):
+        return value.shown
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return REDACTED if (isinstance(value, str) and value) or (numbers and is_number) else value
+
+
+def _hide_in_text(text: str) -> str:
+    for pattern, kept in _IN_TEXT:
+        text = pattern.sub(rf"{kept}{REDACTED}", text)
+    return text
 
 
 def is_secret_variable(name: str) -> bool:
@@ -78,12 +140,8 @@ def is_secret_variable(name: str) -> bool:
 
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A text without logins inside URLs, and without the values of environment variables that are named as secrets are."""
+    """A text without logins and queries inside URLs, and without the values of environment variables that are named as secrets are."""
     for name, value in environment.items():
         if len(value) >= _SHORTEST and is_secret_variable(name):
             text = text.replace(value, f"<redacted: {name}>")
-    return _URL_LOGIN.sub(REDACTED, text)
-
-
-def _is_secret(key: object, value: Any) -> bool:
-    return isinstance(value, str) and value != "" and _SECRET_KEY.search(str(key)) is not None
+    return _hide_in_text(text)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.data.recipes import RECIPES, PlacedRow, PreparedExample, RowError, recognise
+from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.foreign import read_bytes
 
@@ -183,8 +184,8 @@ def _short_enough(
     examples: Sequence[PreparedExample], options: Options, tokenizer: PreTrainedTokenizerBase, report: Report
 ) -> list[PreparedExample]:
     kept = []
-    for example in examples:
-        length = _num_tokens(example.prompt, tokenizer)
+    lengths = _num_tokens([example.prompt for example in examples], tokenizer)
+    for example, length in zip(examples, lengths, strict=True):
         answers = [getattr(example, name) for name in NEEDED[options.task]]
         longest = max(map(len, token_ids(tokenizer, answers)), default=0)
         if length <= (options.max_prompt_tokens or length) and longest <= (options.max_response_tokens or longest):
@@ -194,12 +195,13 @@ def _short_enough(
     return kept
 
 
-def _num_tokens(prompt: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> int:
+def _num_tokens(prompts: Sequence[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    """As the model will read them: through the tokenizer's chat template where it has one."""
     if tokenizer.chat_template is None:
-        text = "\n".join(message["content"] for message in prompt)
+        texts: Iterator[str] = ("\n".join(message["content"] for message in prompt) for prompt in prompts)
     else:
-        text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-    return len(token_ids(tokenizer, [text])[0])
+        texts = Renderer(tokenizer, "auto").all([(prompt, f"prompt {n}") for n, prompt in enumerate(prompts, start=1)])
+    return (len(token_ids(tokenizer, [text])[0]) for text in texts)
 
 
 def _row(example: PreparedExample, task: str, split: str) -> dict[str, Any]:

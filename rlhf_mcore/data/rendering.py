@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CPU_S = 10  # for one prompt; published templates take a thousandth of a second
-MEMORY_BYTES = 2 * 2**30  # beyond what the process has
+MEMORY_BYTES = 384 * 2**20  # beyond what the process has; the longest prompt takes a sixth of it
 MAX_CHARACTERS = 16 * 2**20  # of a rendered prompt
 
 Content = str | list[dict[str, Any]]  # a text, or messages of {role, content}
@@ -174,7 +174,7 @@ def _one(apply: Any, item: Any) -> dict[str, str]:
     try:
         text = apply(item)
     except MemoryError:
-        return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory; correct the template"}
+        return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory; correct the template"}
     except Exception as error:  # a template may fail in any way that an expression can
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         return {"error": f"{name}{error}"[:500]}

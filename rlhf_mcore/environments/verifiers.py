@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, for_terminal
 from rlhf_mcore.config.show import redact
 
 KEY = "environment.options"
@@ -355,9 +355,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.tools is not None:
             given.tools.write_text(json.dumps(tools, indent=1) + "\n", encoding="utf-8")
     except (ConfigError, ValueError, TypeError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(for_terminal(f"error: {error}"), file=sys.stderr)  # noqa: T201
         return 2
-    print(
+    print(  # noqa: T201
         f"wrote {len(rows)} rows to {given.out}" + (f" and {len(tools)} tools to {given.tools}" if given.tools else "")
     )
     return 0

@@ -218,7 +218,7 @@ class AlarmBell:
             pass
 
     def _call(self, content: bytes) -> None:
-        nothing = subprocess.DEVNULL
+        nothing, program = subprocess.DEVNULL, self._cfg.command[0]  # its arguments may be secrets
         process = subprocess.Popen(
             self._cfg.command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
         )
@@ -226,11 +226,11 @@ class AlarmBell:
         with process:
             try:
                 process.communicate(content, self._cfg.timeout_s)
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired as late:
                 _end_group(process)
-                raise
+                raise subprocess.TimeoutExpired(program, late.timeout) from None
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, self._cfg.command)
+            raise subprocess.CalledProcessError(process.returncode, program)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

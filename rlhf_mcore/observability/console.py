@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -28,7 +29,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, for_terminal
 from rlhf_mcore.config.keys import choices_of
 from rlhf_mcore.observability.figures import (
     CURVES,
@@ -78,7 +79,7 @@ class Console:
         if mode not in (modes := choices_of("logging.console")):
             raise ConfigError(f"logging.console={mode!r}: must be one of {', '.join(modes)}")
         self.total_steps = total_steps
-        self.title = title
+        self.title = for_terminal(title)
         self._first_step = first_step
         self._request = ""
         if mode == "auto":
@@ -162,7 +163,7 @@ class Console:
         if self._live is not None:
             self._request = text
         elif self.mode != "off":
-            line = json_line({"note": text}) if self.mode == "json" else f"{text}\n".encode()
+            line = json_line({"note": text}) if self.mode == "json" else f"{for_terminal(text)}\n".encode()
             with suppress(OSError):  # of a full disk, of a notebook's output, which is no file
                 os.write(self._output.file.fileno(), line)
 
@@ -191,7 +192,7 @@ class Console:
         for place, name in enumerate(header):
             table.add_column(name, justify="left" if place == 0 else "right")
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(for_terminal(cell)) for cell in row))
         self._output.print()
         self._output.print(table)
         for line in footer:
@@ -249,12 +250,13 @@ class Console:
         return drawn
 
     def _print_json(self, content: Mapping[str, Any]) -> None:
-        self._output.file.write(json_line(content).decode("utf-8"))
+        line = json_line(content).decode("utf-8")
+        self._output.file.write(line if for_terminal(line) == line else f"{json.dumps(json.loads(line))}\n")
         self._output.file.flush()
 
     def _print(self, text: str) -> None:
         """A line as it is: no markup, no wrapping (a path must stay whole)."""
-        self._output.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._output.print(for_terminal(text), markup=False, highlight=False, soft_wrap=True)
 
     def _stop(self, last_phase: str) -> None:
         live, self._live = self._live, None

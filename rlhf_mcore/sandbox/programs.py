@@ -87,7 +87,7 @@ def _finish(code: int) -> int:
 def _exit_code(error: SystemExit) -> int:
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
+    print(error.code, file=sys.stderr)  # noqa: T201 (of the program that runs here)
     return 1
 
 

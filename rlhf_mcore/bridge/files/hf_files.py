@@ -160,10 +160,7 @@ class HFReader:
         return weight_map
 
     def _check_shard(self, shard: str) -> None:
-        # A Hugging Face cache: snapshots/<revision>/* -> ../../blobs/*
-        is_cached = self.directory.parent.name == "snapshots"
-        blobs = [self.directory.parent.parent / "blobs"] if is_cached else []
-        inside(self.directory, shard, where=f"{self.directory / INDEX}: shard", also=blobs)
+        inside(self.directory, shard, where=f"{self.directory / INDEX}: shard", also=_blobs(self.directory))
 
 
 def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", also: Sequence[Path] = ()) -> Path:
@@ -185,9 +182,21 @@ def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", als
 
 
 def companion_files(sources: Sequence[str | Path]) -> list[Path]:
-    """What travels with the weights; of several sources the first that has a file gives it."""
-    places = [[Path(source) / name for source in sources] for name in COMPANIONS]
-    return [found for paths in places if (found := next(filter(os.path.isfile, paths), None)) is not None]
+    """What travels with the weights; of several sources the first that has a file gives it.
+
+    Raises:
+        ConfigError: one is a link out of its directory: what it names may be anybody's, and would be copied.
+    """
+    directories = [Path(source).resolve() for source in sources]
+    places = [[directory for directory in directories if os.path.isfile(directory / name)] for name in COMPANIONS]
+    return [
+        inside(holders[0], name, also=_blobs(holders[0])) for name, holders in zip(COMPANIONS, places, strict=True) if holders
+    ]
+
+
+def _blobs(directory: Path) -> list[Path]:
+    """Where the files of a directory in a Hugging Face cache are: snapshots/<revision>/* -> ../../blobs/*."""
+    return [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
 
 
 def copy_companions(

@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--cpus", type=int, default=1, help="cores for engines; not of the head")
     args = parser.parse_args()
     if not os.environ.get("RAY_AUTH_TOKEN"):
-        print(
+        print(  # noqa: T201
             "error: RAY_AUTH_TOKEN is not set, and Ray would take orders from anybody; set a secret of 32 bytes or more"
         )
         return 2

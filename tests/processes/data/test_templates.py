@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data import rendering
+from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.source import load_prompts
 from tests.unit.data.conftest import tokenizer
 from tests.unit.data.test_source import CHAT_ROW, write_jsonl
@@ -22,7 +25,7 @@ __all__ = ["tokenizer"]
     ("template", "message"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0 s of processor time"),
-        ("{{ 'x' * 10 ** 11 }}", "GiB of memory|OverflowError"),
+        ("{{ 'x' * 10 ** 11 }}", "384 MiB of memory|OverflowError"),
         ("{{ 'x' * 20_000_000 }}", "the text has 20000000 characters"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{{ messages[7].role }}", "no element 7|UndefinedError"),
@@ -52,3 +55,61 @@ def test_the_prompt_at_which_a_template_hangs_is_named(
         ConfigError, match=r"(?s)line 3, column 'prompt': the chat template refuses.*(processor time|ValueError)"
     ):
         load_prompts([file], tokenizer, DataConfig(apply_chat_template="true"))
+
+
+BOMBS = {  # every way of jinja's to make much of little
+    "wordwrap": "{{ ('x ' * 30_000_000) | wordwrap(1) | length }}",
+    "sort": "{{ ('xy' * 2_000_000) | sort | length }}",
+    "list": "{{ ('x' * 60_000_000) | list | length }}",
+    "join": "{{ range(99_999) | join('x' * 9_999) | length }}",
+    "indent": "{{ ('a\\n' * 2_000_000) | indent(500) | length }}",
+    "center": "{{ 'x' | center(2_000_000_000) | length }}",
+    "format": "{{ '%2000000000d' | format(1) | length }}",
+    "replace": "{{ ('x' * 60_000) | replace('x', 'y' * 60_000) | length }}",
+    "times": "{{ 'x' * 2_000_000_000 }}",
+    "lists": "{{ ([0] * 900_000_000) | length }}",
+    "tilde": "{% set n = namespace(t='x') %}{% for i in range(34) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t | length }}",
+    "add": "{% set n = namespace(t='x') %}{% for i in range(34) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t | length }}",
+    "method": "{{ ''.ljust(2_000_000_000) | length }}",
+    "map": "{{ ('x' * 30_000_000) | map('upper') | list | length }}",
+    "batch": "{{ ('x' * 60_000_000) | batch(2) | list | length }}",
+    "groupby": "{{ ('x' * 9_000_000) | groupby(0) | length }}",
+    "range": "{% for i in range(99_999_999_999) %}x{% endfor %}",
+    "blocks": "{% set t %}{% for i in range(99_999) %}{{ 'x' * 99_999 }}{% endfor %}{% endset %}{{ t | length }}",
+    "filter": "{% filter upper %}{% for i in range(99_999) %}{{ 'x' * 99_999 }}{% endfor %}{% endfilter %}",
+    "pprint": "{{ ('x' * 900_000_000) | pprint | length }}",
+    "tojson": "{{ ('\u20ac' * 200_000_000) | tojson | length }}",
+    "slice": "{{ ('x' * 60_000_000) | slice(2) | list | length }}",
+    "urlize": "{{ ('http://a.b ' * 3_000_000) | urlize | length }}",
+    "split": "{{ ('x ' * 60_000_000).split() | length }}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_a_template_may_hold_in_memory_is_bounded(
+    name: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "CPU_S", 1)
+    monkeypatch.setattr(tokenizer, "chat_template", BOMBS[name])
+    before = max(memory_of_children(), own_memory())
+    [answer] = rendering.in_child(Renderer(tokenizer, "true")._apply, [[{"role": "user", "content": "a"}]])
+    ends = "384 MiB of memory|processor time|OverflowError|ended with|Range too big|SecurityError|characters"
+    assert re.search(ends, answer["error"])
+    assert memory_of_children() - before < 450 * 2**20
+
+
+def memory_of_children() -> int:
+    """The most that one has had in memory, in bytes; it begins with its parent's."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+def own_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_the_longest_prompt_is_rendered(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = "{% for m in messages %}{{ '<user>' + m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", longest)
+    content = "\u4e2d" * (rendering.MAX_CHARACTERS - 6)
+    [answer] = rendering.in_child(Renderer(tokenizer, "true")._apply, [[{"role": "user", "content": content}]])
+    assert answer == {"text": f"<user>{content}"}

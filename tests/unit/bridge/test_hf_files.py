@@ -221,3 +221,34 @@ def test_the_copied_config_says_what_the_updates_say(tmp_path: Path) -> None:
     updates = {"architectures": ["LlamaForTokenClassification"], "id2label": {"0": "value"}}
     copy_companions([tmp_path], target, torch.float32, updates)
     assert json.loads((target / "config.json").read_text()) == {**updates, "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_template.jinja", "vocab.json"])
+def test_a_link_out_of_the_directory_is_not_copied(tmp_path: Path, name: str) -> None:
+    """What it names may be a secret of whoever converts."""
+    (model := tmp_path / "model").mkdir()
+    (target := tmp_path / "target").mkdir()
+    (model / "config.json").write_text('{"torch_dtype": "float32"}')
+    (model / name).unlink(missing_ok=True)
+    (tmp_path / "secret").write_text('{"of": "somebody"}')
+    (model / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=rf"{name}: a link to {tmp_path}/secret, outside of the directory"):
+        copy_companions([model], target, torch.float32)
+    assert list(target.iterdir()) == []
+    (model / name).unlink()
+    (model / "held").write_text('{"torch_dtype": "float32"}')
+    (model / name).symlink_to("held")  # inside
+    copy_companions([model], target, torch.float32)
+    assert (target / name).is_file() and not (target / name).is_symlink()
+
+
+def test_the_links_of_a_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
+    (blobs := tmp_path / "models--a--b" / "blobs").mkdir(parents=True)
+    (snapshot := blobs.parent / "snapshots" / "0123").mkdir(parents=True)
+    (target := tmp_path / "target").mkdir()
+    for name, content in {"config.json": '{"torch_dtype": "float32"}', "tokenizer.json": "{}"}.items():
+        (blobs / f"of-{name}").write_text(content)
+        (snapshot / name).symlink_to(f"../../blobs/of-{name}")
+    copy_companions([snapshot], target, torch.bfloat16)
+    assert json.loads((target / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
+    assert (target / "tokenizer.json").read_text() == "{}"

@@ -103,3 +103,19 @@ def test_a_person_sees_how_many_bytes_were_compared(tmp_path: Path, monkeypatch:
     assert run(checkpoint.parent) == 0
     files = [path for path in tmp_path.glob("checkpoint-*/**/*") if path.is_file() and path.name != "manifest.json"]
     assert counted[-1] == -sum(path.stat().st_size for path in files) < 0 and sum(counted) == 0
+
+
+def test_of_many_problems_the_first_are_named_and_all_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = save(tmp_path, 20)
+    for number in range(5000):
+        (checkpoint / f"note-{number:04}.txt").touch()
+    (checkpoint / "trainer_state.json").unlink()
+    assert run(checkpoint) == 2
+    text = capsys.readouterr().out
+    assert len(text) < 10_000 and text.count("\n") == 102
+    assert text.endswith("  and 4,901 more: 4,900 extra, 1 missing\n")
+    assert run(checkpoint, "--json") == 2
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (len(report["problems"]), report["num_problems"], report["intact"]) == (100, 5001, False)

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_mcore.cli import launch
+from rlhf_mcore.config.checkpoint_rules import compare_configs
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.show import redact_arguments, to_yaml, without_secrets
+from rlhf_mcore.config.show import redact, redact_arguments, to_yaml, without_secrets
+from rlhf_mcore.config.validate import validate
 
 VALUE = "s3cret-value"
 
@@ -71,3 +74,90 @@ def test_arguments_of_a_command_line() -> None:
         "url=https://<redacted>@host/",
         "c=<redacted: SECRET>",
     ]
+
+
+HIDDEN = "hidden-9f3a"
+TREES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"url": f"https://host:1/score?key={HIDDEN}&b=1"}, {"url": "https://host:1/score?<redacted>"}),
+    ({"url": f"https://host/?a b={HIDDEN} c"}, {"url": "https://host/?<redacted>"}),
+    ({"url": f"host/score?key={HIDDEN}"}, {"url": "host/score?<redacted>"}),
+    ({"base_url": f"https://me:p@{HIDDEN}@host/#t={HIDDEN}"}, {"base_url": "https://<redacted>@host/#<redacted>"}),
+    ({"note": f"see http://h/x?q={HIDDEN}, and more"}, {"note": "see http://h/x?<redacted> and more"}),
+    ({"command": ["tell", "--key", HIDDEN]}, {"command": ["tell", "<redacted>", "<redacted>"]}),
+    ({"command": f"tell --key {HIDDEN}"}, {"command": "tell <redacted>"}),
+    ({"command": []}, {"command": []}),
+    ({"headers": {"X-Team": HIDDEN, "n": 1}}, {"headers": {"X-Team": "<redacted>", "n": "<redacted>"}}),
+    ({"headers": [f"X: {HIDDEN}"]}, {"headers": ["<redacted>"]}),
+    ({"X-Api-Key": HIDDEN, "apiKey": HIDDEN}, {"X-Api-Key": "<redacted>", "apiKey": "<redacted>"}),
+    ({"Authorization": HIDDEN}, {"Authorization": "<redacted>"}),
+    ({"with": f"Bearer {HIDDEN}"}, {"with": "Bearer <redacted>"}),
+    (
+        {"credentials": {"user": HIDDEN, "password": 1234}},
+        {"credentials": {"user": "<redacted>", "password": "<redacted>"}},
+    ),
+    (
+        {"bytes_per_token": 2, "max_tokens": 3, "prompt_key": "p"},
+        {"bytes_per_token": 2, "max_tokens": 3, "prompt_key": "p"},
+    ),
+    ({"path": "a?b", "question": "why? http://h/x"}, {"path": "a?b", "question": "why? http://h/x"}),
+]
+
+
+@pytest.mark.parametrize(("tree", "shown"), TREES)
+def test_what_may_hold_a_secret_is_hidden_wherever_it_stands(tree: dict[str, Any], shown: dict[str, Any]) -> None:
+    assert redact(tree) == shown
+    assert redact({"options": [{"deep": tree}]}) == {"options": [{"deep": shown}]}
+    assert redact(shown) == shown  # a saved configuration is shown again
+
+
+ADDRESSES = [
+    f"reward.remote.url='http://h/s?key={HIDDEN}'",
+    f"reward.judge.url='http://h/v1?key={HIDDEN}'",
+    f"alarms.command=[/bin/true,{HIDDEN}]",
+    f"environment.options={{headers: {{X-Team: {HIDDEN}}}, url: 'http://h/?k={HIDDEN}', args: [1]}}",
+    f"environment.options.headers.X-Team={HIDDEN}",
+]
+
+
+@pytest.mark.parametrize("override", ADDRESSES)
+def test_a_configuration_is_shown_and_saved_without_them(workspace: Any, override: str) -> None:
+    text = to_yaml(load_config("run.yaml", [override]))
+    assert HIDDEN not in text and "<redacted>" in text
+    workspace.write("saved.yaml", text)
+    assert to_yaml(load_config("saved.yaml")) == text
+    assert HIDDEN not in "".join(redact_arguments([override])) + this_command_of([override])
+
+
+def this_command_of(arguments: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["x.py", *arguments])
+        patch.setattr("sys.orig_argv", ["python", "x.py", *arguments])
+        return launch.this_command()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"reward.remote.url='http://h/s?key={HIDDEN}'",
+        f"reward.judge.url='https://me:{HIDDEN}@h/v1'",
+        f"alarms.command='tell --key {HIDDEN}'",
+        f"alarms.comand=[tell,{HIDDEN}]",
+        f"alarms={{command: [tell, {HIDDEN}], defalts: 1}}",
+    ],
+)
+def test_errors_do_not_quote_them(workspace: Any, override: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        validate(load_config("run.yaml", [override, "alarms.actions=[warn]"]), None)
+    assert HIDDEN not in without_secrets(str(raised.value))
+
+
+def test_a_saved_command_is_not_run_without_its_arguments(workspace: Any) -> None:
+    with pytest.raises(ConfigError, match=r"alarms.command has <redacted>, .* write them again"):
+        validate(load_config("run.yaml", ["alarms.command=[/bin/true,<redacted>]"]), None)
+
+
+def test_a_run_with_hidden_arguments_resumes(workspace: Any) -> None:
+    """The saved configuration is compared with one that is hidden the same way."""
+    saved = to_yaml(load_config("run.yaml", ADDRESSES[2:4]))
+    now = to_yaml(load_config("run.yaml", [text.replace(HIDDEN, "another") for text in ADDRESSES[2:4]]))
+    assert compare_configs(saved, now) == ([], [])

@@ -1,0 +1,13 @@
+"""The one way of commands to a terminal: what models, rewards, environments and files hold must not command it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rlhf_mcore.config.errors import for_terminal
+
+
+def say(text: object = "", *, file: TextIO | None = None, end: str = "\n", flush: bool = True) -> None:
+    """Print a text whose lines stay lines, and whose other control characters are escaped. ``file``: standard output."""
+    print(for_terminal(str(text)), file=sys.stdout if file is None else file, end=end, flush=flush)
