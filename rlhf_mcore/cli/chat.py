@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "standard input has no text; write a question to it, as in `echo 'What is 2+2?' | rlhf-mcore chat RUN_DIR`"
             )
         for part in chat.answer(text):
-            print(part, end="", flush=True)
-        print()
+            say(part, end="")
+        say()
         return exit_codes.DONE
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
@@ -188,12 +189,12 @@ def _converse(chat: Chat) -> int:
     with suppress(ImportError):
         import readline  # noqa: F401  # lines can be edited then
 
-    print(HELP)
+    say(HELP)
     while True:
         try:
             text = input(PROMPT).strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            say()
             return exit_codes.DONE
         if text == "/new":
             chat.forget()
@@ -201,12 +202,12 @@ def _converse(chat: Chat) -> int:
             answer = chat.answer(text)
             try:
                 for part in answer:
-                    print(part, end="", flush=True)
+                    say(part, end="")
             except KeyboardInterrupt:
                 answer.close()  # type: ignore[attr-defined]
             except ConfigError as error:
-                print(f"error: {error}", end="")
-            print()
+                say(f"error: {error}", end="")
+            say()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rlhf_mcore.checkpoint.layout import BEST, LATEST, linked_step, step_of
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.hub_ids import id_of_snapshot
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
@@ -111,10 +112,10 @@ def _push(args: argparse.Namespace) -> int:
         upload = collect(checkpoint, args.repo, Path(scratch))
         if args.dry_run:
             sizes = [len(file) if isinstance(file, bytes) else file.stat().st_size for file in upload.files.values()]
-            print(upload.card)
-            print("\n".join(f"{size:>15,}  {name}" for name, size in zip(upload.files, sizes, strict=True)))
+            say(upload.card)
+            say("\n".join(f"{size:>15,}  {name}" for name, size in zip(upload.files, sizes, strict=True)))
             return exit_codes.DONE
-        print(f"{args.repo}: {_send(upload, args)}")
+        say(f"{args.repo}: {_send(upload, args)}")
     return exit_codes.DONE
 
 
