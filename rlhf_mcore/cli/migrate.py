@@ -1,4 +1,4 @@
-"""``rlhf-mcore migrate SRC.yaml|script.sh -o OUT.yaml``: the common part of a verl or OpenRLHF configuration."""
+"""``rlhf-mcore migrate SRC -o OUT.yaml``: carry the common part of a configuration of verl, OpenRLHF or TRL over."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore migrate",
-        "Carry a configuration of verl (YAML, or a launch script with key=value overrides) or of OpenRLHF (a launch script) "
-        "over as far as both have the same thing. Every key that could not be is named, in the file and here; then the result "
+        "Carry a configuration of verl (YAML, or a launch script with key=value overrides), of OpenRLHF (a launch script) or of "
+        "TRL (a Python script with a GRPOConfig, or a launch script with `trl grpo`) over as far as both have "
+        "the same thing. Every key that could not be is named, in the file and here; then the result "
         "is validated and planned. A script is read as a shell does in which no variable is set; nothing in it is run.",
         examples(
             "rlhf-mcore migrate run_qwen2-7b_math_megatron.sh -o my_run.yaml",
+            "rlhf-mcore migrate train_grpo.py -o my_run.yaml",
         )
         + exit_codes.TOOL_EPILOG,
     )
-    parser.add_argument("source", type=Path, metavar="SRC", help="YAML file or launch script; nothing in it is run")
+    parser.add_argument(
+        "source", type=Path, metavar="SRC", help="YAML file, launch script or Python script; nothing in it is run"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write")
-    parser.add_argument("--from", dest="kind", choices=("auto", "verl", "openrlhf"), default="auto")
+    parser.add_argument("--from", dest="kind", choices=("auto", "verl", "openrlhf", "trl"), default="auto")
     return parser
 
 

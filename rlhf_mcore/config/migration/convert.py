@@ -11,7 +11,8 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS
-from rlhf_mcore.config.migration import openrlhf, sources, verl
+from rlhf_mcore.config.migration import openrlhf, sources, trl, verl
+from rlhf_mcore.config.migration.python_script import read_python
 from rlhf_mcore.config.migration.shell import read_script
 from rlhf_mcore.config.migration.table import Migration, Table, apply
 from rlhf_mcore.config.show import redact
@@ -28,10 +29,10 @@ _KNOWN_DATA: dict[str, dict[str, Any]] = {  # what names of files say of them, i
 
 
 def migrate(path: Path, source: str = "auto") -> Migration:
-    """Read a YAML file (verl) or a launch script (verl, OpenRLHF) and carry over what can be.
+    """Read a YAML file (verl), a Python script (TRL) or a launch script (verl, OpenRLHF, TRL) and carry over what can be.
 
     Raises:
-        ConfigError: the file cannot be read, or it is of neither.
+        ConfigError: the file cannot be read, or it is of none of them.
     """
     text = read_text(path, limit=MAX_BYTES)
     if path.suffix in (".yaml", ".yml"):
@@ -41,6 +42,8 @@ def migrate(path: Path, source: str = "auto") -> Migration:
                 f"{path}: not a configuration of verl: it has none of the groups {', '.join(sources.ROOTS)}"
             )
         migration = apply(verl.TABLE, sources.read_tree(tree))
+    elif path.suffix == ".py":
+        migration = _of_python(text, path)
     else:
         migration = _of_script(text, path, source)
     _note(migration)
@@ -55,7 +58,8 @@ def _of_script(text: str, path: Path, source: str) -> Migration:
     if not launches:
         raise ConfigError(
             f"{path}: found neither overrides of verl (actor_rollout_ref.model.path=...) nor flags of OpenRLHF "
-            "(openrlhf.cli.train_ppo_ray --...), following the script as a shell does in which no variable is set"
+            "(openrlhf.cli.train_ppo_ray --...) or TRL (trl grpo --...), following the script as a shell does in which no "
+            "variable is set"
         )
     command, table, values = max(launches, key=lambda launch: len(launch[2]))
     migration = apply(table, values)
@@ -68,6 +72,19 @@ def _of_script(text: str, path: Path, source: str) -> Migration:
         migration.decisions.append(
             f"{foreign[0]}: that file was not read; `rlhf-mcore migrate` takes it by itself, too"
         )
+    return migration
+
+
+def _of_python(text: str, path: Path) -> Migration:
+    """The GRPOConfig and the GRPOTrainer of a script for TRL."""
+    script = read_python(text, str(path))
+    migration = apply(trl.TABLE, script.values)
+    for key, expression in script.computed.items():
+        migration.lost[key] = expression, "the script computes it: write the value"
+    migration.decisions.append(
+        "sizes of batches are those of one process; multiply trainer.prompts_per_step and trainer.minibatch_size by the "
+        "processes of `accelerate launch`"
+    )
     return migration
 
 
@@ -84,6 +101,8 @@ def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[
             raise ConfigError(
                 f"openrlhf.cli.{program} has no counterpart here; train_ppo_ray, train_sft and train_rm have"
             )
+    if sources.starts_trl(command) and source in ("auto", "trl"):
+        return trl.TABLE, sources.read_trl_flags(command)
     if source not in ("auto", "verl"):
         return None
     if any("sft_trainer" in word for word in command):

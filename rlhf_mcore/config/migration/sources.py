@@ -1,10 +1,12 @@
-"""What other trainers read: hydra overrides and YAML files with references (verl), flags of programs (OpenRLHF)."""
+"""Read what other trainers read: hydra overrides and YAML files with references (verl), flags of programs (OpenRLHF, TRL)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
+from pathlib import PurePosixPath
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -262,17 +264,22 @@ def command_of(words: Sequence[str]) -> str | None:
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
     """Flags with their values under today's names; a flag without a value is True."""
     starts = [place for place, word in enumerate(words) if _PROGRAM.search(word)]
-    found: dict[str, list[str]] = {}
+    flags = _flags(words[starts[-1] + 1 if starts else 0 :])
+    return {OLD_NAMES.get(name, name): value for name, value in flags.items()}
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    """``--name value ...`` and ``--name=value``: one value, or a list of several; True where there is none."""
+    given: dict[str, list[str]] = {}
     name = None
-    for word in words[starts[-1] + 1 if starts else 0 :]:
+    for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            found[name] = [value] if equals else []
+            given[name] = [value] if equals else []
         elif name is not None:
-            found[name].append(word)
-    values = {name: [_flag_number(word) for word in given] for name, given in found.items()}
-    one_or_all = {name: (held[0] if len(held) == 1 else held or True) for name, held in values.items()}
-    return {OLD_NAMES.get(name, name): named(value) for name, value in one_or_all.items()}
+            given[name].append(word)
+    values = {name: [_flag_number(word) for word in held] for name, held in given.items()}
+    return {name: named(held[0] if len(held) == 1 else held or True) for name, held in values.items()}
 
 
 def _flag_number(word: str) -> Any:
@@ -282,3 +289,18 @@ def _flag_number(word: str) -> Any:
         except ValueError:
             pass
     return word
+
+
+# ----------------------------------------------------------------------------------------------------------------- TRL
+def starts_trl(words: Sequence[str]) -> bool:
+    """Whether a command is ``trl grpo``, or runs TRL's script of that name."""
+    programs = [PurePosixPath(word).name for word in words]
+    return ("trl", "grpo") in pairwise(programs) or "trl/scripts/grpo.py" in " ".join(words)
+
+
+def read_trl_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Flags behind the program with their values; words of booleans are booleans."""
+    last = max(place for place, word in enumerate(words) if word == "grpo" or word.endswith("grpo.py"))
+    booleans = {"true": True, "false": False}
+    flags = _flags(words[last + 1 :])
+    return {name: booleans.get(str(value).lower(), value) for name, value in flags.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.keys import KEYS
-from rlhf_mcore.config.migration import openrlhf, verl
+from rlhf_mcore.config.migration import openrlhf, trl, verl
 from rlhf_mcore.config.migration.table import Table
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
@@ -21,7 +21,9 @@ def rows(page: str) -> list[tuple[str, str]]:
     return [(left, right) for left, right in re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE) if "`" in left]
 
 
-@pytest.mark.parametrize(("page", "table"), [("from-verl.md", verl.TABLE), ("from-openrlhf.md", openrlhf.TABLE)])
+@pytest.mark.parametrize(
+    ("page", "table"), [("from-verl.md", verl.TABLE), ("from-openrlhf.md", openrlhf.TABLE), ("from-trl.md", trl.TABLE)]
+)
 def test_every_key_that_is_carried_over_is_on_the_page(page: str, table: Table) -> None:
     left = " ".join(cell for cell, _ in rows(page))
     right = " ".join(cell for _, cell in rows(page))
@@ -37,7 +39,10 @@ def test_every_key_that_is_carried_over_is_on_the_page(page: str, table: Table) 
         assert first.rpartition(".")[2] in left or first.rpartition(".")[0] + ".*`" in left, first
 
 
-@pytest.mark.parametrize("page", ["from-verl.md", "from-openrlhf.md", "from-megatron-lm.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["from-verl.md", "from-openrlhf.md", "from-megatron-lm.md", "from-trl.md", "from-slime.md", "from-nemo-rl.md"],
+)
 def test_the_first_key_of_a_line_is_one_of_ours(page: str) -> None:
     found = [re.match(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)*)", right) for _, right in rows(page)]
     named = [match[1] for match in found if match]

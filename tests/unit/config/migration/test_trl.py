@@ -1,0 +1,203 @@
+"""GRPOConfig scripts and ``trl grpo``. Defaults are compared with TRL's own GRPOConfig where it is installed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.cli import main as main_module
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.migration import sources, trl
+from rlhf_mcore.config.migration.python_script import read_python
+from rlhf_mcore.config.migration.table import Migration, apply
+from rlhf_mcore.config.validate import validate
+
+SCRIPT = """\
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+
+MODEL = "model"
+SAMPLES = 4
+dataset = load_dataset("json", data_files="data/train.jsonl", split="train").map(lambda row: row)
+
+
+def main(options):
+    args = GRPOConfig(
+        "out",
+        learning_rate=5e-6,
+        per_device_train_batch_size=SAMPLES * 8,
+        gradient_accumulation_steps=2,
+        num_generations=SAMPLES,
+        max_completion_length=2**7 - 1 + 1,
+        max_steps=10,
+        beta=0.04,
+        logging_steps=1,
+        weight_decay=options.weight_decay,
+    )
+    GRPOTrainer(MODEL, [accuracy_reward], args, train_dataset=dataset["train"]).train()
+"""
+
+
+def migrated(**given: Any) -> Migration:
+    return apply(trl.TABLE, given)
+
+
+def test_a_script_becomes_a_configuration_that_validates(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.write("train.py", SCRIPT)
+    workspace.write("data/train.jsonl", '{"prompt": "1+1=", "answer": "2"}\n')
+    assert main_module.main(["migrate", "train.py", "-o", "out.yaml"]) == 0
+    printed = capsys.readouterr().out
+    cfg = load_config("out.yaml")
+    validate(cfg)
+    assert (cfg.model.path, cfg.data.train, cfg.reward.rules[0].name) == ("model", ["data/train.jsonl"], "math")
+    # 32 responses at a time, twice: 64 responses are 16 groups of 4, and one update.
+    assert (cfg.trainer.prompts_per_step, cfg.trainer.minibatch_size, cfg.trainer.num_steps) == (16, 16, 10)
+    assert (cfg.rollout.sampling.n, cfg.actor.optimizer.lr, cfg.algorithm.kl.coef, cfg.seed) == (4, 5e-6, 0.04, 42)
+    assert cfg.actor.optimizer.schedule.name == "linear"  # TRL's default, not ours
+    assert "not carried over: weight_decay=options.weight_decay: the script computes it: write the value" in printed
+    assert "not carried over: max_completion_length=2 ** 7 - 1 + 1: the script computes it" in printed
+    assert "multiply trainer.prompts_per_step and trainer.minibatch_size by the processes" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # 8 responses a device by default, in groups of 8
+        ({}, {"trainer.prompts_per_step": 1, "trainer.minibatch_size": 1, "algorithm.loss_aggregation": "token"}),
+        (
+            {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "steps_per_generation": 8},
+            {"trainer.prompts_per_step": 16, "trainer.minibatch_size": 8},
+        ),
+        # 10 updates, of which each generation makes 2 x 3
+        (
+            {"steps_per_generation": 2, "num_iterations": 3, "max_steps": 18, "save_steps": 12},
+            {"trainer.num_steps": 3, "trainer.ppo_epochs": 3, "checkpoint.save_steps": 2},
+        ),
+        ({"num_train_epochs": 2}, {"trainer.num_epochs": 2.0}),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"algorithm.policy_loss": "gspo"}),
+        ({"loss_type": "dr_grpo"}, {"algorithm.policy_loss": "ppo_clip", "algorithm.loss_aggregation": "constant"}),
+        # cispo bounds the ratio at 5, which is 1 + 4
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {"algorithm.policy_loss": "cispo", "algorithm.clip_low": 1.0, "algorithm.clip_high": 4.0},
+        ),
+        ({"epsilon_high": 0.28}, {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
+        ({"scale_rewards": False}, {"algorithm.normalize_std": False}),
+        ({"scale_rewards": "none"}, {"algorithm.normalize_std": False}),
+        ({"warmup_steps": 0.1}, {"actor.optimizer.schedule.warmup_ratio": 0.1}),
+        ({"warmup_steps": 20}, {"actor.optimizer.schedule.warmup_updates": 20}),
+        (
+            {"use_vllm": True},
+            {
+                "algorithm.rollout_correction.mode": "sequence",
+                "algorithm.rollout_correction.cap": 3.0,
+                "algorithm.rollout_correction.mask_high": 3.0,
+            },
+        ),
+        ({}, {"algorithm.rollout_correction.mode": "off"}),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+            {"algorithm.rollout_correction.mode": "token", "algorithm.rollout_correction.cap": 3.0},
+        ),
+        ({"top_k": 0}, {"rollout.sampling.top_k": -1}),
+        ({"report_to": ["tensorboard", "wandb"]}, {"logging.trackers": ["tensorboard", "wandb"]}),
+        ({"report_to": "none"}, {"logging.trackers": ["tensorboard"]}),
+        ({"save_strategy": "epoch"}, {"checkpoint.save_epochs": 1.0}),
+        (
+            {"reward_funcs": ["accuracy_reward", "think_format_reward"], "reward_weights": [1.0, 0.5]},
+            {"reward.rules": [{"name": "math", "weight": 1.0}, {"name": "format", "weight": 0.5}]},
+        ),
+    ],
+)
+def test_keywords(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    migration = migrated(**given)
+    assert {key: migration.settings.get(key) for key in expected} == expected
+    assert not migration.lost
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"peft_config": "LoraConfig"}, "adapters are not trained"),
+        ({"loss_type": "sapo"}, "'sapo' has no counterpart"),
+        ({"scale_rewards": "batch"}, "deviation of their group"),
+        ({"reward_funcs": ["my_reward"]}, "reward.function=FILE.py:my_reward"),
+        ({"per_device_train_batch_size": 4}, "not divisible by 8"),
+        ({"sync_ref_model": True}, "not mixed"),
+        ({"beta": 0.1, "use_bias_correction_kl": True}, "not weighted by the importance ratio"),
+        ({"logging_steps": 5}, "metrics.jsonl"),
+        ({"an_option_of_2027": 5}, "there is no such key here"),
+    ],
+)
+def test_what_has_no_counterpart_is_named(given: dict[str, Any], reason: str) -> None:
+    lost = migrated(**given).lost
+    assert [text for key, (_, text) in lost.items() if key in given and reason in text]
+
+
+def test_flags_of_the_command() -> None:
+    line = (
+        "accelerate launch --num_processes 4 trl grpo --model_name_or_path m --use_peft False --beta 0.1 "
+        "--reward_funcs accuracy_reward think_format_reward"
+    )
+    words = line.split(" ")
+    assert sources.starts_trl(words)
+    assert sources.read_trl_flags(words) == {
+        "model_name_or_path": "m",
+        "use_peft": False,
+        "beta": 0.1,
+        "reward_funcs": ["accuracy_reward", "think_format_reward"],
+    }
+    assert not sources.starts_trl(["python", "train.py", "--grpo"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print(1)\n", "calls neither GRPOConfig nor GRPOTrainer"),
+        ("def f(:\n", "not a Python script"),
+        ("GRPOConfig(beta=" + "(" * 5000 + ")" * 5000 + ")", "not a Python script"),
+        ("GRPOConfig(beta=" + "-" * 50000 + "1)", "not a Python script"),
+    ],
+)
+def test_a_script_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_python(text, "train.py")
+
+
+def test_nothing_of_a_script_is_run_or_grows() -> None:
+    text = (
+        "A = B\nB = A\nGRPOConfig(beta=A, seed=9**9**9, output_dir='x' * 10**9, max_steps=1 // 0, "
+        "epsilon=__import__('os').getpid())"
+    )
+    script = read_python(text, "train.py")
+    assert script.values == {}
+    assert set(script.computed) == {"beta", "seed", "output_dir", "max_steps", "epsilon"}
+
+
+def test_defaults_are_those_of_trl() -> None:
+    """Of fields that GRPOConfig declares itself; the others are of transformers' TrainingArguments."""
+    import sys
+
+    file = Path(sys.prefix, "oracles", "trl", "trainer", "grpo_config.py")
+    if not file.is_file():
+        pytest.skip("TRL is not installed beside this environment")
+    body = next(
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "GRPOConfig"
+    ).body
+    defaults = {
+        node.target.id: ast.literal_eval(keyword.value)
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call)
+        for keyword in node.value.keywords
+        if keyword.arg == "default"
+    }
+    ours = {name: value for name, value in trl.DEFAULTS.items() if name in defaults}
+    assert len(ours) > 15
+    assert ours == {name: defaults[name] for name in ours}
