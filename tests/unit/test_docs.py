@@ -2,7 +2,7 @@
 
 What blocks do when they are run has tests of its own: tests/unit/rewards/test_docs.py, tests/unit/environments/test_page.py,
 tests/unit/algorithms/test_documented_example.py, tests/unit/mcore/test_family_recipe.py, tests/processes/config/test_recipes.py,
-tests/processes/launch/test_submit.py, tests/e2e/test_python_api.py, tests/e2e/test_first_use.py.
+tests/processes/launch/test_submit.py, tests/e2e/test_python_api.py, tests/e2e/test_first_use.py, tests/e2e/test_task_to_model.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhf_mcore.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OF_OTHERS = ("from-verl.md", "from-openrlhf.md", "from-megatron-lm.md")  # name the keys of others
+OF_OTHERS = tuple(f"from-{name}.md" for name in ("verl", "openrlhf", "megatron-lm", "trl", "slime", "nemo-rl"))  # name the keys of others
 GROUPS = [field.name for field in fields(Config) if is_dataclass(getattr(Config(), field.name))]
 FOLDERS = ("configs/", "tools/", "examples/", "launch/", "tests/", "benchmarks/", "requirements/", "./launch/")
 RUNNERS = ("rlhf-mcore", "python", "torchrun", "srun")
