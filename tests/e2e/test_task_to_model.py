@@ -32,7 +32,10 @@ logging: {console: plain, tensorboard: false}
 def in_form_of_gsm8k(source: Path) -> bytes:
     rows = parquet.read_table(source).to_pylist()
     sums = [
-        {"question": re.sub(r"<\|.*?\|>", "", str(row["prompt"])), "answer": f"It is #### {row['reward_model']['ground_truth']}"}
+        {
+            "question": re.sub(r"<\|.*?\|>", "", str(row["prompt"])),
+            "answer": f"It is #### {row['reward_model']['ground_truth']}",
+        }
         for row in rows
     ]
     return "".join(json.dumps(row) + "\n" for row in sums).encode()
@@ -80,7 +83,9 @@ def test_nine_commands(tmp_path: Path) -> None:
         assert "H100" in run("plan")
         assert "step 2/2" in run("rlhf-mcore train")
         run_directory = tmp_path / "outputs" / "gsm8k" / "qwen3-1.7b"
-        assert f"vllm serve {run_directory.relative_to(tmp_path)}/latest/actor" in COMMANDS  # test_hub_and_after starts it
+        assert (
+            f"vllm serve {run_directory.relative_to(tmp_path)}/latest/actor" in COMMANDS
+        )  # test_hub_and_after starts it
         assert (run_directory / "latest" / "actor" / "model.safetensors").is_file()
 
         [watch] = [shlex.split(command) for command in COMMANDS if "watch" in command]

@@ -30,7 +30,8 @@ from rlhf_mcore.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OF_OTHERS = tuple(f"from-{name}.md" for name in ("verl", "openrlhf", "megatron-lm", "trl", "slime", "nemo-rl"))  # name the keys of others
+# Pages that name the keys of others.
+OF_OTHERS = tuple(f"from-{name}.md" for name in ("verl", "openrlhf", "megatron-lm", "trl", "slime", "nemo-rl"))
 GROUPS = [field.name for field in fields(Config) if is_dataclass(getattr(Config(), field.name))]
 FOLDERS = ("configs/", "tools/", "examples/", "launch/", "tests/", "benchmarks/", "requirements/", "./launch/")
 RUNNERS = ("rlhf-mcore", "python", "torchrun", "srun")
