@@ -131,7 +131,8 @@ INF = float("inf")
         (0.1 + 0.2, 0.3, True),
         (3, 3.0, True), ("3", 3, False), (10**400, 1.5, False), ({1: (2,)}, {1: [2]}, True), (None, [], False), ([], [], True),
         (True, 1, True), ([1.0, "a"], [1, "a"], True),
-        (5.0, INF, False), (INF, 5.0, False), (-INF, INF, False), (10**400, INF, False), (INF, INF, True), ([1.0, 2.0], [INF, INF], False),
+        (5.0, INF, False), (INF, 5.0, False), (-INF, INF, False), (10**400, INF, False), (INF, INF, True),
+        ([1.0, 2.0], [INF, INF], False),
     ],
     ids=range(20),
 )  # fmt: skip
