@@ -1,8 +1,8 @@
 """What mkdocs calls while it builds the site (mkdocs.yml), which asks nothing of a network when it is read.
 
 Links to files outside of docs/ are shown as their paths: on a code host they work, and the site has no such files. The script that
-draws diagrams is a file of the site. Where ``launch/docs.sh`` could not get it diagrams are their text: the theme would look for it
-elsewhere.
+draws diagrams and the one that the search needs on a page from the disk are files of the site. Where ``launch/docs.sh`` could not get
+the first, diagrams are their text: the theme would look for it elsewhere.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(?:#[^)]*)?\)")
-_MERMAID = Path(mkdocs.__file__).parents[1] / "mermaid.min.js"
+_SCRIPTS = Path(mkdocs.__file__).parents[1]
+_MERMAID = _SCRIPTS / "mermaid.min.js"
 _PLACE = "assets/mermaid.min.js"
+_OF_SEARCH = _SCRIPTS / "iframe-worker.js"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
-    """Add the script to the site."""
-    if _MERMAID.is_file():
-        files.append(File.generated(config, _PLACE, abs_src_path=str(_MERMAID)))
+    """Add the scripts to the site."""
+    for script in (_MERMAID, _OF_SEARCH):
+        if script.is_file():
+            files.append(File.generated(config, f"assets/{script.name}", abs_src_path=str(script)))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -130,7 +130,7 @@ def checked_response(text: Any, place: str) -> str:
     """
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(
-            f"{place}: a response is a text that is not empty, found {text!r:.60}; tools/prepare_data.py converts other shapes"
+            f"{place}: a response is a text that is not empty, found {text!r:.60}; rlhf-mcore prepare-data converts other shapes"
         )
     check_characters(text, place)
     return text

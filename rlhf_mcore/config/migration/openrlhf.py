@@ -153,7 +153,7 @@ def data_files(names: Any, field: str = "data.train") -> list[str]:
     if files == found:
         return files
     commands = [
-        f"tools/prepare_data.py {name} --out data/{PurePosixPath(name).name}" for name in found if name not in files
+        f"rlhf-mcore prepare-data {name} --out data/{PurePosixPath(name).name}" for name in found if name not in files
     ]
     raise Lost(
         f"not .parquet or .jsonl files; make those that {field} names with {' and '.join(commands)}", {field: files}

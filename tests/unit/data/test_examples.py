@@ -77,7 +77,7 @@ def test_other_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> No
         ({"prompt": "a"}, SFT, ["no column 'response'", "there are: prompt", "data.response_key"]),
         ({"prompt": "a", "chosen": "b"}, PAIRS, ["no column 'rejected'", "data.rejected_key"]),
         ({"prompt": "a", "response": " "}, SFT, ["column 'response'", "not empty", "' '"]),
-        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, PAIRS, ["column 'chosen'", "prepare_data.py"]),
+        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, PAIRS, ["column 'chosen'", "rlhf-mcore prepare-data"]),
         ({"prompt": "a", "response": "b\x00"}, SFT, ["column 'response'", "NUL"]),
         ({"prompt": " ", "response": "b"}, SFT, ["prompt", "empty"]),
         ({"messages": [*CHAT, {"role": "user", "content": "x"}]}, SFT, ["last message", "assistant", "'user'"]),

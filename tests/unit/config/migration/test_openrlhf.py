@@ -129,7 +129,7 @@ def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
     ("flags", "key", "reason"),
     [
         ("--algo.kl.use_loss", "algo.kl.use_loss", "expected gradient of zero"),
-        ("--prompt_data some/dataset", "data.prompt_dataset", "tools/prepare_data.py"),
+        ("--prompt_data some/dataset", "data.prompt_dataset", "rlhf-mcore prepare-data"),
         ("--train.batch_size 100 --rollout.n_samples_per_prompt 8", "train.batch_size", "100 is not divisible by 8"),
         ("--reward.remote_url http://x", "reward.remote_url", "reward group"),
         ("--zero_stage 3", "ds.zero_stage", "Megatron-core"),

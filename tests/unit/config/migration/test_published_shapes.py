@@ -207,7 +207,7 @@ def test_what_has_to_be_filled_in_is_listed_and_secrets_are_not(tmp_path: Path) 
     script.write_text((SCRIPTS / "openrlhf_ppo_ray.sh").read_text().replace("${WANDB_TOKEN}", "0123456789abcdef"))
     migration = migrate(script)
     listed = "\n".join(migration.notes)
-    for wanted in ("trainer.num_steps", "reward.model", "tools/prepare_data.py OpenRLHF/prompt-collection-v0.1"):
+    for wanted in ("trainer.num_steps", "reward.model", "rlhf-mcore prepare-data OpenRLHF/prompt-collection-v0.1"):
         assert wanted in listed
     assert main_module.main(["migrate", str(script), "-o", str(tmp_path / "out.yaml")]) == 0
     assert "0123456789abcdef" not in (tmp_path / "out.yaml").read_text()
