@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The sizes of a decoder, read from a Hugging Face config. Without ``max_positions`` they decide where every weight is stored."""
+    """The sizes of a decoder, read from a Hugging Face config.
+
+    Without ``max_positions`` and windows they decide where every weight is stored.
+    """
 
     family: str  # name of a module of rlhf_mcore/families
     num_layers: int
@@ -36,6 +39,7 @@ class ModelGeometry:
     experts_per_token: int = 0
     shared_expert_ffn_size: int = 0  # of the expert that sees every token; 0: there is none
     has_qk_norm: bool = False  # where config.json decides it; some families always have norms of query and key heads
+    has_qkv_bias: bool = False  # the same of biases of queries, keys and values
     max_positions: int = 0  # tokens of the longest sequence; 0: unknown
     # Multi-head latent attention, where ``kv_lora_rank`` is not 0: the sizes of what keys and values, and queries (0: not), are
     # projected to on their way. ``head_dim`` is then that of queries and keys, ``rope_head_dim`` the part of it with a rotation.
@@ -50,6 +54,8 @@ class ModelGeometry:
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_kernel: int = 0
+    window: int = 0  # tokens that a token of one of ``window_layers`` attends to, itself among them
+    window_layers: tuple[int, ...] = ()
     mtp_layers: int = (
         0  # behind the last layer, where they are trained with the model; numbered as if they were further ones
     )

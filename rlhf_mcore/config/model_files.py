@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from os.path import exists, isdir, isfile
 from pathlib import Path, PurePosixPath
 
@@ -12,7 +13,7 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
 from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED
 from rlhf_mcore.families.mtp import num_mtp_layers
-from rlhf_mcore.families.sizes import MAX_SIZES, ROPE_TYPES, rope_type, rotary, size
+from rlhf_mcore.families.sizes import size
 from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, open_file, parse_json, read_json, shorten
 from rlhf_mcore.types import ModelGeometry
 
@@ -35,6 +36,8 @@ _MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.",
 _REMEDY = "download or export the model again"
 _SAVE_ALONE = "save its language model alone (docs/compatibility.md, Models)"
 _SHOWN = 3  # tensors that a message names
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PIECE_BYTES = 2**20
 
 
 def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeometry:
@@ -199,6 +202,14 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
             different.append(f"{name} is missing")
         elif tuple(found := entry.integers("shape")) != shape:
             different.append(f"{name} is {found[:8]}, config.json asks for {list(shape)}")
+    if not different and geometry.tied_embeddings and _HEAD in names:
+        files_of = {name: SINGLE_FILE if shard_of is None else shard_of[name] for name in (_EMBEDDING, _HEAD)}
+        contents = [_content(folder / file, name, headers) for name, file in files_of.items()]
+        if any(one != other for one, other in zip_longest(*contents)):
+            yield (
+                f"{prefix}: config.json has tie_word_embeddings, and {_HEAD} of the weights is not {_EMBEDDING}: "
+                "transformers would use it, engines would not; set tie_word_embeddings to false, or export the model again"
+            )
     if different:
         yield f"{prefix}: the weights are not those that config.json describes: {shortened(different, _SHOWN)}; {_REMEDY}"
 
@@ -232,6 +243,15 @@ def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
             data = file.read(length)
         known[name] = parse_json(data, limits=INDEX, where=str(path), remedy=_REMEDY)
     return known[name]
+
+
+def _content(path: Path, name: str, headers: dict[str, Fields]) -> Iterator[bytes]:
+    """The bytes of a tensor of a safetensors file, a piece after the other."""
+    start, end = _header(path.parent, path.name, headers).object(name).integers("data_offsets")
+    with open_file(path, remedy=_REMEDY) as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little") + start)
+        for left in range(end - start, 0, -_PIECE_BYTES):
+            yield file.read(min(left, _PIECE_BYTES))
 
 
 def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
@@ -269,23 +289,8 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
     for key in ("hidden_act", "hidden_activation"):
         if (activation := hf_config.text(key, default=family.activation)) != family.activation:
             yield f"{prefix}: {key} {shorten(activation)!r} is not supported, only {family.activation!r}; use another model"
-    yield from _rope_problems(hf_config, prefix)
     hf_config.number("rms_norm_eps", 0.0, 1.0, default=None)
     yield from (f"{prefix}: {problem}" for problem in family.problems(hf_config, name))
-
-
-def _rope_problems(hf_config: Fields, prefix: str) -> Iterator[str]:
-    hf_config.number("rope_theta", 1.0, 1e15, default=None)
-    rope, kind = rotary(hf_config), rope_type(hf_config)
-    if kind not in ROPE_TYPES:
-        yield f"{prefix}: rope type {shorten(kind)!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
-        return
-    rope.number("rope_theta", 1.0, 1e15, default=None)
-    needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
-    for key in needed.get(kind, []):
-        rope.number(key, 1e-6, 1e6)
-    if kind == "llama3":
-        rope.integer("original_max_position_embeddings", 1, MAX_SIZES["max_position_embeddings"])
 
 
 def architecture(hf_config: Fields) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rlhf_mcore.families.delta import DeltaNet
 from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
+from rlhf_mcore.families.refusals import rotation_problems, unsupported_keys, window_problems
 from rlhf_mcore.families.sizes import (
     head_dim,
     latent_sizes,
@@ -24,7 +25,7 @@ from rlhf_mcore.families.sizes import (
     size,
 )
 from rlhf_mcore.families.windows import Windows
-from rlhf_mcore.foreign import Fields, shorten
+from rlhf_mcore.foreign import Fields
 from rlhf_mcore.types import ModelGeometry
 
 
@@ -43,6 +44,9 @@ HEADS = Dim("heads", lambda g: g.num_heads)
 QUERIES = Dim("queries", lambda g: g.num_heads * g.head_dim)
 KV = Dim("kv", lambda g: g.num_kv_heads * g.head_dim)
 HEAD_DIM = Dim("head_dim", lambda g: g.head_dim)
+# Where config.json decides whether queries, keys and values have biases, and their heads norms.
+BIASED_QUERIES = Dim("biased_queries", lambda g: g.num_heads * g.head_dim if g.has_qkv_bias else 0)
+BIASED_KV = Dim("biased_kv", lambda g: g.num_kv_heads * g.head_dim if g.has_qkv_bias else 0)
 NORMED_HEAD_DIM = Dim("normed_head_dim", lambda g: g.head_dim if g.has_qk_norm else 0)
 FFN = Dim("ffn", lambda g: g.ffn_size)
 VOCAB = Dim("vocab", lambda g: g.vocab_size)
@@ -202,13 +206,16 @@ LATENT_DECODER = (
     *_MLP,
     _OUTSIDE[1],
 )
-QKV_BIAS = (
-    Rule(
-        _MEGATRON + "self_attention.linear_qkv.bias",
-        "qkv",
-        {f"{_ATTENTION}{x}_proj.bias": (rows,) for x, rows in _QKV.items()},
-    ),
-)
+
+
+def _qkv_bias(queries: Dim, keys: Dim) -> tuple[Rule, ...]:
+    """Biases of queries, keys and values."""
+    rows = {"q": queries, "k": keys, "v": keys}
+    tensors = {f"{_ATTENTION}{x}_proj.bias": (size,) for x, size in rows.items()}
+    return (Rule(_MEGATRON + "self_attention.linear_qkv.bias", "qkv", tensors),)
+
+
+QKV_BIAS, OPTIONAL_QKV_BIAS = _qkv_bias(QUERIES, KV), _qkv_bias(BIASED_QUERIES, BIASED_KV)
 
 
 def qk_norm(queries: Dim, keys: Dim | None = None) -> tuple[Rule, ...]:
@@ -311,8 +318,10 @@ class Family:
     (None: the hidden size over the number of heads). ``latent``: attention is multi-head latent attention. ``flags`` and ``numbers``:
     the only supported values of keys in config.json, which are also their defaults. ``texts``: the only supported values of keys that
     an engine reads otherwise where they are absent, so that they have to be there. ``qk_norm_key``: the flag that decides whether
-    there are norms of query and key heads, where not all models of the family have them. ``norm_of_projections``: such a norm is of
-    all heads together. ``norms``: of what goes into attention and MLP of a layer, of what comes out, or of both.
+    there are norms of query and key heads, where not all models of the family have them; ``qkv_bias_key``: the same of biases of
+    queries, keys and values. ``rotates_partly``: partial_rotary_factor decides how much of a head rotates. ``norm_of_projections``:
+    a norm of heads is of all of them together. ``norms``: of what goes into attention and MLP of a layer, of what comes out, or of
+    both.
 
     ``activation`` of the MLP, as config.json names it. ``tied``: whether the embedding is the output layer too, where config.json does
     not decide it. ``scales_embeddings``: by the root of the hidden size. ``absent``: keys that are refused where they have a value.
@@ -335,6 +344,8 @@ class Family:
     texts: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     qk_norm_key: str = ""
+    qkv_bias_key: str = ""
+    rotates_partly: bool = False
     norm_of_projections: bool = False
     norms: Literal["inputs", "outputs", "both"] = "inputs"
     activation: str = "silu"
@@ -386,11 +397,13 @@ class Family:
             head=head,
             max_positions=max_positions(hf_config, is_stretched=self.windows is not None),
             has_qk_norm=self._has_qk_norm(hf_config),
+            has_qkv_bias=self._has_qkv_bias(hf_config),
         )
         if self.latent:
             found = replace(found, **latent_sizes(hf_config))
-        if self.delta is not None:
-            found = replace(found, **self.delta.sizes(hf_config))
+        for part in (self.windows, self.delta):
+            if part is not None:
+                found = replace(found, **part.sizes(hf_config))
         return found if self.mixture is None else replace(found, **self.mixture.sizes(hf_config))
 
     def megatron_settings(self, hf_config: Fields) -> dict[str, Any]:
@@ -398,6 +411,8 @@ class Family:
         found: dict[str, Any] = dict(self.megatron)
         if self.qk_norm_key:
             found["qk_layernorm"] = self._has_qk_norm(hf_config)
+        if self.qkv_bias_key:
+            found["add_qkv_bias"] = self._has_qkv_bias(hf_config)
         if self.mixture is not None:
             found |= self.mixture.settings(hf_config)
         for part in (self.windows, self.delta):
@@ -428,29 +443,12 @@ class Family:
         Raises:
             ConfigError: a size is absent or cannot be.
         """
-        for key, supported in self.flags.items():
-            if hf_config.flag(key, default=supported) != supported:
-                asked = f"{key}=false" if supported else key
-                yield f"{asked} is not supported for {architecture}; use another model"
-        for key, only in self.numbers.items():
-            if (number := hf_config.number(key, default=only)) != only:
-                yield f"{key}={number} is not supported for {architecture}, only {only}; use another model"
-        for key, needed in self.texts.items():
-            if (value := hf_config.text(key, default="")) != needed:
-                asked = (
-                    f"{key} {shorten(value)!r} is not supported for {architecture}, only {needed!r}; use another model"
-                )
-                absent = (
-                    f'config.json has no {key}, and engines take another one than {needed!r}; add "{key}": "{needed}"'
-                )
-                yield asked if value else absent
-        for key in self.absent:
-            if key in hf_config:
-                yield f"{key} is not supported for {architecture}; use another model"
+        yield from rotation_problems(self, hf_config, architecture)
+        yield from unsupported_keys(self, hf_config, architecture)
         if self.windows is not None:
             yield from self.windows.problems(hf_config)
-        elif (window := self._active_window(hf_config)) is not None:
-            yield f"{architecture} with an active sliding_window {window} is not supported; use another model"
+        else:
+            yield from window_problems(self, hf_config, architecture)
         for part in (self.mixture, self.delta):
             if part is not None:
                 yield from part.problems(hf_config)
@@ -464,18 +462,5 @@ class Family:
     def _has_qk_norm(self, hf_config: Fields) -> bool:
         return bool(self.qk_norm_key) and hf_config.flag(self.qk_norm_key, default=False)
 
-    def _active_window(self, hf_config: Fields) -> int | None:
-        """The sliding window if some layer of the model really uses it."""
-        absent = self.default_window if "sliding_window" not in hf_config.content else 0  # null: no window
-        window = hf_config.integer("sliding_window", default=absent)
-        if not window or window >= hf_config.integer("max_position_embeddings", default=window + 1):
-            return None
-        if self.window_switch == "sliding_window":
-            return window
-        if not hf_config.flag("use_sliding_window", default=False):
-            return None
-        if self.window_switch == "use_sliding_window":
-            return window
-        first = hf_config.integer("max_window_layers", default=28)  # transformers' default for Qwen2 and Qwen3
-        listed = "sliding_attention" in hf_config.texts("layer_types", default=())
-        return window if listed or first < size(hf_config, "num_hidden_layers") else None
+    def _has_qkv_bias(self, hf_config: Fields) -> bool:
+        return bool(self.qkv_bias_key) and hf_config.flag(self.qkv_bias_key, default=False)

@@ -8,7 +8,7 @@ FAMILY = Family(
     "DeepseekV3",
     LATENT_DECODER + SIGMOID_EXPERTS,
     latent=True,
-    mixture=SigmoidMixture(),
+    mixture=SigmoidMixture(states_groups=True),
     flags={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
     # vLLM routes by a softmax and without the bias where config.json does not have these.
     texts={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},

@@ -17,6 +17,8 @@ QKVZ = Dim("delta_qkvz", lambda g: 2 * _KEYS(g) + 2 * _VALUES(g))
 # Projections of Qwen3.5, in the order of their rows on a rank. Qwen3-Next has the first two, and the last two, as one by head of keys.
 APART = {"in_proj_qkv": KEYS_AND_VALUES, "in_proj_z": VALUES, "in_proj_b": VALUE_HEADS, "in_proj_a": VALUE_HEADS}
 HYBRID_SETTINGS = {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+# Read by vLLM alone.
+GATED_FLAGS = {"attn_output_gate": True, "layer_scale": False}
 BETA_ALPHA = Dim("delta_beta_alpha", lambda g: 2 * g.delta_value_heads)
 _MEGATRON, _LAYER = "decoder.layers.{i}.self_attention.", "model.layers.{i}."
 

@@ -53,12 +53,19 @@ class Mixture:
         return hf_config.flag("norm_topk_prob", default=self.renormalises) or self.always_renormalises
 
 
+_GROUPS = ("n_group", "topk_group")
+
+
 @dataclass(frozen=True, slots=True)
 class SigmoidMixture:
     """Experts by a sigmoid plus a bias, out of the best groups of them, beside shared experts, after some dense layers.
 
     DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2. The bias only decides which experts are taken.
+
+    ``states_groups``: config.json has to have the groups, since transformers takes others than engines where they are absent.
     """
+
+    states_groups: bool = False
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
         """Fields of a geometry: none where all layers are dense."""
@@ -94,6 +101,8 @@ class SigmoidMixture:
             self._groups(hf_config),
         )
         hf_config.number("routed_scaling_factor", 1e-6, 1e6)
+        if self.states_groups and (absent := [key for key in _GROUPS if key not in hf_config]):
+            yield f"config.json has no {absent[0]}, and transformers takes another one than engines; add it (1: no groups)"
         if not 2 <= top_k <= found:
             yield f"num_experts_per_tok={top_k} is not between 2 and n_routed_experts={found}; use another model"
         elif found % groups or best > groups or found // groups * best < top_k:
@@ -113,7 +122,7 @@ class SigmoidMixture:
 
     def _groups(self, hf_config: Fields) -> tuple[int, int]:
         """Groups of experts, and how many of them a token's experts are taken from."""
-        return tuple(hf_config.integer(key, 1, 4096, default=1) for key in ("n_group", "topk_group"))  # type: ignore[return-value]
+        return tuple(hf_config.integer(key, 1, 4096, default=1) for key in _GROUPS)  # type: ignore[return-value]
 
 
 class SoftmaxMixture(SigmoidMixture):

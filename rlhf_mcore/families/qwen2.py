@@ -2,4 +2,11 @@
 
 from rlhf_mcore.families.base import DECODER, QKV_BIAS, Family
 
-FAMILY = Family("qwen2", "Qwen2", DECODER + QKV_BIAS, megatron={"add_qkv_bias": True})
+FAMILY = Family(
+    "qwen2",
+    "Qwen2",
+    DECODER + QKV_BIAS,
+    megatron={"add_qkv_bias": True},
+    flags={"qk_norm": False},  # read by vLLM alone
+    default_window=4096,
+)

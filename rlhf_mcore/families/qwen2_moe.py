@@ -11,4 +11,5 @@ FAMILY = Family(
     mixture=Mixture("moe_intermediate_size", top_k=4, has_dense_layers=True, shared_ffn=5632),
     flags={"qkv_bias": True},
     window_switch="use_sliding_window",
+    default_window=4096,
 )

@@ -9,4 +9,5 @@ FAMILY = Family(
     megatron={"qk_layernorm": True},
     head_dim=128,
     flags={"attention_bias": False, "mlp_bias": False},
+    default_window=4096,
 )

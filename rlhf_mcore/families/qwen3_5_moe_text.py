@@ -2,7 +2,7 @@
 
 from rlhf_mcore.families.base import Family, experts, shared_expert
 from rlhf_mcore.families.delta import DeltaNet
-from rlhf_mcore.families.hybrid import APART, GATED_DECODER, HYBRID_SETTINGS, delta_net
+from rlhf_mcore.families.hybrid import APART, GATED_DECODER, GATED_FLAGS, HYBRID_SETTINGS, delta_net
 from rlhf_mcore.families.mixture import Mixture
 
 FAMILY = Family(
@@ -17,6 +17,7 @@ FAMILY = Family(
     delta=DeltaNet(),
     vllm_imports="torchvision",
     mixture=Mixture("moe_intermediate_size", top_k=8, always_renormalises=True, shared_ffn=512),
-    flags={"attention_bias": False},
+    flags={"attention_bias": False, **GATED_FLAGS},
+    rotates_partly=True,
     window_switch="use_sliding_window",
 )

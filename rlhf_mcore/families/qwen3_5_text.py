@@ -2,7 +2,7 @@
 
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.delta import DeltaNet
-from rlhf_mcore.families.hybrid import APART, GATED_DECODER, HYBRID_SETTINGS, delta_net
+from rlhf_mcore.families.hybrid import APART, GATED_DECODER, GATED_FLAGS, HYBRID_SETTINGS, delta_net
 
 FAMILY = Family(
     "qwen3_5_text",
@@ -12,6 +12,7 @@ FAMILY = Family(
     head_dim=256,
     delta=DeltaNet(),
     vllm_imports="torchvision",
-    flags={"attention_bias": False},
+    flags={"attention_bias": False, **GATED_FLAGS},
+    rotates_partly=True,
     window_switch="use_sliding_window",
 )

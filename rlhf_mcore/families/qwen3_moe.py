@@ -11,4 +11,5 @@ FAMILY = Family(
     mixture=Mixture("moe_intermediate_size", top_k=8, has_dense_layers=True),
     flags={"attention_bias": False, "mlp_bias": False},
     window_switch="use_sliding_window",
+    default_window=4096,
 )

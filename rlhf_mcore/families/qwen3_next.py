@@ -2,7 +2,7 @@
 
 from rlhf_mcore.families.base import Family, experts, shared_expert
 from rlhf_mcore.families.delta import DeltaNet
-from rlhf_mcore.families.hybrid import BETA_ALPHA, GATED_DECODER, HYBRID_SETTINGS, QKVZ, delta_net
+from rlhf_mcore.families.hybrid import BETA_ALPHA, GATED_DECODER, GATED_FLAGS, HYBRID_SETTINGS, QKVZ, delta_net
 from rlhf_mcore.families.mixture import Mixture
 
 FAMILY = Family(
@@ -16,6 +16,7 @@ FAMILY = Family(
     head_dim=256,
     delta=DeltaNet(),
     mixture=Mixture("moe_intermediate_size", top_k=10, has_dense_layers=True, shared_ffn=512, renormalises=True),
-    flags={"attention_bias": False},
+    flags={"attention_bias": False, **GATED_FLAGS},
+    rotates_partly=True,
     window_switch="use_sliding_window",
 )

@@ -134,8 +134,12 @@ def rotary(hf_config: Fields) -> Fields:
 
 
 def rope_type(hf_config: Fields) -> str:
-    """The kind of rotary scaling."""
-    rope = rotary(hf_config)
+    """The kind of rotary scaling, of layers that attend to all tokens."""
+    return scaling(rotary(hf_config))
+
+
+def scaling(rope: Fields) -> str:
+    """The kind of rotary scaling that one set of rotary parameters asks for."""
     return rope.text("rope_type", default=rope.text("type", default="default"))
 
 

@@ -21,14 +21,20 @@ class Windows:
     every: int
     is_fixed: bool = False
 
+    def sizes(self, hf_config: Fields) -> dict[str, Any]:
+        """Fields of a geometry."""
+        kinds = self._kinds(hf_config)
+        return dict(
+            window=hf_config.integer("sliding_window", 1, MAX_SIZES["max_position_embeddings"]),
+            window_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"),
+        )
+
     def settings(self, hf_config: Fields) -> dict[str, Any]:
         """Settings of Megatron's attention."""
-        kinds = self._kinds(hf_config)
         # A token sees itself and ``sliding_window - 1`` before it.
-        width = hf_config.integer("sliding_window", 1, MAX_SIZES["max_position_embeddings"])
         return {
-            "window_size": (width - 1, 0),
-            "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
+            "window_size": (self.sizes(hf_config)["window"] - 1, 0),
+            "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in self._kinds(hf_config)],
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:

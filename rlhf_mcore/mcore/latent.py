@@ -18,6 +18,8 @@ from torch import Tensor
 from rlhf_mcore.mcore.weights import transformer_layers
 from rlhf_mcore.platform.megatron_versions import LayersOfSpec
 
+# Of the norms of latents, whatever the model's other norms have: as in the authors' code and in transformers.
+NORM_EPS = 1e-6
 if not isinstance(multi_latent_attention.TELinear, type):
     # Megatron takes Transformer Engine for installed there where only its own module of that name is.
     multi_latent_attention.HAVE_TE = False
@@ -54,6 +56,10 @@ class LatentAttention(LayersOfSpec, MLASelfAttention):
             if config.q_lora_rank is not None:
                 self.linear_q_down_proj = WholeLinear(config, hidden, config.q_lora_rank)
             self.linear_kv_down_proj = WholeLinear(config, hidden, config.kv_lora_rank + rope)
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            layer: Any = getattr(self, name, None)
+            if hasattr(layer, "eps"):  # a norm, or a linear layer with one in front
+                layer.eps = NORM_EPS
         if self.pg_collection.tp.size() > 1 and not config.sequence_parallel:
             self.linear_kv_down_proj.register_forward_hook(self._sum_key_gradient)
 

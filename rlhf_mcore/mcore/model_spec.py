@@ -90,7 +90,21 @@ def load_spec(
         ) from error
     family, _ = ARCHITECTURES[hf.architectures[0]]
     found = Fields(hf.to_dict(), f"{field}={path}: config.json", "export the model again")
-    return ModelSpec(family.geometry(found, head), hf, family.megatron_settings(found), inv_freq, rope_scale, own)
+    geometry = family.geometry(found, head)
+    _check_rotated(hf, geometry, inv_freq, f"{field}={path}")
+    return ModelSpec(geometry, hf, family.megatron_settings(found), inv_freq, rope_scale, own)
+
+
+def _check_rotated(hf: PretrainedConfig, geometry: ModelGeometry, inv_freq: torch.Tensor, where: str) -> None:
+    """Refuse a config.json of which transformers would rotate another part of a head than the layers here."""
+    layered = hf.rope_parameters.get("full_attention", hf.rope_parameters)
+    head = geometry.rope_head_dim or geometry.head_dim
+    rotated = int(head * layered.get("partial_rotary_factor", 1.0))
+    if 2 * len(inv_freq) != rotated:
+        raise ConfigError(
+            f"{where}: config.json rotates {2 * len(inv_freq)} elements of a head of {head}, not {rotated}; "
+            "check head_dim, qk_rope_head_dim and partial_rotary_factor"
+        )
 
 
 _WINDOW = "sliding_attention"  # the kind of layers with a window

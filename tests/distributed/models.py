@@ -127,11 +127,11 @@ MOE_MODELS = {
 # Families of which a few layouts are tried, and every one of them with -m matrix: see family_worker.py.
 FURTHER_MODELS = {
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
-    # As Moonlight: queries at once, one group, no stretched rotation.
+    # As Moonlight: queries at once, one group, no stretched rotation, an epsilon that the norms of latents do not have.
     "deepseek_v3_direct": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
-        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None},
+        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None, "rms_norm_eps": 1e-5},
     ),
     # As Kimi-K2: one group, more than one dense layer, a rotation whose stretching scales nothing but the softmax.
     "deepseek_v3_kimi": (

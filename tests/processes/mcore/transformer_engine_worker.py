@@ -111,6 +111,7 @@ def missed(directory: Path, layout: Any, with_mtp: bool) -> dict[str, int]:
     from rlhf_mcore.config.schema import RecomputeConfig
     from rlhf_mcore.mcore.dry_run import fake_world
     from rlhf_mcore.mcore.groups import build_groups
+    from rlhf_mcore.mcore.latent import NORM_EPS
     from rlhf_mcore.mcore.model import BuildOptions, build_model
     from rlhf_mcore.mcore.model_spec import load_spec
     from rlhf_mcore.mcore.mtp import MTPLearning
@@ -127,7 +128,12 @@ def missed(directory: Path, layout: Any, with_mtp: bool) -> dict[str, int]:
             groups = build_groups(layout)
             assert groups is not None
             options = BuildOptions("fp32", "te", RecomputeConfig(), True, False, 0, mtp=mtp)
-            for parameter in build_model(spec, groups, current_platform(), options).local_parameters():
+            model = build_model(spec, groups, current_platform(), options)
+            for chunk in model.chunks:
+                for name, module in chunk.named_modules():
+                    if name.endswith(("linear_q_up_proj", "linear_kv_up_proj")) and module.eps != NORM_EPS:
+                        outside[f"epsilon of {name}"] = 1
+            for parameter in model.local_parameters():
                 found = pieces(parameter.name, spec.geometry, parameter.shard)
                 more = parameter.tensor.numel() - sum(piece.numel for piece in found)
                 if more and not parameter.name.startswith(VOCABULARY):

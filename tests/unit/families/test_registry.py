@@ -140,6 +140,52 @@ def test_lines_of_a_familys_module_are_those_that_contributors_are_told() -> Non
         ("DeepseekV3", {**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported, only 1"),
         ("DeepseekV3", {**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim=7, not an even number"),
         ("DeepseekV3", {**DEEPSEEK, "first_k_dense_replace": 3}, "first_k_dense_replace=3, not an integer from 0 to 2"),
+        *(
+            (name, {"partial_rotary_factor": 0.5}, f"partial_rotary_factor=0.5 is not supported for {name}ForCausalLM")
+            for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2")
+        ),
+        (
+            "Qwen3",
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor=0.25 is not supported for Qwen3ForCausalLM, whose heads rotate whole",
+        ),
+        ("DeepseekV3", {**DEEPSEEK, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("Gemma3", {**WINDOW, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        (
+            "GptOss",
+            {**WINDOW, **EXPERTS, "rope_scaling": {"type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
+        ("Llama", {"rotary_pct": 0.5}, "rotary_pct=0.5 is not supported for LlamaForCausalLM, only 1.0"),
+        ("Llama", {"rope_parameters": {"full_attention": {"factor": 2.0}}}, "rope_parameters by kinds of layers"),
+        (
+            "Gemma3",
+            {**WINDOW, "rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}},
+            "rope type 'dynamic' is not supported",
+        ),
+        ("Llama", {"is_causal": False}, "is_causal=false is not supported for LlamaForCausalLM"),
+        ("Llama", {"logit_scale": 0.25}, "logit_scale=0.25 is not supported for LlamaForCausalLM, only 1.0"),
+        ("Qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config is not supported"),
+        ("Qwen2", {"qk_norm": True}, "qk_norm is not supported for Qwen2ForCausalLM"),
+        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1, "max_position_embeddings": 8192},
+            "an active sliding_window 4096",
+        ),
+        (
+            "Qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 512,
+                "max_window_layers": 1,
+                "max_position_embeddings": 512,
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+            },
+            "an active sliding_window 512",
+        ),
+        ("DeepseekV3", {**DEEPSEEK, "rope_interleave": None}, "rope_interleave=null is not supported for DeepseekV3"),
+        ("DeepseekV3", {**DEEPSEEK, "n_group": None}, "config.json has no n_group, and transformers takes another one"),
         ("Olmo2", {"attention_bias": True}, "attention_bias is not supported for Olmo2ForCausalLM"),
         (
             "DeepseekV2",

@@ -1,0 +1,121 @@
+"""What of a config.json is refused because transformers, an engine and the trainer would not read it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.families.sizes import MAX_SIZES, ROPE_TYPES, max_positions, scaling, size
+from rlhf_mcore.foreign import Fields, shorten
+
+if TYPE_CHECKING:
+    from rlhf_mcore.families.base import Family
+
+# Keys that transformers reads of every model, or vLLM of some, and that no model here has: their only supported values.
+_FLAGS: Mapping[str, bool] = {"is_causal": True}
+_NUMBERS: Mapping[str, float] = {"logit_scale": 1.0, "rotary_pct": 1.0, "rotary_emb_fraction": 1.0}
+_ABSENT = ("dual_chunk_attention_config", "llama_4_scaling", "index_topk")
+_PARTIAL = "partial_rotary_factor"
+_ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def unsupported_keys(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
+    """Keys whose values a family does not support.
+
+    Raises:
+        ConfigError: a value is not of its type.
+    """
+    for key, supported in {**_FLAGS, **family.flags}.items():
+        # transformers takes a null for false, or refuses it.
+        is_null = supported and key in hf_config.content and hf_config.content[key] is None
+        if is_null or hf_config.flag(key, default=supported) != supported:
+            asked = f"{key}={'null' if is_null else 'false'}" if supported else key
+            yield f"{asked} is not supported for {architecture}; use another model"
+    for key, only in {**_NUMBERS, **family.numbers}.items():
+        if (number := hf_config.number(key, default=only)) != only:
+            yield f"{key}={number} is not supported for {architecture}, only {only}; use another model"
+    for key, needed in family.texts.items():
+        if (value := hf_config.text(key, default="")) == needed:
+            continue
+        if value:
+            yield f"{key} {shorten(value)!r} is not supported for {architecture}, only {needed!r}; use another model"
+        else:
+            yield f'config.json has no {key}, and engines take another one than {needed!r}; add "{key}": "{needed}"'
+    for key in (*_ABSENT, *family.absent):
+        if key in hf_config:
+            yield f"{key} is not supported for {architecture}; use another model"
+
+
+def rotation_problems(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
+    """What of the rotary embeddings is not supported: a kind of scaling, or a part of a head where a family rotates all of it.
+
+    transformers ignores the latter, or fails, and vLLM rotates that part.
+
+    Raises:
+        ConfigError: a value is absent or cannot be.
+    """
+    hf_config.number("rope_theta", 1.0, 1e15, default=None)
+    given = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
+    nested = [given.object(key) for key in given if isinstance(given.content[key], Mapping)] if given else []
+    if nested and family.windows is None:
+        yield f"rope_parameters by kinds of layers are not supported for {architecture}; give one set for all layers"
+    for rope in nested or ([given] if given else []):
+        yield from _scaling_problems(family, rope)
+    sets = (hf_config, *([given] if given else []), *nested)
+    partial = min(_factor(held) for held in sets)
+    if partial < 1.0 and not family.rotates_partly:
+        yield f"{_PARTIAL}={partial} is not supported for {architecture}, whose heads rotate whole; use another model"
+
+
+def _factor(held: Fields) -> float:
+    found = held.number(_PARTIAL, 0.0, 1.0, default=None)
+    return 1.0 if found is None else found
+
+
+def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:
+    kind = scaling(rope)
+    if kind not in ROPE_TYPES:
+        yield f"rope type {shorten(kind)!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
+        return
+    rope.number("rope_theta", 1.0, 1e15, default=None)
+    for key in _ROPE_NUMBERS.get(kind, ()):
+        rope.number(key, 1e-6, 1e6)
+    if kind == "llama3":
+        rope.integer("original_max_position_embeddings", 1, MAX_SIZES["max_position_embeddings"])
+    scale = rope.number("mscale_all_dim", default=None)
+    if scale and family.latent and kind != "yarn":
+        yield f"mscale_all_dim is supported with rope type 'yarn' only, not {kind!r}; remove it from config.json"
+
+
+def window_problems(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
+    """A sliding window, of a family without: what some layer of the model really uses, or what its list of layers names.
+
+    Raises:
+        ConfigError: a size is absent or cannot be.
+    """
+    if (window := _active_window(family, hf_config)) is not None:
+        yield f"{architecture} with an active sliding_window {window} is not supported; use another model"
+    elif family.delta is None:
+        kinds = set(hf_config.texts("layer_types", default=None) or ()) - {"full_attention"}
+        if kinds:
+            yield f"layer_types has {shorten(min(kinds))!r}, which is not supported for {architecture}; use another model"
+
+
+def _active_window(family: Family, hf_config: Fields) -> int | None:
+    absent = family.default_window if "sliding_window" not in hf_config.content else 0  # null: no window
+    window = hf_config.integer("sliding_window", default=absent)
+    if not window or window >= (max_positions(hf_config) or window + 1):
+        return None
+    if family.window_switch == "sliding_window":
+        return window
+    if not hf_config.flag("use_sliding_window", default=False):
+        return None
+    if family.window_switch == "use_sliding_window":
+        return window
+    first = hf_config.integer("max_window_layers", default=28)  # transformers' default for Qwen2 and Qwen3
+    listed = "sliding_attention" in hf_config.texts("layer_types", default=())
+    return window if listed or first < size(hf_config, "num_hidden_layers") else None
