@@ -133,7 +133,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     "KL and loss": (
         Metric("kl/mean", "KL of the policy before the step to the reference (algorithm.kl.estimator)", NATS),
         Metric("kl/coef", "weight of the KL, as the controller has set it"),
-        Metric("loss/total", "what the actor's update minimises"),
+        Metric("loss/total", "what the actor's updates minimise, by token or response (algorithm.loss_aggregation)"),
         Metric("loss/policy", "its policy-gradient term"),
         Metric("loss/kl", "KL to the reference in the update's forward pass", NATS),
         Metric("loss/value", "loss of the critic", "", "falls", "see critic/explained_variance"),

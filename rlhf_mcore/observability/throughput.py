@@ -2,17 +2,24 @@
 
 A forward pass of a row of n tokens counts, for each of them, 2 operations for every weight that it is multiplied with, and in every
 layer 4 · heads · head size for each token that it attends to: n (n + 1) / 2 pairs (Narayanan et al. 2021, arXiv 2104.04473, appendix,
-with causal attention counted as computed, not as a full square). Of a mixture only the experts count that a token goes to, and the
-output layer only at tokens that have logits. An update is three forward passes, with those of MTP layers that learn; what
-recomputation adds is not counted, so the share is the model FLOPs utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv 2204.02311,
-appendix B).
+with causal attention counted as computed, not as a full square), in a layer with a window those within it. In a gated delta net each
+token reads the state of a head with its key, adds a product of key and value to it, and reads it with its query (Yang et al. 2024,
+arXiv 2412.06464, eq. 10): 6 · heads of values · key size · value size, whatever n is. Of a mixture only the experts count that a
+token goes to, and the output layer only at tokens that have logits. An update is three forward passes, with those of MTP layers that
+learn; what recomputation adds is not counted, so the share is the model FLOPs utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv
+2204.02311, appendix B).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any  # of numpy or of torch
 FORWARD, UPDATE = 1, 3  # forward passes that a pass is worth
 # Dense bf16 of the makers' data sheets, by a part of torch's name of the device. The first that fits counts.
 PEAK_TFLOPS = {
@@ -34,14 +41,28 @@ def peak_tflops(device_name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Operations of a forward pass: of a token in the layers, of a pair of tokens in attention, of a token with logits."""
+    """Operations of a forward pass: of a token in the layers, of a pair of tokens in attention, of a token with logits.
+
+    ``window_pair``: of a pair in those layers in which a token attends to the last ``window`` tokens, itself among them, alone.
+    """
 
     token: float
     pair: float
     logits: float
+    window_pair: float = 0.0
+    window: int = 0
 
     def forward(self, rows: RowCounts, *, with_logits: bool = True) -> float:
-        return self.token * rows.tokens + self.pair * rows.pairs + self.logits * rows.sampled * with_logits
+        pairs = float(self.attention(rows.lengths).sum() - self.attention(rows.spared).sum())
+        return self.token * rows.tokens + pairs + self.logits * rows.sampled * with_logits
+
+    def attention(self, lengths: Array) -> Array:
+        """Of all pairs in rows of so many tokens, by row."""
+        found = self.pair * lengths * (lengths + 1) / 2
+        if not self.window:
+            return found
+        beginning = lengths.clip(max=self.window)  # tokens whose window is not full yet
+        return found + self.window_pair * (beginning * (beginning + 1) / 2 + (lengths - beginning) * self.window)
 
 
 NO_FLOPS = ModelFlops(0.0, 0.0, 0.0)
@@ -49,11 +70,15 @@ NO_FLOPS = ModelFlops(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Rows that a model runs over: their tokens, those that were sampled, and the pairs of tokens that attend to each other."""
+    """Rows that a model runs over: their tokens, and those that were sampled.
+
+    ``lengths``: of the rows. ``spared``: of the beginnings of rows that are not computed again.
+    """
 
     tokens: float
     sampled: float
-    pairs: float
+    lengths: NDArray[np.float64]
+    spared: NDArray[np.float64]
 
 
 def seconds_beside(timing: Mapping[str, float]) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import delta_elements
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, engine_tp, num_engines, rank_share
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
-from rlhf_mcore.planning.weights import BYTES, active_parameters, mtp_flops, state_bytes
+from rlhf_mcore.planning.weights import BYTES, active_parameters, model_flops, mtp_flops, state_bytes
 
 FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # forward passes that a pass is worth
 _UPDATE_BYTES = 28  # an element of the optimizer: gradient, master and two moments read, three written
@@ -95,11 +97,9 @@ def _copies_s(inputs: PlanInputs, role: PlannedRole) -> float:
 
 
 def _flops_per_token(role: PlannedRole, work: Workload) -> float:
-    """Forward pass: twice the parameters a token meets, and attention to half of the sequence on average."""
-    geometry = role.geometry
-    length = work.prompt_tokens + work.response_tokens
-    attention = geometry.num_attention_layers * geometry.num_heads * (geometry.head_dim + geometry.value_dim) * length
-    return 2 * active_parameters(geometry) + attention
+    """Forward pass of a token with logits, in a row of the length of a prompt and a response."""
+    flops, length = model_flops(role.geometry), np.float64(work.prompt_tokens + work.response_tokens)
+    return float(flops.token + flops.logits + flops.attention(length) / length)
 
 
 def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator[float]:

@@ -260,8 +260,15 @@ def active_parameters(geometry: ModelGeometry) -> int:
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
     """Operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
     logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
-    attention = 2 * geometry.num_attention_layers * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
-    return ModelFlops(2.0 * (active_parameters(geometry) - logits), float(attention), 2.0 * logits)
+    layer = 2.0 * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
+    state = geometry.delta_value_heads * geometry.delta_key_dim * geometry.delta_value_dim
+    return ModelFlops(
+        token=2.0 * (active_parameters(geometry) - logits) + 6.0 * len(geometry.delta_layers) * state,
+        pair=(geometry.num_attention_layers - len(geometry.window_layers)) * layer,
+        logits=2.0 * logits,
+        window_pair=len(geometry.window_layers) * layer,
+        window=geometry.window,
+    )
 
 
 def mtp_flops(geometry: ModelGeometry) -> ModelFlops:

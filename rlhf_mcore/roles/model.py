@@ -176,7 +176,7 @@ class RoleModel:
         """The rows of each data-parallel rank, ascending: about equally much to compute. The same on every rank of the world."""
         units, costs = in_units(rows, rows_per_unit), lengths.double()
         if self.flops is not None:  # in units of a token without attention
-            costs = costs + costs * (costs + 1) / 2 * self.flops.pair / (self.flops.token + self.flops.logits)
+            costs = costs + self.flops.attention(costs) / (self.flops.token + self.flops.logits)
         sizes = costs[torch.tensor(units, dtype=torch.int64).reshape(-1, rows_per_unit)].sum(1).tolist()
         return [[row for place in share for row in units[place]] for share in balance(sizes, self.layout.dp)]
 
@@ -185,6 +185,7 @@ class Objective(Protocol):
     """What a model is trained for. By default it reads no field, takes the aggregation's token weights, and rows are independent."""
 
     rows_per_unit: ClassVar[int] = 1  # so many consecutive rows of a batch stay together in a microbatch
+    losses: ClassVar[tuple[str, ...]] = ("loss",)  # sums that are means over their minibatch: summed with its weights
 
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
         """The tensors [N] of the batch that the loss reads; they travel with the tokens."""
@@ -199,7 +200,7 @@ class Objective(Protocol):
         ...
 
     def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        """Sums over the minibatch under their public names."""
+        """Sums over the step's updates under their public names. ``num_tokens``: trainable ones of these updates."""
         ...
 
 
@@ -211,6 +212,15 @@ class MinibatchPlan:
     epochs: int = 1
     loss_aggregation: str = "token"
     constant_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchCounts:
+    """What a minibatch has over all ranks: trainable tokens, rows, and all tokens of these."""
+
+    sampled: int
+    rows: int
+    tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -234,20 +244,21 @@ class TrainedModel(RoleModel):
 
         Returns:
             What makes all updates of the step. Collective over the ranks of the model alone, so that models on different ranks learn
-            at the same time. It returns their mean metrics, nothing on ranks without the model. ``<name>/not_finite`` is among
-            them when the updates have left a weight or a moment NaN or infinite on any rank.
+            at the same time. It returns their metrics, nothing on ranks without the model: means over the tokens, or rows, of all
+            updates, as if they were one; of the gradient's norm and the like, over updates. ``<name>/not_finite`` is among them
+            when the updates have left a weight or a moment NaN or infinite on any rank.
         """
         parts = minibatches(batch, self.plan.prompts_per_minibatch)
         fields = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
         held = self.deliver(batch, parts, fields, objective.rows_per_unit)
-        counts = [(int(batch.num_sampled[rows].sum()), len(rows)) for rows in parts]
+        counts = [
+            MinibatchCounts(int(batch.num_sampled[rows].sum()), len(rows), int(batch.lengths[rows].sum()))
+            for rows in parts
+        ]
         if self.model is None:
             return dict
-        weighted = [
-            self._weighted(batch, objective, tokens, *count) for tokens, count in zip(held, counts, strict=True)
-        ]
-        num_tokens = [count for count, _ in counts]
-        return partial(self._update_all, objective, weighted, num_tokens)
+        weighted = [self._weighted(batch, objective, tokens, count) for tokens, count in zip(held, counts, strict=True)]
+        return partial(self._update_all, objective, weighted, counts)
 
     def makes_one_update(self, batch: TrainBatch) -> bool:
         """Whether a step learns from these rows in one update."""
@@ -264,37 +275,66 @@ class TrainedModel(RoleModel):
             tokens = restore_tokens(outputs, microbatches, batch.lengths[rows].tolist())
         return self.to_owners(batch, tokens)
 
-    def _weighted(
-        self, batch: TrainBatch, objective: Objective, held: RowTokens, num_tokens: int, num_rows: int
-    ) -> RowTokens:
+    def _weighted(self, batch: TrainBatch, objective: Objective, held: RowTokens, counts: MinibatchCounts) -> RowTokens:
         """The rows with token weights in place of the loss mask."""
         sampled = batch.num_sampled[held.rows]
         aggregation, constant = self.plan.loss_aggregation, self.plan.constant_length
-        per_row = row_weights(sampled, aggregation, num_tokens=num_tokens, num_rows=num_rows, constant_length=constant)
+        per_row = row_weights(
+            sampled, aggregation, num_tokens=counts.sampled, num_rows=counts.rows, constant_length=constant
+        )
         fields = dict(held.fields)
         lengths = torch.tensor(held.lengths, dtype=torch.int64)
         weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)
-        return RowTokens(held.rows, held.lengths, {**fields, "weights": objective.weights(held, weights, num_rows)})
+        return RowTokens(held.rows, held.lengths, {**fields, "weights": objective.weights(held, weights, counts.rows)})
 
-    def _update_all(self, objective: Objective, parts: list[RowTokens], num_tokens: list[int]) -> dict[str, float]:
+    def _update_all(
+        self, objective: Objective, parts: list[RowTokens], counts: list[MinibatchCounts]
+    ) -> dict[str, float]:
         assert self.model is not None
-        history: list[dict[str, float]] = []
+        sums: list[dict[str, float]] = []
+        outcomes: list[dict[str, float]] = []
         with self.model.updating():
-            for held, count in list(zip(parts, num_tokens, strict=True)) * self.plan.epochs:
-                self.progress(f"{self.name}, update {len(history) + 1} of {len(parts) * self.plan.epochs}")
-                history.append(self._update(objective, held, count))
+            for held in parts * self.plan.epochs:
+                self.progress(f"{self.name}, update {len(sums) + 1} of {len(parts) * self.plan.epochs}")
+                of_update, outcome = self._update(objective, held)
+                sums.append(of_update)
+                outcomes.append(outcome)
             self.model.gather_weights()
             is_finite = self._all_ranks(self.is_finite())
-        means = {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
+        found = self._metrics_of_step(objective, sums, counts * self.plan.epochs)
+        found |= {
+            f"{self.name}/{key}": sum(outcome[key] for outcome in outcomes) / len(outcomes) for key in outcomes[0]
+        }
         if not is_finite:
-            means[f"{self.name}/not_finite"] = 1.0
-        return means | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
+            found[f"{self.name}/not_finite"] = 1.0
+        return found | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
+
+    def _metrics_of_step(
+        self, objective: Objective, sums: list[dict[str, float]], counts: list[MinibatchCounts]
+    ) -> dict[str, float]:
+        """Sums of all updates over what all of them count. A loss weighs as much as what it is a mean of: tokens, or rows."""
+        by_tokens = self.plan.loss_aggregation == "token"
+        masses = {key: [count.sampled if by_tokens else count.rows for count in counts] for key in objective.losses}
+        masses["load_balance"] = [count.tokens for count in counts]
+        total = {}
+        for name in sums[0]:
+            shares = _shares_of(masses[name]) if name in masses else [1.0] * len(sums)
+            total[name] = sum(share * found[name] for share, found in zip(shares, sums, strict=True))
+        mtp_nll, mtp_tokens = total.pop("mtp_nll", None), total.pop("mtp_tokens", 0.0)
+        balance = total.pop("load_balance", None)
+        named = objective.metrics(total, max(float(sum(count.sampled for count in counts)), 1.0))
+        if mtp_nll is not None:
+            named[f"{self.name}/mtp_loss"] = mtp_nll / max(mtp_tokens, 1.0)
+        if balance is not None:
+            named[f"{self.name}/load_balance"] = balance
+        return named
 
     def is_finite(self) -> bool:
         """Whether the weights and the optimizer's state on this rank hold no NaN and no infinity. Local."""
         return self.model is None or self.model.optimizer is None or self.model.optimizer.is_finite()
 
-    def _update(self, objective: Objective, held: RowTokens, num_tokens: int) -> dict[str, float]:
+    def _update(self, objective: Objective, held: RowTokens) -> tuple[dict[str, float], dict[str, float]]:
+        """One update. Returns its sums, and what there is one of by update."""
         assert self.model is not None
         microbatches = self.microbatches(held, objective.rows_per_unit)
         metrics = self.model.forward_backward(microbatches, partial(objective.loss, self.model))
@@ -306,16 +346,12 @@ class TrainedModel(RoleModel):
             outcome = self.model.step(lr)
         self.num_updates += 1
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
-        mtp_nll, mtp_tokens = sums.pop("mtp_nll", None), sums.pop("mtp_tokens", 0.0)
-        named = objective.metrics(sums, max(float(num_tokens), 1.0))
-        if mtp_nll is not None:
-            named[f"{self.name}/mtp_loss"] = mtp_nll / max(mtp_tokens, 1.0)
         if self.model.aux_loss_coef:
-            named[f"{self.name}/load_balance"] = self.model.load_balance()
+            sums["load_balance"] = self.model.load_balance()
         optimizer = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}
         if self.model.mtp is not None and self.model.mtp.alone:
             optimizer["mtp_grad_norm"] = outcome.norm_alone
-        return named | {f"{self.name}/{key}": value for key, value in optimizer.items()}
+        return sums, optimizer
 
     def _all_ranks(self, holds: bool) -> bool:
         """Whether it holds on every rank of the role. Collective over them."""
@@ -333,6 +369,11 @@ class TrainedModel(RoleModel):
         if groups.layout.pp > 1:
             sums = broadcast_json(sums, groups.layout.pp - 1, groups.collection.pp)
         return sums
+
+
+def _shares_of(masses: Sequence[int]) -> list[float]:
+    total = sum(masses)
+    return [mass / total if total else 1.0 / len(masses) for mass in masses]
 
 
 def minibatches(batch: TrainBatch, prompts_per_minibatch: int) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -55,6 +56,8 @@ class Reference:
 @dataclass(frozen=True, slots=True)
 class PolicyObjective(Objective):
     """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus the KL term where it is in the loss."""
+
+    losses: ClassVar[tuple[str, ...]] = ("loss", "policy")
 
     algorithm: AlgorithmConfig
     policy_loss: PolicyLoss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,8 +53,8 @@ class StepWork:
 
 def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:
     """Of rows [B] of so many tokens, of which so many were sampled."""
-    n = lengths.double()
-    return RowCounts(float(n.sum()), float(num_sampled.sum()), float((n * (n + 1)).sum() / 2))
+    n = lengths.double().numpy()
+    return RowCounts(float(n.sum()), float(num_sampled.sum()), n, np.zeros(0))
 
 
 def _drawn(batch: TrainBatch, rows: RowCounts) -> RowCounts:
@@ -63,6 +63,4 @@ def _drawn(batch: TrainBatch, rows: RowCounts) -> RowCounts:
     again = np.ones(len(prompts), bool)
     again[np.unique(batch.group_ids.numpy(), return_index=True)[1]] = False
     spared = prompts[again].astype(float)
-    return RowCounts(
-        rows.tokens - float(spared.sum()), rows.sampled, rows.pairs - float((spared * (spared + 1)).sum() / 2)
-    )
+    return replace(rows, tokens=rows.tokens - float(spared.sum()), spared=spared)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.observability.throughput import ModelFlops, Throughput, peak_tflops
-from rlhf_mcore.planning.weights import model_flops, mtp_flops
+from rlhf_mcore.planning.weights import active_parameters, model_flops, mtp_flops
 from rlhf_mcore.trainer.work import StepWork, TrainedWork, counts
 from rlhf_mcore.types import ModelGeometry
 from tests.unit.parallel.world import world
 from tests.unit.roles import lookup
 
 __all__ = ["world"]
+CONFIGS = Path(__file__).parents[3] / "configs" / "models"
 pytestmark = pytest.mark.usefixtures("world")
 
 
@@ -33,10 +37,31 @@ def test_of_a_mixture_only_the_experts_count_that_a_token_goes_to() -> None:
     assert (found.token + 2 * found.logits) / 2 == pytest.approx(3.35e9, rel=0.01)
 
 
+def test_layers_with_a_window_count_the_pairs_within_it() -> None:
+    # gpt-oss-120b: 36 layers with 64 heads of 64, every other one with a window of 128.
+    geometry = read_geometry(CONFIGS / "gpt-oss-120b")
+    assert geometry.window == 128 and geometry.window_layers == tuple(range(0, 36, 2))
+    found, length = model_flops(geometry), 1000
+    assert found.pair == found.window_pair == 18 * 4.0 * 64 * 64
+    by_token = [(min(place + 1, 128), place + 1) for place in range(length)]  # pairs with a window, and without
+    pairs = sum(within + whole for within, whole in by_token)
+    assert found.attention(np.array([float(length)])).tolist() == [18 * 4.0 * 64 * 64 * pairs]
+    assert found.attention(np.array([100.0])).tolist() == [36 * 4.0 * 64 * 64 * 5050]
+
+
+def test_of_a_gated_delta_net_the_state_counts_as_three_matrices() -> None:
+    # Qwen3-Next-80B-A3B: 36 of 48 layers with a net of 32 heads of values, keys and values of 128.
+    geometry = read_geometry(CONFIGS / "Qwen3-Next-80B-A3B")
+    weights = 2.0 * (active_parameters(geometry) - 151936 * 2048)
+    key, product, query = (2.0 * 128 * 128 for _ in range(3))  # a token reads the state, adds to it, and reads it again
+    assert len(geometry.delta_layers) == 36 and geometry.num_attention_layers == 12
+    assert model_flops(geometry).token - weights == 36 * 32 * (key + product + query)
+
+
 def test_mtp_layers_that_learn_count_in_updates_alone() -> None:
     # 3 layers of 8 with 2 heads of 4 that share keys, 4 experts of 5 (2 for a token) beside one for all, 11 words; 2 MTP layers.
     geometry = ModelGeometry("glm4_moe", 3, 8, 2, 1, 4, 20, 11, False, 4, 5, (0,), experts_per_token=2)
-    geometry = replace(geometry, shared_expert_ffn_size=5, mtp_layers=2)
+    geometry = replace(geometry, shared_expert_ffn_size=5, mtp_layers=2, has_qkv_bias=True)
     queries_keys_values, output = (8 * 8 + 8) + 2 * (8 * 4 + 4), 8 * 8
     layer = 2 * 8 + queries_keys_values + output + (4 * 8 + 4) + 3 * (3 * 8 * 5)  # norms, attention, router, experts
     projection = 8 + 8 + 16 * 8 + 8  # norms of both halves, 2h -> h, and the norm behind the layer
@@ -62,7 +87,7 @@ def test_a_step_by_hand() -> None:
     batch = lookup.batch(2)
     batch.lengths, batch.num_sampled = torch.tensor([3, 4]), torch.tensor([1, 2])
     batch.group_ids = torch.zeros(2, dtype=torch.int64)
-    assert counts(batch.lengths, batch.num_sampled).pairs == 16.0
+    assert model.attention(counts(batch.lengths, batch.num_sampled).lengths).tolist() == [60.0, 100.0]
     work.count(batch)
     forward = 7 * 100 + 16 * 10 + 3 * 1
     drawn = (7 - 2) * 100 + (16 - 3) * 10 + 3 * 1

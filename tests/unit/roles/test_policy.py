@@ -166,6 +166,28 @@ def test_gradient_and_metrics_equal_the_equations_however_the_batch_is_cut(
     assert (len(bigram.calls[0]) > 1) == (max_tokens < 64)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_metrics_of_a_steps_updates_are_means_over_its_tokens_not_over_its_updates(
+    bigram: Lookup, name: str, prompts: int
+) -> None:
+    """Minibatches of different sizes, twice each, of a model that stays: what one update of all rows says."""
+    cfg, made = ALGORITHMS[name], batch()
+    made.kl_coef = kl_in_loss(cfg)
+    sampled = made.num_sampled.view(3, 2).sum(1)
+    assert len(set(sampled.tolist())) > 1, "prompts with as many tokens would hide it"
+    metrics = update(actor(bigram, cfg, prompts_per_minibatch=prompts, ppo_epochs=2), made)
+    expected = slow_loss(bigram.table.detach().double(), made, cfg, range(6))
+    assert metrics["loss/total"] == pytest.approx(expected["loss"].item(), abs=1e-5)
+    assert metrics["loss/policy"] == pytest.approx(expected["policy"], abs=1e-5)
+    assert metrics["actor/entropy"] == pytest.approx(expected["entropy"], abs=1e-5)
+    assert metrics["actor/importance_ratio"] == pytest.approx(expected["ratio"], abs=1e-5)
+    assert metrics["actor/clip_fraction_low"] == pytest.approx(expected["low"], abs=1e-6)
+    assert metrics["actor/clip_fraction_high"] == pytest.approx(expected["high"], abs=1e-6)
+    if cfg.kl.coef and cfg.kl.placement == "loss":
+        assert metrics["loss/kl"] == pytest.approx(expected["kl"], abs=1e-5)
+
+
 def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram: Lookup) -> None:
     # Ratios are 1, so the gradient is that of -mean over rows of mean over tokens of A log p (REINFORCE).
     made, cfg = batch(), AlgorithmConfig()
@@ -254,17 +276,6 @@ def test_minibatches_and_epochs_in_order(bigram: Lookup) -> None:
     assert which.model.num_updates == 6 and metrics["actor/lr"] == pytest.approx((0.25 + 5 * 0.5) / 6)
     update(which, made)
     assert which.model.num_updates == 12 and bigram.calls[-1] == ("step", 0.5)
-
-
-def test_metrics_are_means_over_updates_and_each_has_its_own_counts(bigram: Lookup) -> None:
-    cfg, made = ALGORITHMS["all"], batch()
-    made.kl_coef = kl_in_loss(cfg)
-    metrics = actor(bigram, cfg, prompts_per_minibatch=1).deliver_update(made)()
-    table = bigram.table.detach().double()
-    parts = [slow_loss(table, made, cfg, rows_of) for rows_of in ([0, 1], [2, 3], [4, 5])]
-    assert metrics["loss/total"] == pytest.approx(sum(p["loss"].item() for p in parts) / 3, abs=1e-5)
-    assert metrics["loss/kl"] == pytest.approx(sum(p["kl"] for p in parts) / 3, abs=1e-5)
-    assert metrics["actor/entropy"] == pytest.approx(sum(p["entropy"] for p in parts) / 3, abs=1e-5)
 
 
 def test_every_update_starts_from_the_weights_that_the_last_one_left(bigram: Lookup) -> None:
