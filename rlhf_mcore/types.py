@@ -337,7 +337,7 @@ class TrainBatch:
     prompt_ids: list[str] | None = None  # of each group, for the record of a run
     kl_coef: float = 0.0  # of this step, where the KL is in the loss
     with_entropy: bool = True  # whether the actor's entropy is a metric of this step
-    rewards: Tensor | None = None  # [N] float32: after shaping and KL
+    rewards: Tensor | None = None  # [N] float64: after shaping and KL
     advantages: Tensor | None = None  # [N] float32
     returns: Tensor | None = None  # [N] float32
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rlhf_mcore.algorithms.rows import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
 
-# A standard deviation that is this small a part of the largest value is what rounding float32 sums leaves of equal values
-# (a few units in the last place, 2^-24 each), and no difference to learn from.
-ROUNDING = 2.0**-20
+# Values as close as this part of the largest of them are what rounding leaves of equal sums, and no difference to learn from:
+# two units in the last place of float32, up and down, or the additions of thousands of turns in float64.
+ROUNDING = {torch.float32: 5 * 2.0**-23, torch.float64: 2.0**-40}
 
 
 @advantage_estimator("gae")
@@ -40,17 +40,17 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     1712.00378). ``whiten_advantages`` normalises the advantages over all tokens; ``returns`` are not.
     """
     assert inputs.old_values is not None, "gae needs the critic's values"
-    ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)  # [B]
+    ends = torch.zeros_like(inputs.truncated, dtype=torch.float64)  # [B]
     if cfg.bootstrap_truncated:
         assert inputs.bootstrap_values is not None, (
             "a truncated response needs the value of the state it was cut off in"
         )
-        ends = torch.where(inputs.truncated, inputs.bootstrap_values.float(), ends)
-    values = torch.where(inputs.loss_mask, inputs.old_values.float(), 0)
+        ends = torch.where(inputs.truncated, inputs.bootstrap_values.double(), ends)
+    values = torch.where(inputs.loss_mask, inputs.old_values.double(), 0)
     advantages, returns = _lambda_advantages(inputs, values, ends, cfg, cfg.lam)
     if cfg.whiten_advantages:
         advantages = whiten(advantages, inputs.loss_mask, inputs.rows)
-    return Advantages(advantages, returns)
+    return Advantages(advantages.float(), returns.float())
 
 
 @advantage_estimator("grpo")
@@ -77,16 +77,17 @@ def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
 
     Turns as in :func:`gae`.
     """
-    zeros = torch.zeros_like(inputs.rewards)
-    ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)
-    advantages, _ = _lambda_advantages(inputs, zeros, ends, cfg, lam=1.0)
-    return Advantages(whiten(advantages, inputs.loss_mask, inputs.rows) if cfg.whiten_advantages else advantages)
+    advantages = _discounted(inputs, cfg)
+    if cfg.whiten_advantages:
+        advantages = whiten(advantages, inputs.loss_mask, inputs.rows)
+    return Advantages(advantages.float())
 
 
 @advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): :func:`reinforce`, normalised over all tokens of the step."""
-    return Advantages(whiten(reinforce(inputs, cfg).advantages, inputs.loss_mask, inputs.rows))
+    advantages = reinforce(inputs, cfg).advantages if cfg.whiten_advantages else _discounted(inputs, cfg)
+    return Advantages(whiten(advantages, inputs.loss_mask, inputs.rows).float())
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
@@ -145,7 +146,7 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
       which standard deviation; as in the usual implementations it is the sample one, with G - 1 in the denominator;
     - otherwise: r_i - mean   (Dr. GRPO, arXiv 2503.20783, section 3.2), which is 0 for a group of one.
 
-    Outcomes that are equal, but for the rounding of float32, give exactly zero. A NaN outcome makes its own group NaN and
+    Outcomes that are equal, but for the rounding of their dtype, give exactly zero. A NaN outcome makes its own group NaN and
     no other.
 
     Args:
@@ -170,11 +171,13 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
     largest = zeros.scatter_reduce(0, index, wide.abs(), "amax")
     # Relative to the group's smallest outcome, equal outcomes are exact zeros whatever their value.
     wide = wide - zeros.scatter_reduce(0, index, wide, "amin", include_self=False)[index]
+    spread = zeros.scatter_reduce(0, index, wide, "amax")
     deviations = wide - (zeros.index_add(0, index, wide) / counts)[index]
     if normalize_std:
         stds = (zeros.index_add(0, index, deviations.square()) / (counts - 1)).sqrt()
-        deviations = torch.where((stds <= ROUNDING * largest)[index], 0.0, deviations / (stds[index] + eps))
-    return deviations.to(torch.promote_types(outcomes.dtype, torch.float32))
+        deviations = deviations / (stds[index] + eps)
+    dtype = torch.promote_types(outcomes.dtype, torch.float32)
+    return torch.where((spread <= ROUNDING[dtype] * largest)[index], 0.0, deviations).to(dtype)
 
 
 def broadcast_to_tokens(advantages: Tensor, inputs: AdvantageInputs) -> Tensor:
@@ -201,46 +204,53 @@ def whiten(values: Tensor, mask: Tensor, rows: OwnedRows, eps: float = 1e-8) -> 
     deviations = torch.where(mask, values.double() - smallest.min(), 0)
     deviations = deviations - rows.sums(deviations, mask).sum() / total
     variance = rows.sums(deviations.square(), mask).sum() / total
-    if variance.sqrt() <= ROUNDING * torch.maximum(smallest.abs(), largest.abs()).max():
+    if largest.max() - smallest.min() <= ROUNDING[values.dtype] * torch.maximum(smallest.abs(), largest.abs()).max():
         return torch.zeros_like(values)
     return torch.where(mask, (deviations * (variance + eps).rsqrt()).to(values.dtype), 0)
+
+
+def _discounted(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Tensor:
+    """Rewards from each token on: [N] float64."""
+    zeros = torch.zeros(inputs.rewards.shape, dtype=torch.float64)
+    ends = torch.zeros_like(inputs.truncated, dtype=torch.float64)
+    return _lambda_advantages(inputs, zeros, ends, cfg, lam=1.0)[0]
 
 
 def _lambda_advantages(
     inputs: AdvantageInputs, values: Tensor, ends: Tensor, cfg: AlgorithmConfig, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [N] by the recursion over tokens, or turns, of each row; zero outside the mask.
+    """Advantages and returns [N] float64 by the recursion over tokens, or turns, of each row; zero outside the mask.
 
     ``values`` [N] are V(state before a token), ``ends`` [B] V(state after the last token). No turn ends where the last token is.
     """
     turns = OwnedTurns.of(inputs.loss_mask, inputs.rows)
     values = values[turns.tokens]
     if cfg.turn_credit:
-        rewards, values, rows = turns.sums(inputs.rewards).float(), values[turns.first], turns.rows
+        rewards, values, rows = turns.sums(inputs.rewards), values[turns.first], turns.rows
         gammas = torch.ones(len(rows), dtype=torch.float64)
         gammas[turns.has_next] = cfg.turn_gamma
     else:
-        rewards, rows = inputs.rewards[turns.tokens].float(), inputs.rows.token_rows[turns.tokens]
+        rewards, rows = inputs.rewards[turns.tokens].double(), inputs.rows.token_rows[turns.tokens]
         gammas = torch.full_like(rewards, cfg.gamma, dtype=torch.float64)
         gammas[turns.last[turns.has_next]] *= cfg.turn_gamma
     found = _recursion(rewards, values, rows, ends, gammas, lam)
     if cfg.turn_credit:
         found, values = found[turns.of_token], values[turns.of_token]
-    advantages = torch.zeros(inputs.rewards.shape, dtype=torch.float32)
+    advantages = torch.zeros(inputs.rewards.shape, dtype=torch.float64)
     returns = advantages.clone()
     advantages[turns.tokens], returns[turns.tokens] = found, found + values
     return advantages, returns
 
 
 def _recursion(rewards: Tensor, values: Tensor, rows: Tensor, ends: Tensor, gammas: Tensor, lam: float) -> Tensor:
-    """A_k = delta_k + gamma_k lam A_{k+1} over the steps [K] of each row, from the right. ``rows`` ascends, ``gammas`` are float64."""
-    decays, gammas = (gammas * lam).float(), gammas.float()
+    """A_k = delta_k + gamma_k lam A_{k+1} over the steps [K] of each row, from the right, in float64. ``rows`` ascends."""
+    decays = gammas * lam
     rows, sizes = rows.unique_consecutive(return_counts=True)
     # Longest rows first: those that still have a step k from their end are always the first ones.
     order = sizes.argsort(descending=True, stable=True)
     last = (sizes.cumsum(0) - 1)[order]
     num_left = sizes.bincount().flip(0).cumsum(0).flip(0)[1:].tolist()
-    next_values, advantages = ends[rows[order]], torch.zeros(len(rows))
+    next_values, advantages = ends[rows[order]], torch.zeros(len(rows), dtype=torch.float64)
     result = torch.zeros_like(rewards)
     for step, count in enumerate(num_left):
         at = last[:count] - step

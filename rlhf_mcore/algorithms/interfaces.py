@@ -26,7 +26,7 @@ class AdvantageInputs:
     What stands outside ``loss_mask`` may be anything. ``rows`` has the sums by row that estimators need.
     """
 
-    rewards: Tensor  # [N] float32: after shaping, and after the KL where it is in the reward
+    rewards: Tensor  # [N] float64: after shaping, and after the KL where it is in the reward
     loss_mask: Tensor  # [N] bool: trainable tokens
     rows: OwnedRows
     group_ids: Tensor  # [B] int64: equal for the responses to one prompt

@@ -34,15 +34,16 @@ def token_rewards(
         turn_rewards: [N] of single turns, at the last token of each, which the scores contain; None: no turn has one.
 
     Returns:
-        [N] float32, zero outside the mask. A row without a trainable token is all zero: its score is lost.
+        [N] float64, so that scores which differ still do, zero outside the mask. A row without a trainable token is all zero: its
+        score is lost.
 
     Raises:
         ValueError: a ``kl_coef`` other than 0 without ``kl``.
     """
     if turn_rewards is None:
-        rewards = torch.where(rows.last(loss_mask), rows.to_tokens(scores.float()), 0.0)
+        rewards = torch.where(rows.last(loss_mask), rows.to_tokens(scores.double()), 0.0)
     else:
-        left = (scores.double() - rows.local_sums(turn_rewards, loss_mask)).float()
+        left = scores.double() - rows.local_sums(turn_rewards, loss_mask)
         rewards = torch.where(rows.last(loss_mask), rows.to_tokens(left), 0.0) + torch.where(
             loss_mask, turn_rewards, 0.0
         )

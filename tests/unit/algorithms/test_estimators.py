@@ -24,6 +24,7 @@ from rlhf_mcore.algorithms.advantages import (
 )
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.shaping import token_rewards
 from rlhf_mcore.config.schema import AlgorithmConfig
 from tests.rows import advantage_inputs, everything
 from tests.unit.parallel.world import ThreadGroup, run_ranks
@@ -199,6 +200,30 @@ def test_small_differences_of_large_values_are_still_differences():
     # Mean 1e4, deviation 1.
     found = whitened(torch.tensor([[10001.0, 9999.0]]), torch.ones(1, 2, dtype=torch.bool))
     torch.testing.assert_close(found, torch.tensor([[1.0, -1.0]]))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("base", [1e6, -1e6, 3e6])
+def test_scores_that_differ_by_one_in_a_million_are_different(name: str, base: float):
+    rows, mask = everything(torch.zeros(4, 3)), torch.ones(4, 3, dtype=torch.bool).flatten()
+    scores = torch.tensor([base, base + 1, base, base], dtype=torch.float64)
+    rewards = token_rewards(scores, mask, rows)
+    made = AdvantageInputs(rewards, mask, rows, torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.bool))
+    found = ADVANTAGE_ESTIMATORS[name](made, AlgorithmConfig()).advantages.view(4, 3)
+    exact = {"grpo": 1.5, "rloo": 1.0}.get(name, math.sqrt(3.0))  # (3/4) / (1/2); 1; (3/4) / sqrt(3/16)
+    assert found[1].tolist() == pytest.approx([exact] * 3, rel=1e-4)
+    assert found[0].tolist() == pytest.approx([-exact / 3] * 3, rel=1e-4)
+
+
+def test_scores_beyond_the_places_of_float32_are_different_in_a_group():
+    rows, mask = everything(torch.zeros(2, 2)), torch.ones(4, dtype=torch.bool)
+    scores = torch.tensor([1e12, 1e12 + 4], dtype=torch.float64)
+    turns = torch.tensor([0.5, 0.0, 0.25, 0.0])
+    for turn_rewards in (None, turns):
+        rewards = token_rewards(scores, mask, rows, turn_rewards=turn_rewards)
+        made = AdvantageInputs(rewards, mask, rows, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool))
+        found = ADVANTAGE_ESTIMATORS["grpo"](made, AlgorithmConfig()).advantages
+        assert found.tolist() == pytest.approx([-math.sqrt(0.5)] * 2 + [math.sqrt(0.5)] * 2, rel=1e-4)
 
 
 def test_whitening_an_empty_mask_gives_zeros():

@@ -70,7 +70,7 @@ def test_kl_in_the_reward_is_charged_on_every_response_token() -> None:
     made, metrics = with_kl("reward", 0.1)
     # k1 = old - ref: 1/2 and 0 in the first row, -2 in the second. What stands outside of the responses does not count.
     assert made.rewards is not None and made.advantages is not None
-    torch.testing.assert_close(padded(made, made.rewards), torch.tensor([[0, -0.05, 1.0], [0, 1.2, 0]]))
+    torch.testing.assert_close(padded(made, made.rewards).float(), torch.tensor([[0, -0.05, 1.0], [0, 1.2, 0]]))
     # Outcomes 0.95 and 1.2, mean 1.075.
     torch.testing.assert_close(padded(made, made.advantages), torch.tensor([[0, -0.125, -0.125], [0, 0.125, 0]]))
     assert metrics["kl/mean"] == pytest.approx((0.5 + 0.0 - 2.0) / 3) and metrics["kl/coef"] == 0.1
@@ -85,7 +85,7 @@ def test_one_far_token_does_not_outweigh_the_score() -> None:
     metrics = estimate(made, normalize_std=False, kl=kl)
     # k3 of d = 12 is 162741.8; at most 10 of it are charged, 0.02 each.
     assert made.rewards is not None
-    torch.testing.assert_close(padded(made, made.rewards), torch.tensor([[0, -0.2, 1.0], [0, 1.0, 0]]))
+    torch.testing.assert_close(padded(made, made.rewards).float(), torch.tensor([[0, -0.2, 1.0], [0, 1.0, 0]]))
     assert metrics["kl/mean"] == pytest.approx(10 / 3)
     estimate(made, normalize_std=False, kl=KLConfig(coef=0.02, estimator="k3", placement="reward", clip=None))
     assert made.rewards is not None and made.rewards[1] == pytest.approx(-3254.84, rel=1e-4)
