@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_mcore.api import (
         Callback,
+        Config,
         ConfigError,
         Evaluation,
         Trained,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 __all__ = [
     "Callback",
+    "Config",
     "ConfigError",
     "Evaluation",
     "Trained",
@@ -39,3 +41,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("rlhf_mcore.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

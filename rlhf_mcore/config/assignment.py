@@ -25,7 +25,7 @@ def assignment_problem(kind: type, name: str, value: Any) -> str:
     if is_dataclass(hint):
         other = (
             f"give a preset when the configuration is made: rm.Config(algorithm={value!r}), or algorithm={value} for load_config"
-            if key == "algorithm" and value in PRESETS
+            if key == "algorithm" and isinstance(value, str) and value in PRESETS
             else f"set one of its keys: {', '.join(f'{key}.{item.name}' for item in fields(hint))}"
         )
         return f"{key}={_shown(value)}: {key} is a group, not a value; {other}"

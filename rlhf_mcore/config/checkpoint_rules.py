@@ -131,7 +131,7 @@ _BEFORE_THE_KEY = {
     "algorithm.kl.clip": None,
 }
 # How a run is saved, shown and resumed may change at any time.
-_FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
+FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
 
 def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) -> tuple[list[str], list[str]]:
@@ -150,7 +150,7 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
             tree["reward.rules"] = [
                 {**asdict(RuleConfig()), **rule} if isinstance(rule, dict) else rule for rule in rules
             ]
-    free = _FREE if _has_critic(before) or _has_critic(now) else (*_FREE, "critic.")
+    free = FREE if _has_critic(before) or _has_critic(now) else (*FREE, "critic.")
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(free)]
     lines = {key: f"{key} was {_show(before, key)} and is {_show(now, key)}" for key in changed}
     fixed = [key for key in changed if key in FIXED and key not in by_content]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from traceback import extract_tb
 
 # Control characters but for newline and tab, formats (which turn the direction of text), surrogates, ends of lines of other alphabets.
 _CONTROL = re.compile(
@@ -45,6 +47,15 @@ class ConfigError(ValueError):
         if len(problems) > _SHOWN:
             lines += f"\n  ... and {len(problems) - _SHOWN} more"
         return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
+
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in the place of a traceback: the line of the caller's, and the message."""
+        package = str(Path(__file__).resolve().parents[1])
+        frames = [frame for frame in extract_tb(self.__traceback__) if not frame.filename.startswith(package)]
+        own = [frame for frame in frames if "site-packages" not in frame.filename]
+        place = [f"line {own[-1].lineno}: {own[-1].line}"] if own else []
+        return [*place, f"{type(self).__name__}: {self}"]
 
 
 class FileProblem(str):

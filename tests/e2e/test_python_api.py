@@ -119,7 +119,7 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert [line.split()[0] for line in (tmp_path / "metrics.txt").read_text().splitlines()] == ["1", "2"]
     assert (tmp_path / "my-model" / "config.json").is_file() and re.search(r"my-model \d+$", run.stdout, re.MULTILINE)
     assert shown and (tmp_path / example / "model.safetensors").is_file() and example in run.stdout.splitlines()
-    assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 0)
+    assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 2)
     assert (tmp_path / model / "model.safetensors").is_file() and (tmp_path / model / "config.json").is_file()
     assert first == 1 and steps == [2, 3, None]
     assert Path(saved) == tmp_path / "kept" / "checkpoint-1" and (Path(saved) / "manifest.json").is_file()
@@ -164,3 +164,57 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
         assert max(map(abs, row["logprob_differences"])) < 1e-3
     pair = [by_name[row["prompt_id"], row["sample"]]["score"] for row in tokens[:2]]
     assert (tokens[0]["advantages"][0] > tokens[1]["advantages"][0]) == (pair[0] > pair[1])
+
+
+PRELUDE = """
+import rlhf_mcore as rm
+from rlhf_mcore.api import commands, inputs, settings, training
+
+def small(*given, **more):
+    made = inputs.run_config(*given, **more)
+    settings.apply_settings(made, SMALL)
+    return made
+
+training.run_config = commands.run_config = small
+"""
+SETTINGS = {
+    "trainer": {"num_steps": 1, "prompts_per_step": 2, "minibatch_size": 2},
+    "rollout": {"engine": "hf", "sampling": {"n": 2, "max_new_tokens": 4}},
+    "logging": {"console": "off", "tensorboard": False},
+}
+
+
+def test_the_page_trains_what_it_shows_after_the_quickstart(tmp_path: Path) -> None:
+    make_quickstart(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    one_process = '["actor.layout.tp=1", "trainer.world_size=1"]'
+    parts = [
+        PRELUDE.replace("SMALL", repr(SETTINGS)),
+        f'rm.train(rm.load_config("configs/quickstart/grpo.yaml", {one_process}))',  # the quickstart
+        *(f"exec({block!r}, {{}})" for block in blocks),
+        "names = {}",
+        f"exec({blocks[0]!r}, names)",  # the cell is run again,
+        "first = names['trained']",
+        f"exec({blocks[0].replace('else 0.0', 'else 0.5')!r}, names)",  # and with another reward
+        "second = names['trained']",
+        "print(first.directory, len(first.metrics), second.directory, second.metrics[0]['reward/mean'])",
+        "try:",
+        f"    exec({blocks[1].replace('else 0.0', 'else 0.5')!r}, {{}})",
+        "except rm.ConfigError as error:",
+        "    print(error)",
+    ]
+    run = finished([sys.executable, "-c", "\n".join(parts)], tmp_path, environment(tmp_path))
+    assert run.returncode == 0, run.stderr
+    *_, again, refused = run.stdout.splitlines()
+    first, num_steps, second, reward = again.split()
+    assert first != second and num_steps == "1" and float(reward) >= 0.5
+    assert refused.startswith(
+        "reward.function has another content than when the checkpoint was written (python:right_sum)"
+    )
+    steps = {
+        path.parent.name: path.read_text().count('"reward/mean"') for path in tmp_path.glob("outputs/*/*/metrics.jsonl")
+    }
+    assert steps == {"grpo": 1, "python": 1, "callbacks": 1, Path(first).name: 1, Path(second).name: 1}

@@ -1,11 +1,4 @@
-"""The commands from Python, in a notebook or a script: ``import rlhf_mcore as rm``.
-
-    cfg = rm.load_config("configs/quickstart/grpo.yaml", ["actor.layout.tp=1", "trainer.num_steps=5"])
-    trained = rm.train(cfg, reward=lambda data_source, solution_str, ground_truth, extra_info: float("7" in solution_str))
-
-It is what ``rlhf-mcore train`` does: the same checks, run directory, checkpoints and resume; ``evaluate``, ``convert`` and ``plan``
-likewise. Without torchrun a run has one process, this one; a script that torchrun starts in several processes trains in all of them.
-"""
+"""Training from Python: at once, or step by step."""
 
 from __future__ import annotations
 
@@ -13,37 +6,35 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.api import display
+from rlhf_mcore.api.arguments import checked_callback, checked_list, checked_path
+from rlhf_mcore.api.inputs import run_config, run_directory
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine, check_packages
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.derive import default_world_size, resolve
-from rlhf_mcore.config.errors import ConfigError as ConfigError
-from rlhf_mcore.config.hub import MODEL_KEYS, localize
-from rlhf_mcore.config.load import load_config as load_config
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.hub import localize
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.foreign import shorten
-from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.parallel.addresses import LOOPBACK, free_port
 
 if TYPE_CHECKING:
     from rlhf_mcore.cli.compose import OpenRun
-    from rlhf_mcore.cli.conversion import Converted
-    from rlhf_mcore.planning.plan import RunPlan
 
 # Called as f(data_source, solution_str, ground_truth, extra_info); by keyword, where it has parameters of these names.
-Reward = Callable[..., "float | dict[str, float]"]
+Reward = Callable[..., Any]
 OnStep = Callable[[int, Mapping[str, Any]], None]  # a step, and its metrics under the names of metrics.jsonl
-Rows = Iterable["str | Mapping[str, Any]"]  # prompts, or rows with the columns that the configuration names
+Rows = (
+    str | os.PathLike[str] | Iterable[Any]
+)  # prompts, or rows with the columns that the configuration names; or their files
 
 
 class Callback:
@@ -70,35 +61,61 @@ class Callback:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run has come to. ``model`` is a Hugging Face directory; ``metrics`` are of the steps made here, on the first rank."""
+    """What a run has come to. ``model`` is a Hugging Face directory.
+
+    ``metrics`` has a row for each step of the run, those before an interruption too, on the first rank; ``pandas.DataFrame`` takes it.
+    """
 
     finished: bool  # or it was ended by a signal, an alarm or a time limit, after a save
     directory: Path
     model: Path
     metrics: list[dict[str, Any]]
 
+    def _repr_html_(self) -> str:
+        return display.of_run(self.finished, self.directory, self.model, self.metrics)
+
 
 def train(
-    cfg: Config,
+    cfg: Config | None = None,
     *,
-    reward: Reward | None = None,
+    model: str | Path | None = None,
     prompts: Rows | None = None,
     eval_prompts: Rows | None = None,
+    reward: Reward | Mapping[str, Any] | None = None,
+    algorithm: str | None = None,
+    num_steps: int | None = None,
     callbacks: Sequence[Callback | OnStep] = (),
+    **keys: Any,
 ) -> Trained:
     """Train to ``trainer.num_steps``, from the last checkpoint of the run directory if there is one.
 
     Args:
-        cfg: as ``load_config`` returns it; it is not changed.
-        reward: scores a response, in the place of ``reward.function``. It is called in this process and has no deadline.
-        prompts: texts, or rows, in the place of ``data.train``; they are written to ``data/`` in the run directory.
+        cfg: as ``load_config`` or ``Config`` returns it; it is not changed. Without it the other arguments are the configuration,
+            and the run directory is named after what the run is made from, unless ``experiment`` is given.
+        model: ``model.path``, a Hugging Face directory.
+        prompts: texts, conversations or rows, in the place of ``data.train``, which are written to ``data/`` in the run directory; or
+            the path of a file.
         eval_prompts: likewise, in the place of ``data.eval``.
+        reward: scores a response, in the place of ``reward.function``. It is called in this process and has no deadline. Or a dict:
+            the group ``reward``.
+        algorithm: the preset. num_steps: ``trainer.num_steps``.
         callbacks: functions of a step and its metrics, called after each step on the first rank, or ``Callback`` objects.
+        keys: further settings, as of ``Config``: ``actor={"optimizer": {"lr": 1e-6}}``, or ``**{"actor.optimizer.lr": 1e-6}``.
 
     Raises:
-        ConfigError: a mistake in the configuration, the data or the reward.
+        ConfigError: a mistake in an argument, the configuration, the data or the reward.
     """
-    with Trainer(cfg, reward=reward, prompts=prompts, eval_prompts=eval_prompts, callbacks=callbacks) as trainer:
+    with Trainer(
+        cfg,
+        model=model,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        reward=reward,
+        algorithm=algorithm,
+        num_steps=num_steps,
+        callbacks=callbacks,
+        **keys,
+    ) as trainer:
         while trainer.step() is not None:
             pass
         return trainer.trained()
@@ -113,20 +130,30 @@ class Trainer:
 
     def __init__(
         self,
-        cfg: Config,
+        cfg: Config | None = None,
         *,
-        reward: Reward | None = None,
+        model: str | Path | None = None,
         prompts: Rows | None = None,
         eval_prompts: Rows | None = None,
+        reward: Reward | Mapping[str, Any] | None = None,
+        algorithm: str | None = None,
+        num_steps: int | None = None,
         callbacks: Sequence[Callback | OnStep] = (),
+        **keys: Any,
     ) -> None:
-        cfg = _with_given(cfg, reward, prompts, eval_prompts)
+        heard = [
+            checked_callback(one, Callback)
+            for one in checked_list("callbacks", callbacks, "functions of (step, metrics)")
+        ]
+        named = {"model": model, "algorithm": algorithm, "trainer.num_steps": num_steps}
+        settings = {name: value for name, value in named.items() if value is not None}
+        cfg = run_config(cfg, {**keys, **settings}, reward=reward, prompts=prompts, eval_prompts=eval_prompts)
         localize(cfg)
-        validate(cfg, _world_size(cfg))
+        validate(cfg, world_size_of(cfg))
         check_packages(cfg)
         check_engine(cfg)
         self.cfg = resolve(cfg)
-        self._steps = _Steps([one if isinstance(one, Callback) else _StepFunction(one) for one in callbacks])
+        self._steps = _Steps([one if isinstance(one, Callback) else _StepFunction(one) for one in heard])
         self._stack = ExitStack()
         self._run: OpenRun | None = None
         self._next, self._last = 1, self.cfg.trainer.num_steps
@@ -134,7 +161,7 @@ class Trainer:
 
     def __enter__(self) -> Trainer:
         with ExitStack() as stack:
-            stack.enter_context(_one_process())
+            stack.enter_context(one_process())
             from rlhf_mcore.cli.compose import opened
 
             stack.enter_context(rank.no_early_exit())
@@ -142,6 +169,8 @@ class Trainer:
             listens = any(type(one).on_rollouts is not Callback.on_rollouts for one in self._steps.callbacks)
             self._run.record.listen(self._steps.rollouts if listens else None)
             self._next = self._run.first_step
+            if self._run.record.directory is not None:
+                self._steps.recall(self._run.record.directory.records(), self._next)
             if self._run.trainer is not None:
                 if self._run.record.directory is not None:
                     self._steps.begins(self._run.record.directory.path, self._next)
@@ -187,136 +216,21 @@ class Trainer:
         Raises:
             ConfigError: the run had made its last step before, so that no model is loaded.
         """
+        place = checked_path("directory", directory)
         if (trainer := self._opened().trainer) is None:
-            raise ConfigError(f"the run has made all its steps; its last checkpoint is in {_directory(self.cfg)}")
-        return trainer.save_checkpoint(Path(directory).resolve())
+            raise ConfigError(f"the run has made all its steps; its last checkpoint is in {run_directory(self.cfg)}")
+        return trainer.save_checkpoint(place.resolve())
 
     def trained(self) -> Trained:
         """What the run has come to so far."""
         from rlhf_mcore.checkpoint.layout import BEST, LATEST
 
         cfg = self.cfg
-        directory = _directory(cfg)
+        directory = run_directory(cfg)
         chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
         model = directory / chosen / run_kind(cfg).saved_as
-        return Trained(self._next > self._last and not self._ended, directory, model, list(self._steps.made))
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What an evaluation has come to, on the first rank; empty on others.
-
-    ``results`` are figures over all prompts: a number, or a dict of ``value``, ``low`` and ``high`` (95 % interval). ``samples`` are
-    the graded responses. ``comparison`` is that with ``evaluate.compare``, as in comparison.json. ``directory`` holds all of it.
-    """
-
-    results: dict[str, Any]
-    samples: list[dict[str, Any]]
-    comparison: dict[str, Any]
-    directory: Path | None
-
-
-def evaluate(
-    cfg: Config,
-    checkpoint: str | Path | None = None,
-    compare: str | Path | None = None,
-    *,
-    reward: Reward | None = None,
-    prompts: Rows | None = None,
-) -> Evaluation:
-    """Score a model on held-out prompts, as ``rlhf-mcore evaluate`` does. Collective over the world.
-
-    Args:
-        cfg: of the training run, or a shorter one; it is not changed.
-        checkpoint: in the place of ``evaluate.checkpoint``; without both the latest checkpoint of the configuration's own run.
-        compare: in the place of ``evaluate.compare``: an improvement on it is positive.
-        reward: as of ``train``. Responses that it has scored are scored again where its name or its code has changed.
-        prompts: texts, or rows, in the place of ``data.eval``.
-
-    Raises:
-        ConfigError: a mistake in the configuration, the data, the reward or the checkpoint.
-    """
-    from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
-
-    cfg = _with_given(cfg, reward, None, prompts)
-    cfg.evaluate.checkpoint = str(checkpoint) if checkpoint else cfg.evaluate.checkpoint or default_checkpoint(cfg)
-    cfg.evaluate.compare = str(compare) if compare else cfg.evaluate.compare
-    localize(cfg, (*MODEL_KEYS, "data.eval"))
-    validate_evaluation(cfg, _world_size(cfg))
-    check_packages(cfg)
-    check_engine(cfg)
-    with _one_process():
-        from rlhf_mcore.cli.evaluation import run
-
-        with rank.no_early_exit():
-            made, comparison = run(cfg)
-    if not made:
-        return Evaluation({}, [], {}, None)
-    return Evaluation(made[0].content["results"]["all"], made[0].samples, comparison, made[0].directory)
-
-
-def convert(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    source_format: str = "checkpoint",
-    target_format: str = "hf",
-    role: str = "actor",
-    dtype: str | None = None,
-    hf_config: str | Path | None = None,
-    average: Sequence[str | Path] = (),
-    shard_size: str = "4GiB",
-    verify: bool = False,
-    overwrite: bool = False,
-) -> Converted:
-    """Convert a model between formats, as ``rlhf-mcore convert`` does with options of these names, in this process.
-
-    Raises:
-        ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
-    """
-    from rlhf_mcore.cli.conversion import Conversion, run
-    from rlhf_mcore.cli.convert import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
-
-    allowed = {"source_format": FORMATS, "target_format": TARGETS, "role": ROLES, "dtype": (None, *DTYPES)}
-    given = {"source_format": source_format, "target_format": target_format, "role": role, "dtype": dtype}
-    for name, choices in allowed.items():
-        if given[name] not in choices:
-            raise ConfigError(f"{name}={given[name]!r} is not a choice; there are: {', '.join(map(str, choices))}")
-    check_destination(Path(destination), Path(source), may_exist=overwrite)
-    made = run(
-        Conversion(
-            source_format=source_format,
-            target_format=target_format,
-            source=Path(source),
-            destination=Path(destination),
-            role=role,
-            dtype=dtype,
-            shard_bytes=num_bytes(shard_size),
-            average=list(map(Path, average)),
-            hf_config=Path(hf_config) if hf_config else None,
-            verify=verify,
-            overwrite=overwrite,
-        )
-    )
-    assert made is not None, "this is no dry run"
-    return made
-
-
-def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPlan:
-    """Memory, traffic and time of a run, as ``rlhf-mcore plan`` shows them; ``fits`` tells whether it can be.
-
-    Raises:
-        ConfigError: a mistake in the configuration, or there is no such device.
-    """
-    from rlhf_mcore.cli.plan import device_and_assumptions
-    from rlhf_mcore.planning.inputs import GPUS
-    from rlhf_mcore.planning.plan import make_plan
-
-    if gpu not in GPUS:
-        raise ConfigError(f"gpu={gpu!r} is not known; there are: {', '.join(GPUS)}")
-    size = world_size or default_world_size(cfg)
-    validate(cfg, size, check_files=False)
-    return make_plan(resolve(cfg), size, *device_and_assumptions(gpu, []))
+        metrics = [*self._steps.earlier, *self._steps.made]
+        return Trained(self._next > self._last and not self._ended, directory, model, metrics)
 
 
 class _StepFunction(Callback):
@@ -333,6 +247,11 @@ class _Steps:
 
     callbacks: Sequence[Callback]
     made: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[dict[str, Any]] = field(default_factory=list)  # steps of the run that were made before
+
+    def recall(self, records: Iterable[Mapping[str, Any]], first_step: int) -> None:
+        """Keep the steps before ``first_step``."""
+        self.earlier = [dict(row) for row in records if 0 < row["step"] < first_step and "final/step" not in row]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         evaluation = {name: value for name, value in metrics.items() if name.startswith(("evaluate/", "final/"))}
@@ -361,17 +280,7 @@ class _Steps:
         """Nothing is open."""
 
 
-def _with_given(cfg: Config, reward: Reward | None, prompts: Rows | None, eval_prompts: Rows | None) -> Config:
-    cfg = deepcopy(cfg)
-    if reward is not None:
-        cfg.reward.function = OwnFunction(reward)
-    for name, rows in (("train", prompts), ("eval", eval_prompts)):
-        if rows is not None:
-            setattr(cfg.data, name, [_written(rows, _directory(cfg) / "data" / f"{name}.jsonl", cfg.data.prompt_key)])
-    return cfg
-
-
-def _world_size(cfg: Config) -> int:
+def world_size_of(cfg: Config) -> int:
     """torchrun's, else one.
 
     Raises:
@@ -386,34 +295,8 @@ def _world_size(cfg: Config) -> int:
     return world_size or 1
 
 
-def _written(rows: Rows, path: Path, prompt_key: Any) -> str:
-    """The path of a file with rows. Ranks write the same content, each whole.
-
-    Raises:
-        ConfigError: these are no rows, or the run directory cannot be made.
-    """
-    wanted = "give a list of texts, or of dicts with the columns that data names"
-    if isinstance(rows, str | Mapping):
-        raise ConfigError(f"prompts={shorten(repr(rows))} is one prompt; {wanted}")
-    key, given = prompt_key if isinstance(prompt_key, str) else "prompt", list(rows)
-    if wrong := [row for row in given if not isinstance(row, str | Mapping)]:
-        raise ConfigError(f"prompts: {shorten(repr(wrong[0]))} is no prompt; {wanted}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, b"".join(json_line({key: row} if isinstance(row, str) else row) for row in given))
-    except FullDiskError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"output_dir: {path.parent}: {error.strerror}; choose another output_dir") from error
-    return os.path.relpath(path)
-
-
-def _directory(cfg: Config) -> Path:
-    return Path(cfg.output_dir) / cfg.project / cfg.experiment
-
-
 @contextmanager
-def _one_process() -> Iterator[None]:
+def one_process() -> Iterator[None]:
     """What torchrun would have set for a world of one process; under torchrun nothing is changed. Libraries do not warn meanwhile."""
     names = {}
     if torchrun_world_size() is None:

@@ -1,0 +1,99 @@
+"""Checks the arguments of the Python API: each mistake is one message with the argument, its value and the remedy."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.assignment import check_types
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.foreign import is_plain, shorten
+
+
+def refusal(name: str, value: Any, remedy: str) -> ConfigError:
+    """What is raised for an argument that is none."""
+    return ConfigError(f"{name}={shown(value)} is not valid; {remedy}")
+
+
+def shown(value: Any) -> str:
+    """A value for a message."""
+    return shorten(repr(value) if isinstance(value, str) else value)
+
+
+def checked_config(cfg: Any) -> Config:
+    """A copy, whose values are all of their types.
+
+    Raises:
+        ConfigError: it is no configuration, or a list in it was changed into something else.
+    """
+    if isinstance(cfg, str | os.PathLike):
+        raise refusal("cfg", cfg, "read a file with rm.load_config(path)")
+    if isinstance(cfg, Mapping):
+        raise refusal("cfg", cfg, "make a configuration of a dict with rm.Config(settings)")
+    if not isinstance(cfg, Config):
+        raise refusal("cfg", cfg, "give what rm.load_config or rm.Config returns")
+    copied = deepcopy(cfg)
+    check_types(copied)
+    if copied.model.path == "???":
+        raise ConfigError(
+            "model.path is not set; give a Hugging Face directory, as in rm.Config(model=...) or cfg.model.path = ..."
+        )
+    return copied
+
+
+def checked_path(name: str, value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise refusal(name, value, "give a path, as a text or a Path")
+    if not os.fspath(value) or not is_plain(os.fspath(value)):
+        raise refusal(name, value, "give a path that can be one")
+    return Path(value)
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise refusal(name, value, "give True or False")
+    return value
+
+
+def checked_count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise refusal(name, value, "give a number of at least 1")
+    return value
+
+
+def checked_choice(name: str, value: Any, choices: Sequence[str | None]) -> Any:
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ConfigError(f"{name}={shown(value)} is not a choice; there are: {', '.join(map(str, choices))}")
+    return value
+
+
+def checked_list(name: str, value: Any, items: str) -> list[Any]:
+    """The items of a list, a tuple or another row of things that is no text."""
+    if isinstance(value, str | bytes | Mapping | os.PathLike) or not isinstance(value, Iterable):
+        raise refusal(name, value, f"give a list of {items}")
+    return list(value)
+
+
+def checked_callback(value: Any, kind: type) -> Any:
+    """An object of ``kind``, or a function of a step and its metrics."""
+    remedy = f"give functions of (step, metrics), or objects of a subclass of rm.{kind.__name__}"
+    if isinstance(value, type):
+        raise refusal("callbacks", value, f"{remedy}: {value.__name__}() and not the class")
+    if not isinstance(value, kind) and (not callable(value) or not _takes(value, 1, {})):
+        raise refusal("callbacks", value, remedy)
+    return value
+
+
+def _takes(function: Callable[..., Any], step: int, metrics: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(step, metrics)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True

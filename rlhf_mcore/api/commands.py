@@ -1,0 +1,160 @@
+"""Evaluation, conversion and plans from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.api import display
+from rlhf_mcore.api.arguments import (
+    checked_choice,
+    checked_config,
+    checked_count,
+    checked_flag,
+    checked_list,
+    checked_path,
+    refusal,
+)
+from rlhf_mcore.api.inputs import run_config
+from rlhf_mcore.api.training import Reward, Rows, one_process, world_size_of
+from rlhf_mcore.cli import rank
+from rlhf_mcore.cli.preflight import check_engine, check_packages
+from rlhf_mcore.config.derive import default_world_size, resolve
+from rlhf_mcore.config.hub import MODEL_KEYS, localize
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.validate import validate
+
+if TYPE_CHECKING:
+    from rlhf_mcore.cli.conversion import Converted
+    from rlhf_mcore.planning.plan import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluation has come to, on the first rank; empty on others.
+
+    ``results`` are figures over all prompts: a number, or a dict of ``value``, ``low`` and ``high`` (95 % interval). ``samples`` are
+    the graded responses. ``comparison`` is that with ``evaluate.compare``, as in comparison.json. ``directory`` holds all of it.
+    """
+
+    results: dict[str, Any]
+    samples: list[dict[str, Any]]
+    comparison: dict[str, Any]
+    directory: Path | None
+
+    def _repr_html_(self) -> str:
+        return display.of_evaluation(self.results, self.comparison, self.directory)
+
+
+def evaluate(
+    cfg: Config,
+    checkpoint: str | Path | None = None,
+    compare: str | Path | None = None,
+    *,
+    reward: Reward | Mapping[str, Any] | None = None,
+    prompts: Rows | None = None,
+) -> Evaluation:
+    """Score a model on held-out prompts, as ``rlhf-mcore evaluate`` does. Collective over the world.
+
+    Args:
+        cfg: of the training run, or a shorter one; it is not changed.
+        checkpoint: in the place of ``evaluate.checkpoint``; without both the latest checkpoint of the configuration's own run.
+        compare: in the place of ``evaluate.compare``: an improvement on it is positive.
+        reward: as of ``train``. Responses that it has scored are scored again where its name or its code has changed.
+        prompts: texts, or rows, in the place of ``data.eval``.
+
+    Raises:
+        ConfigError: a mistake in the configuration, the data, the reward or the checkpoint.
+    """
+    from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
+
+    if cfg is None:
+        raise refusal("cfg", cfg, "give what rm.load_config or rm.Config returns")
+    cfg = run_config(cfg, {}, reward=reward, eval_prompts=prompts)
+    if checkpoint is not None:
+        cfg.evaluate.checkpoint = str(checked_path("checkpoint", checkpoint))
+    if compare is not None:
+        cfg.evaluate.compare = str(checked_path("compare", compare))
+    cfg.evaluate.checkpoint = cfg.evaluate.checkpoint or default_checkpoint(cfg)
+    localize(cfg, (*MODEL_KEYS, "data.eval"))
+    validate_evaluation(cfg, world_size_of(cfg))
+    check_packages(cfg)
+    check_engine(cfg)
+    with one_process():
+        from rlhf_mcore.cli.evaluation import run
+
+        with rank.no_early_exit():
+            made, comparison = run(cfg)
+    if not made:
+        return Evaluation({}, [], {}, None)
+    return Evaluation(made[0].content["results"]["all"], made[0].samples, comparison, made[0].directory)
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    source_format: str = "checkpoint",
+    target_format: str = "hf",
+    role: str = "actor",
+    dtype: str | None = None,
+    hf_config: str | Path | None = None,
+    average: Sequence[str | Path] = (),
+    shard_size: str = "4GiB",
+    verify: bool = False,
+    overwrite: bool = False,
+) -> Converted:
+    """Convert a model between formats, as ``rlhf-mcore convert`` does with options of these names, in this process.
+
+    Raises:
+        ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
+    """
+    from rlhf_mcore.cli.conversion import Conversion, run
+    from rlhf_mcore.cli.convert import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
+
+    allowed = {"source_format": FORMATS, "target_format": TARGETS, "role": ROLES, "dtype": (None, *DTYPES)}
+    given = {"source_format": source_format, "target_format": target_format, "role": role, "dtype": dtype}
+    for name, choices in allowed.items():
+        checked_choice(name, given[name], choices)
+    origin, target = checked_path("source", source), checked_path("destination", destination)
+    averaged = [checked_path("average", path) for path in checked_list("average", average, "paths of checkpoints")]
+    if not isinstance(shard_size, str):
+        raise refusal("shard_size", shard_size, "give a text such as 500MB or 4GiB")
+    checked_flag("verify", verify)
+    check_destination(target, origin, may_exist=checked_flag("overwrite", overwrite))
+    made = run(
+        Conversion(
+            source_format=source_format,
+            target_format=target_format,
+            source=origin,
+            destination=target,
+            role=role,
+            dtype=dtype,
+            shard_bytes=num_bytes(shard_size),
+            average=averaged,
+            hf_config=None if hf_config is None else checked_path("hf_config", hf_config),
+            verify=verify,
+            overwrite=overwrite,
+        )
+    )
+    assert made is not None, "this is no dry run"
+    return made
+
+
+def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPlan:
+    """Memory, traffic and time of a run, as ``rlhf-mcore plan`` shows them; ``fits`` tells whether it can be.
+
+    Raises:
+        ConfigError: a mistake in the configuration, or there is no such device.
+    """
+    from rlhf_mcore.cli.plan import device_and_assumptions
+    from rlhf_mcore.planning.inputs import GPUS
+    from rlhf_mcore.planning.plan import make_plan
+
+    checked_choice("gpu", gpu, tuple(GPUS))
+    cfg = checked_config(cfg)
+    size = default_world_size(cfg) if world_size is None else checked_count("world_size", world_size)
+    validate(cfg, size, check_files=False)
+    return make_plan(resolve(cfg), size, *device_and_assumptions(gpu, []))

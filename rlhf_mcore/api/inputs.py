@@ -1,0 +1,170 @@
+"""What is given from Python in the place of keys: rewards, rows of data; and the run directory that follows from them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.api.arguments import checked_config, checked_path, refusal, shown
+from rlhf_mcore.api.settings import Config, apply_settings
+from rlhf_mcore.config import schema
+from rlhf_mcore.config.checkpoint_rules import FREE
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import leaves
+from rlhf_mcore.config.user_functions import OwnFunction
+from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
+from rlhf_mcore.rewards.worker import load_reward
+
+DATA_FILES = (".parquet", ".jsonl")
+_NOT_THE_RUN = (
+    *FREE,
+    "trainer.num_steps",
+    "data.train",
+    "data.eval",
+)  # of which it may be another one and the same run
+
+
+def run_config(
+    cfg: schema.Config | None,
+    settings: Mapping[str, Any],
+    *,
+    reward: Any = None,
+    prompts: Any = None,
+    eval_prompts: Any = None,
+) -> schema.Config:
+    """The configuration of a run: ``cfg`` with settings, or one of settings alone; and with what is given beside it.
+
+    Settings alone name no experiment: without one the run directory is named after what the run is made from, so that the same call
+    continues its run, and a call with another reward, other prompts or other settings begins one of its own. More steps, and how
+    a run is saved and shown, are no other run.
+
+    Raises:
+        ConfigError: a mistake in an argument.
+    """
+    if cfg is None:
+        made: schema.Config = checked_config(Config(settings))
+    else:
+        made = checked_config(cfg)
+        apply_settings(made, settings)
+    if reward is not None:
+        set_reward(made, reward)
+    rows = {"train": prompts, "eval": eval_prompts}
+    names = {"train": "prompts", "eval": "eval_prompts"}
+    given = {name: rows_of(names[name], held, made.data.prompt_key) for name, held in rows.items() if held is not None}
+    for name, held in given.items():
+        if not isinstance(held, bytes):
+            setattr(made.data, name, held)
+    if cfg is None and "experiment" not in settings:
+        made.experiment = f"{made.algorithm.preset}-{_digest(made, given)}"
+    for name, held in given.items():
+        if isinstance(held, bytes):
+            setattr(made.data, name, [write_rows(held, run_directory(made) / "data" / f"{name}.jsonl")])
+    return made
+
+
+def run_directory(cfg: schema.Config) -> Path:
+    return Path(cfg.output_dir) / cfg.project / cfg.experiment
+
+
+def _digest(cfg: schema.Config, given: Mapping[str, list[str] | bytes]) -> str:
+    """The same on every rank, and the next time."""
+    from rlhf_mcore.trainer.inputs import own_files
+
+    held = {key: value for key, value in leaves(asdict(cfg)) if not key.startswith(_NOT_THE_RUN)}
+    parts: list[Any] = [sorted(held.items(), key=lambda item: item[0])]
+    parts.append(sorted((name, entry["content"]) for name, entry in own_files(cfg).items()))
+    for name in ("train", "eval"):
+        content = given.get(name)
+        parts.append(hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else getattr(cfg.data, name))
+    return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()[:8]
+
+
+def set_reward(cfg: schema.Config, reward: Any) -> None:
+    """Let a function score, or the group ``reward`` be what a dict has.
+
+    Raises:
+        ConfigError: it is neither, or does not take what a reward is given.
+    """
+    if isinstance(reward, Mapping):
+        apply_settings(cfg, {"reward": reward})
+        return
+    remedy = "give a function f(data_source, solution_str, ground_truth, extra_info)"
+    if isinstance(reward, type):
+        raise refusal("reward", reward, f"{remedy}, or an object of the class: {reward.__name__}()")
+    if not callable(reward):
+        raise refusal("reward", reward, remedy)
+    load_reward(function := OwnFunction(reward), "reward")
+    cfg.reward.function = function
+
+
+# ------------------------------------------------------------------------------------------------------- rows of data
+def rows_of(name: str, given: Any, prompt_key: Any) -> list[str] | bytes:
+    """Paths of data files, or the content of one: lines of JSON.
+
+    Args:
+        name: of the argument.
+        given: a path or several, texts, rows (dicts), conversations (lists of messages), a table of pandas or
+            a data set of Hugging Face.
+        prompt_key: as ``data.prompt_key``, under which a text or a conversation is written.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    wanted = (
+        "give a list of texts, or of dicts with the columns that data names, or the path of a .parquet or .jsonl file"
+    )
+    if isinstance(given, os.PathLike) or _is_data_file(given):
+        return [str(checked_path(name, given))]
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):
+        given = given.to_dict("records")
+    if isinstance(given, str | Mapping):
+        raise ConfigError(f"{name}={shown(given)} is one prompt; {wanted}")
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise refusal(name, given, wanted)
+    rows = list(given)
+    if not rows:
+        raise ConfigError(f"{name}={shown(given)} has no rows; {wanted}")
+    if all(isinstance(row, os.PathLike) or _is_data_file(row) for row in rows):
+        return [str(checked_path(name, row)) for row in rows]
+    key = prompt_key if isinstance(prompt_key, str) else "prompt"
+    return b"".join(_line(name, row, key, wanted) for row in rows)
+
+
+def _is_data_file(given: Any) -> bool:
+    return isinstance(given, str) and given.endswith(DATA_FILES) and len(given.split()) == 1
+
+
+def _line(name: str, row: Any, prompt_key: str, wanted: str) -> bytes:
+    is_conversation = isinstance(row, list) and row and all(isinstance(message, Mapping) for message in row)
+    if isinstance(row, str) or is_conversation:
+        row = {prompt_key: row}
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{name}: {shown(row)} is no prompt; {wanted}")
+    if wrong := [column for column in row if not isinstance(column, str)]:
+        raise ConfigError(f"{name}: the column {shown(wrong[0])} of a row is no text; {wanted}")
+    try:
+        return json_line(row)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{name}: {shown(row)} has no form in JSON ({error}); store such values as texts or numbers"
+        ) from error
+
+
+def write_rows(content: bytes, path: Path) -> str:
+    """The path of a file with rows. Ranks write the same content, each whole.
+
+    Raises:
+        ConfigError: the run directory cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except FullDiskError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"output_dir: {path.parent}: {error.strerror}; choose another output_dir") from error
+    return os.path.relpath(path)
