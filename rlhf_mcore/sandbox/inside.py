@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -24,12 +23,14 @@ from typing import Any
 
 from rlhf_mcore.sandbox import kernel, programs
 from rlhf_mcore.sandbox.processes import descendants, kill_below, tasks_of
+from rlhf_mcore.sandbox.scratch import is_over, make_scratch, remove
 
 SCRATCH = "/scratch"
 NOBODY = 65534
 MAX_MESSAGE_BYTES = 2**16
 STOP = b"stop"
 _OLD = "/.old"
+_LOOK_MS = 100  # between looks at what a program has written
 _SYSTEM = (
     "/usr",
     "/lib",
@@ -54,6 +55,7 @@ class Walls:
 
     isolated: bool  # in namespaces of its own
     readable: list[str]  # below which it may read and execute
+    sandbox: str  # its name
     landlock: int = 0  # version of the interface; 0: not used
     filter: bytes = b""  # of seccomp; empty: none
     nobody: bool = False  # it gets the user id of nobody
@@ -63,7 +65,8 @@ class Walls:
 def main(descriptor: int, options: dict[str, Any]) -> None:
     """Build the walls, report, and run programs until the socket ``descriptor`` is closed.
 
-    ``options``: "level" (rlimits | filters | namespaces) to build, "readable" (directories beside those of the interpreter).
+    ``options``: "level" (rlimits | filters | namespaces) to build, "readable" (directories beside those of the interpreter),
+    "name" (of the sandbox, in those of its directories).
     The first message back is {"level", "walls", "missing"}, or {"failed": why}.
     """
     control = socket.socket(fileno=descriptor)
@@ -85,7 +88,14 @@ def main(descriptor: int, options: dict[str, Any]) -> None:
             return
         if data == STOP:  # for a program that has ended in the meantime
             continue
-        answer = _run(json.loads(data), descriptors, walls, control, starter)
+        try:
+            answer = _run(json.loads(data), descriptors, walls, control, starter)
+        except OSError as error:  # such as no place for a directory; not the program's fault
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        finally:
+            for each in descriptors:
+                with suppress(OSError):
+                    os.close(each)
         if answer is None:
             return
         control.send(json.dumps(answer).encode())
@@ -104,7 +114,7 @@ def _build(options: dict[str, Any], control: socket.socket) -> Walls:
     readable = sorted(
         {os.path.realpath(path) for path in [sys.base_prefix, sys.base_exec_prefix, *options["readable"]]}
     )
-    walls = Walls(options["level"] == "namespaces", [*readable, *filter(os.path.exists, _SYSTEM)])
+    walls = Walls(options["level"] == "namespaces", [*readable, *filter(os.path.exists, _SYSTEM)], options["name"])
     if walls.isolated:
         kernel.enter_namespaces()
         if (child := os.fork()) != 0:
@@ -192,20 +202,23 @@ def _run(
 ) -> dict[str, Any] | None:
     """Run a program until it ends or is to be stopped, and end whatever it has left. None: the starter is gone.
 
-    Returns {"status", "cpu_s"}, or {"failed": why} where it could not be confined.
+    Returns {"status", "cpu_s", "is_full": it has written too much}, or {"failed": why} where it could not be confined.
     """
-    scratch = _make_scratch(walls, order["limits"]["scratch_bytes"])
+    size = order["limits"]["scratch_bytes"]
+    scratch = _make_scratch(walls, size)
     try:
         passed, failed = os.pipe()
         sys.stdout.flush()
         if (child := os.fork()) == 0:
             _become(order, descriptors, walls, scratch, failed)
         os.close(failed)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        while descriptors:
+            os.close(descriptors.pop())
         with open(passed, encoding="utf-8", errors="replace") as pipe:
             problem = pipe.read()  # until the program begins
-        alive = _wait(child, control, starter) if not problem else True
+        watched = None if walls.isolated else scratch  # a file system in memory has a size of its own
+        alive = _wait(child, control, starter, watched, size) if not problem else True
+        is_full = watched is not None and is_over(watched, descendants(os.getpid()), size)
         _end_all(walls)
         _, status, usage = os.wait4(child, 0)
         with suppress(ChildProcessError):
@@ -213,19 +226,22 @@ def _run(
                 os.waitpid(-1, 0)
         if problem:
             return {"failed": problem}
-        return {"status": status, "cpu_s": usage.ru_utime + usage.ru_stime} if alive else None
+        return {"status": status, "cpu_s": usage.ru_utime + usage.ru_stime, "is_full": is_full} if alive else None
     finally:
         _remove_scratch(walls, scratch)
 
 
-def _wait(child: int, control: socket.socket, starter: int) -> bool:
-    """Until the program has ended or is to be stopped. False: the starter is gone."""
+def _wait(child: int, control: socket.socket, starter: int, scratch: str | None, size: int) -> bool:
+    """Until the program has ended, is to be stopped, or has more than ``size`` bytes in ``scratch``. False: the starter is gone."""
     program = os.pidfd_open(child)
     poll = select.poll()
     for each in (control, starter, program):
         poll.register(each, select.POLLIN)
     try:
-        ready = [descriptor for descriptor, _ in poll.poll()]
+        while not (ready := [descriptor for descriptor, _ in poll.poll(None if scratch is None else _LOOK_MS)]):
+            assert scratch is not None
+            if is_over(scratch, descendants(os.getpid()), size):
+                return True
         if starter in ready:
             return False
         return control.fileno() not in ready or bool(control.recv(MAX_MESSAGE_BYTES))
@@ -256,7 +272,7 @@ def _make_scratch(walls: Walls, size: int) -> str:
         options = f"size={size},nr_inodes=4096,mode=0700,{owner}"
         kernel.mount("tmpfs", SCRATCH, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, options)
         return SCRATCH
-    path = tempfile.mkdtemp(prefix="rlhf_mcore-sandbox-")
+    path = make_scratch(walls.sandbox)
     if walls.nobody:
         os.chown(path, NOBODY, NOBODY)
     return path
@@ -267,7 +283,7 @@ def _remove_scratch(walls: Walls, scratch: str) -> None:
         with suppress(OSError):
             kernel.unmount(scratch)
     else:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove(scratch)
 
 
 def _become(order: dict[str, Any], descriptors: list[int], walls: Walls, scratch: str, failed: int) -> None:
@@ -298,6 +314,7 @@ def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: li
     os.umask(0o077)
     os.environ.pop("LD_LIBRARY_PATH", None)
     os.environ.update(HOME=scratch, TMPDIR=scratch)
+    tempfile.tempdir = None  # which has been looked up before
     others = 2 if walls.isolated else 0  # in the user namespace: the two processes of the sandbox itself
     if walls.nobody:
         _become_nobody()
@@ -320,6 +337,8 @@ def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: li
     ):
         kernel.limit(which, value)
     kernel.drop_privileges()
+    if walls.filter:  # which takes the use of it from others: the sandbox sees files that are open and have no name
+        kernel.show_memory()
     if walls.landlock:
         kernel.landlock(walls.readable, [scratch, *filter(os.path.exists, _DEVICES)], walls.landlock)
     if walls.filter:

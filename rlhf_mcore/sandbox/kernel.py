@@ -67,6 +67,11 @@ def hide_memory() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
+def show_memory() -> None:
+    """Processes of the same user may look into /proc/PID of this one again, as far as other walls let them."""
+    _prctl(_PR_SET_DUMPABLE, 1)
+
+
 def adopt_orphans() -> None:
     """Descendants whose parent has ended become children of this process."""
     _prctl(_PR_SET_SUBREAPER, 1)
@@ -282,6 +287,7 @@ def seccomp_filter(*, signals: bool, forks: bool, metadata: bool) -> bytes:
             deny("clone", (0, _MASKED_EQUAL, _THREAD, 0), error=errno.EAGAIN)
             for name in ("fork", "vfork"):
                 deny(name, error=errno.EAGAIN)
+        deny("prctl", (0, _EQUAL, _PR_SET_DUMPABLE, 0))
         deny("socketpair", (0, _NOT_EQUAL, 1, 0))
         for kind in (2, 5):  # datagrams and packets can be sent to other sockets
             deny("socketpair", (1, _MASKED_EQUAL, 0xF, kind))

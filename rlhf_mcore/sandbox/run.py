@@ -12,13 +12,14 @@ import fcntl
 import json
 import math
 import os
+import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
@@ -29,6 +30,7 @@ from typing import Any
 
 import rlhf_mcore
 from rlhf_mcore.sandbox.processes import descendants, kill_below, memory_of
+from rlhf_mcore.sandbox.scratch import remove_scratch_of
 
 LEVELS = ("rlimits", "filters", "namespaces")  # by rising isolation
 NONE = "none"  # not even an interpreter of its own can be started
@@ -42,6 +44,7 @@ STOP = b"stop"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0  # for killing what a program has started
 _LOOK_S = 0.1  # between looks at memory
+TRIES = 3  # of a program whose sandbox ends; one that has ended so many is to blame
 _READ_BYTES = 2**16
 _MAX_MESSAGE_BYTES = 2**16
 # What a program sees of the environment, with HOME and TMPDIR, its scratch directory.
@@ -79,7 +82,7 @@ class Limits:
     cpu_s: float = 10.0  # of the processor, each of its processes; rounded up to seconds
     wall_s: float = 0.0  # of the clock; 0: three times cpu_s and five more, so that a busy machine does not decide
     memory_bytes: int = 2 * 2**30  # all of its processes together
-    scratch_bytes: int = 64 * 2**20  # its files
+    scratch_bytes: int = 64 * 2**20  # its files, together
     output_bytes: int = 2**20  # of standard output, and of standard error
     processes: int = 32  # and threads
     files: int = 128  # open at a time, of each process
@@ -175,6 +178,7 @@ class Sandbox:
     def __init__(self, level: str | None = None, packages: Sequence[str] = ()) -> None:
         self._wanted, self._packages = level or machine_level().name, list(packages)
         self._lock = Lock()
+        self._has_ended = False  # and nobody has waited for it
         self._start()
 
     def _start(self) -> None:
@@ -182,7 +186,8 @@ class Sandbox:
         root = str(Path(rlhf_mcore.__file__).parents[1])
         libraries = os.environ.get("LD_LIBRARY_PATH", "")  # that the interpreter itself may need
         readable = [*self._packages, *filter(os.path.isdir, libraries.split(":"))]
-        options = {"level": self._wanted, "readable": readable}
+        self._name = secrets.token_hex(8)
+        options = {"level": self._wanted, "readable": readable, "name": self._name}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-c", _BOOTSTRAP, str(theirs.fileno()), root, json.dumps(options)],
@@ -208,6 +213,7 @@ class Sandbox:
         self.level = Level(hello["level"], tuple(hello["walls"]), tuple(hello["missing"]))
         self._control.setblocking(False)
         self._own = set(descendants(self._process.pid))
+        self._has_ended = False
 
     def _memory(self) -> int:
         """Bytes that the programs in it hold."""
@@ -230,23 +236,26 @@ class Sandbox:
             self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
+        remove_scratch_of(self._name)  # where it could not
 
     def run(self, program: Program, limits: Limits = Limits(), *, stdin: bytes = b"") -> Result:
         """Run a program to its end, or to that of its limits."""
         with self._lock, _closed_if_interrupted(self):
-            return _supervise([_Running(self, program, limits, stdin)])
+            return _tried(lambda: [_Running(self, program, limits, stdin)], self)
 
     def test(self, code: Program, test: Program, tester: Sandbox, limits: Limits = Limits()) -> Result:
         """Run ``test`` (kind "test") in the sandbox ``tester`` against ``code`` (kind "serve") in this one. The result is the test's.
 
         Where the code was stopped for what it has used, that is the reason instead.
         """
-        ours, theirs = socket.socketpair()
-        with self._lock, tester._lock, _closed_if_interrupted(self, tester), ours, theirs:
-            running = [_Running(tester, test, limits, b"", ours), _Running(self, code, limits, b"", theirs)]
-            ours.close()
-            theirs.close()
-            return _supervise(running)
+
+        def start() -> list[_Running]:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                return [_Running(tester, test, limits, b"", ours), _Running(self, code, limits, b"", theirs)]
+
+        with self._lock, tester._lock, _closed_if_interrupted(self, tester):
+            return _tried(start, self, tester)
 
 
 @contextmanager
@@ -297,7 +306,7 @@ class _Running:
     def __init__(
         self, sandbox: Sandbox, program: Program, limits: Limits, stdin: bytes, channel: socket.socket | None = None
     ) -> None:
-        if sandbox._process.poll() is not None:
+        if sandbox._has_ended or sandbox._process.poll() is not None:
             sandbox.close()
             sandbox._start()
         self.sandbox, self.limits = sandbox, limits
@@ -305,6 +314,7 @@ class _Running:
         self.next_look = time.monotonic() + _LOOK_S
         self.stopped: Reason | None = None  # why it was stopped
         self.answer: dict[str, Any] | None = None
+        self.is_lost = False  # the answer is none: its sandbox has ended
         order = {
             "kind": program.kind,
             "name": program.name,
@@ -337,11 +347,14 @@ class _Running:
                 self.stop(Reason.OUTPUT_LIMIT)
         try:
             data = self.sandbox._control.recv(_MAX_MESSAGE_BYTES)
-            self.answer = json.loads(data) if data else {"status": signal.SIGKILL, "cpu_s": 0.0}
         except BlockingIOError:
             pass
         except ConnectionError:
-            self.answer = {"status": signal.SIGKILL, "cpu_s": 0.0}
+            self._lose()
+        else:
+            self.answer = json.loads(data) if data else None
+            if not data:
+                self._lose()
         if self.answer is not None:
             return
         if time.monotonic() >= self.deadline:
@@ -353,6 +366,11 @@ class _Running:
             self.next_look = time.monotonic() + _LOOK_S
             if self.sandbox._memory() > self.limits.memory_bytes:
                 self.stop(Reason.MEMORY)
+
+    def _lose(self) -> None:
+        """The sandbox has ended, whatever the reason."""
+        self.is_lost = self.sandbox._has_ended = True
+        self.answer = {"status": signal.SIGKILL, "cpu_s": 0.0}
 
     def stop(self, reason: Reason) -> None:
         """Have it killed; its answer comes when all is gone."""
@@ -373,7 +391,8 @@ class _Running:
         stopped = (
             None if code >= 0 and self.stopped is Reason.TIMEOUT else self.stopped
         )  # it has ended before it was killed
-        reason = stopped or (Reason.OUTPUT_LIMIT if any(stream.is_full for stream in self.streams) else None)
+        is_full = self.answer.get("is_full") or any(stream.is_full for stream in self.streams)
+        reason = stopped or (Reason.OUTPUT_LIMIT if is_full else None)
         if reason is None and code < 0:
             spent = -code in (signal.SIGKILL, signal.SIGXCPU) and cpu_s >= 0.9 * self.limits.cpu_s
             reason = Reason.TIMEOUT if spent else Reason.KILLED
@@ -381,6 +400,23 @@ class _Running:
             last = err.rstrip().rpartition("\n")[2]
             reason = Reason.MEMORY if last.startswith("MemoryError") else Reason.WRONG
         return Result(reason or Reason.OK, out, err, code if code >= 0 else None, cpu_s)
+
+
+def _tried(start: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Result:
+    """The result of programs. Where a sandbox ends beside them, it is started again and they run again, ``TRIES`` times at most."""
+    result = Result(Reason.KILLED)
+    for _ in range(TRIES):
+        try:
+            running = start()
+        except OSError as error:  # it cannot be started again
+            result = Result(Reason.REFUSED, detail=f"the sandbox has ended, and cannot be started again: {error}")
+            for sandbox in sandboxes:  # one may have been given its program, whose answer is nobody's
+                sandbox.close()
+            continue
+        result = _supervise(running)
+        if not any(each.is_lost for each in running):
+            break
+    return result
 
 
 def _supervise(running: Sequence[_Running]) -> Result:

@@ -17,6 +17,12 @@ from fractions import Fraction
 from typing import Any, BinaryIO
 
 MAX_LINE_BYTES = 2**26
+MAX_INT_CHARS = 2**20  # hexadecimal digits of an int
+MAX_TERM_CHARS = (
+    2**14
+)  # of those of a Fraction, which are divided by their greatest common divisor; and digits of a Decimal
+MAX_EXPONENT = 10**5  # of a Decimal: compared with a Fraction, it is written out
+MAX_SAME_HASHES = 100  # in a set or dict, where each is compared with all the others
 _SAFE_INT = 2**53
 Keep = Callable[[Any], Any]  # what to send for an object that is not plain
 
@@ -68,7 +74,11 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozens
 def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
     """The value that ``to_json`` has written. ``kept(name, content)`` makes something of names that are not known here.
 
-    The text may be hostile: nothing is imported or allocated that is larger than it.
+    The text may be hostile: nothing is imported, nothing is allocated that is larger than it, and numbers are bounded before they
+    are made.
+
+    Raises:
+        ValueError, TypeError, KeyError, OverflowError, RecursionError: ``to_json`` has not written it, or it is beyond the bounds.
     """
     if isinstance(value, list):
         return [from_json(item, kept) for item in value]
@@ -76,21 +86,75 @@ def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
         return value
     ((name, content),) = value.items()
     if name in ("tuple", "set", "frozenset"):
-        return _SEQUENCES[name](from_json(item, kept) for item in content)
+        items = [from_json(item, kept) for item in _checked(content, list)]
+        return _SEQUENCES[name](items if name == "tuple" else _hashable(items))
     if name == "dict":
-        return {from_json(key, kept): from_json(item, kept) for key, item in content}
-    if name == "int":
-        return int(content, 16)
-    if name == "float":
-        return float(content)
-    if name == "bytes":
-        return bytes.fromhex(content)
+        keys = _hashable([from_json(key, kept) for key, _ in _checked(content, list)])
+        return dict(zip(keys, (from_json(item, kept) for _, item in content), strict=True))
+    if name in _FROM_TEXT:
+        return _FROM_TEXT[name](_checked(content, str))
     if name in ("complex", "Fraction", "range"):
-        kind: Any = {"complex": complex, "Fraction": Fraction, "range": range}[name]
-        return kind(*(from_json(item, kept) for item in content))
-    if name == "Decimal":
-        return Decimal(content)
+        return _of_numbers(name, _checked(content, list))
     return kept(name, content)
+
+
+def _checked(content: Any, kind: type) -> Any:
+    if type(content) is not kind:
+        raise TypeError(f"a {type(content).__name__} in the place of a {kind.__name__}")
+    return content
+
+
+def _hashable(items: list[Any]) -> list[Any]:
+    """The items of a set, or the keys of a dict, if they can be put into one in little time."""
+    hashes = sorted(map(hash, items))
+    if any(first == last for first, last in zip(hashes, hashes[MAX_SAME_HASHES:], strict=False)):
+        raise ValueError(f"more than {MAX_SAME_HASHES} items have one hash")
+    return items
+
+
+def _int(text: str) -> int:
+    if len(text) > MAX_INT_CHARS:
+        raise ValueError(f"an int of {len(text)} characters")
+    return int(text, 16)
+
+
+def _float(text: str) -> float:
+    return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[text]
+
+
+def _decimal(text: str) -> Decimal:
+    match = _DECIMAL.fullmatch(text)
+    if match is None or len(text) > MAX_TERM_CHARS or abs(int(match[1] or 0)) > MAX_EXPONENT:
+        raise ValueError(f"{text:.40} is no Decimal, or too large")
+    return Decimal(text)
+
+
+def _of_numbers(name: str, content: list[Any]) -> complex | Fraction | range:
+    """A number or a range of plain numbers. Texts are none: ``Fraction("1e9999999")`` would be computed."""
+    numbers = [from_json(item, _no_number) for item in content]
+    kinds = (int, float) if name == "complex" else (int,)
+    if any(type(number) not in kinds for number in numbers) or len(numbers) != (3 if name == "range" else 2):
+        raise TypeError(f"{name} is made of other values")
+    if name == "Fraction":
+        if max(number.bit_length() for number in numbers) > 4 * MAX_TERM_CHARS:
+            raise ValueError("a Fraction of too many digits")
+        return Fraction(*numbers)
+    return complex(*numbers) if name == "complex" else range(*numbers)
+
+
+def _no_number(name: str, content: Any) -> Any:
+    raise TypeError(f"a {name} is no number")
+
+
+_DECIMAL = re.compile(
+    r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[Ee]([+-]?[0-9]{1,9}))?|[+-]?(?:Infinity|s?NaN[0-9]{0,9})", re.ASCII
+)
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "int": _int,
+    "float": _float,
+    "Decimal": _decimal,
+    "bytes": bytes.fromhex,
+}
 
 
 def array_from_json(content: Any, kept: Callable[[str, Any], Any]) -> Any:

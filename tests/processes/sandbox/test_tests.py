@@ -46,6 +46,43 @@ def test_plain_values_arrive_as_they_are(value: object) -> None:
     assert (arrived, type(arrived)) == (value, type(value))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"Fraction": ["1e300000000"]}', '{"Fraction": ["1e300000000", 1]}', '{"Fraction": [{"Decimal": "1e300000000"}]}',
+        '{"Fraction": [{"Fraction": ["1e9999999", 1]}, 3]}', '{"Fraction": [1.5, 2]}', '{"Fraction": [1]}', '{"Fraction": [true, 2]}',
+        '{"Fraction": [{"int": "0x' + "f" * 10**6 + '"}, {"int": "0x' + "e" * 10**6 + '"}]}',
+        '{"Decimal": "1e300000000"}', '{"Decimal": "1e-300000000"}', '{"Decimal": "' + "9" * 10**6 + '"}', '{"Decimal": 5}',
+        '{"int": "0x' + "f" * 10**7 + '"}', '{"int": 5}', '{"int": "1_0z"}', '{"float": "1e999999999"}', '{"float": "' + "9" * 10**6 + '"}',
+        '{"complex": ["1e300000000", 0]}', '{"complex": ["1+2j"]}', '{"complex": [{"int": "0x' + "f" * 10**6 + '"}, 0]}',
+        '{"range": [0, 1.5, 1]}', '{"range": ["5"]}', '{"range": [{"Fraction": ["1e9", 1]}, 2, 3]}', '{"bytes": "zz"}', '{"bytes": 1000000000000}',
+        '{"set": {"range": [0, 1000000000000, 1]}}', '{"tuple": {"tuple": []}}', '{"set": [[1]]}', '{"dict": [[1]]}', '{"dict": 3}',
+        json.dumps({"set": [n * (2**61 - 1) for n in range(1, 50_000)]}),  # all have the hash 0: comparing them takes minutes
+        json.dumps({"dict": [[n * (2**61 - 1), 0] for n in range(1, 50_000)]}),
+        '{"tuple": [' * 5000 + "]}" * 5000, "[" * 100_000, "9" * 5000, '{"a": 1, "b": 2}', "{}",
+    ],
+    ids=lambda text: text[:40],
+)  # fmt: skip
+@pytest.mark.timeout(20)
+def test_fault_38_what_is_small_and_would_be_huge_is_no_value(text: str) -> None:
+    def unknown(name: str, _: object) -> object:
+        raise ValueError(name)
+
+    with pytest.raises((ValueError, TypeError, KeyError, OverflowError, RecursionError)):
+        from_json(json.loads(text), unknown)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [16**10**5, Fraction(10**4000, 3**4000), Decimal("1e-9999"), Decimal("NaN"), Decimal("-Infinity"), set(range(5000)), complex("inf"), range(0, 10**18, 7)],
+    ids=range(8),
+)  # fmt: skip
+def test_ordinary_large_values_arrive(value: object) -> None:
+    arrived = from_json(json.loads(json.dumps(to_json(value))), lambda name, _: pytest.fail(name))
+    assert type(arrived) is type(value)
+    assert arrived == value or str(arrived) == "NaN"
+
+
 def test_what_is_more_than_plain_arrives_as_its_base_or_not_at_all() -> None:
     class Always(int):
         def __eq__(self, other: object) -> bool:

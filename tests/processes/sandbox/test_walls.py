@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,6 +182,49 @@ def test_files_are_limited(sandbox: Sandbox) -> None:
     assert "Errno" in result.stderr  # File too large, or No space left on device
 
 
+WRITES = """
+for n in range({files}):
+    f = open(f'f{{n}}', 'wb')
+    {after}
+    for _ in range(8): f.write(bytes(2**16))
+    f.flush(); kept.append(f)
+"""
+
+
+@pytest.mark.parametrize("after", ["pass", "os.unlink(f.name)"])
+def test_all_files_of_a_program_together_are_limited(sandbox: Sandbox, after: str) -> None:
+    code = "import os, time\nkept = []\n" + WRITES + "time.sleep(0.5)"
+    full = (
+        Reason.WRONG if sandbox.level.name == "namespaces" else Reason.OUTPUT_LIMIT
+    )  # there is no space left, or it is ended
+    assert attack(sandbox, code.format(files=1, after=after)).reason is Reason.OK
+    if after == "pass" or os.geteuid() == 0 or sandbox.level.name != "rlimits":
+        assert attack(sandbox, code.format(files=4, after=after)).reason is full
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')",
+        "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')\nos.chdir('/')\nwhile True: pass",
+        "import os\nfor n in range(3000): os.makedirs(f'{n}/a'); open(f'{n}/f', 'w').close()",
+        "for n in range(10_000): open(str(n), 'w').close()",
+        "import os\nos.mkdir('a'); open('a/f', 'w').close()\ntry: os.chmod('a', 0)\nexcept OSError: pass",
+    ],
+    ids=["nested", "nested and endless", "wide", "many", "closed"],
+)
+def test_fault_39_no_directory_ends_the_sandbox_or_stays(
+    sandbox: Sandbox, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with Sandbox(sandbox.level.name) as fresh:
+        first = fresh._process.pid
+        assert attack(fresh, code, replace(QUICK, wall_s=5)).reason is not Reason.KILLED
+        assert [attack(fresh, "print(1)").stdout for _ in range(5)] == ["1\n"] * 5
+        assert fresh._process.pid == first
+        assert os.listdir(tmp_path) == []
+
+
 # ------------------------------------------------------------------------------------------------------- getting out
 def test_files_of_the_machine_cannot_be_read_or_written(walled: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
@@ -347,6 +392,75 @@ def test_a_sandbox_whose_interpreter_was_killed_starts_again(sandbox: Sandbox) -
     os.kill(sandbox._process.pid, signal.SIGKILL)
     sandbox._process.wait()
     assert attack(sandbox, "print(1)").stdout == "1\n"
+
+
+def test_fault_39_a_sandbox_that_ends_scores_nobody(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with Sandbox(sandbox.level.name) as fresh, Sandbox(sandbox.level.name) as tester:
+        for _ in range(3):
+            os.kill(fresh._process.pid, signal.SIGKILL)  # and nobody waits until it has ended
+            assert fresh.run(Program("print(1)"), QUICK).stdout == "1\n"
+        with kills(fresh, 1):
+            assert fresh.run(Program("import time\ntime.sleep(0.3)\nprint(2)"), QUICK).stdout == "2\n"
+        code, test = (
+            Program("import time\ndef f(x): time.sleep(0.3); return x", "serve"),
+            Program("assert f(1) == 1", "test"),
+        )
+        for each in (fresh, tester):
+            with kills(each, 1):
+                assert fresh.test(code, test, tester, QUICK).reason is Reason.OK
+        with kills(fresh, run.TRIES):  # as a program would that ends every sandbox
+            assert fresh.run(Program("import time\ntime.sleep(0.3)\nprint(3)"), QUICK).reason is Reason.KILLED
+        assert fresh.run(Program("print(4)"), QUICK).stdout == "4\n"
+    assert os.listdir(tmp_path) == []
+
+
+@contextmanager
+def kills(sandbox: Sandbox, times: int) -> Iterator[None]:
+    """Kill the interpreter of a sandbox while it runs a program, ``times`` times."""
+
+    def kill() -> None:
+        for _ in range(times):
+            wait_for(lambda: not sandbox._has_ended and set(descendants(sandbox._process.pid)) - sandbox._own)
+            process = sandbox._process
+            os.kill(process.pid, signal.SIGKILL)
+            wait_for(lambda process=process: sandbox._has_ended or sandbox._process is not process)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_a_sandbox_that_cannot_be_started_again_scores_nobody(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Sandbox(sandbox.level.name) as fresh:
+        os.kill(fresh._process.pid, signal.SIGKILL)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/bin/false")
+            result = fresh.run(Program("print(1)"), QUICK)
+            assert result.reason is Reason.REFUSED and "cannot be started again" in result.detail
+        assert fresh.run(Program("print(1)"), QUICK).stdout == "1\n"
+
+
+def test_fault_39_a_machine_without_room_for_a_directory_is_no_programs_fault(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sandbox.level.name == "namespaces":
+        pytest.skip("its directory is in memory")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with Sandbox(sandbox.level.name) as fresh:
+        assert attack(fresh, "print(1)").reason is Reason.OK
+        (tmp_path / "temporary").rmdir()
+        result = attack(fresh, "print(1)")
+        assert result.reason is Reason.REFUSED and "FileNotFoundError" in result.detail
+        (tmp_path / "temporary").mkdir()
+        assert attack(fresh, "print(1)").reason is Reason.OK
 
 
 def test_several_threads_may_use_one(sandbox: Sandbox) -> None:

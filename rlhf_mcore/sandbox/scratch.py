@@ -1,0 +1,112 @@
+"""The directory that a program may write to: how much it holds, and its removal, however it is nested.
+
+Imports the standard library only: this runs in the sandbox's own interpreter, too.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+
+MAX_FILES = 4096  # files and directories; as many as the file system in memory has
+MAX_DEPTH = 100  # of directories
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def make_scratch(sandbox: str) -> str:
+    """Make an empty directory that ``remove_scratch_of(sandbox)`` finds. ``sandbox``: a name that no other one has."""
+    return tempfile.mkdtemp(prefix=_prefix(sandbox))
+
+
+def remove_scratch_of(sandbox: str) -> None:
+    """Remove what a sandbox has made with ``make_scratch`` and left."""
+    for path in glob.glob(glob.escape(os.path.join(tempfile.gettempdir(), _prefix(sandbox))) + "*"):
+        remove(path)
+
+
+def _prefix(sandbox: str) -> str:
+    return f"rlhf_mcore-sandbox-{sandbox}-"
+
+
+def remove(path: str) -> None:
+    """Remove a directory with everything in it; what cannot be removed stays.
+
+    One directory is open at a time, and ``..`` leads back: neither a recursion, descriptors nor the length of a path limit the depth.
+    Nothing else may change it meanwhile.
+    """
+    with suppress(OSError):
+        directory, names = os.open(path, _DIRECTORY), [""]
+        waiting = [
+            _remove_files(directory)
+        ]  # of the directories from ``path`` to the open one: those in them that are still there
+        while waiting:
+            if waiting[-1]:
+                name = waiting[-1].pop()
+                with suppress(OSError):
+                    os.chmod(name, 0o700, dir_fd=directory)
+                    within = os.open(name, _DIRECTORY, dir_fd=directory)
+                    os.close(directory)
+                    directory = within
+                    names.append(name)
+                    waiting.append(_remove_files(directory))
+                continue
+            waiting.pop()
+            name = names.pop()
+            if waiting:
+                above = os.open("..", _DIRECTORY, dir_fd=directory)
+                os.close(directory)
+                directory = above
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=directory)
+        os.close(directory)
+        os.rmdir(path)
+
+
+def _remove_files(directory: int) -> list[str]:
+    """Remove the files of an open directory. Returns the names of the directories in it."""
+    with os.scandir(directory) as entries:
+        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in names:
+        if not is_directory:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=directory)
+    return [name for name, is_directory in names if is_directory]
+
+
+def is_over(path: str, processes: Iterable[int], limit_bytes: int) -> bool:
+    """Whether a directory and the files in it that only ``processes`` still have open are beyond ``limit_bytes``, ``MAX_FILES``
+    or ``MAX_DEPTH``.
+    """
+    total, count, waiting = _open_bytes(path, processes), 0, [(path, 0)]
+    while waiting and total <= limit_bytes and count <= MAX_FILES:
+        directory, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            return True
+        with suppress(OSError), os.scandir(directory) as entries:  # it may have been removed in the meantime
+            for entry in entries:
+                count += 1
+                if count > MAX_FILES:
+                    break
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append((entry.path, depth + 1))
+    return total > limit_bytes or count > MAX_FILES
+
+
+def _open_bytes(path: str, processes: Iterable[int]) -> int:
+    """Bytes of the files on the file system of ``path`` that have no name any more."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        device = os.stat(path).st_dev
+        for pid in processes:
+            with suppress(OSError):
+                for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                    with suppress(OSError):
+                        file = os.stat(f"/proc/{pid}/fd/{descriptor}")
+                        if stat.S_ISREG(file.st_mode) and not file.st_nlink and file.st_dev == device:
+                            found[file.st_ino] = file.st_blocks * 512
+    return sum(found.values())
