@@ -9,10 +9,12 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -28,12 +30,15 @@ from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.code import require_isolation
 from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
 from rlhf_mcore.rewards.forms import canonical
-from rlhf_mcore.rewards.pool import NoResults
+from rlhf_mcore.rewards.function import CheckedPool, Pools
+from rlhf_mcore.rewards.pool import NoResults, WorkerPool
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
 from rlhf_mcore.types import Prompt, Score
 
 ROWS_AT_START = 8
 SCAN_AT_START_S = 1.0
+TRIAL_S = 60.0  # the whole trial at the start of a run, whatever the reward does
+SILENT_S = 2.0  # of it, before a line tells of it
 CALL_AT_START_S = 10.0  # what a function is waited for at the start of a run, where a warning is all that may follow
 SERVER_S = 60.0  # what a server is waited for
 # How a response may give its answer. The best score counts: which notation a reward reads is what is not known here.
@@ -137,6 +142,7 @@ def try_reward(
     *,
     notations: Sequence[str] = NOTATIONS,
     others: bool = True,
+    pools: Pools = WorkerPool,
 ) -> Report:
     """Score the ground truths of ``rows``, empty responses and, with ``others``, other rows' answers.
 
@@ -149,7 +155,7 @@ def try_reward(
     _refuse_unreadable_tests(cfg, rows, name)
     remote = replace(cfg.remote, deadline_s=min(cfg.remote.deadline_s, SERVER_S))
     judge = replace(cfg.judge, deadline_s=min(cfg.judge.deadline_s, SERVER_S))
-    reward = build_reward(replace(cfg, on_error="zero", remote=remote, judge=judge))
+    reward = build_reward(replace(cfg, on_error="zero", remote=remote, judge=judge), pools)
     try:
         report = Report(name, seen, list(rows))
         written = [[(row, text) for text in _right_responses(cfg, row.prompt, notations)] for row in rows]
@@ -184,8 +190,10 @@ def try_reward(
     return report
 
 
-def check_reward(cfg: Config, name: str = "data.train") -> str | None:
-    """What is tried at the start of a run, in seconds and without a model: that the reward can be had, and reads ground truths.
+def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], None] = lambda text: None) -> str | None:
+    """What is tried at the start of a run, without a model: that the reward can be had, and reads ground truths.
+
+    It has ``TRIAL_S`` in all, and tells of itself by ``say`` after ``SILENT_S``.
 
     Returns a warning, or None. Rows are not read where ``data.transform`` would have to be called.
 
@@ -195,7 +203,43 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
     """
     if not grades(cfg):
         return None
-    build_reward(cfg.reward).close()
+    made: list[CheckedPool] = []
+    is_over = Event()
+
+    def pools(*arguments: Any) -> CheckedPool:
+        if is_over.is_set():
+            raise RuntimeError("nobody waits for the trial any more")
+        made.append(WorkerPool(*arguments))
+        return made[-1]
+
+    def attempt() -> None:
+        try:
+            verdict.set_result(_check_reward(cfg, name, pools))
+        except BaseException as error:
+            verdict.set_exception(error)
+
+    verdict: Future[str | None] = Future()
+    Thread(target=attempt, name="reward-trial", daemon=True).start()
+    try:
+        wait([verdict], SILENT_S)
+        if not verdict.done():
+            tried = f"trying {what_scores(cfg.reward)} on {ROWS_AT_START} rows of {name}"
+            say(f"{tried} before anything else starts, for {TRIAL_S:g} s at most")
+            wait([verdict], TRIAL_S - SILENT_S)
+        if verdict.done():
+            return verdict.result()
+        return (
+            f"{what_scores(cfg.reward)} was not done with {ROWS_AT_START} rows of {name} within {TRIAL_S:g} s, and is used untried; "
+            "`rlhf-mcore reward-test` has no such limit"
+        )
+    finally:
+        is_over.set()
+        for pool in list(made):
+            pool.close()
+
+
+def _check_reward(cfg: Config, name: str, pools: Pools) -> str | None:
+    build_reward(cfg.reward, pools).close()
     opaque = _is_opaque(cfg.reward)
     if cfg.data.transform is not None or not (opaque or cfg.reward.rules or cfg.reward.sources is not None):
         return None
@@ -203,13 +247,15 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
     warning = answered_text(rows, name)
     if not opaque:
         refuse_unknown_sources(cfg.reward, sources, name)
-        report = try_reward(replace(cfg.reward, judge=JudgeConfig()), rows, name, sources.total(), others=False)
+        report = try_reward(
+            replace(cfg.reward, judge=JudgeConfig()), rows, name, sources.total(), others=False, pools=pools
+        )
     elif cfg.reward.function is None:
-        report = try_reward(cfg.reward, rows, name, sources.total(), notations=AT_START, others=False)
+        report = try_reward(cfg.reward, rows, name, sources.total(), notations=AT_START, others=False, pools=pools)
     else:
         quick = replace(cfg.reward, timeout_s=min(cfg.reward.timeout_s, CALL_AT_START_S))
         try:
-            report = try_reward(quick, rows, name, sources.total(), notations=AT_START, others=False)
+            report = try_reward(quick, rows, name, sources.total(), notations=AT_START, others=False, pools=pools)
         except ConfigError as error:  # in a run it has more time
             if isinstance(error, NoResults) and not error.timed_out and cfg.reward.on_error == "fail":
                 raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 from rlhf_mcore.cli.main import main
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config, DataConfig, RewardConfig, RuleConfig
+from rlhf_mcore.rewards import trial
 from rlhf_mcore.rewards.trial import Report, as_text, check_reward, read_sample, try_reward
+from rlhf_mcore.sandbox.processes import descendants
 
 NUMBERS = ["42", "7", "1,234", "-3", "0.5", "18", "19", "20"]
 LATEX = [
@@ -169,3 +173,48 @@ def test_prompts_that_hold_the_answer_are_warned_of(tmp_path: Path) -> None:
     assert f"warning: {warning}" in as_text(tried(cfg.reward, cfg.data))
     file.write_text(json.dumps({"prompt": question, "answer": "7"}) + "\n")
     assert check_reward(cfg) is None
+
+
+@pytest.mark.parametrize(
+    ("reward", "is_slow"),
+    [
+        ("import time\ndef grade(*a):\n    time.sleep(1000)\n", True),
+        (
+            "import time\ndef grade(*a):\n    time.sleep(0.5)\n    return 1.0\n",
+            True,
+        ),  # each of its calls is quick enough
+        ("import time\ntime.sleep(1000)\ndef grade(*a):\n    return 1.0\n", True),
+        ("def grade(source, text, truth, info):\n    return float(truth in text)\n", False),
+    ],
+    ids=["hangs", "slow", "loads for ever", "quick"],
+)
+@pytest.mark.timeout(60)
+def test_the_trial_tells_of_itself_and_ends(
+    reward: str, is_slow: bool, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "SILENT_S", 1.5)
+    monkeypatch.setattr(trial, "TRIAL_S", 3.0)
+    (tmp_path / "slow.py").write_text(reward)
+    cfg = Config(data=data(NUMBERS), reward=RewardConfig(function=f"{tmp_path}/slow.py:grade", workers=1))
+    said: list[str] = []
+    warning = check_reward(cfg, say=said.append)
+    assert [line.partition(" of data.train")[0] for line in said] == [
+        f"trying reward.function={tmp_path}/slow.py:grade on 8 rows"
+    ] * is_slow
+    assert ("was not done with 8 rows of data.train within 3 s" in (warning or "")) is is_slow
+    assert not [pid for pid in descendants(os.getpid()) if "rlhf_mcore.rewards" in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_ctrl_c_ends_the_trial(data: Any, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef grade(*a):\n    time.sleep(1000)\n")
+    cfg = Config(data=data(NUMBERS), reward=RewardConfig(function=f"{tmp_path}/slow.py:grade", workers=1))
+    with pytest.raises(KeyboardInterrupt):
+        check_reward(cfg, say=lambda _: signal.raise_signal(signal.SIGINT))
+    assert not [pid for pid in descendants(os.getpid()) if "rlhf_mcore.rewards" in _command(pid)]
