@@ -90,7 +90,8 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         from rlhf_mcore.rewards.trial import check_reward
 
         preflight.check_world(default_world_size(cfg, evaluates=True))
-        for warning in filter(None, (check_reward(cfg, "data.eval"), short_episodes(cfg))):
+        verdict = check_reward(cfg, "data.eval", say)
+        for warning in filter(None, (verdict, short_episodes(cfg))):
             say(f"warning: {warning}")
         preflight.check_environment(cfg)
         logs = preflight.logs_directory(cfg)

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.arguments import command_parser, examples
@@ -129,7 +130,8 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
                 preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
             check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
             check_first_rows(cfg)
-            for warning in filter(None, (check_reward(cfg), short_episodes(cfg))):
+            verdict = check_reward(cfg, "data.train", partial(preflight.say, cfg))
+            for warning in filter(None, (verdict, short_episodes(cfg))):
                 preflight.say(cfg, f"warning: {warning}")
             preflight.check_environment(cfg)
     logs = preflight.logs_directory(cfg)

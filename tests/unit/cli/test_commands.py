@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,25 @@ def test_ctrl_c_before_anything_was_made_leaves_nothing(
     monkeypatch.setattr("rlhf_mcore.rewards.trial.check_reward", interrupted)
     assert main_module.main(["train", "run.yaml", "trainer.prompts_per_step=1"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n" and not Path("outputs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_reward_that_is_slow_is_told_of_before_anything_starts(
+    command: str, workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(cfg: object, name: str, say: Callable[[str], None]) -> str:
+        say(f"trying it on rows of {name}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlhf_mcore.rewards.trial.check_reward", slow)
+    arguments = [
+        "trainer.prompts_per_step=1",
+        "data.eval=${data.train}",
+        *["evaluate.checkpoint=${model.path}"] * (command == "evaluate"),
+    ]
+    assert main_module.main([command, "run.yaml", *arguments]) == 130
+    data = "data.train" if command == "train" else "data.eval"
+    assert capsys.readouterr().out.endswith(f"trying it on rows of {data}\n")
 
 
 def test_a_path_that_is_no_text_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
