@@ -250,7 +250,9 @@ def test_fault_36_in_order_an_engine_that_dies_or_stalls_changes_nothing(workspa
         printed = job.end()
     assert job.process.returncode == 0 and "Traceback" not in printed, printed
     assert differences(workspace, "calm", "lost") == []
-    assert len(re.findall(r"started again, its [1-9]\d* requests are drawn again: ", printed)) == 2, printed
+    assert printed.count("has failed and is started again") == 2, printed
+    # The one that was killed may have had fewer, or none.
+    assert "its 8 requests are drawn again: 0.1.0 has not answered" in printed
     assert ages(workspace, "calm") == [(0, 0)] + [(1, 0)] * 5 and not (workspace / "victim").exists()
 
 
