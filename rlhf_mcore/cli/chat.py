@@ -155,7 +155,7 @@ def _load(args: argparse.Namespace) -> Chat:
     from rlhf_mcore.cli.progress import working
     from rlhf_mcore.config.evaluation import find_model
     from rlhf_mcore.config.hub import is_offline, local_model
-    from rlhf_mcore.config.model_files import inspect_generator
+    from rlhf_mcore.config.model_files import architecture, inspect_generator, read_config
 
     if args.temperature < 0 or args.max_new_tokens < 1:
         raise ConfigError("--temperature must be at least 0, and --max-new-tokens at least 1")
@@ -163,9 +163,11 @@ def _load(args: argparse.Namespace) -> Chat:
     folder = Path(find_model(path, "RUN_DIR"))
     if step_of(folder.parent.resolve().name) is not None:
         folder = readable(folder.parent.resolve(), folder.name)
-    _, problems = inspect_generator(str(folder), str(args.model))
+    _, problems = inspect_generator(str(folder), "RUN_DIR")
     if problems:
         raise ConfigError.many(problems)
+    if (kind := architecture(read_config(folder, "RUN_DIR"))).endswith("Classification"):
+        raise ConfigError(f"RUN_DIR={folder}: a {kind} gives scores and writes nothing; name a language model")
     with working("loading the model", console=Console(stderr=True)):
         import torch
         from transformers import AutoModelForCausalLM

@@ -84,9 +84,12 @@ def _fast_tokenizer(folder: Path) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:
         return None
+    tokenizer.no_padding()  # which the file may ask for; transformers decides it by the call
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _template(folder: Path) -> str | None:

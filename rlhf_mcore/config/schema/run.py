@@ -109,7 +109,7 @@ class TrainerConfig(Group):
         null="`num_steps` tells",
         more="`num_steps` is `num_epochs` · rows / `prompts_per_step`, rounded up. Rows that `data.transform` or "
         "`data.overlong_prompts: drop` leaves out are counted. Of a file and the command line the later one wins; both in one place "
-        "are refused.",
+        "are refused. Where both are set in Python, `num_epochs` decides.",
     )
     prompts_per_step: int = key(
         32,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,10 @@ def test_what_is_too_long_does_not_end_it_and_new_forgets(
 def test_settings_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert chat_module.main(["run", "--temperature", "-1"]) == 2
     assert "--temperature must be at least 0" in capsys.readouterr().err
+
+
+def test_a_model_of_scores_is_no_one_to_talk_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert chat_module.main([str(tmp_path)]) == 2
+    assert "a Qwen3ForSequenceClassification gives scores and writes nothing" in capsys.readouterr().err

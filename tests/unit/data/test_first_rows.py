@@ -73,6 +73,24 @@ def test_nothing_is_refused_that_the_ranks_take(
     assert problem(f"data.max_prompt_tokens={longest}") is None
 
 
+def test_padding_and_truncation_of_the_file_do_not_count(workspace: Any, model: Path) -> None:
+    content = json.loads((model / "tokenizer.json").read_text())
+    padding = {
+        "strategy": {"Fixed": 50},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "a",
+    }
+    (model / "tokenizer.json").write_text(json.dumps(content | {"padding": padding}))
+    write(workspace, TEXT)
+    assert problem("data.max_prompt_tokens=12") is None
+    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    (model / "tokenizer.json").write_text(json.dumps(content | {"truncation": truncation}))
+    assert "has 12 tokens or more" in str(problem("data.max_prompt_tokens=11"))
+
+
 def test_messages_need_a_template(workspace: Any, model: Path) -> None:
     without_template(model)
     write(workspace, TEXT)
