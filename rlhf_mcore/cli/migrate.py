@@ -74,14 +74,22 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
 
 
 def _planned(cfg: Config, output: Path) -> str:
-    """What the run will need, where the model is here; else what it takes to find out."""
+    """What the run will need, where the model is here or a well-known one; else what it takes to find out."""
+    from rlhf_mcore.planning.known_models import described
+
+    command = f"rlhf-mcore plan {output}"
+    with described(cfg) as notes:
+        text = _plan_text(cfg, command)
+    return "\n".join([*(f"plan: {note}" for note in notes), text])
+
+
+def _plan_text(cfg: Config, command: str) -> str:
     from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.validate import validate
     from rlhf_mcore.planning.inputs import GPUS, Assumptions
     from rlhf_mcore.planning.plan import make_plan
     from rlhf_mcore.planning.report import as_text, refusal
 
-    command = f"rlhf-mcore plan {output}"
     if not Path(cfg.model.path, "config.json").is_file():
         return (
             f"plan: not made, {cfg.model.path} is not here; its config.json is enough: `{command} model.path=DIRECTORY`, with "

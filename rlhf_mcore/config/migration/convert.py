@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import KEYS
+from rlhf_mcore.config.keys import KEYS, leaves
 from rlhf_mcore.config.migration import openrlhf, sources, trl, verl
 from rlhf_mcore.config.migration.python_script import read_python
 from rlhf_mcore.config.migration.shell import read_script
@@ -37,6 +37,8 @@ def migrate(path: Path, source: str = "auto") -> Migration:
     text = read_text(path, limit=MAX_BYTES)
     if path.suffix in (".yaml", ".yml"):
         tree = load_yaml(text, str(path))
+        if isinstance(tree, dict) and is_ours(tree):
+            raise ConfigError(f"{path}: a configuration of this program; start it: rlhf-mcore train {path}")
         if not isinstance(tree, dict) or not tree.keys() & set(sources.ROOTS) - {"data", "trainer", "algorithm"}:
             raise ConfigError(
                 f"{path}: not a configuration of verl: it has none of the groups {', '.join(sources.ROOTS)}"
@@ -48,6 +50,14 @@ def migrate(path: Path, source: str = "auto") -> Migration:
         migration = _of_script(text, path, source)
     _note(migration)
     return migration
+
+
+def is_ours(tree: dict[str, Any]) -> bool:
+    """Whether a file has groups that this program alone has, or nothing but keys of it."""
+    groups = {key.partition(".")[0] for key in KEYS} | {"base"}
+    if tree.keys() & (groups - set(sources.ROOTS)):
+        return not tree.keys() & {"actor_rollout_ref", "custom_reward_function"}
+    return bool(tree) and all(key in KEYS for key, _ in leaves(tree))
 
 
 def _of_script(text: str, path: Path, source: str) -> Migration:
@@ -149,6 +159,14 @@ def _note_rule(migration: Migration) -> None:
     """Choose the rule by the names of the data, where all of them are known. Rows have a data source there, which decides."""
     files = migration.settings.get("data.train") or []
     found = [next((rule for word, rule in _KNOWN_DATA.items() if word in file.lower()), None) for file in files]
+    if migration.source == verl.TABLE.name and found[1:] != found[:-1]:
+        found = [None]  # there, the source of each row decides
+    if migration.source == verl.TABLE.name and (not found or None in found):
+        migration.settings["reward.sources"] = {}
+        migration.notes.append(
+            "reward.sources: the data_source of each row decides, as there; add rules of sources that docs/rewards.md does not list"
+        )
+        return
     if not found or None in found:
         migration.notes.append(f"reward: not in the source as such; set reward.rules ({RULES}) or reward.function")
         return

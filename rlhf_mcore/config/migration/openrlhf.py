@@ -173,6 +173,13 @@ def _critic(values: Values) -> dict[str, Any]:
     }
 
 
+def _wandb(values: Values) -> dict[str, Any]:
+    if not values["logger.wandb.key"]:
+        return {}
+    trackers = {"logging.trackers": ["tensorboard", "wandb"]}
+    raise Lost("no key is written into a configuration: `wandb login`, or set WANDB_API_KEY", trackers)
+
+
 def _tokens(values: Values) -> dict[str, Any]:
     new, prompt = values.get("rollout.max_new_tokens"), values.get("data.prompt_max_len")
     longest = int(values["data.max_len"] if new is None or prompt is None else new + prompt)
@@ -240,6 +247,7 @@ ROWS = (
     Row("vllm.enforce_eager", "rollout.enforce_eager", bool),
     Row("vllm.enable_prefix_caching", "rollout.prefix_caching", bool),
     Row("vllm.enable_sleep", "rollout.sleep", bool),
+    Row("ds.enable_sleep", "actor.offload", lambda on: "always" if on else "auto"),
     Row("rollout.batch_size", "trainer.prompts_per_step", int),
     Row("rollout.n_samples_per_prompt", "rollout.sampling.n", int),
     Row("rollout.temperature", "rollout.sampling.temperature", float),
@@ -265,6 +273,7 @@ JOINTS = (
     Joint(("eval.dataset", "eval.temperature", "eval.n_samples_per_prompt"), _evaluation),
     Joint(("algo.advantage.estimator", "critic.adam.lr", "critic.value_clip"), _critic),
     Joint(("actor.num_nodes", "actor.num_gpus_per_node"), _world),
+    Joint(("logger.wandb.key",), _wandb),
     Joint(
         (
             "train.dynamic_batch_enable",
@@ -331,10 +340,9 @@ REASONS = {
     "ckpt.path": "checkpoints and models go to one run directory here",
     "ckpt.save_hf": "every checkpoint is a Hugging Face directory here",
     "ckpt.disable_ds": "every checkpoint can be resumed from here",
-    "ds.enable_sleep": "the trainer's memory is not given back while generating",
     "ds": "models are trained by Megatron-core here; choose actor.layout",
     "eval.split": "name the file of the split",
-    "logger": "metrics go to metrics.jsonl and TensorBoard here",
+    "logger": "metrics go to metrics.jsonl and to logging.trackers here",
     "ref": _SAME_PROCESSES,
     "reward.num_nodes": _SAME_PROCESSES,
     "reward.num_gpus_per_node": _SAME_PROCESSES,
@@ -438,7 +446,7 @@ _SUPERVISED_REASONS = {
     "ds": "models are trained by Megatron-core here; choose actor.layout",
     "eval.split": "name the file of the split",
     "eval.steps": "set evaluate.every with data.eval",
-    "logger": "metrics go to metrics.jsonl and TensorBoard here",
+    "logger": "metrics go to metrics.jsonl and to logging.trackers here",
     "loss": "pairs are distinguished by the sigmoid of the difference (Bradley and Terry) here",
     "model": "see the keys of model",
     "muon": _MUON,

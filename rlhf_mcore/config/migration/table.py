@@ -90,7 +90,19 @@ def apply(table: Table, given: Values) -> Migration:
             reasons = [known for known in table.reasons if key == known or key.startswith(known + ".")]
             why = table.reasons[max(reasons, key=len)] if reasons else "there is no such key here"
             migration.lost[key] = (value, why)
+    _drop_critic(migration, given)
     return migration
+
+
+def _drop_critic(migration: Migration, given: Values) -> None:
+    """Leave out what configures a critic where the estimator has none: its keys would only be in the way."""
+    estimator = migration.settings.get("algorithm.advantage", "gae")
+    if estimator == "gae":
+        return
+    migration.settings = {key: value for key, value in migration.settings.items() if not key.startswith("critic.")}
+    for key in sorted(key for key in migration.carried if "critic" in key and "_critic_" not in key):
+        migration.carried.discard(key)
+        migration.lost[key] = (given[key], f"{estimator} has no critic")
 
 
 def _of_row(row: Row, values: Values) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
+from rlhf_mcore.config.choices import TRACKERS
 from rlhf_mcore.config.migration.table import (
     Joint,
     Lost,
@@ -201,12 +202,14 @@ def output(values: Values) -> dict[str, Any]:
     return {"output_dir": str(folder.parent.parent)}
 
 
-def logger(names: Any) -> bool:
-    names = [names] if isinstance(names, str) else list(names)
-    if foreign := sorted(set(map(str, names)) - {"console", "tensorboard", "file"}):
-        reason = f"{', '.join(foreign)} is not written to: add it to logging.trackers, where it is one; TensorBoard is"
-        raise Lost(reason, {"logging.tensorboard": True})
-    return "tensorboard" in names
+def logger(names: Any) -> list[str]:
+    names = [names] if isinstance(names, str) else names
+    known = [str(name) for name in names if name in TRACKERS]
+    if foreign := sorted(set(map(str, names)) - {"console", "file", *TRACKERS}):
+        raise Lost(
+            f"{', '.join(foreign)} is not written to; there are: {', '.join(TRACKERS)}", {"logging.trackers": known}
+        )
+    return known
 
 
 OVERLONG = (
@@ -338,7 +341,7 @@ ROWS = (
     Row("trainer.save_freq", "checkpoint.save_steps", positive),
     Row("trainer.test_freq", "evaluate.every", positive),
     Row("trainer.max_actor_ckpt_to_keep", "checkpoint.save_total_limit"),
-    Row("trainer.logger", "logging.tensorboard", logger),
+    Row("trainer.logger", "logging.trackers", logger),
     Row(ACTOR + "checkpoint.async_save", "checkpoint.async_save", bool),
 )
 JOINTS = (
@@ -453,14 +456,13 @@ REASONS = {
         f"actor_rollout_ref.{part}.profiler": "profiling is not configured here" for part in ("actor", "ref", "rollout")
     },
     "actor_rollout_ref.hybrid_engine": _ALWAYS,
-    ACTOR + "strategy": "models are trained by Megatron-core here; choose actor.layout",
-    ACTOR + "fsdp_config": "models are trained by Megatron-core here; choose actor.layout",
+    **dict.fromkeys((ACTOR + "strategy", ACTOR + "fsdp_config"), "Megatron-core trains here; choose actor.layout"),
     ACTOR + "ulysses_sequence_parallel_size": "long sequences are shared by actor.layout.sequence_parallel and cp here",
     ACTOR + "ppo_micro_batch_size": "the number per GPU is read; this one is deprecated there",
     ROLLOUT + "multi_turn": "conversations with tools are not supported",
     ROLLOUT + "mode": "the engine lives in the trainer's processes here",
     ROLLOUT + "load_format": "the bridge brings the weights to engines here",
-    MODEL + "trust_remote_code": "code that comes with a model is never run here",
+    **dict.fromkeys((MODEL + "trust_remote_code", "data.trust_remote_code"), "code of a model is never run here"),
     MODEL + "lora_rank": "LoRA is not supported",
     "algorithm.filter_groups.metric": "prompts whose responses all have the same score are replaced here",
     **{prefix + "log": "reward/overlong is among the metrics" for prefix in OVERLONG},
@@ -472,10 +474,8 @@ REASONS = {
     "data.gen_batch_size": "every batch of prompts has trainer.prompts_per_step here",
     "data.val_batch_size": "see evaluate.prompts_per_batch",
     "data.image_key": "text models only",
-    "data.trust_remote_code": "code that comes with a model is never run here",
     "global_profiler": "profiling is not configured here",
-    "ray_kwargs": "training does not run on Ray here",
-    "ray_init": "training does not run on Ray here",
+    **dict.fromkeys(("ray_kwargs", "ray_init"), "training does not run on Ray here"),
     ACTOR + "use_torch_compile": "Megatron-core's own kernels are used",
     ACTOR + "megatron.optimizer_offload": "see actor.offload",
     ACTOR + "megatron.grad_offload": "see actor.offload",

@@ -114,7 +114,15 @@ def test_what_is_wrong_with_the_result_is_said(
     ("name", "text", "message"),
     [
         ("s.sh", "echo hello\n", "found neither overrides of verl"),
-        ("s.yaml", "model: {path: x}\n", "not a configuration of verl"),
+        ("s.yaml", "nodes: 3\n", "not a configuration of verl"),
+        ("s.yaml", "model: {path: x}\n", "a configuration of this program; start it: rlhf-mcore train s.yaml"),
+        ("s.yaml", "base: ../base.yaml\ncritic: {path: x}\n", "a configuration of this program"),
+        (
+            "s.yaml",
+            "algorithm: grpo\nreward: {rules: [math]}\nrollout: {num_engines: 2}\n",
+            "a configuration of this program",
+        ),
+        ("s.yaml", "data: {train: [a.jsonl]}\ntrainer: {num_steps: 3}\n", "a configuration of this program"),
         ("s.yaml", "a: [\n", "not valid YAML"),
         ("gone.sh", None, "no such file"),
         ("s.sh", "python -m openrlhf.cli.train_dpo --a 1\n", "train_dpo has no counterpart"),
@@ -142,7 +150,7 @@ def test_an_existing_file_is_kept(prepared: Path, workspace: Any, capsys: pytest
     [
         ("['$DATA/gsm8k/train.parquet']", {"name": "final_number"}),
         ("['$DATA/MATH-lighteval/train.parquet']", {"name": "math"}),
-        ("['$DATA/gsm8k/train.parquet','$DATA/math/train.parquet']", {"name": "math"}),
+        ("['$DATA/gsm8k/train.parquet','$DATA/math/train.parquet']", None),
         ("$DATA/dapo-math-17k.parquet", {"name": "answer_line", "incorrect": -1.0}),
         ("['$DATA/gsm8k/train.parquet','$DATA/more.parquet']", None),
     ],
@@ -156,6 +164,6 @@ def test_the_rule_follows_from_the_names_of_the_data(tmp_path: Path, files: str,
     migration = migrate(script)
     assert migration.settings.get("reward.rules") == (rule and [rule])
     (note,) = [note for note in migration.notes if note.startswith("reward")]
-    assert note.startswith(
-        f"reward.rules: {rule['name']}, by the names" if rule else "reward: not in the source as such"
-    )
+    decides = "reward.sources: the data_source of each row decides, as there"
+    assert note.startswith(f"reward.rules: {rule['name']}, by the names" if rule else decides)
+    assert migration.settings.get("reward.sources", rule) == (rule or {})

@@ -141,7 +141,7 @@ def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
             "no counterpart",
         ),
         ("--data.max_len 4096", "data.max_len", "was halved"),
-        ("--use_wandb key --wandb_project p", "logger.wandb.key", "metrics.jsonl"),
+        ("--use_wandb key --wandb_project p", "logger.wandb.key", "`wandb login`, or set WANDB_API_KEY"),
         ("--unheard_of 1", "unheard_of", "there is no such key here"),
         ("--ref_num_nodes 1", "ref.num_nodes", "share the processes"),
     ],
@@ -149,3 +149,10 @@ def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
 def test_what_is_lost_is_named_with_its_reason(flags: str, key: str, reason: str) -> None:
     migration = migrated(flags)
     assert reason in migration.lost[key][1]
+
+
+def test_wandb_goes_on_without_its_key_and_sleep_is_offload() -> None:
+    migration = migrated("--use_wandb 0123456789abcdef --deepspeed_enable_sleep")
+    assert migration.settings["logging.trackers"] == ["tensorboard", "wandb"]
+    assert migration.settings["actor.offload"] == "always"
+    assert "0123456789abcdef" not in str(migration.settings)

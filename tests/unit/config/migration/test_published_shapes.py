@@ -27,7 +27,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "rollout.sampling.n": 6,
             "project": "grpo_gsm8k",
             "trainer.minibatch_size": 128,
-            "logging.tensorboard": True,
+            "logging.trackers": ["wandb"],
         },
     ),
     "verl_grpo_defaults.sh": (
@@ -51,7 +51,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "critic.warmup_steps": 10,
             "data.train": [f"{HOME}/data/gsm8k/train.parquet", f"{HOME}/data/math/train.parquet"],
             "algorithm.kl.placement": "reward",
-            "logging.tensorboard": False,
+            "logging.trackers": [],
         },
     ),
     "verl_ppo_megatron.sh": (
@@ -96,7 +96,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "trainer.prompts_per_step": 128,
             "trainer.minibatch_size": 32,
             "trainer.world_size": 4,
-            "logging.tensorboard": True,
+            "logging.trackers": ["tensorboard"],
             "algorithm.advantage": "rloo",
         },
     ),
@@ -195,7 +195,8 @@ def test_a_script(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     cfg = load_config("out.yaml")
     model, expected = EXPECTED[name]
     assert {key: value_of(cfg, key) for key in expected} == expected
-    assert "plan: not made" in printed and "model.path=DIRECTORY" in printed
+    is_known = "is not here; planned with configs/models/" in printed
+    assert is_known or ("plan: not made" in printed and "model.path=DIRECTORY" in printed)
     here = [f"model.path={MODELS / model}", *([f"critic.path={MODELS / model}"] if cfg.critic.path else [])]
     validate(
         load_config("out.yaml", [*here, "reward.model.path=null", "reward.rules=[{name: boxed}]"]), check_files=False
@@ -221,7 +222,7 @@ def test_a_plan_is_made_where_the_model_is_here(tmp_path: Path, monkeypatch: pyt
     assert main_module.main(["migrate", "run.sh", "-o", "out.yaml"]) == 0
     printed = capsys.readouterr().out
     assert "plan, for H100" in printed
-    assert "to do: reward: " in printed
+    assert "to do: reward.sources: the data_source of each row decides" in printed
 
 
 def test_what_comes_from_the_environment_is_named(tmp_path: Path) -> None:

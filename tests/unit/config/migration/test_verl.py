@@ -114,8 +114,9 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
         (["trainer.nnodes=2"], {"trainer.world_size": 16}),
         ([ACTOR + "optim.lr_warmup_steps_ratio=0.1"], {"actor.optimizer.schedule.warmup_ratio": 0.1}),
         (["critic.optim.lr_warmup_steps_ratio=0.05"], {"critic.optimizer.schedule.warmup_ratio": 0.05}),
-        (["trainer.logger=['console','tensorboard']"], {"logging.tensorboard": True}),
-        (["trainer.logger=console"], {"logging.tensorboard": False}),
+        (["trainer.logger=['console','tensorboard']"], {"logging.trackers": ["tensorboard"]}),
+        (["trainer.logger=['console','wandb','swanlab']"], {"logging.trackers": ["wandb", "swanlab"]}),
+        (["trainer.logger=console"], {"logging.trackers": []}),
         *(
             (
                 [f"+{prefix}.enable=True", f"{prefix}.len=4096", f"{prefix}.penalty_factor=0.5"],
@@ -169,7 +170,7 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
             {"reward.model.path": "rm", "reward.model.layout.tp": 4, "reward.rules": []},
         ),
         (["reward_model.enable=False", "reward_model.model.path=rm"], {"reward.model.path": None}),
-        (["trainer.logger=['console','tensorboard']"], {"logging.tensorboard": True}),
+        (["trainer.logger=['console','tensorboard']"], {"logging.trackers": ["tensorboard"]}),
         (["+actor_rollout_ref.rollout.n=6"], {"rollout.sampling.n": 6}),
     ],
 )
@@ -193,7 +194,7 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
         ("data.truncation=left", "prompts are never cut"),
         ("data.train_batch_size=many", "a value of a kind"),
         ("data.gen_batch_size=1536", "every batch of prompts"),
-        ("trainer.logger=['console','wandb']", "wandb is not written to: add it to logging.trackers"),
+        ("trainer.logger=['console','clearml']", "clearml is not written to; there are: tensorboard, wandb"),
     ],
 )
 def test_what_is_lost_is_named_with_its_reason(override: str, reason: str) -> None:
@@ -240,3 +241,20 @@ def test_references_in_a_tree_are_resolved_and_what_is_null_is_not_said() -> Non
         "actor_rollout_ref.actor.optim.lr": 3e-6,
         "actor_rollout_ref.actor.lost": "${nowhere}",
     }
+
+
+def test_an_estimator_without_a_critic_leaves_its_keys_out() -> None:
+    keys = [
+        "critic.optim.lr=1e-5",
+        "critic.model.path=model",
+        "critic.megatron.tensor_model_parallel_size=2",
+        "trainer.critic_warmup=3",
+    ]
+    with_critic, without = (
+        migrated("algorithm.adv_estimator=gae", *keys),
+        migrated("algorithm.adv_estimator=grpo", *keys),
+    )
+    assert with_critic.settings["critic.optimizer.lr"] == 1e-5 and with_critic.settings["critic.warmup_steps"] == 3
+    assert not [key for key in without.settings if key.startswith("critic.")]
+    for key in (text.partition("=")[0] for text in keys):
+        assert without.lost[key][1] == "grpo has no critic" and key not in without.carried
