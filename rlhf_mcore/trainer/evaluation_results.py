@@ -11,7 +11,8 @@ from rlhf_mcore.trainer.statistics import Graded, prompt_values
 
 COMPARED = ("accuracy", "reward")
 METHODS = {
-    "interval": f"{statistics.CONFIDENCE:.0%} percentile bootstrap over prompts, {statistics.RESAMPLES} resamples",
+    "interval": f"{statistics.CONFIDENCE:.0%} over prompts: Wilson's of shares, of other means percentile bootstrap, "
+    f"{statistics.RESAMPLES} resamples",
     "pass_at_k": "unbiased estimator of Chen et al. 2021 (arXiv 2107.03374)",
     "majority_at_k": "most frequent answer of k responses, ties in expectation, mean over disjoint runs of k",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -120,11 +121,15 @@ def sources(rows: Sequence[Graded]) -> dict[str, list[Graded]]:
 
 
 def estimates(rows: Sequence[Graded], seed: int) -> dict[str, Estimate]:
-    """``means`` with confidence intervals by bootstrap over prompts."""
+    """``means`` with confidence intervals: of shares by ``share_interval``, of other means by bootstrap, both over prompts."""
     table = [prompt_values(group) for group in by_prompt(rows).values()]
     names = list(table[0])
     columns = np.array([[values[name] for name in names] for values in table])
     low, high = bootstrap_interval(columns, seed)
+    shares = set(names) - {"response_length_mean"} - (set() if all(row.score in (0, 1) for row in rows) else {"reward"})
+    for i, name in enumerate(names):
+        if name in shares:
+            low[i], high[i] = share_interval(columns[:, i].tolist(), len(rows))
     values = means(rows)
     return {name: Estimate(values[name], float(low[i]), float(high[i])) for i, name in enumerate(names)}
 
@@ -163,6 +168,28 @@ def sign_test(wins: int, losses: int) -> float:
     n = wins + losses
     tail = sum(math.comb(n, i) for i in range(min(wins, losses) + 1))
     return min(1.0, 2 * tail / 2**n)
+
+
+def share_interval(values: Sequence[float], num_responses: int) -> tuple[float, float]:
+    """Score interval (Wilson 1927, JASA 22, 209) of the mean of one share in [0, 1] per prompt: low, high.
+
+    It holds its level near 0 and 1 too, where a percentile bootstrap of few prompts falls short (88 % at 0.05 with 50 prompts). Of
+    prompts with several responses shares vary less than 0 and 1 would, so they count as that many more (the effective sample size of
+    Korn and Graubard 1998, Survey Methodology 24, 193), but never as more than there are responses. How they vary is that of these
+    prompts and two more, one all wrong and one all right: few prompts that look alike would promise too much.
+    """
+    share, num_prompts = mean(values), len(values)
+    others = [*values, 0.0, 1.0]
+    centre = mean(others)
+    variance = math.fsum((value - centre) ** 2 for value in others) / len(others)
+    size = max(min(num_prompts * centre * (1 - centre) / variance, num_responses), num_prompts)
+    squared = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2
+    centre, half = (
+        share + squared / (2 * size),
+        math.sqrt(squared * (share * (1 - share) + squared / (4 * size)) / size),
+    )
+    divisor = 1 + squared / size
+    return min(max((centre - half) / divisor, 0.0), share), max(min((centre + half) / divisor, 1.0), share)
 
 
 def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:

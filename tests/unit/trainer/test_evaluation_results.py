@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from rlhf_mcore.trainer.evaluation_results import comparison, comparison_table, results, results_table, sources_table
 from rlhf_mcore.trainer.statistics import Graded
 
@@ -19,7 +21,9 @@ def test_results_by_source() -> None:
     assert content["checkpoint"] == "here" and content["settings"] == {"seed": 1}
     assert list(content["results"]) == ["all", "source: a", "source: b"]
     assert content["results"]["all"]["accuracy"]["value"] == 0.5
-    assert content["results"]["source: a"]["accuracy"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    # Wilson's interval of 2 of 2: from 1 / (1 + z^2 / 2).
+    expected = {"value": 1.0, "low": pytest.approx(1 / (1 + 1.959964**2 / 2)), "high": 1.0}
+    assert content["results"]["source: a"]["accuracy"] == expected
     assert content["results"]["source: b"]["truncated_fraction"]["value"] == 0.5
     assert content["results"]["all"]["response_length_max"] == 4
     assert (content["results"]["all"]["num_prompts"], content["results"]["all"]["num_responses"]) == (4, 4)
@@ -36,7 +40,7 @@ def test_one_source_is_not_repeated() -> None:
 def test_tables() -> None:
     content = results("here", {}, rows("1100"), seed=0)
     figures = {row[0]: row[1:] for row in results_table(content)[1]}
-    assert figures["accuracy"] == ("0.5000", "0.0000 to 1.0000")
+    assert figures["accuracy"] == ("0.5000", "0.1500 to 0.8500")
     assert figures["num prompts"] == ("4", "")
     assert [row[:3] for row in sources_table(content)[1]] == [("a", "2", "1.0000"), ("b", "2", "0.0000")]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations
 
@@ -18,6 +19,7 @@ from rlhf_mcore.trainer.statistics import (
     majority_at_k,
     means,
     pass_at_k,
+    share_interval,
     sign_test,
 )
 
@@ -153,6 +155,45 @@ def test_the_bootstrap_draws_prompts_and_not_responses() -> None:
     once = [row(i, 0, i % 2 == 0, "1") for i in range(20)]
     often = [replace(r, sample=sample) for r in once for sample in range(16)]
     assert estimates(often, 0)["accuracy"] == estimates(once, 0)["accuracy"]
+
+
+# Wilson's 95 % intervals as Newcombe printed them (1998, Statistics in Medicine 17, 857, table I, method 3), to four places.
+PUBLISHED = {
+    (81, 263): (0.2553, 0.3662),
+    (15, 148): (0.0624, 0.1605),
+    (0, 20): (0.0, 0.1611),
+    (1, 29): (0.0061, 0.1718),
+}
+
+
+@pytest.mark.parametrize("right", PUBLISHED)
+def test_intervals_of_shares_are_the_published_ones(right: tuple[int, int]) -> None:
+    count, size = right
+    low, high = share_interval([1.0] * count + [0.0] * (size - count), size)
+    assert (low, high) == pytest.approx(PUBLISHED[right], abs=6e-5)
+
+
+@pytest.mark.parametrize("num_prompts", [50, 200])
+@pytest.mark.parametrize("accuracy", [0.02, 0.05, 0.1, 0.3, 0.5, 0.9, 0.95])
+def test_intervals_of_shares_hold_their_level(accuracy: float, num_prompts: int) -> None:
+    """Exactly: the probability of each number of right answers whose interval has the accuracy in it."""
+    covered = 0.0
+    for right in range(num_prompts + 1):
+        low, high = share_interval([1.0] * right + [0.0] * (num_prompts - right), num_prompts)
+        if low <= accuracy <= high:
+            covered += math.comb(num_prompts, right) * accuracy**right * (1 - accuracy) ** (num_prompts - right)
+    assert 0.92 <= covered <= 0.99
+
+
+@pytest.mark.parametrize("accuracy", [0.05, 0.5])
+def test_intervals_of_prompts_with_several_responses_hold_their_level(accuracy: float) -> None:
+    """50 prompts, of different difficulty (a beta distribution), with 8 responses each, drawn 2,000 times."""
+    generator, covered, num_draws = np.random.default_rng(0), 0, 2000
+    for _ in range(num_draws):
+        chances = generator.beta(2 * accuracy, 2 * (1 - accuracy), 50)
+        low, high = share_interval((generator.binomial(8, chances) / 8).tolist(), 400)
+        covered += low <= accuracy <= high
+    assert 0.94 <= covered / num_draws <= 0.99
 
 
 def test_an_estimate_holds_the_mean_and_lies_in_its_interval() -> None:
