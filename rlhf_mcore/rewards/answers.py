@@ -26,7 +26,9 @@ _END = re.compile(r"\n|####")
 _DIGIT = re.compile(r"[0-9]")
 # Where what is said about a number begins: because 7 * 6 is 42, (7 * 6), which is more than 40.
 _REMARK = re.compile(r",?\s(?:because|since|as|which|so|after|where)\s|\s\((?=[^()]*\)\s*\.?$)|,\s(?=[A-Za-z])")
-_NAMES_OR_COMPUTES = re.compile(r"[A-Za-z]?|[A-Za-z\s]{2,}|[-0-9.,\s+*/()$\u00d7\u00f7]+")  # left of an equals sign
+_NAMES_OR_COMPUTES = re.compile(
+    r"[A-Za-z]?|[A-Za-z\s]{2,}|(?=.*[0-9)]\s*[-+*/\u00d7\u00f7])[-0-9.,\s+*/()$\u00d7\u00f7]+"
+)  # left of an equals sign
 _PROSE = re.compile(r"\s(?:[A-Za-z]{2}|[aIL]\b|[a-z]{1,2}\.)[A-Za-z\s.,'/-]*")
 _SYMBOLS = re.compile("[\x00-\x1f\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]+")  # such as a check mark
 

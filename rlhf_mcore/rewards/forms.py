@@ -35,7 +35,9 @@ _NAME = (
     r"|\(\s?[A-Za-z](?:\s?,\s?[A-Za-z]){1,3}\s?\))"
 )
 _DEFINES = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![A-Za-z]))(?!=)\s*")
-_COMPUTES = re.compile(r"(?:[0-9.\s+/(){}^-]|\\(?:cdot|times|div|frac|sqrt)(?![A-Za-z]))+=")
+_COMPUTES = re.compile(
+    r"(?=[^=]*[0-9)}]\s*(?:[+/^-]|\\cdot|\\times|\\div)|[^=]*\\(?:frac|sqrt))(?:[0-9.\s+/(){}^-]|\\(?:cdot|times|div|frac|sqrt)(?![A-Za-z]))+="
+)
 _EQUALS = re.compile(r"(?<![<>!:\\])=")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -344,8 +346,8 @@ def _are_equal_numbers(truth: Answer, answer: Answer) -> bool:
 
 def _is_other_case(truth: Answer, answer: Answer) -> bool:
     """Whether a letter is a capital in one answer, and none in the other."""
-    ours, theirs = _letters(truth.source), _letters(answer.source)
-    return any(letter.swapcase() in theirs - ours for letter in ours - theirs)
+    ours, theirs = ({*_letters(each.source), *_COMMAND.findall(each.source)} for each in (truth, answer))
+    return bool({name.lower() for name in ours - theirs} & {name.lower() for name in theirs - ours})
 
 
 def _is_range(answer: Answer) -> bool:
@@ -390,7 +392,9 @@ def _are_matched(ours: Sequence[Answer], theirs: Sequence[Answer], ask: Ask) -> 
 
     def take(index: int, seen: set[int]) -> bool:
         for other in range(len(theirs)):
-            if other not in seen and is_same(ours[index], theirs[other], ask):
+            if other in seen or (ours[index].brackets == SET) != (theirs[other].brackets == SET):
+                continue
+            if is_same(ours[index], theirs[other], ask):
                 seen.add(other)
                 if other not in taken or take(taken[other], seen):
                     taken[other] = index

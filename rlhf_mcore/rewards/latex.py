@@ -115,12 +115,14 @@ _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9
 _SCALE = re.compile(rf"\s*\b({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
 _OTHER_NUMBER = re.compile(
     r"(?<![A-Za-z])(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|"
-    r"twenty|thirty|fou?rty|fifty|sixty|seventy|eighty|ninety|ones|tens|hundreds?|thousands?|[a-z]{1,8}llions?|dozens?|gross|score|"
-    r"lakhs?|crores?|myriads?|googol|mill?|bil|mn|bn|tn|(?-i:MM)|per\s?mille?|remainder|half|halves|thirds?|quarters?|squared?d|cubed|factorial|root|sqrt|infinity|"
-    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,5}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,8}llion)ths?|double|triple|twice|"
+    r"twenty|thirty|fou?rty|fifty|sixty|seventy|eighty|ninety|ones|tens|hundreds?|thousands?|[a-z]{0,6}illions?|dozens?|gross|score|"
+    r"lakhs?|crores?|myriads?|googol|mill?|mille|bil|mio|mn|bn|tn|(?-i:MM)|per\s?mille?|remainder|half|halves|thirds?|quarters?|squared?d|cubed|factorial|root|sqrt|infinity|"
+    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,5}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{0,6}illion)ths?|double|triple|twice|"
     r"plus|minus|negative|times\s+[A-Za-z]|over|divided|multiplied|choose|mod|modulo|base|power|raised|basis|bps|binary|octal|hex|hexadecimal|"
     r"or|nor|either|maybe|perhaps|possibly|probably|approx|approximately|about|roughly|nearly|almost|around|ish|least|most|"
     r"minimum|maximum|max|vs|versus|through|until|till|below|above|am|pm|a\.m|p\.m|bce?|ad|noon|midnight|o'clock|"
+    r"mil+i(?:on|ard)[a-z]*|mil+ones|mln|mrd|tausend|kilo|mega|giga|tera|thou|grand|cr|pi|tau|"
+    r"jan(?:uary)?|feb(?:ruary)?|march|apr(?:il)?|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?|"
     r"north|south|east|west|northern|southern)(?![A-Za-z])",
     re.IGNORECASE,
 )
@@ -129,8 +131,8 @@ _NO_UNIT = re.compile(
     re.IGNORECASE,
 )
 _UNIT = re.compile(
-    r"(?:(?:sq|cu)\.?\s)?(?:[A-Za-z]{3,}|[ckmn]m|kg|mg|km/h|m/s|ft|in|oz|lb|yd|mi|hr|ml|mL|cc|Hz)(?![A-Za-z])"
-    r"(?:[ .,'/-]*[A-Za-z]+){0,7}(?:\s?\^[23])?(?:\s?/\s?[A-Za-z]{1,8}(?:\s?\^[23])?)?[\s.]*"
+    r"(?:(?:sq|cu)\.?\s)?(?:[A-Za-z]{3,}|an?(?=\s[A-Za-z]{3})|[ckmn]m|kg|mg|km/h|m/s|ft|in|oz|lb|yd|mi|hr|ml|mL|cc|Hz)(?![A-Za-z])"
+    r"(?:[ .,'/-]+[A-Za-z]+){0,7}(?:\s?\^[23])?(?:\s?/\s?[A-Za-z]{1,8}(?:\s?\^[23])?)?[\s.]*"
 )
 _LETTER_UNIT = re.compile(r"\s+(?:sq\s)?[mshlLgCFNJWV](?:\s?\^[23])?(?:\s?/\s?[A-Za-z]{1,8}(?:\s?\^[23])?)?[\s.]*")
 _PERCENT = re.compile(r"\s*(?:\\?%|(?<![A-Za-z])(?:percent|pct|per\s?cent)(?![A-Za-z]))[\s.]*\Z", re.IGNORECASE)

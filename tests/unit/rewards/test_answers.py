@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_mcore.rewards.forms import is_same, read_answer
 from rlhf_mcore.rewards.graders import GRADERS
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("answers.jsonl").read_text("utf-8").splitlines()]
@@ -39,3 +40,45 @@ def test_no_rule_of_spellings_accepts_what_is_not_the_same(rule: str, response: 
 def test_final_number_accepts_no_other_number(response: str) -> None:
     truths = [pair for pair in PAIRS if not pair[2] and "=" not in pair[0]]  # names are not compared
     assert [pair for pair in truths if GRADERS["final_number"](response % pair[1], pair[0])] == []
+
+
+@pytest.mark.timeout(60)  # what backtracks would take years
+def test_no_answer_takes_long_to_read() -> None:
+    for piece in (
+        "a",
+        "a ",
+        "a-",
+        "ab^2",
+        "1",
+        "1 ",
+        "1,",
+        "(",
+        "(1,",
+        r"\{",
+        "=",
+        "x=",
+        r"\pm ",
+        ".",
+        "5 million ",
+        "or ",
+        "5 or ",
+        "|",
+        "^2",
+        "_",
+        "[",
+        "$",
+        "~",
+    ):
+        for start, end in (
+            ("", ""),
+            ("5 ", "^2b"),
+            ("5 abc", "!"),
+            (r"\text{", "}"),
+            ("x=", "=1"),
+            ("(", ")"),
+            ("5 (", ") ok"),
+        ):
+            answer = start + piece * (990 // len(piece)) + end
+            assert GRADERS["boxed"](f"\\boxed{{{answer}}}", "5") == 0.0
+            assert GRADERS["final_number"](f"#### {answer}", "7") == 0.0
+            assert is_same(read_answer("5"), read_answer(answer), lambda *_: True) in (True, False)
