@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+Array = TypeVar("Array")  # of numpy where engines draw, of torch where models learn
+
+
+@dataclass(slots=True, eq=False)
+class Ragged(Generic[Array]):
+    """Any number of values for each of N tokens, or none: those of token k follow those of the tokens before it."""
+
+    counts: Array  # [N] int32
+    values: Array  # [sum of counts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +164,10 @@ class Prompt:
 
 @dataclass(slots=True)
 class Sampling:
-    """How a response is drawn. ``temperature == 0`` is greedy; ``top_k == -1`` and ``top_p == 1.0`` are off."""
+    """How a response is drawn. ``temperature == 0`` is greedy; ``top_k == -1`` and ``top_p == 1.0`` are off.
+
+    ``records_support``: completions have the tokens that each of theirs was drawn from.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -162,6 +175,7 @@ class Sampling:
     top_k: int = -1
     max_new_tokens: int = 256
     seed: int = 0
+    records_support: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +208,8 @@ class Completion:
 
     ``logprobs`` are of the distribution that was sampled from. ``versions`` as those of a ``Trajectory``. To an ``EpisodeRequest``
     the last turn of the policy is the answer, and the whole episode its ``trajectory``. ``num_cached``: tokens before it whose keys
-    and values the engine had already; None where it does not count them.
+    and values the engine had already; None where it does not count them. ``support``: for each token the ids of the tokens that top-k
+    and top-p had left to draw from, where the request asks for them.
     """
 
     request_id: int
@@ -204,6 +219,7 @@ class Completion:
     finish_reason: str  # "stop" or "length"
     trajectory: Trajectory | None = None
     num_cached: int | None = None
+    support: Ragged[NDArray[np.int32]] | None = None
 
 
 LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of turns of the policy, of time
@@ -260,6 +276,9 @@ class Trajectory:
     score: Score | None = None  # that the environment gave
     num_prefilled: int = 0  # tokens before each turn of the policy, where the engine counts which of them it had cached
     num_cached: int = 0
+    support: Ragged[NDArray[np.int32]] | None = (
+        None  # as a completion's; tokens that the policy has not sampled have none
+    )
 
     @property
     def sampled_ids(self) -> NDArray[np.int32]:
@@ -327,9 +346,16 @@ class TrainBatch:
     )
     # [N] int32: version of the policy that sampled a token, zero outside loss_mask; None in a synchronous run, whose is policy_version
     versions: Tensor | None = None
+    # Ids int32 of the tokens that top-k and top-p had left to draw each sampled token from; no ids: from all. None: all tokens so
+    support: Ragged[Tensor] | None = None
     policy_version: int = 0  # of the weights at the start of the step's updates
-    ref_logprobs: Tensor | None = None  # [N] float32, as all that follow zero outside loss_mask
-    old_logprobs: Tensor | None = None  # [N] float32
+    ref_logprobs: Tensor | None = (
+        None  # [N] float32, as all that follow zero outside loss_mask; of all tokens of the vocabulary
+    )
+    old_logprobs: Tensor | None = None  # [N] float32: of the distribution that was drawn from, ``support`` alone
+    log_mass: Tensor | None = (
+        None  # [N] float32, with a support: log of its probability; with old_logprobs, of the same policy
+    )
     old_values: Tensor | None = None  # [N] float32: value of the state before each token
     # [B] float32, on every rank: value of the state after the last token; with bootstrap_truncated
     bootstrap_values: Tensor | None = None
@@ -352,7 +378,8 @@ class Microbatch:
     """The input of one forward pass: packed (``token_ids`` [1, N]) or padded ([b, T]).
 
     ``cu_seqlens`` [num_sequences + 1] int32 is set for packed input only. ``rows`` maps sequence k of the microbatch to a row of
-    the TrainBatch. Per-token training inputs are in ``fields`` with the shape of ``token_ids``.
+    the TrainBatch. Per-token training inputs are in ``fields`` with the shape of ``token_ids``, or that shape and further dimensions;
+    those with any number of values per token are in ``ragged``, with counts of that shape.
     """
 
     token_ids: Tensor  # [1, N] or [b, T] int64
@@ -362,3 +389,4 @@ class Microbatch:
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
     fields: dict[str, Tensor] = field(default_factory=dict)
+    ragged: dict[str, Ragged[Tensor]] = field(default_factory=dict)

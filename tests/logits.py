@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_mcore.parallel.logprobs import linear_logprobs
+from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
+from rlhf_mcore.types import Ragged
 
 
-def given_logprobs(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Logprobs and entropy in the shape of the labels; the gradient of the weight is that of the logits, without a rounding."""
+def given_logprobs(
+    logits: Tensor, labels: Tensor, *, support: Ragged[Tensor] | None = None, **options: Any
+) -> TokenLogprobs:
+    """All in the shape of the labels; the gradient of the weight is that of the logits, without a rounding."""
     weight = logits.reshape(-1, logits.size(-1)).t()
     unit = torch.eye(weight.size(1), dtype=weight.dtype)
-    logprobs, entropy = linear_logprobs(unit, weight, labels.reshape(-1), **options)
-    return logprobs.view(labels.shape), None if entropy is None else entropy.view(labels.shape)
+    support = None if support is None else Ragged(support.counts.flatten(), support.values)
+    found = linear_logprobs(unit, weight, labels.reshape(-1), support=support, **options)
+    logprobs, *others = (None if values is None else values.view(labels.shape) for values in found)
+    assert logprobs is not None
+    return TokenLogprobs(logprobs, *others)

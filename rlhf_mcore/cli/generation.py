@@ -17,6 +17,7 @@ from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import GatherBridge, NoTarget, PlannedBridge, SyncsParts, TrainedWeights
 from rlhf_mcore.cli.run_context import Data, RunContext
+from rlhf_mcore.config.rollout_rules import truncates
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
@@ -105,7 +106,7 @@ def _colocated(
         worker = episode_worker(cfg, engine, engine.rank, data.decode, ToolCallParser)
     claims = StoreClaims(engine.rank) if cfg.rollout.order == SHARED_QUEUE else None
     worker = replace(worker, dealer=Dealer(cfg.rollout.order, cfg.rollout.max_num_seqs, claims=claims))
-    sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
+    sampling = _training_sampling(cfg)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(
         PromptBatches(data.train, sampler),
@@ -154,7 +155,7 @@ def _disaggregated(
     make_request = request_of if cfg.environment.function is None else episode_request
     first = None
     if fleet is not None:
-        sampling = Sampling(**vars(rollout.sampling), seed=cfg.seed)
+        sampling = _training_sampling(cfg)
         begin_scores = rewards.graders.submit
         ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, begin_scores, make_request)
         run.stack.enter_context(ahead.run())
@@ -226,6 +227,11 @@ def start_fleet(run: RunContext) -> Fleet | None:
     run.stack.callback(fleet.close)
     run.stack.enter_context(listening(fleet, run.directory))
     return fleet
+
+
+def _training_sampling(cfg: Config) -> Sampling:
+    sampling = cfg.rollout.sampling
+    return Sampling(**vars(sampling), seed=cfg.seed, records_support=truncates(sampling))
 
 
 def _collector(cfg: Config, on_error: OnError) -> Collector:

@@ -84,7 +84,7 @@ def _loss(model: MegatronModel) -> LossFunction:
 
     def loss(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         if model.spec.geometry.head == "lm":
-            outputs, _ = model.logprobs_and_entropy(outputs, microbatch, 1.0)
+            outputs = model.logprobs_and_entropy(outputs, microbatch, 1.0).logprobs
         return outputs.sum(), {}
 
     return loss

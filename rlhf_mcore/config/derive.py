@@ -10,6 +10,7 @@ from itertools import pairwise
 from rlhf_mcore.config.choices import ADVANTAGES, Estimator
 from rlhf_mcore.config.data_rows import count_rows
 from rlhf_mcore.config.reward_rules import any_needs_truth, scores_alone
+from rlhf_mcore.config.rollout_rules import MOST_SUPPORT
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
 
@@ -123,6 +124,8 @@ def resolve(cfg: Config) -> Config:
         trainer.minibatch_size = trainer.prompts_per_step
     if cfg.rollout.max_model_len is None:
         cfg.rollout.max_model_len = cfg.data.max_prompt_tokens + max_new_tokens(cfg)
+    if sampling.top_p < 1 and sampling.top_k < 1:
+        sampling.top_k = MOST_SUPPORT
     cfg.rollout.at_publish = at_publish(cfg)
     _resolve_algorithm(cfg)
     if cfg.evaluate.max_new_tokens is None:

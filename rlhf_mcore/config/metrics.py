@@ -108,6 +108,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "above 0.9",
             "engine and trainer are too far apart: see rollout/logprob_diff_mean and rollout/staleness_mean",
         ),
+        Metric("rollout/support_size", "mean number of tokens that top_p and top_k had left to draw a token from", TOKENS),
+        Metric("rollout/support_mass", "mean probability that the trainer's policy has on these tokens", SHARE),
         Metric("rollout/staleness_mean", "mean age of tokens, between sampling and learning", "policy versions"),
         Metric("rollout/staleness_max", "age of the oldest token", "policy versions"),
         Metric("rollout/stale_fraction", "tokens that are left out for their age", SHARE, "below 0.1", "lower trainer.max_staleness"),

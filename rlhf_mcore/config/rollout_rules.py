@@ -9,12 +9,32 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.config.schema.rollout import SamplingConfig
 
+# Most tokens that each token of a rollout is drawn from where top_p or top_k restrict them, but for ties of the last one.
+MOST_SUPPORT = 512
 VLLM_LEAST, VLLM_MOST = 0.01, 2.0  # it draws at the former for anything below, and refuses what is above the latter
+
+
+def truncates(sampling: SamplingConfig) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary, which is then recorded for the updates."""
+    return sampling.top_p < 1 or sampling.top_k > 0
+
+
+def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
+    name = f"rollout.sampling.top_k={sampling.top_k}"
+    if sampling.top_k > MOST_SUPPORT:
+        yield (
+            f"{name}: updates need the tokens that each was drawn from, and at most {MOST_SUPPORT} of a token are recorded; set it to "
+            f"{MOST_SUPPORT} or less, or to -1"
+        )
+    if sampling.top_k == 1:
+        yield f"{name} always draws the likeliest token: all logprobs are 0, and nothing is learned; set it to 2 or more, or to -1"
 
 
 def rollout_problems(cfg: Config) -> Iterator[str]:
     """What keys of engines and schedule ask of each other."""
+    yield from _support_problems(cfg.rollout.sampling)
     if cfg.bridge.method == "gather" and cfg.bridge.verify != "off":
         yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; set bridge.verify=off"
     if cfg.model.attention in ("eager", "sdpa", "flash_attention_2") and cfg.rollout.engine != "hf":

@@ -11,26 +11,29 @@ position of each row. So a forward pass sees everything.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from rlhf_mcore.data.packing import group_by_length, pack, round_up
-from rlhf_mcore.types import Microbatch
+from rlhf_mcore.parallel.ragged import split_tokens
+from rlhf_mcore.types import Microbatch, Ragged
 
 
 @dataclass(slots=True)
 class RowTokens:
     """Some rows of a step with their tokens back to back: what a model is run over.
 
-    ``fields`` are flat tensors [sum of lengths] in token layout, ``token_ids`` among them.
+    ``fields`` are flat tensors [sum of lengths, ...] in token layout, ``token_ids`` among them. ``ragged`` fields are of the same
+    tokens; the first of a row, which nothing predicts, has no values.
     """
 
     rows: list[int]
     lengths: list[int]
     fields: Mapping[str, Tensor]
+    ragged: Mapping[str, Ragged[Tensor]] = field(default_factory=dict)
 
     @property
     def starts(self) -> list[int]:
@@ -56,6 +59,8 @@ def make_microbatches(
     0 where there is none). There are at least ``min_count`` microbatches and a multiple of ``multiple_of``; those that no row is left
     for are dummies of ``pad_multiple`` pad tokens with zero fields and no rows, which keep ranks in step and add nothing to a sum.
 
+    Ragged fields arrive in ``Microbatch.ragged``, with the counts as a field, and the values of the rows in their order.
+
     Every ``rows_per_unit`` consecutive rows stay together, and follow each other. ``Microbatch.rows`` are places in ``held.rows``.
 
     Packed: token_ids [1, N], each sequence filled up to ``sequence_multiple``, with one extra dummy sequence that fills N up to
@@ -79,11 +84,22 @@ def make_microbatches(
     fields = {"labels": held.fields["token_ids"].long(), **held.fields}
     del fields["token_ids"]
     shifted = {name: to_model_layout(values, held.lengths) for name, values in fields.items()}
+    shifted |= {name: to_model_layout(field.counts, held.lengths) for name, field in held.ragged.items()}
+    values = {name: [part.values for part in split_tokens(f, held.lengths)] for name, f in held.ragged.items()}
     chosen = [[place for unit in bin for place in units[unit]] for bin in bins]
-    if packing:
-        multiples = sequence_multiple, pad_multiple
-        return [_build_packed(held, places, shifted, multiples, pad_token_id) for places in chosen]
-    return [_build_padded(held, places, shifted, pad_multiple, pad_token_id) for places in chosen]
+    made = []
+    for places in chosen:
+        if packing:
+            part = _build_packed(held, places, shifted, (sequence_multiple, pad_multiple), pad_token_id)
+        else:
+            part = _build_padded(held, places, shifted, pad_multiple, pad_token_id)
+        for name, rows in values.items():
+            # The shift moves no value past one of another token: a row's first token has none, and its last position gets none.
+            taken = [held.ragged[name].values[:0], *(rows[place] for place in places)]
+            part.ragged[name] = Ragged(part.fields.pop(name), torch.cat(taken))
+            assert int(part.ragged[name].counts.sum()) == len(part.ragged[name].values), name
+        made.append(part)
+    return made
 
 
 def in_units(rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
@@ -99,10 +115,10 @@ def _padded_size(lengths: Sequence[int]) -> int:
 def restore_tokens(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> Tensor:
     """Per-token outputs of microbatches, in model layout, back to the token layout of the rows that they were cut from.
 
-    Each output has the shape of its microbatch's token_ids. Returns [sum of lengths] float32 on the host; the first token of a row,
-    which nothing predicts, is zero.
+    Each output has the shape of its microbatch's token_ids, or that and further dimensions. Returns [sum of lengths, ...] float32 on
+    the host; the first token of a row, which nothing predicts, is zero.
     """
-    result = torch.zeros(sum(lengths), dtype=torch.float32)
+    result = torch.zeros(sum(lengths), *outputs[0].shape[2:], dtype=torch.float32)
     parts = result.split(list(lengths))
     for place, values in _by_row(outputs, microbatches):
         parts[place].copy_(values)
@@ -110,8 +126,8 @@ def restore_tokens(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]
 
 
 def restore_last(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], num_rows: int) -> Tensor:
-    """What a model computed at the last token of each row: [num_rows] float32 on the host."""
-    result = torch.zeros(num_rows, dtype=torch.float32)
+    """What a model computed at the last token of each row: [num_rows, ...] float32 on the host."""
+    result = torch.zeros(num_rows, *outputs[0].shape[2:], dtype=torch.float32)
     for place, values in _by_row(outputs, microbatches):
         result[place] = values[-1]
     return result
@@ -120,7 +136,7 @@ def restore_last(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], 
 def _by_row(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Tensor]]:
     """Place of a row and its outputs [length], in model layout, of every sequence."""
     for output, microbatch in zip(outputs, microbatches, strict=True):
-        assert output.shape == microbatch.token_ids.shape, (output.shape, microbatch.token_ids.shape)
+        assert output.shape[:2] == microbatch.token_ids.shape, (output.shape, microbatch.token_ids.shape)
         values = output.detach().to(device="cpu", dtype=torch.float32)
         starts = microbatch.cu_seqlens.tolist() if microbatch.cu_seqlens is not None else None
         for sequence, (place, length) in enumerate(zip(microbatch.rows, microbatch.lengths, strict=True)):
@@ -191,7 +207,7 @@ def _build_packed(
     sizes += [num_padding] * (num_padding > 0)
 
     def packed(values: Tensor, filler: int) -> Tensor:
-        out = values.new_full((sum(sizes),), filler)
+        out = values.new_full((sum(sizes), *values.shape[1:]), filler)
         for part, place in zip(out.split(sizes), places, strict=False):
             part[: held.lengths[place]] = values[starts[place] : starts[place + 1]]
         return out[None]
@@ -215,7 +231,7 @@ def _build_padded(
     width = round_up(max(lengths, default=1), pad_multiple)
 
     def padded(values: Tensor, filler: int) -> Tensor:
-        out = values.new_full((height, width), filler)
+        out = values.new_full((height, width, *values.shape[1:]), filler)
         for line, place in enumerate(places):
             out[line, : lengths[line]] = values[starts[place] : starts[place + 1]]
         return out

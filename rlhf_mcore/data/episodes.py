@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_mcore.types import Completion, Prompt, Score, Trajectory, Turn
+from rlhf_mcore.types import Completion, Prompt, Ragged, Score, Trajectory, Turn
+
+_SUPPORT = ("support_counts", "support_ids")  # in a file of trajectories, where there is a support
 
 
 def episode(
@@ -65,7 +67,22 @@ def episode(
         finish_reason=finish_reason,
         num_prefilled=num_prefilled,
         num_cached=num_cached,
+        support=_support(len(prompt.prompt_ids), written),
     )
+
+
+def _support(prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]) -> Ragged[NDArray[np.int32]] | None:
+    """Of an episode: that of the policy's tokens, and none of the prompt's and the environment's. None where no engine recorded it."""
+    counts, values = [np.zeros(prompt_tokens, np.int32)], [np.zeros(0, np.int32)]
+    for part in written:
+        if not isinstance(part, Completion):
+            counts.append(np.zeros(len(part), np.int32))
+        elif part.support is None:
+            return None
+        else:
+            counts.append(part.support.counts)
+            values.append(part.support.values)
+    return Ragged(np.concatenate(counts), np.concatenate(values))
 
 
 def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -75,6 +92,14 @@ def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     logprobs = np.concatenate([np.zeros(0, np.float32), *(t.logprobs for t in trajectories)])
     tensors = {"token_ids": token_ids, "loss_mask": loss_mask, "rollout_logprobs": logprobs}
     return {name: torch.from_numpy(values) for name, values in tensors.items()}
+
+
+def flat_support(trajectories: Sequence[Trajectory]) -> Ragged[Tensor]:
+    """The support of trajectories back to back; tokens of a trajectory without one have no ids."""
+    none = np.zeros(0, np.int32)
+    counts = [np.zeros(len(t.token_ids), np.int32) if t.support is None else t.support.counts for t in trajectories]
+    values = [none if t.support is None else t.support.values for t in trajectories]
+    return Ragged(*(torch.from_numpy(np.concatenate([none, *parts])) for parts in (counts, values)))
 
 
 def token_versions(trajectories: Sequence[Trajectory]) -> Tensor:
@@ -109,6 +134,9 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
         for number, t in rows
     ]
     flat = {name: field.numpy() for name, field in flat_fields([t for _, t in rows]).items()}
+    if any(t.support is not None for _, t in rows):
+        support = flat_support([t for _, t in rows])
+        flat |= dict(zip(_SUPPORT, (support.counts.numpy(), support.values.numpy()), strict=True))
     return safetensors.numpy.save(flat, metadata={"records": json.dumps(records)})
 
 
@@ -120,6 +148,8 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
     """
     try:
         flat = safetensors.numpy.load(content)
+        support = Ragged(*(flat.pop(name) for name in _SUPPORT)) if _SUPPORT[0] in flat else None
+        ends = [] if support is None else [0, *support.counts.cumsum(dtype=np.int64).tolist()]
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         records = json.loads(header["__metadata__"]["records"])
         found: dict[int, list[Trajectory]] = {}
@@ -141,10 +171,13 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
                 response_text=record["text"],
                 finish_reason=record["finish_reason"],
                 score=Score(**score) if (score := record.get("score")) else None,
+                support=support and Ragged(support.counts[own], support.values[ends[own.start] : ends[own.stop]]),
             )
             found.setdefault(record["group"], []).append(trajectory)
-    except (safetensors.SafetensorError, KeyError, TypeError) as error:
+    except (safetensors.SafetensorError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"it holds no trajectories ({type(error).__name__}: {error})") from error
+    if support is not None and (len(ends) != start + 1 or ends[-1] != len(support.values)):
+        raise ValueError(f"it names {ends[-1]} tokens that were drawn from and holds another number of them")
     if any(start != len(field) for field in flat.values()):
         raise ValueError(f"it names {start} tokens and holds another number of them")
     return found

@@ -47,7 +47,8 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters, mark_tensor_parallel, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.context import gather_context, local_places
-from rlhf_mcore.parallel.logprobs import linear_logprobs
+from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
+from rlhf_mcore.parallel.ragged import take_tokens
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.parts import Gradients, Part
@@ -224,11 +225,11 @@ class MegatronModel:
         *,
         with_entropy: bool = True,
         output_weight: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> TokenLogprobs:
         """Logprobs of the next tokens, and entropies where wanted, at a sampling temperature: fp32 in the shape of its tokens.
 
-        Where the microbatch's ``weights``, or its ``loss_mask``, are zero there are no logits, and both are zero. ``outputs``: of this
-        model, of the last stage. ``output_weight``: of the output layer; None: the model's.
+        With a ``support`` also the log of its mass. Where the microbatch's ``weights``, or ``loss_mask``, are zero there are no
+        logits, and all is zero. ``outputs``: of this model's last stage. ``output_weight``: of the output layer; None: the model's.
         """
         fields, labels = microbatch.fields, self._local(microbatch, microbatch.fields["labels"])
         chunk = unwrap(self.chunks[-1])
@@ -237,10 +238,12 @@ class MegatronModel:
             weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
         hidden, flat = outputs.reshape(-1, outputs.size(-1)), labels.flatten()
         counted = fields.get("weights", fields.get("loss_mask"))
-        places = None
+        places, support = None, microbatch.ragged.get("support")
+        order = torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)
+        own = self._local(microbatch, order).flatten()
         if counted is not None:
             chosen = self._local(microbatch, counted).flatten().nonzero().flatten()
-            flat, places = flat[chosen], chosen.to(hidden.device)
+            flat, own, places = flat[chosen], own[chosen], chosen.to(hidden.device)
             hidden = hidden.index_select(0, places)
         found = linear_logprobs(
             hidden,
@@ -251,6 +254,7 @@ class MegatronModel:
             group=self.groups.collection.tp,
             chunk_tokens=self.logit_chunk_tokens,
             with_entropy=with_entropy,
+            support=None if support is None else take_tokens(support, own),
         )
 
         def whole(values: Tensor) -> Tensor:
@@ -258,7 +262,7 @@ class MegatronModel:
                 values = values.new_zeros(labels.numel()).index_copy(0, places, values)
             return self._whole(microbatch, values.view(labels.shape))
 
-        return whole(found[0]), None if found[1] is None else whole(found[1])
+        return TokenLogprobs(whole(found.logprobs), *(x if x is None else whole(x) for x in found[1:]))
 
     def _local(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """Of [b, T] values of a microbatch those at this context-parallel rank's places: [b, T / cp]."""

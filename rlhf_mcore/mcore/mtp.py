@@ -134,10 +134,10 @@ def mtp_loss(
         if config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False, group=tp)
         labels, weights = one_later(labels, microbatch), one_later(weights, microbatch)
-        shifted = replace(microbatch, fields={"labels": labels, "weights": weights})
-        logprobs, _ = model.logprobs_and_entropy(
+        shifted = replace(microbatch, fields={"labels": labels, "weights": weights}, ragged={})
+        logprobs = model.logprobs_and_entropy(
             states.transpose(0, 1), shifted, learning.temperature, with_entropy=False, output_weight=weight
-        )
+        ).logprobs
         loss = loss - (logprobs * weights.to(device)).sum() * (learning.coef / count)
         nll = nll - logprobs.detach().sum()  # zero where nothing counts
         tokens += int((weights != 0).sum())

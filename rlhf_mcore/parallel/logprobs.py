@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from rlhf_mcore.types import Ragged
 
 CHUNK_TOKENS = 2048  # of logits that are there whose softmax is computed at a time
 CACHE_BYTES = 2**19  # of them, so that what a CPU does with them stays in its cache
@@ -24,6 +27,18 @@ CHUNK_BYTES = 512 * 2**20  # of fp32 logits that an output layer makes at a time
 def chunk_tokens_of(columns: int) -> int:
     """Tokens whose fp32 logits over so many columns fill a chunk."""
     return max(CHUNK_BYTES // (4 * columns), 1)
+
+
+class TokenLogprobs(NamedTuple):
+    """Of tokens and their distributions, fp32 and differentiable; what was not asked for is None.
+
+    ``log_mass`` is the log of the probability that a distribution has on the support of its token. So ``logprobs - log_mass`` are the
+    logprobs under what top-k and top-p leave of it, renormalised.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    log_mass: Tensor | None
 
 
 def linear_logprobs(
@@ -36,7 +51,8 @@ def linear_logprobs(
     group: dist.ProcessGroup,
     chunk_tokens: int | None = None,
     with_entropy: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    support: Ragged[Tensor] | None = None,
+) -> TokenLogprobs:
     """Logprob of each label, and entropy of each distribution where it is wanted, of what an output layer makes of hidden states.
 
     Args:
@@ -48,21 +64,20 @@ def linear_logprobs(
         group: the tensor-parallel group.
         chunk_tokens: most tokens that have logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of no more tokens than
             that stay for the backward pass; those of more are computed again there, once.
+        support: ids of tokens of each label, counts [N]; no ids stand for the whole vocabulary. On the host.
 
     Returns:
-        logprobs [N] and entropy [N], both fp32 and differentiable, equal on all ranks of the group. No entropy unless
-        ``with_entropy``.
+        logprobs [N], entropy [N] unless not ``with_entropy``, and log_mass [N] with a support, equal on all ranks of the group.
     """
     hidden = hidden.to(weight.dtype)
     if group.size() > 1:
         hidden = _SumGradient.apply(hidden, group)
     chunk = chunk_tokens or chunk_tokens_of(weight.size(0))
-    found: tuple[Tensor, Tensor | None]
+    columns = _Columns.of(group, len(weight), vocab_size, temperature)
+    subsets = None if support is None else _Subsets.of(support, hidden.device)
     if len(hidden) > chunk:
-        found = _ChunkedLinear.apply(hidden, weight, labels, vocab_size, temperature, group, chunk, with_entropy)
-        return found
-    found = _KeptLinear.apply(hidden, weight, labels, vocab_size, temperature, group, with_entropy)
-    return found
+        return TokenLogprobs(*_ChunkedLinear.apply(hidden, weight, labels, columns, chunk, with_entropy, subsets))
+    return TokenLogprobs(*_KeptLinear.apply(hidden, weight, labels, columns, with_entropy, subsets))
 
 
 class _SumGradient(torch.autograd.Function):
@@ -88,6 +103,8 @@ class _KeptLinear(torch.autograd.Function):
     The largest logit is subtracted first, so an offset that all logits share costs no precision.
 
     d logprob / d z_j = 1[j = y] - p_j;  d entropy / d z_j = -p_j (log p_j + entropy).
+
+    With a support S: log_mass = log sum_{j in S} p_j, and d log_mass / d z_j = 1[j in S] p_j / exp(log_mass) - p_j.
     """
 
     @staticmethod
@@ -96,36 +113,36 @@ class _KeptLinear(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        vocab_size: int,
-        temperature: float,
-        group: dist.ProcessGroup,
+        columns: _Columns,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        subsets: _Subsets | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.columns = _Columns.of(group, len(weight), vocab_size, temperature)
+        ctx.columns, ctx.subsets = columns, subsets
         z = F.linear(hidden, weight).float()
         # On a CPU as many as its cache holds, unless that would make more messages.
-        in_cache = not z.is_cuda and group.size() == 1
+        in_cache = not z.is_cuda and columns.group.size() == 1
         ctx.chunk = max(CACHE_BYTES // (4 * z.size(1)), 1) if in_cache else CHUNK_TOKENS
 
         def scaled(a: int, b: int) -> Tensor:
             return ctx.columns.scaled(z[a:b])
 
-        logprobs, entropy, sums = _forward(scaled, labels, ctx.chunk, ctx.columns, with_entropy, keeps=True)
+        found, sums = _forward(scaled, labels, ctx.chunk, columns, with_entropy, subsets, keeps=True)
         ctx.save_for_backward(hidden, weight, labels, z, *sums)
-        return logprobs, entropy
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, z, _, *sums = ctx.saved_tensors  # a second backward pass is refused: z has changed
         for a, b in _chunks(len(hidden), ctx.chunk):
-            of_chunk = [None, *(s[a:b] for s in sums)]  # the peak is subtracted already
-            found = _gradient(z[a:b], labels[a:b], of_chunk, _cut(grads, a, b), ctx.columns)
+            of_chunk = [None, *_cut(sums, a, b)]  # the peak is subtracted already
+            within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
+            found = _gradient(z[a:b], labels[a:b], of_chunk, _cut(grads, a, b), ctx.columns, within)
             if found.data_ptr() != z[a:b].data_ptr():
                 z[a:b] = found
         grad = z.to(weight.dtype)
         grad_weight = grad.t() @ hidden if ctx.needs_input_grad[1] else None
-        return grad @ weight, grad_weight, None, None, None, None, None
+        return grad @ weight, grad_weight, None, None, None, None
 
 
 class _ChunkedLinear(torch.autograd.Function):
@@ -137,21 +154,20 @@ class _ChunkedLinear(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        vocab_size: int,
-        temperature: float,
-        group: dist.ProcessGroup,
+        columns: _Columns,
         chunk: int,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        subsets: _Subsets | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.chunk = _Columns.of(group, len(weight), vocab_size, temperature), chunk
+        ctx.columns, ctx.chunk, ctx.subsets = columns, chunk, subsets
 
         def scaled(a: int, b: int) -> Tensor:
             return ctx.columns.scaled(F.linear(hidden[a:b], weight))
 
-        logprobs, entropy, sums = _forward(scaled, labels, chunk, ctx.columns, with_entropy)
+        found, sums = _forward(scaled, labels, chunk, columns, with_entropy, subsets)
         ctx.save_for_backward(hidden, weight, labels, *sums)
-        return logprobs, entropy
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -160,11 +176,12 @@ class _ChunkedLinear(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for a, b in _chunks(len(hidden), ctx.chunk):
             z = ctx.columns.scaled(F.linear(hidden[a:b], weight))
-            grad = _gradient(z, labels[a:b], [s[a:b] for s in sums], _cut(grads, a, b), ctx.columns).to(weight.dtype)
+            within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
+            grad = _gradient(z, labels[a:b], _cut(sums, a, b), _cut(grads, a, b), ctx.columns, within).to(weight.dtype)
             torch.mm(grad, weight, out=out[a:b])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[a:b])
-        return out, grad_weight, None, None, None, None, None, None
+        return out, grad_weight, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +207,50 @@ class _Columns:
             z[:, max(self.width, 0) :] = -torch.inf
         return z
 
+    def is_shared(self, z: Tensor) -> bool:
+        """Whether sums over the columns of ``z`` are sums over ranks too."""
+        return self.group.size() > 1 and len(z) > 0
+
     def local(self, labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """Column of each label on this rank (0 where another rank has it), and whether this rank has it."""
         local = labels - self.first
         here = (local >= 0) & (local < columns)
         return torch.where(here, local, 0), here
+
+
+@dataclass(frozen=True, slots=True)
+class _Subsets:
+    """The support of each token as one list of pairs, by token: the token's number, and an id of its support."""
+
+    tokens: Tensor  # [M] int64
+    ids: Tensor  # [M] int64
+    ends: list[int]  # [N + 1]: where the pairs of each token end, behind a zero
+    is_cut: Tensor  # [N] bool: tokens with a support; the others were drawn from the whole vocabulary
+
+    @classmethod
+    def of(cls, support: Ragged[Tensor], device: torch.device) -> _Subsets:
+        counts = support.counts.long()
+        tokens = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        ends = [0, *accumulate(counts.tolist())]
+        return cls(tokens.to(device), support.values.long().to(device), ends, (counts > 0).to(device))
+
+    def of_tokens(self, a: int, b: int) -> _Subsets:
+        first, last = self.ends[a], self.ends[b]
+        return _Subsets(self.tokens[first:last] - a, self.ids[first:last], self.ends[a : b + 1], self.is_cut[a:b])
+
+    def log_sum(self, z: Tensor, columns: _Columns) -> Tensor:
+        """Log-sum-exp [n] over each support, zero where there is none. Collective over the columns' group."""
+        places, here = columns.local(self.ids, z.size(1))
+        held = torch.where(here, z[self.tokens, places], -torch.inf)
+        # Relative to the largest of the support: all of it may be improbable by now.
+        peak = z.new_full((len(z),), -torch.inf).scatter_reduce_(0, self.tokens, held, "amax")
+        if is_shared := columns.is_shared(z):
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
+        peak = torch.where(self.is_cut, peak, 0.0)
+        sums = z.new_zeros(len(z)).index_add_(0, self.tokens, (held - peak[self.tokens]).exp_())
+        if is_shared:
+            dist.all_reduce(sums, group=columns.group)
+        return torch.where(self.is_cut, peak + sums.log(), 0.0)
 
 
 def _forward(
@@ -203,41 +259,67 @@ def _forward(
     chunk: int,
     columns: _Columns,
     with_entropy: bool,
+    subsets: _Subsets | None,
     *,
     keeps: bool = False,
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Logprobs, entropy, and what the backward pass needs of each token.
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], list[Tensor | None]]:
+    """Logprobs, entropy and log mass, and what the backward pass needs of each token.
 
     ``scaled``: from where to where -> scaled logits, which are overwritten: with ``keeps`` by those relative to the largest.
     """
     parts = [
-        _forward_chunk(scaled(a, b), labels[a:b], columns, with_entropy, keeps) for a, b in _chunks(len(labels), chunk)
+        _forward_chunk(
+            scaled(a, b),
+            labels[a:b],
+            columns,
+            with_entropy,
+            None if subsets is None else subsets.of_tokens(a, b),
+            keeps,
+        )
+        for a, b in _chunks(len(labels), chunk)
     ]
-    target, log_sum, peak, *expected = (torch.cat(column) for column in zip(*parts, strict=True))
-    entropy = log_sum - expected[0] if with_entropy else None
-    return target - log_sum, entropy, [peak, log_sum, *([] if entropy is None else [entropy])]
+    target, log_sum, peak, *others = (torch.cat(column) for column in zip(*parts, strict=True))
+    entropy = log_sum - others.pop(0) if with_entropy else None
+    log_mass = None if subsets is None else torch.where(subsets.is_cut, others.pop() - log_sum, 0.0)
+    return (target - log_sum, entropy, log_mass), [peak, log_sum, entropy, log_mass]
 
 
 def _gradient(
-    z: Tensor, labels: Tensor, sums: Sequence[Tensor | None], grads: Sequence[Tensor | None], columns: _Columns
+    z: Tensor,
+    labels: Tensor,
+    sums: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    columns: _Columns,
+    subsets: _Subsets | None,
 ) -> Tensor:
     """Gradient of a chunk's logits [n, V_local] fp32. ``z``: the scaled logits, which are overwritten; relative to no ``peak``."""
-    grad_logprobs, grad_entropy = grads
-    peak, log_sum, *entropy = sums
+    grad_logprobs, grad_entropy, grad_mass = grads
+    peak, log_sum, entropy, log_mass = sums
     assert log_sum is not None
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_sum)
     log_p = (z if peak is None else z.sub_(peak[:, None])).sub_(log_sum[:, None])
+    spread, inside = grad_logprobs, None  # what every column gets by its probability, and those of a support beside it
+    if grad_mass is not None:
+        assert subsets is not None and log_mass is not None
+        grad_mass = torch.where(subsets.is_cut, grad_mass, 0.0)
+        spread = grad_logprobs + grad_mass  # exactly zero outside of the support for logprobs - log_mass
+        own, own_here = columns.local(subsets.ids, z.size(1))
+        share = (log_p[subsets.tokens, own] - log_mass[subsets.tokens]).exp_()
+        inside = torch.where(own_here, share * grad_mass[subsets.tokens], 0.0)
     if grad_entropy is None:
-        grad = log_p.exp_().mul_(-grad_logprobs[:, None])
+        grad = log_p.exp_().mul_(-spread[:, None])
     else:
         p = log_p.exp()
         # Padding has p = 0 and log p = -inf, whose product must be 0.
-        assert entropy[0] is not None
-        surprise = torch.where(p > 0, log_p, 0.0) + entropy[0][:, None]
-        grad = -p * (grad_logprobs[:, None] + grad_entropy[:, None] * surprise)
+        assert entropy is not None
+        surprise = torch.where(p > 0, log_p, 0.0) + entropy[:, None]
+        grad = -p * (spread[:, None] + grad_entropy[:, None] * surprise)
     places, here = columns.local(labels, z.size(1))
     grad[torch.arange(len(grad), device=grad.device), places] += torch.where(here, grad_logprobs, 0.0)
+    if inside is not None:
+        assert subsets is not None
+        grad.index_put_((subsets.tokens, own), inside, accumulate=True)
     return grad if columns.temperature == 1.0 else grad.div_(columns.temperature)
 
 
@@ -246,22 +328,24 @@ def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
     return [(a, min(a + chunk, num_tokens)) for a in range(0, max(num_tokens, 1), chunk)]
 
 
-def _cut(grads: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | None]:
-    return [None if grad is None else grad[a:b] for grad in grads]
+def _cut(values: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | None]:
+    return [None if each is None else each[a:b] for each in values]
 
 
 def _forward_chunk(
-    z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool, keeps: bool = False
+    z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool, subsets: _Subsets | None, keeps: bool = False
 ) -> list[Tensor]:
-    """Target logit, log-sum-exp, both relative to the largest logit, that one, and the expected logit: [n] each.
+    """Target logit, log-sum-exp, both relative to the largest logit, that one, and as wanted the expected logit and the log-sum-exp of
+    the support: [n] each.
 
     Reduced over the group. ``z``, the scaled logits, is overwritten: with ``keeps`` it is relative to the largest then.
     """
     peak = z.amax(dim=1)
-    is_shared = columns.group.size() > 1 and len(z) > 0
+    is_shared = columns.is_shared(z)
     if is_shared:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
     z -= peak[:, None]
+    of_support = None if subsets is None else subsets.log_sum(z, columns)
     places, here = columns.local(labels, z.size(1))
     target = torch.where(here, z.gather(1, places[:, None]).squeeze(1), 0.0)
     if with_entropy:
@@ -271,4 +355,5 @@ def _forward_chunk(
         sums = torch.stack([target, (z.exp() if keeps else z.exp_()).sum(1)])
     if is_shared:
         dist.all_reduce(sums, group=columns.group)
-    return [sums[0], sums[1].log(), peak, *([sums[2] / sums[1]] if with_entropy else [])]
+    wanted = [*([sums[2] / sums[1]] if with_entropy else []), *([] if of_support is None else [of_support])]
+    return [sums[0], sums[1].log(), peak, *wanted]

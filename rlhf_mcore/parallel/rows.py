@@ -28,14 +28,14 @@ def move_rows(
     """Send rows from the ranks that hold them to those that need them, by one all-to-all per field. Collective over ``group``.
 
     Args:
-        fields: host tensors [tokens of the rows that this rank holds], rows ascending and back to back. The same names and dtypes on
-            every rank.
+        fields: host tensors [tokens of the rows that this rank holds, ...], rows ascending and back to back. The same names, dtypes
+            and further dimensions on every rank.
         lengths: [B] tokens of every row of the step.
         holders: [B] the rank of the group that holds each row.
         wanted: for each rank of the group the rows that it needs, in its order. Ranks that need the same rows share one array.
 
     Returns:
-        [tokens of this rank's wanted rows] by name, in the order in which they are wanted.
+        [tokens of this rank's wanted rows, ...] by name, in the order in which they are wanted.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     assert len(wanted) == world_size, (len(wanted), world_size)
@@ -60,7 +60,7 @@ def move_rows(
     for name in sorted(fields):
         parts = fields[name].split(held_lengths)
         outgoing = _joined([parts[k] for rows in sent for k in rows], fields[name])
-        incoming = fields[name].new_empty(int(received_tokens.sum()))
+        incoming = fields[name].new_empty(int(received_tokens.sum()), *fields[name].shape[1:])
         if world_size == 1:
             incoming = outgoing
         else:
@@ -95,4 +95,4 @@ def rows_by_rank(ranks: Rows, world_size: int) -> list[Rows]:
 
 
 def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(list(parts)) if parts else like.new_empty(0)
+    return torch.cat(list(parts)) if parts else like.new_empty(0, *like.shape[1:])

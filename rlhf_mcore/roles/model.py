@@ -27,10 +27,12 @@ from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
 from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
 from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_rows, rows_by_rank
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.types import LocalParameter, Microbatch, TrainBatch
+from rlhf_mcore.types import LocalParameter, Microbatch, Ragged, TrainBatch
 
+Field = Tensor | Ragged[Tensor]  # of the tokens of rows
 Update = Callable[[], dict[str, float]]
 
 
@@ -59,14 +61,14 @@ class RoleModel:
         self,
         batch: TrainBatch,
         parts: Sequence[Sequence[int]],
-        fields: Mapping[str, Tensor],
+        fields: Mapping[str, Field],
         rows_per_unit: int = 1,
     ) -> list[RowTokens]:
         """Bring rows from their owners to the data-parallel ranks that the model runs them on. Collective over the world.
 
         Args:
             parts: rows that are run together, each part dealt to the data-parallel ranks by tokens for itself.
-            fields: [N] tensors of the batch that travel beside the tokens.
+            fields: of the batch, tensors [N, ...] and ragged ones, which travel beside the tokens.
             rows_per_unit: so many consecutive rows of a part stay together.
 
         Returns:
@@ -78,15 +80,29 @@ class RoleModel:
         wanted: list[Rows] = [NO_ROWS] * dist.get_world_size()
         for rank in self.layout.ranks:
             wanted[rank] = by_replica[self.layout.coordinates(rank)["dp"]]
-        moved = move_rows({"token_ids": batch.token_ids, **fields}, lengths, batch.owners.numpy(), wanted)
+        tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
+        owners = batch.owners.numpy()
+        moved = move_rows({"token_ids": batch.token_ids, **tensors}, lengths, owners, wanted)
+        ragged = {
+            name: move_ragged(field, lengths, owners, wanted)
+            for name, field in sorted(fields.items())
+            if isinstance(field, Ragged)
+        }
         if self.model is None:
             return []
         replica = self.layout.coordinates(dist.get_rank())["dp"]
         mine = [share[replica] for share in shares]
         row_lengths = [lengths[rows].tolist() for rows in mine]
-        columns = {name: tensor.split([sum(held) for held in row_lengths]) for name, tensor in moved.items()}
+        sizes = [sum(held) for held in row_lengths]
+        columns = {name: tensor.split(sizes) for name, tensor in moved.items()}
+        others = {name: split_tokens(field, sizes) for name, field in ragged.items()}
         return [
-            RowTokens(rows, row_lengths[number], {name: column[number] for name, column in columns.items()})
+            RowTokens(
+                rows,
+                row_lengths[number],
+                {name: column[number] for name, column in columns.items()},
+                {name: column[number] for name, column in others.items()},
+            )
             for number, rows in enumerate(mine)
         ]
 
@@ -120,13 +136,19 @@ class RoleModel:
         return made if len(made) == most else split(min_count=most)
 
     def per_token(
-        self, batch: TrainBatch, function: OutputFunction, fields: Mapping[str, Tensor] | None = None
+        self,
+        batch: TrainBatch,
+        function: OutputFunction,
+        fields: Mapping[str, Field] | None = None,
+        *,
+        shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """What ``function`` returns at the predictor of each token in the loss mask: [N] fp32, zero elsewhere.
+        """What ``function`` returns at the predictor of each token in the loss mask: [N, *shape] fp32, zero elsewhere.
 
-        Collective over the world. ``fields``: [N] tensors of the batch that it finds in the microbatches.
+        Collective over the world. ``fields``: of the batch, as in ``deliver``, that it finds in the microbatches. ``shape``: of what
+        it returns for a token.
         """
-        return self.to_owners(batch, self._run(batch, function, fields)[1])
+        return self.to_owners(batch, self._run(batch, function, fields, shape)[1])
 
     def per_row(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
         """What ``function`` returns at the last token of each row: [B] fp32 on every rank. Collective over the world."""
@@ -139,7 +161,7 @@ class RoleModel:
         return self.to_owners(batch, tokens), merge_rows(last)
 
     def to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
-        """Values of tokens in the loss mask, on the ranks that own the rows: [N] fp32, zero elsewhere. Collective over the world.
+        """Values of tokens in the loss mask, on the ranks that own the rows: [N, ...] fp32, zero elsewhere. Collective over the world.
 
         ``tokens``: those of all rows that were run together, back to back on the first rank of each data-parallel rank's last stage.
         """
@@ -147,8 +169,8 @@ class RoleModel:
         for replica, rows in enumerate(self._shares(batch.lengths, range(batch.num_rows), 1)):
             holders[rows] = self.layout.rank_of(dp=replica, pp=self.layout.pp - 1)
         owned = rows_by_rank(batch.owners.numpy(), dist.get_world_size())
-        moved = move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)
-        return torch.where(batch.loss_mask, moved["values"], 0.0)
+        values = move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)["values"]
+        return torch.where(batch.loss_mask.view(-1, *(1 for _ in values.shape[1:])), values, 0.0)
 
     @property
     def keeps_outputs(self) -> bool:
@@ -158,11 +180,15 @@ class RoleModel:
         return self.model.groups.tp_rank == 0 and self.model.groups.cp_rank == 0
 
     def _run(
-        self, batch: TrainBatch, function: OutputFunction, fields: Mapping[str, Tensor] | None = None
+        self,
+        batch: TrainBatch,
+        function: OutputFunction,
+        fields: Mapping[str, Field] | None = None,
+        shape: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Outputs of all rows where they were computed: [B], and flat tokens."""
+        """Outputs of all rows where they were computed: [B, *shape], and flat tokens."""
         held = self.deliver(batch, [range(batch.num_rows)], fields or {})
-        last, tokens = torch.zeros(batch.num_rows), torch.zeros(0)
+        last, tokens = torch.zeros(batch.num_rows, *shape), torch.zeros(0, *shape)
         if self.model is not None:
             microbatches = self.microbatches(held[0], forward_only=True)
             outputs = self.model.forward(microbatches, function)
@@ -187,8 +213,8 @@ class Objective(Protocol):
     rows_per_unit: ClassVar[int] = 1  # so many consecutive rows of a batch stay together in a microbatch
     losses: ClassVar[tuple[str, ...]] = ("loss",)  # sums that are means over their minibatch: summed with its weights
 
-    def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
-        """The tensors [N] of the batch that the loss reads; they travel with the tokens."""
+    def fields(self, batch: TrainBatch) -> Mapping[str, Field]:
+        """What the loss reads of the batch, tensors [N, ...] and ragged fields; it travels with the tokens."""
         return {}
 
     def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
@@ -249,7 +275,7 @@ class TrainedModel(RoleModel):
             when the updates have left a weight or a moment NaN or infinite on any rank.
         """
         parts = minibatches(batch, self.plan.prompts_per_minibatch)
-        fields = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
+        fields: dict[str, Field] = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
         held = self.deliver(batch, parts, fields, objective.rows_per_unit)
         counts = [
             MinibatchCounts(int(batch.num_sampled[rows].sum()), len(rows), int(batch.lengths[rows].sum()))
@@ -265,10 +291,15 @@ class TrainedModel(RoleModel):
         return self.plan.epochs == 1 and len(minibatches(batch, self.plan.prompts_per_minibatch)) == 1
 
     def tokens_of_update(
-        self, batch: TrainBatch, outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]
+        self,
+        batch: TrainBatch,
+        outputs: Sequence[Tensor],
+        microbatches: Sequence[Microbatch],
+        *,
+        shape: tuple[int, ...] = (),
     ) -> Tensor:
         """What a loss has kept of the microbatches of the one update of a step, as ``per_token``. Collective over the world."""
-        tokens = torch.zeros(0)
+        tokens = torch.zeros(0, *shape)
         if self.keeps_outputs:
             replica = self.layout.coordinates(dist.get_rank())["dp"]
             rows = self._shares(batch.lengths, range(batch.num_rows), 1)[replica]
@@ -285,7 +316,8 @@ class TrainedModel(RoleModel):
         fields = dict(held.fields)
         lengths = torch.tensor(held.lengths, dtype=torch.int64)
         weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)
-        return RowTokens(held.rows, held.lengths, {**fields, "weights": objective.weights(held, weights, counts.rows)})
+        fields["weights"] = objective.weights(held, weights, counts.rows)
+        return RowTokens(held.rows, held.lengths, fields, held.ragged)
 
     def _update_all(
         self, objective: Objective, parts: list[RowTokens], counts: list[MinibatchCounts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from rlhf_mcore.algorithms.correction import RATIO_MODES, factors_of_microbatch
@@ -16,19 +17,43 @@ from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.data.collate import sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
+from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update
-from rlhf_mcore.types import Microbatch, TrainBatch
+from rlhf_mcore.roles.model import Field, Objective, RoleModel, TrainedModel, Update
+from rlhf_mcore.types import Microbatch, Ragged, TrainBatch
 
 
-def logprobs_of(model: RoleModel, batch: TrainBatch, temperature: float) -> Tensor:
-    """Logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world."""
+def logprobs_of(
+    model: RoleModel, batch: TrainBatch, temperature: float, support: Ragged[Tensor] | None = None
+) -> Tensor:
+    """Logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world.
+
+    With a ``support`` of the batch's tokens [N, 2], as ``drawn_logprobs``.
+    """
 
     def logprobs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
         assert model.model is not None
-        return model.model.logprobs_and_entropy(outputs, microbatch, temperature, with_entropy=False)[0]
+        return drawn_logprobs(model.model.logprobs_and_entropy(outputs, microbatch, temperature, with_entropy=False))
 
-    return model.per_token(batch, logprobs, {"loss_mask": batch.loss_mask})
+    fields: dict[str, Field] = {"loss_mask": batch.loss_mask}
+    if support is None:
+        return model.per_token(batch, logprobs, fields)
+    return model.per_token(batch, logprobs, {**fields, "support": support}, shape=(2,))
+
+
+def drawn_logprobs(found: TokenLogprobs) -> Tensor:
+    """Logprobs under the distribution that tokens were drawn from, [...]; with a support the log of its mass beside them, [..., 2]."""
+    if found.log_mass is None:
+        return found.logprobs
+    return torch.stack([found.logprobs - found.log_mass, found.log_mass], dim=-1)
+
+
+def keep_logprobs(batch: TrainBatch, drawn: Tensor) -> Tensor:
+    """The logprobs [N] of what ``drawn_logprobs`` has made; the log masses, where there are any, go into the batch."""
+    if batch.support is None:
+        return drawn
+    logprobs, batch.log_mass = drawn.contiguous().unbind(-1)
+    return logprobs
 
 
 @dataclass(slots=True)
@@ -67,9 +92,10 @@ class PolicyObjective(Objective):
     # Logprobs of the update's forward pass, where they are the old ones too, and the microbatches that they are of.
     kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
-    def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
+    def fields(self, batch: TrainBatch) -> dict[str, Field]:
         assert batch.advantages is not None
-        optional = {
+        optional: dict[str, Field | None] = {
+            "support": batch.support,
             "old_logprobs": batch.old_logprobs,
             "ref_logprobs": batch.ref_logprobs,
             "correction": batch.correction,
@@ -79,10 +105,16 @@ class PolicyObjective(Objective):
         return {"advantages": batch.advantages} | {name: value for name, value in optional.items() if value is not None}
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Weighted sums throughout. Without ``old_logprobs`` the policy before the update is the present one: every ratio is 1."""
-        logprobs, entropy = model.logprobs_and_entropy(
+        """Weighted sums throughout. Without ``old_logprobs`` the policy before the update is the present one: every ratio is 1.
+
+        Ratios are of the distribution that was drawn from, so under a support renormalised. Entropy and KL are of the whole one.
+        """
+        found = model.logprobs_and_entropy(
             outputs, microbatch, self.temperature, with_entropy=self.with_entropy or bool(self.algorithm.entropy_coef)
         )
+        entropy, logprobs = found.entropy, found.logprobs
+        if found.log_mass is not None:
+            logprobs = logprobs - found.log_mass
         fields = {name: value.to(logprobs.device) for name, value in microbatch.fields.items()}
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
@@ -91,7 +123,7 @@ class PolicyObjective(Objective):
         old = fields.get("old_logprobs")
         if old is None:
             old = logprobs.detach()
-            self.kept.append((old, microbatch))
+            self.kept.append((drawn_logprobs(found).detach(), microbatch))
         corrected = weights * fields["correction"] if "correction" in fields else weights
         if "rollout_logprobs" in fields:
             corrected = corrected * factors_of_microbatch(
@@ -115,7 +147,7 @@ class PolicyObjective(Objective):
             assert entropy is not None
             loss = loss - cfg.entropy_coef * weighted_sum(entropy, weights)
         if self.kl_coef:
-            kl = kl_penalty(logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable, clip=cfg.kl.clip)
+            kl = kl_penalty(found.logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable, clip=cfg.kl.clip)
             loss = loss + self.kl_coef * weighted_sum(kl, weights)
             metrics["kl"] = masked_sum(kl.detach(), trainable)
         return loss, metrics
@@ -141,8 +173,11 @@ class Actor:
         self._objective = PolicyObjective(self.algorithm, policy_loss, self.temperature)
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [N] fp32 of the sampled tokens, zero elsewhere. Collective over the world."""
-        return logprobs_of(self.model, batch, self.temperature)
+        """Logprobs [N] fp32 of the sampled tokens under the distribution that they were drawn from, zero elsewhere.
+
+        With a support ``batch.log_mass`` is filled in too. Collective over the world.
+        """
+        return keep_logprobs(batch, logprobs_of(self.model, batch, self.temperature, batch.support))
 
     def deliver_update(self, batch: TrainBatch) -> Update:
         """All updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
@@ -156,9 +191,10 @@ class Actor:
     def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
         """Logprobs [N] fp32 of the forward pass of the update of these rows, as ``compute_logprobs``. Collective over the world."""
         kept = self._objective.kept
-        found = self.model.tokens_of_update(batch, [values for values, _ in kept], [held for _, held in kept])
+        values, parts = [values for values, _ in kept], [held for _, held in kept]
+        found = self.model.tokens_of_update(batch, values, parts, shape=() if batch.support is None else (2,))
         kept.clear()
-        return found
+        return keep_logprobs(batch, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +202,7 @@ class ImitationObjective(Objective):
     """Negative log-likelihood of the responses."""
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        logprobs, _ = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0, with_entropy=False)
+        logprobs = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0, with_entropy=False).logprobs
         return sft_loss(logprobs, microbatch.fields["weights"].to(logprobs.device))
 
     def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:

@@ -10,16 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.tokenizer_files import end_tokens
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.environment import preserved_rng
-from rlhf_mcore.types import Completion, Request
+from rlhf_mcore.types import Completion, Ragged, Request
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
@@ -267,6 +270,12 @@ class Engine(VersionedWeights, ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the engine."""
+
+
+def ragged_ids(parts: Sequence[Sequence[int] | NDArray[np.int32]]) -> Ragged[NDArray[np.int32]]:
+    """Token ids by the token that they belong to."""
+    ids = [np.asarray(part, np.int32) for part in parts]
+    return Ragged(np.array([len(part) for part in ids], np.int32), np.concatenate([np.zeros(0, np.int32), *ids]))
 
 
 def begin_version(versions: list[tuple[int, int]], first: int, version: int) -> None:

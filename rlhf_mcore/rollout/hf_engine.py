@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import DTYPES, current_platform
 from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
+from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors, ragged_ids
 from rlhf_mcore.rollout.environment import preserved_rng
 from rlhf_mcore.types import Completion, Request, Sampling
 
@@ -71,6 +72,7 @@ class HFEngine(Engine):
                 np.array([logprob for _, logprob in batch.drawn[row]], np.float32),
                 tuple(self._in_flight[batch.requests[row].request_id].versions),
                 batch.finished[row],
+                support=ragged_ids(batch.supports[row]) if batch.requests[row].sampling.records_support else None,
             )
             for row in batch.step(self._model, self._stops)
         ]
@@ -136,6 +138,7 @@ class _Batch:
     def __init__(self, rows: Sequence[tuple[Request, int]], pad: int, device: torch.device) -> None:
         self.requests, self.limits = zip(*rows, strict=True)
         self.drawn: list[list[tuple[int, float]]] = [[] for _ in rows]
+        self.supports: list[list[NDArray[np.int32]]] = [[] for _ in rows]  # of each drawn token, where it is recorded
         self.finished = [""] * len(rows)
         self.cache: Any = None  # of keys and values, of all tokens but the last; None: nothing is computed yet
         self._generators = [torch.Generator(device).manual_seed(request.seed) for request in self.requests]
@@ -155,12 +158,16 @@ class _Batch:
             input_ids=new, attention_mask=self._mask, position_ids=positions, past_key_values=self.cache, use_cache=True
         )
         self.cache = output.past_key_values
-        chosen, logprobs = draw(output.logits[:, -1], self.requests[0].sampling, self._generators)
+        sampling = self.requests[0].sampling
+        distribution = log_distribution(output.logits[:, -1], sampling)
+        chosen, logprobs = draw(distribution, sampling, self._generators)
         ended = []
         for row, (token, logprob) in enumerate(zip(chosen.tolist(), logprobs.tolist(), strict=True)):
             if self.finished[row]:
                 continue  # its further tokens are dropped
             self.drawn[row].append((token, logprob))
+            if sampling.records_support:
+                self.supports[row].append(distribution[row].isfinite().nonzero()[:, 0].int().cpu().numpy())
             if token in stops or len(self.drawn[row]) == self.limits[row]:
                 self.finished[row] = "stop" if token in stops else "length"
                 ended.append(row)
@@ -175,8 +182,8 @@ class _Batch:
                 self.finished[row] = "cancelled"
 
 
-def _distribution(sampling: Sampling) -> tuple[float, float, int]:
-    return sampling.temperature, sampling.top_p, sampling.top_k
+def _distribution(sampling: Sampling) -> tuple[float, float, int, bool]:
+    return sampling.temperature, sampling.top_p, sampling.top_k, sampling.records_support
 
 
 def _build_model(model: EngineModel) -> torch.nn.Module:
@@ -198,26 +205,27 @@ def _build_model(model: EngineModel) -> torch.nn.Module:
             ) from error
 
 
-def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
-    """One token per row.
+def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logprobs [b, V] float32 that tokens are drawn by, from logits [b, V]; -inf outside of the support.
 
-    Args:
-        logits: [b, V].
-        sampling: temperature, top_k (-1: off), top_p (1.0: off).
-        generators: one per row; each is advanced by one draw of V numbers.
-
-    Returns:
-        Tokens [b] int64 and their logprobs [b] float32 under the distribution that was sampled from (temperature 0:
-        argmax of the logits, and its logprob at temperature 1).
+    ``sampling`` has temperature (0: those at 1), top_k (-1: off) and top_p (1.0: off).
     """
     logits = logits.float()
     if sampling.temperature == 0:
-        logprobs = logits.log_softmax(-1)
-        chosen = logits.argmax(-1)
-    else:
-        logprobs = truncate(logits / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(-1)
-        chosen = _gumbel_max(logprobs, generators)
-    return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
+        return logits.log_softmax(-1)
+    return truncate(logits / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(-1)
+
+
+def draw(distribution: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
+    """One token per row: ids [b] int64, and their logprobs [b] float32.
+
+    Args:
+        distribution: [b, V], of ``log_distribution``.
+        sampling: its temperature; the likeliest token is taken at 0.
+        generators: one per row; each is advanced by one draw of V numbers.
+    """
+    chosen = distribution.argmax(-1) if sampling.temperature == 0 else _gumbel_max(distribution, generators)
+    return chosen, distribution.gather(-1, chosen[:, None])[:, 0]
 
 
 def _gumbel_max(logprobs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.rollout_rules import truncates
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout import vllm_cpu
+from rlhf_mcore.rollout import vllm_cpu, vllm_masks
 from rlhf_mcore.rollout.drafts import draft_options
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
@@ -64,7 +65,7 @@ class VLLMEngine(Engine):
         self._on_cuda = current_platform().name == "cuda"
         self._can_sleep = self._on_cuda and cfg.sleep
         self._asleep: set[str] = set()  # of MEMORY
-        self._tp = tp
+        self._tp, self._records = tp, truncates(cfg.sampling)
         self._by_number: dict[int, int] = {}  # request ids in flight by vLLM's numbers
         options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
@@ -73,6 +74,8 @@ class VLLMEngine(Engine):
                 import numba
 
                 numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
+        if self._records:
+            vllm_masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if not self._on_cuda:
             vllm_cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
             if cfg.speculative.method != "off":
@@ -104,19 +107,18 @@ class VLLMEngine(Engine):
         }
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
-            options["max_num_seqs"] = min(
-                cfg.max_num_seqs, cfg.max_num_batched_tokens
-            )  # each decodes a token in a pass
+            # Each decodes a token in a pass.
+            options["max_num_seqs"] = min(cfg.max_num_seqs, cfg.max_num_batched_tokens)
         elif cfg.max_num_seqs > _LEAST_BUDGET:  # vLLM refuses more sequences than tokens
             options["max_num_batched_tokens"] = max(cfg.max_num_seqs, _USUAL_BUDGET)
         if self._on_cuda:
             options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
             options["enable_sleep_mode"] = cfg.sleep
+            options["return_sampling_mask"] = self._records
         else:
             options["kv_cache_memory_bytes"] = int(cfg.kv_cache_gib * 2**30)
-            options["block_size"] = (
-                32  # of the default 128 no short prompt would fill a block that its samples can share
-            )
+            # Of the default 128 no short prompt would fill a block that its samples can share.
+            options["block_size"] = 32
         return options
 
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
@@ -135,6 +137,7 @@ class VLLMEngine(Engine):
                 stop_token_ids=self._stops,
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
+                extra_args=vllm_masks.extra_args(request),
             )
             for request, limit in zip(requests, limits, strict=True)
         ]
@@ -150,6 +153,8 @@ class VLLMEngine(Engine):
         return handles
 
     def _step(self) -> list[Completion]:
+        if self._records and self._on_cuda:
+            vllm_masks.record_where_wanted(self._llm.llm_engine, self._worker().model_runner, self._in_flight)
         return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
 
     def _completion(self, output: Any) -> Completion:
@@ -174,6 +179,7 @@ class VLLMEngine(Engine):
             tuple(found.versions),
             drawn.finish_reason,
             num_cached=output.num_cached_tokens or 0,
+            support=vllm_masks.support_of(drawn) if found.request.sampling.records_support else None,
         )
 
     def _end(self, request_ids: Sequence[int]) -> None:
@@ -375,6 +381,8 @@ def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on
             f"rollout.max_model_len={options['max_model_len']} tokens; raise it, or lower data.max_prompt_tokens or "
             "rollout.sampling.max_new_tokens"
         )
+    if "requires Model Runner V2" in message:
+        return vllm_masks.not_recorded(cfg.sampling, options["model"])
     if "MoE backend supports the deployment" in message:
         return (
             f"rollout.layout.tp={cfg.layout.tp}: vLLM has no kernel for experts of {options['model']} that are cut so (those for a "

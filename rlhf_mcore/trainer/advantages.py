@@ -78,10 +78,12 @@ class AdvantageComputer:
         return metrics
 
     def _kl(self, batch: TrainBatch) -> Tensor:
-        """[N] of the policy before the step's updates to the reference."""
+        """[N] of the policy before the step's updates to the reference, both without top-k and top-p."""
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        cfg = self.cfg.kl
-        return kl_penalty(batch.old_logprobs, batch.ref_logprobs, cfg.estimator, mask=batch.loss_mask, clip=cfg.clip)
+        cfg, logprobs = self.cfg.kl, batch.old_logprobs
+        if batch.log_mass is not None:
+            logprobs = logprobs + batch.log_mass
+        return kl_penalty(logprobs, batch.ref_logprobs, cfg.estimator, mask=batch.loss_mask, clip=cfg.clip)
 
     def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
         """The distance between the engine's distribution and the trainer's is always a metric; it is corrected where configured."""

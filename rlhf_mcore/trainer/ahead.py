@@ -316,9 +316,14 @@ class SamplingAhead:
         return {group.number: group.prompt for group in self._groups}
 
     def load_finished(self, finished: Mapping[int, list[Trajectory]]) -> None:
-        """Continue with responses that ``finished`` has returned, after ``load_state_dict``."""
+        """Continue with responses that ``finished`` has returned, after ``load_state_dict``.
+
+        Those without the support that updates need, of a run that did not record it, are drawn again.
+        """
         by_number = {group.number: group for group in self._groups}
         for number, trajectories in finished.items():
+            if self._sampling.records_support and any(t.support is None for t in trajectories):
+                continue
             group = by_number[number]
             group.trajectories, group.scores = trajectories, self._begin_scores(trajectories)
             group.version = group.oldest_version

@@ -13,15 +13,13 @@ import xxhash
 from torch import Tensor
 
 from rlhf_mcore.config.errors import shortened
-from rlhf_mcore.data.episodes import flat_fields, token_versions, turn_rewards
+from rlhf_mcore.data.episodes import flat_fields, flat_support, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
-from rlhf_mcore.parallel.rows import Rows, move_rows, owners_of, rows_by_rank
+from rlhf_mcore.parallel.ragged import Move, move_ragged, split_tokens
+from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
-from rlhf_mcore.types import FAILURES, Prompt, Score, TrainBatch, Trajectory
-
-# As ``move_rows``: fields, lengths, holders, wanted rows of every rank -> fields of this rank's rows.
-Move = Callable[[Mapping[str, Tensor], Rows, Rows, Sequence[Rows]], dict[str, Tensor]]
+from rlhf_mcore.types import FAILURES, Prompt, Ragged, Score, TrainBatch, Trajectory
 
 
 @dataclass(slots=True)
@@ -125,15 +123,12 @@ def exchange_rows(
         LostTrajectory: the ranks together do not have each of the B rows once, or a row is not what it was when it has arrived.
         RuntimeError: a row has no finite score.
     """
-    num_rows, sent = len(group_ids), flat_fields(trajectories)
+    num_rows, sent, support = len(group_ids), flat_fields(trajectories), flat_support(trajectories)
     if asynchronous:
         sent["versions"] = token_versions(trajectories)
-    facts = [
-        (len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), any(turn.reward for turn in t.turns))
-        for t in trajectories
-    ]
+    facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), _optional(t)) for t in trajectories]
     mine = torch.tensor(facts, dtype=torch.int64).reshape(-1, 5)
-    digests = row_digests(sent, mine[:, 0].tolist())
+    digests = row_digests(sent, mine[:, 0].tolist(), support)
     table = all_gather_rows(torch.cat([torch.from_numpy(numbers)[:, None], mine, digests[:, None]], dim=1))
     scores = all_gather_rows(scores)
     order = table[:, 0].argsort(stable=True)
@@ -142,16 +137,19 @@ def exchange_rows(
         raise LostTrajectory(_miscounted(table[:, 0].tolist(), num_rows, name))
     if not scores.isfinite().all():
         raise RuntimeError(f"rows {(~scores.isfinite()).nonzero().flatten().tolist()} of the step have no finite score")
-    _, lengths, num_sampled, truncated, holders, rewarded, digests = table.unbind(1)
-    if rewarded.any():
+    _, lengths, num_sampled, truncated, holders, optional, digests = table.unbind(1)
+    if (optional & _REWARDED).any():
         sent["turn_rewards"] = turn_rewards(trajectories)
     world_size = dist.get_world_size()
     owners = owners_of(lengths.numpy(), world_size)
     owned = rows_by_rank(owners, world_size)
     rows = torch.from_numpy(owned[dist.get_rank()])
     moved = move(sent, lengths.numpy(), holders.numpy(), owned)
+    own_support = None
+    if (optional & _SUPPORTED).any():
+        own_support = move_ragged(support, lengths.numpy(), holders.numpy(), owned, move)
     checked = {name: values for name, values in moved.items() if name != "turn_rewards"}
-    changed = rows[row_digests(checked, lengths[rows].tolist()) != digests[rows]].tolist()
+    changed = rows[row_digests(checked, lengths[rows].tolist(), own_support) != digests[rows]].tolist()
     if lost := sorted(row for found in all_gather_json(changed) for row in found):
         raise LostTrajectory(
             f"{len(lost)} trajectories have arrived at another rank as something else than was sent, the first is that of "
@@ -170,17 +168,30 @@ def exchange_rows(
         rollout_logprobs=moved["rollout_logprobs"],
         turn_rewards=moved.get("turn_rewards"),
         versions=moved.get("versions"),
+        support=own_support,
     )
 
 
-def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
-    """Hash of all fields [N] of each row, whose tokens are back to back: [rows] int64."""
+_REWARDED, _SUPPORTED = 1, 2  # what a row may have beside its tokens: rewards of turns, a support
+
+
+def _optional(trajectory: Trajectory) -> int:
+    rewarded = any(turn.reward for turn in trajectory.turns)
+    return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None)
+
+
+def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int], support: Ragged[Tensor] | None = None) -> Tensor:
+    """Hash of all fields [N] of each row, whose tokens are back to back: [rows] int64. A row without a support has none in it."""
     flat = [fields[name].numpy() for name in sorted(fields)]
+    supports = None if support is None else split_tokens(support, lengths)
     digests, start = np.empty(len(lengths), np.uint64), 0
     for row, length in enumerate(lengths):
         digest = xxhash.xxh3_64()
         for values in flat:
             digest.update(values[start : start + length].tobytes())
+        if supports is not None and len(supports[row].values):
+            digest.update(supports[row].counts.numpy().tobytes())
+            digest.update(supports[row].values.numpy().tobytes())
         digests[row], start = digest.intdigest(), start + length
     return torch.from_numpy(digests.view(np.int64))
 

@@ -70,6 +70,11 @@ def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
     assert batch.old_logprobs is not None
     rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
     found = rollout_ratio_statistics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows)
+    if batch.support is not None and batch.log_mass is not None:
+        count = batch.num_sampled.sum().clamp(min=1)
+        sizes = rows.sums(batch.support.counts, batch.loss_mask).sum()
+        mass = rows.sums(batch.log_mass.exp(), batch.loss_mask).sum()
+        found |= {"support_size": float(sizes / count), "support_mass": float(mass / count)}
     return {f"rollout/{name}": value for name, value in found.items()}
 
 

@@ -193,7 +193,8 @@ def check_completion(request: Request, completion: Completion) -> None:
 
     Raises:
         RuntimeError: no token, a count of logprobs that differs from the count of tokens, a logprob that is NaN,
-            infinite or positive, or a request that did not finish. The message names the prompt.
+            infinite or positive, a request that did not finish, or a support that is not there or lacks its token. The message names
+            the prompt.
     """
     tokens, logprobs, where = completion.token_ids, completion.logprobs, request.name
     if not len(tokens):
@@ -203,8 +204,25 @@ def check_completion(request: Request, completion: Completion) -> None:
     wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > 1e-5))
     if len(wrong):
         raise RuntimeError(f"the engine returned logprob {logprobs[wrong[0]]} at token {wrong[0]} of {where}")
+    if request.sampling.records_support and completion.trajectory is None:
+        _check_support(completion, where)
     if completion.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"the engine gave up with finish_reason={completion.finish_reason!r} for {where}")
+
+
+def _check_support(completion: Completion, where: str) -> None:
+    support, tokens = completion.support, completion.token_ids
+    if support is None or len(support.counts) != len(tokens):
+        count = "none" if support is None else f"those of {len(support.counts)} tokens"
+        raise RuntimeError(
+            f"the engine did not record which tokens top_p and top_k had left to draw from: {count} for {len(tokens)} tokens "
+            f"({where}); set rollout.sampling.top_p=1 and top_k=-1"
+        )
+    is_own = support.values == tokens.repeat(support.counts)
+    owners = np.arange(len(tokens)).repeat(support.counts)
+    lacking = np.flatnonzero(np.bincount(owners[is_own], minlength=len(tokens)) != 1)
+    if len(lacking):
+        raise RuntimeError(f"the engine drew token {lacking[0]} of {where} from others than it recorded")
 
 
 def number_occurrences(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -170,6 +170,7 @@ def update(
     reference: torch.nn.Module,
     after: dict[str, torch.Tensor] | None,
     owner: str = "dealt",
+    complete: Callable[[TrainBatch], None] = lambda batch: None,
 ) -> dict[str, Any]:
     """One update; returns its metrics and the first weight that is not the oracle's. ``owner``: one of OWNERS."""
     model, actor = build(path, groups, platform, settings)
@@ -179,6 +180,7 @@ def update(
         "one after the other": [k % (last + 1) for k in range(len(all_rows))],
     }
     batch = batch_for(all_rows, owners.get(owner))
+    complete(batch)
     fill(batch, reference)
     metrics = actor.deliver_update(batch)()
     differences = all_gather_json("" if after is None else first_difference(gatherer(model), after, tolerance=1e-5))
@@ -252,22 +254,28 @@ def small_steps(
 
 
 def oracle(
-    path: Path, reference: torch.nn.Module, after: Path, extra: Callable[[torch.nn.Module], torch.Tensor] | None = None
+    path: Path,
+    reference: torch.nn.Module,
+    after: Path,
+    extra: Callable[[torch.nn.Module], torch.Tensor] | None = None,
+    drawn_logprobs: Callable[[torch.nn.Module, int], torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """The same update written down naively: autograd through transformers, row by row, and torch's AdamW.
 
-    ``extra`` is a loss of the model alone that is added. The new weights go to the directory ``after``.
+    ``extra`` is a loss of the model alone that is added. ``drawn_logprobs``: of a row, where the ratio has others than KL and entropy.
+    The new weights go to the directory ``after``.
     """
     hf, all_rows, cfg = load_hf(path), rows(), algorithm()
     scores = torch.tensor([row.score for row in all_rows])
     advantages = group_relative(scores, torch.arange(len(all_rows)) // 2, normalize_std=True)
     num_tokens = sum(len(row.response_ids) for row in all_rows)
     total = torch.zeros(())
-    for row, advantage in zip(all_rows, advantages, strict=True):
+    for number, (row, advantage) in enumerate(zip(all_rows, advantages, strict=True)):
         logprobs, entropy = hf_logprobs(hf, row)
         with torch.no_grad():
             ref, _ = hf_logprobs(reference, row)
-        ratio = torch.exp(logprobs - torch.tensor(row.rollout_logprobs))
+        drawn = drawn_logprobs(hf, number) if drawn_logprobs is not None else logprobs
+        ratio = torch.exp(drawn - torch.tensor(row.rollout_logprobs))
         clipped = torch.clamp(ratio, 1 - cfg.clip_low, 1 + cfg.clip_high)
         policy = -torch.minimum(ratio * advantage, clipped * advantage)
         k3 = (torch.exp(ref - logprobs) - (ref - logprobs) - 1).clamp(max=cfg.kl.clip)

@@ -63,7 +63,13 @@ OWN = (
     "rollout/staleness",
     "rollout/stale_",
 )
-FURTHER = ["algorithm.dynamic_sampling.enabled=true", "actor.freeze=[model.embed_tokens.weight]"]
+# Drawn from a part of the vocabulary, which is recorded, and with what waits for the next step in checkpoints.
+FURTHER = [
+    "algorithm.dynamic_sampling.enabled=true",
+    "actor.freeze=[model.embed_tokens.weight]",
+    "rollout.sampling.temperature=0.9",
+    "rollout.sampling.top_p=0.95",
+]
 IN_ORDER = ["trainer.max_staleness=2", "rollout.deterministic_order=true", "trainer.num_steps=6", *FURTHER]
 
 
@@ -129,7 +135,9 @@ def whole(workspace: Path) -> list[dict[str, Any]]:
     ended = run(workspace, "async.yaml", "experiment=whole", *IN_ORDER)
     assert ended.returncode == 0, ended.stderr
     run_directory = workspace / "outputs" / "quickstart" / "whole"
-    assert_registered(run_directory, "rollout/staleness_mean", "rollout/in_flight", "bridge/sent_bytes")
+    assert_registered(
+        run_directory, "rollout/staleness_mean", "rollout/in_flight", "bridge/sent_bytes", "rollout/support_mass"
+    )
     return metrics(workspace, "whole")
 
 

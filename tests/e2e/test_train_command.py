@@ -24,8 +24,10 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 RUNS = {
     # Tensor-parallel actor, vLLM, the planned bridge with every tensor hashed, a reference in the loss.
-    # A reward that differs between responses, so that each step has a gradient.
+    # A reward that differs between responses, so that each step has a gradient. Both draw from a part of the vocabulary.
     "vllm": [
+        "rollout.sampling.temperature=0.7",
+        "rollout.sampling.top_p=0.9",
         "bridge.verify=digest",
         "algorithm.kl.coef=0.01",
         "checkpoint.save_steps=1",
@@ -36,6 +38,7 @@ RUNS = {
         "actor.layout.tp=1",
         "actor.layout.pp=2",
         "rollout.engine=hf",
+        "rollout.sampling.top_k=5",
         "bridge.method=gather",
         "algorithm=dr_grpo",
         "algorithm.kl.coef=0.01",
@@ -95,12 +98,16 @@ def test_what_is_printed(trained: tuple[str, Path, str]) -> None:
 def test_metrics(trained: tuple[str, Path, str]) -> None:
     name, directory, _ = trained
     in_loss = ["loss/kl"] * (name == "vllm")
-    assert_registered(directory, "kl/coef", *in_loss, "bridge/local_bytes", "timing/<phase>_s", "reward/timeouts")
+    of_support = ["rollout/support_size", "rollout/support_mass"]
+    others = ["bridge/local_bytes", "timing/<phase>_s", "reward/timeouts"]
+    assert_registered(directory, "kl/coef", *in_loss, *of_support, *others)
     metrics = lines(directory / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1, 2]
     for row in metrics[1:]:
         assert row["rollout/logprob_diff_max"] < 1e-4
         assert 0 <= row["rollout/logprob_diff_mean"] <= row["rollout/logprob_diff_max"]
+        assert row["rollout/ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert 0 < row["rollout/support_mass"] < 0.9999 and row["rollout/support_size"] >= 1
         assert 0 <= row["reward/mean"] <= 1
         assert row["actor/grad_norm"] >= 0 and row["actor/skipped_updates"] == 0
         assert row["timing/update_s"] > 0 and row["timing/sync_s"] > 0

@@ -262,7 +262,7 @@ def test_logprobs_and_entropy(temperature: float, scale: float) -> None:
 
     def ours(x: Tensor) -> Tensor:
         found = given_logprobs(x, labels, vocab_size=37, temperature=temperature, group=alone)
-        return sum((w * value).sum() for w, value in zip(weights, found, strict=True))
+        return sum((w * value).sum() for w, value in zip(weights, found[:2], strict=True))
 
     def theirs(x: Tensor) -> Tensor:
         x = x.double() / temperature

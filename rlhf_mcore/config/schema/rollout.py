@@ -43,8 +43,18 @@ class SamplingConfig(Group):
     temperature: float = key(  # a greedy rollout has nothing to learn from
         1.0, "logprobs of engine and trainer are both taken at this temperature", ABOVE_0
     )
-    top_p: float = key(1.0, "share of probability of the likeliest tokens that are drawn from; 1: off", SHARE)
-    top_k: int = key(-1, "number of the likeliest tokens that are drawn from; -1: off", Range(1, off=-1))
+    top_p: float = key(
+        1.0,
+        "share of probability of the likeliest tokens that are drawn from; 1: off",
+        SHARE,
+        more="The tokens that each one was drawn from are recorded, and policy ratios are taken within them "
+        "([algorithms](algorithms.md#top_p-and-top_k)).",
+    )
+    top_k: int = key(
+        -1,
+        "number of the likeliest tokens that are drawn from, at most 512; -1: off, or 512 where `top_p` is below 1",
+        Range(1, off=-1),
+    )
     max_new_tokens: int = key(256, "longest response", AT_LEAST_1)
 
 

@@ -19,6 +19,7 @@ from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.turns import OwnedTurns
 from rlhf_mcore.algorithms.value_loss import value_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.roles.policy import PolicyObjective
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import Microbatch, TrainBatch
@@ -327,8 +328,8 @@ def batch_of(made: AdvantageInputs, seed: int, environment: float) -> TrainBatch
 class GivenOutputs:
     """A model whose outputs are the logprobs and entropies themselves."""
 
-    def logprobs_and_entropy(self, outputs: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
-        return outputs.unbind()
+    def logprobs_and_entropy(self, outputs: Tensor, *_: object, **__: object) -> TokenLogprobs:
+        return TokenLogprobs(*outputs.unbind(), log_mass=None)
 
 
 def learned(batch: TrainBatch, cfg: AlgorithmConfig, seed: int, environment: float) -> tuple[Tensor, ...]:

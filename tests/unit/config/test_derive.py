@@ -51,6 +51,19 @@ def test_epochs_of_files_that_are_not_here_tell_nothing(workspace: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "top_k"),
+    [
+        ([], -1),
+        (["rollout.sampling.top_p=0.9"], 512),
+        (["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20"], 20),
+    ],
+)
+def test_a_nucleus_is_drawn_from_no_more_than_can_be_recorded(workspace: Any, overrides: list[str], top_k: int) -> None:
+    cfg = resolve(load_config("run.yaml", [*overrides, "evaluate.top_p=0.9", "evaluate.temperature=1"]))
+    assert cfg.rollout.sampling.top_k == top_k and cfg.evaluate.top_k == -1
+
+
+@pytest.mark.parametrize(
     ("overrides", "mode", "at_publish"),
     [
         ([], "off", None),

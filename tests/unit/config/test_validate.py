@@ -155,6 +155,8 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["rollout.sampling.temperature=0"], None, ["rollout.sampling.temperature=0", "greater than 0"]),
         (["rollout.sampling.temperature=.nan"], None, ["rollout.sampling.temperature=nan"]),
         (["rollout.sampling.top_k=0"], None, ["rollout.sampling.top_k=0", "-1"]),
+        (["rollout.sampling.top_k=513"], None, ["rollout.sampling.top_k=513", "512 or less"]),
+        (["rollout.sampling.top_k=1"], None, ["rollout.sampling.top_k=1", "2 or more"]),
         (["rollout.sampling.top_p=1.5"], None, ["rollout.sampling.top_p=1.5", "at most 1"]),
         (["algorithm.kl.coef=-0.1"], None, ["algorithm.kl.coef=-0.1", "at least 0"]),
         (["algorithm.advantage=gea"], None, ["algorithm.advantage='gea'", "gae, grpo, rloo", "path/to/file.py:name"]),

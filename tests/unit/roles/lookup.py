@@ -15,6 +15,7 @@ from rlhf_mcore.mcore.model import OutputFunction
 from rlhf_mcore.mcore.optimizer import StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.types import Microbatch, TrainBatch
 from tests.logits import given_logprobs
 from tests.rows import Row, batch_of
@@ -74,11 +75,17 @@ class Lookup:
 
     def logprobs_and_entropy(
         self, outputs: Tensor, part: Microbatch, temperature: float, *, with_entropy: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> TokenLogprobs:
         group: Any = ThreadGroup(Meeting(1), 0)
         labels = part.fields["labels"]
         return given_logprobs(
-            outputs, labels, vocab_size=VOCAB, temperature=temperature, group=group, with_entropy=with_entropy
+            outputs,
+            labels,
+            vocab_size=VOCAB,
+            temperature=temperature,
+            group=group,
+            with_entropy=with_entropy,
+            support=part.ragged.get("support"),
         )
 
     def forward(self, parts: Sequence[Microbatch], function: OutputFunction) -> list[Tensor]:

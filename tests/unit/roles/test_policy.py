@@ -28,11 +28,11 @@ from rlhf_mcore.residency.sharing import Movable
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.types import LocalParameter, Shard, TrainBatch
+from rlhf_mcore.types import LocalParameter, Ragged, Shard, TrainBatch
 from tests.rows import flat, padded_batch
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
 from tests.unit.roles import lookup
-from tests.unit.roles.lookup import Lookup, descend, noise, stay
+from tests.unit.roles.lookup import VOCAB, Lookup, descend, noise, stay
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -241,6 +241,42 @@ def test_old_logprobs_of_the_update_itself_give_the_same_update(mode: str) -> No
         assert (after["rollout/effective_sample_size"] < 0.999) and (
             (after["rollout/masked_fraction"] > 0) == (mode != "off")
         )
+
+
+def with_support(made: TrainBatch) -> list[list[int]]:
+    """Give the batch a support: of tokens at an even distance to the drawn one, and none at every third place. Returns it."""
+    sampled = zip(made.loss_mask.tolist(), made.token_ids.tolist(), strict=True)
+    parts = [
+        sorted((token + 2 * k) % VOCAB for k in range(VOCAB // 2)) if is_sampled and place % 3 else []
+        for place, (is_sampled, token) in enumerate(sampled)
+    ]
+    ids = [each for part in parts for each in part]
+    made.support = Ragged(torch.tensor([len(part) for part in parts]).int(), torch.tensor(ids).int())
+    return parts
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_with_a_support_ratios_are_of_it_and_kl_and_entropy_are_not(bigram: Lookup, packing: bool) -> None:
+    cfg, plain, made = ALGORITHMS["all"], batch(), batch()
+    plain.kl_coef = made.kl_coef = 0.1
+    supports = with_support(made)
+    which = actor(bigram, cfg, packing=packing, max_tokens_per_microbatch=16)
+    own = which.compute_logprobs(made)
+    assert made.log_mass is not None
+    log_p = torch.log_softmax(bigram.table.detach().double() / TEMPERATURE, dim=-1)
+    ids = made.token_ids.tolist()
+    for place, (is_sampled, support) in enumerate(zip(made.loss_mask.tolist(), supports, strict=True)):
+        mass = float(log_p[ids[place - 1], support].logsumexp(0)) if support else 0.0
+        expected = (float(log_p[ids[place - 1], ids[place]]) - mass, mass) if is_sampled else (0.0, 0.0)
+        assert (float(own[place]), float(made.log_mass[place])) == pytest.approx(expected, abs=1e-6)
+    before, after = update(which, plain), update(which, made)
+    for name in ("loss/kl", "actor/entropy"):
+        assert after[name] == pytest.approx(before[name], abs=1e-6)
+    assert abs(after["actor/importance_ratio"] - before["actor/importance_ratio"]) > 0.1
+    made.old_logprobs = made.log_mass = None
+    update(which, made)
+    torch.testing.assert_close(which.logprobs_of_update(made), own, rtol=0, atol=1e-6)
+    assert made.log_mass is not None
 
 
 def test_a_step_of_several_updates_is_not_one(bigram: Lookup) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_mcore.rollout.hf_engine import draw, truncate
+from rlhf_mcore.rollout.hf_engine import draw, log_distribution, truncate
 from rlhf_mcore.types import Sampling
 
 
@@ -14,7 +14,8 @@ def test_draws_follow_softmax_at_the_temperature() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
     logits = (2.0 * probabilities.log()).expand(rows, 4)  # divided by temperature 2 they are the logs again
     generators = [torch.Generator().manual_seed(row) for row in range(rows)]
-    chosen, logprobs = draw(logits, Sampling(temperature=2.0), generators)
+    sampling = Sampling(temperature=2.0)
+    chosen, logprobs = draw(log_distribution(logits, sampling), sampling, generators)
     frequencies = torch.bincount(chosen, minlength=4) / rows
     assert torch.allclose(frequencies, probabilities, atol=0.015)  # four standard deviations
     assert torch.allclose(logprobs, probabilities.log()[chosen], atol=1e-6)
@@ -33,8 +34,9 @@ def test_truncation_keeps_the_largest_and_the_smallest_nucleus() -> None:
 
 def test_logprobs_after_truncation_are_of_what_is_left() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
-    chosen, logprobs = draw(logits, Sampling(top_k=1), [torch.Generator().manual_seed(0)])
+    one, greedy = Sampling(top_k=1), Sampling(temperature=0.0)
+    chosen, logprobs = draw(log_distribution(logits, one), one, [torch.Generator().manual_seed(0)])
     assert chosen.tolist() == [1]
     assert logprobs.tolist() == [0.0]
-    _, greedy = draw(logits, Sampling(temperature=0.0), [torch.Generator()])
-    assert greedy[0].exp().item() == pytest.approx(0.4)
+    _, logprobs = draw(log_distribution(logits, greedy), greedy, [torch.Generator()])
+    assert logprobs[0].exp().item() == pytest.approx(0.4)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, VersionedWeights
+from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, InFlight, VersionedWeights
 from rlhf_mcore.rollout.vllm_engine import VLLMEngine
+from rlhf_mcore.rollout.vllm_masks import record_where_wanted
 from rlhf_mcore.types import Request, Sampling
 
 REQUEST = Request(0, "prompt 'p', sample 0", [5, 6, 7], Sampling(), seed=3)
@@ -66,7 +67,7 @@ def engine(llm: LLM) -> VLLMEngine:
     made._expected = ExpectedTensors.of_shapes({})
     made.rank, made._max_model_len, made._stops = EngineRank(), 128, [2]
     made._at_publish, made._in_flight, made._finished, made._by_number = "continue", {}, [], {}
-    made._tp, made._tokens_of_finished = 1, 0
+    made._tp, made._tokens_of_finished, made._records = 1, 0, False
     return made
 
 
@@ -111,6 +112,20 @@ def test_a_light_sleep_keeps_the_weights() -> None:
         which.generate([REQUEST])
     which.wake()
     assert which.policy_version == 4 and which.generate([REQUEST])[0].token_ids.tolist() == [9]
+
+
+def test_on_cuda_nothing_is_recorded_for_requests_that_do_not_ask_for_it() -> None:
+    """vLLM would otherwise keep the whole vocabulary for every token of a greedy evaluation."""
+    runner = SimpleNamespace(sampler=SimpleNamespace(return_sampling_mask=True))
+    states = {name: SimpleNamespace(sampling_mask_chunks=[name]) for name in ("training", "evaluation")}
+    llm_engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    recording = replace(REQUEST, sampling=Sampling(top_p=0.9, records_support=True))
+    evaluation = InFlight(REQUEST, [(0, 0)], "evaluation")
+    record_where_wanted(llm_engine, runner, {1: InFlight(recording, [(0, 0)], "training"), 2: evaluation})
+    assert runner.sampler.return_sampling_mask is True
+    assert [state.sampling_mask_chunks for state in states.values()] == [["training"], []]
+    record_where_wanted(llm_engine, runner, {2: evaluation})
+    assert runner.sampler.return_sampling_mask is False
 
 
 def output(number: int, prompt_ids: list[int], token: int) -> SimpleNamespace:

@@ -77,6 +77,18 @@ def test_kl_in_the_reward_is_charged_on_every_response_token() -> None:
     assert made.kl_coef == 0.0, "it is in the reward, not in the loss"
 
 
+def test_the_kl_is_of_whole_distributions_where_tokens_were_drawn_from_a_part() -> None:
+    """What the ratios take as logprobs of the policy are larger by the mass that was cut off, the reference's are not."""
+    plain, expected = with_kl("reward", 0.1)
+    made, _ = with_kl("reward", 0.1)
+    assert made.old_logprobs is not None and plain.rewards is not None
+    made.log_mass = torch.linspace(-0.3, -0.1, len(made.token_ids))
+    made.old_logprobs = made.old_logprobs - made.log_mass
+    metrics = estimate(made, normalize_std=False, kl=KLConfig(coef=0.1, estimator="k1", placement="reward"))
+    assert made.rewards is not None and metrics["kl/mean"] == pytest.approx(expected["kl/mean"], abs=1e-6)
+    torch.testing.assert_close(made.rewards, plain.rewards)
+
+
 def test_one_far_token_does_not_outweigh_the_score() -> None:
     made = batch([1.0, 1.0], [2, 1], [0, 0])
     made.old_logprobs = flat(made, torch.tensor([[0.0, -12.0, -1.0], [0.0, -1.0, 0.0]]))
