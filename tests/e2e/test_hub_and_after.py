@@ -104,7 +104,8 @@ def test_a_run_that_continues_has_the_snapshot_that_it_began_with(trained: Train
 def test_an_evaluation_compares_with_the_id_that_training_began_with(trained: Trained) -> None:
     done = trained.command("evaluate", CONFIG, *TRAIN, "evaluate.compare=Org/tiny", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"snapshots/{COMMIT}" in done.stdout
+    [comparison] = (trained.run / "evaluations").glob("*/comparison-*.json")  # named as what it is compared with
+    assert comparison.stem == f"comparison-{COMMIT}"
 
 
 def test_push_shows_and_uploads_the_model_with_its_card(trained: Trained) -> None:
