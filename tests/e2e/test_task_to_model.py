@@ -25,6 +25,7 @@ SMALL = """
 rollout: {engine: hf, sampling: {n: 2, max_new_tokens: 8}}
 trainer: {num_steps: 2, prompts_per_step: 4, minibatch_size: 2}
 evaluate: {every: 0, max_prompts: 4}
+data: {max_prompt_tokens: 128}
 logging: {console: plain, tensorboard: false}
 """
 
@@ -32,10 +33,7 @@ logging: {console: plain, tensorboard: false}
 def in_form_of_gsm8k(source: Path) -> bytes:
     rows = parquet.read_table(source).to_pylist()
     sums = [
-        {
-            "question": re.sub(r"<\|.*?\|>", "", str(row["prompt"])),
-            "answer": f"It is #### {row['reward_model']['ground_truth']}",
-        }
+        {"question": row["prompt"][-1]["content"], "answer": f"It is #### {row['reward_model']['ground_truth']}"}
         for row in rows
     ]
     return "".join(json.dumps(row) + "\n" for row in sums).encode()
