@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import ROOT, environment, finished
 from tests.distributed.world import run_world
 from tests.e2e.truncated_worker import CASES, NEW_TOKENS
+from tests.tiny_training import make_quickstart
+
+DIGITS = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(str.isdigit, solution_str)) / max(len(solution_str), 1)
+"""
+LEARNING = [
+    "actor.layout.tp=1",
+    "actor.optimizer.lr=1e-3",
+    "rollout.sampling.temperature=0.7",
+    "rollout.sampling.top_p=0.9",
+    "algorithm.rollout_correction.mode=sequence",
+    "trainer.num_steps=10",
+    "trainer.prompts_per_step=8",
+    "trainer.minibatch_size=4",
+    "reward.function=digits.py:score",
+    "evaluate.every=0",
+    "logging.console=plain",
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +58,22 @@ def test_ratios_of_the_same_policy_are_one_to_rounding_also_of_300_tokens(findin
     assert found["token_without"][0] == pytest.approx(found["rollout/support_mass"], abs=1e-5)
     assert found["token_without"][0] < 0.999 and found["sequence_without"][0] < 0.5
     assert 2 <= found["rollout/support_size"] <= found["largest"]
+
+
+def test_grpo_learns_from_a_nucleus(tmp_path: Path) -> None:
+    """To write digits; its responses have weights by the ratios of whole sequences, and no alarm is told."""
+    make_quickstart(tmp_path)
+    (tmp_path / "digits.py").write_text(DIGITS)
+    config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
+    ended = finished(
+        [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *LEARNING], tmp_path, environment(tmp_path)
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "rollout/logprob_diff" not in ended.stdout
+    lines = (tmp_path / "outputs" / "quickstart" / "grpo" / "metrics.jsonl").read_text().splitlines()
+    steps = [found for found in map(json.loads, lines) if "reward/mean" in found and found["step"]]
+    assert steps[0]["reward/mean"] < 0.2 and steps[-1]["reward/mean"] > 0.6
+    for found in steps:
+        assert [found[f"rollout/ratio_{kind}"] for kind in ("mean", "min", "max")] == pytest.approx([1] * 3, abs=2e-4)
+        assert 0.9 <= found["rollout/support_mass"] < 0.999
+    assert steps[-1]["rollout/support_size"] < steps[0]["rollout/support_size"] / 2, "as the policy becomes sure"
