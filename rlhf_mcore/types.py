@@ -158,6 +158,7 @@ class Prompt:
     ground_truth: Any = None
     style: str = "rule"
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None  # of a conversation, before it was rendered
     file: int = 0  # which of the files it is from
     occurrence: int = 0  # how often the step holds it before
 

@@ -53,7 +53,7 @@ def evaluate(
     checkpoint: str | Path | None = None,
     compare: str | Path | None = None,
     *,
-    reward: Reward | Mapping[str, Any] | None = None,
+    reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
     prompts: Rows | None = None,
 ) -> Evaluation:
     """Score a model on held-out prompts, as ``rlhf-mcore evaluate`` does. Collective over the world.

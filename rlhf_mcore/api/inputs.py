@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from rlhf_mcore.config import schema
 from rlhf_mcore.config.checkpoint_rules import FREE
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
-from rlhf_mcore.config.user_functions import OwnFunction
+from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec
 from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.rewards.worker import load_reward
 
+_COLUMNS = ("data_source", "reward_model", "extra_info", "ability", "answer")  # that are read anyway
 DATA_FILES = (".parquet", ".jsonl")
 _NOT_THE_RUN = (
     *FREE,
@@ -92,13 +93,37 @@ def set_reward(cfg: schema.Config, reward: Any) -> None:
     if isinstance(reward, Mapping):
         apply_settings(cfg, {"reward": reward})
         return
-    remedy = "give a function f(data_source, solution_str, ground_truth, extra_info)"
+    remedy = "give a function f(data_source, solution_str, ground_truth, extra_info), or a list of functions and names of rules"
+    if isinstance(reward, list | tuple):
+        _set_rewards(cfg, reward, remedy)
+        return
     if isinstance(reward, type):
         raise refusal("reward", reward, f"{remedy}, or an object of the class: {reward.__name__}()")
     if not callable(reward):
         raise refusal("reward", reward, remedy)
     load_reward(function := OwnFunction(reward), "reward")
     cfg.reward.function = function
+
+
+def _set_rewards(cfg: schema.Config, rewards: Sequence[Any], remedy: str) -> None:
+    """Let functions and rules score together: each of them, or a pair of it and its weight."""
+    rules: list[Any] = []
+    functions: list[Any] = []
+    if not rewards:
+        raise refusal("reward", rewards, remedy)
+    for one in rewards:
+        is_pair = isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], int | float)
+        what, weight = one if is_pair else (one, 1.0)
+        if isinstance(what, str) and not is_file_spec(what):
+            rules.append({"name": what, "weight": weight})
+        elif isinstance(what, str):
+            functions.append({"path": what, "weight": weight})
+        elif callable(what) and not isinstance(what, type):
+            load_reward(function := OwnFunction(what), "reward")
+            functions.append({"path": function, "weight": weight})
+        else:
+            raise refusal("reward", what, f"{remedy}, each alone or as a pair (function, weight)")
+    apply_settings(cfg, {"reward.rules": rules, "reward.functions": functions})
 
 
 # ------------------------------------------------------------------------------------------------------- rows of data
@@ -146,6 +171,9 @@ def _line(name: str, row: Any, prompt_key: str, wanted: str) -> bytes:
         raise ConfigError(f"{name}: {shown(row)} is no prompt; {wanted}")
     if wrong := [column for column in row if not isinstance(column, str)]:
         raise ConfigError(f"{name}: the column {shown(wrong[0])} of a row is no text; {wanted}")
+    extra = {column: held for column, held in row.items() if column not in (prompt_key, *_COLUMNS)}
+    if extra and isinstance(row.get("extra_info") or {}, Mapping):  # where a reward finds them
+        row = {**row, "extra_info": {**extra, **(row.get("extra_info") or {})}}
     try:
         return json_line(row)
     except (TypeError, ValueError, RecursionError) as error:

@@ -81,7 +81,7 @@ def train(
     model: str | Path | None = None,
     prompts: Rows | None = None,
     eval_prompts: Rows | None = None,
-    reward: Reward | Mapping[str, Any] | None = None,
+    reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
     algorithm: str | None = None,
     num_steps: int | None = None,
     callbacks: Sequence[Callback | OnStep] = (),
@@ -96,8 +96,8 @@ def train(
         prompts: texts, conversations or rows, in the place of ``data.train``, which are written to ``data/`` in the run directory; or
             the path of a file.
         eval_prompts: likewise, in the place of ``data.eval``.
-        reward: scores a response, in the place of ``reward.function``. It is called in this process and has no deadline. Or a dict:
-            the group ``reward``.
+        reward: scores a response, in the place of ``reward.function``. It is called in this process and has no deadline. Or a list of
+            functions and names of rules, each alone or as a pair with its weight; or a dict: the group ``reward``.
         algorithm: the preset. num_steps: ``trainer.num_steps``.
         callbacks: functions of a step and its metrics, called after each step on the first rank, or ``Callback`` objects.
         keys: further settings, as of ``Config``: ``actor={"optimizer": {"lr": 1e-6}}``, or ``**{"actor.optimizer.lr": 1e-6}``.
@@ -135,7 +135,7 @@ class Trainer:
         model: str | Path | None = None,
         prompts: Rows | None = None,
         eval_prompts: Rows | None = None,
-        reward: Reward | Mapping[str, Any] | None = None,
+        reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
         algorithm: str | None = None,
         num_steps: int | None = None,
         callbacks: Sequence[Callback | OnStep] = (),

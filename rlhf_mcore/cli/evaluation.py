@@ -273,6 +273,8 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     """Everything that the samples depend on."""
     cfg = task.cfg
     reward = {key: value for key, value in asdict(cfg.reward).items() if key not in (*_HOW_TO_GRADE, *_SERVICES)}
+    if not cfg.reward.functions:
+        del reward["functions"]  # as releases without the key have written it
     for name in _SERVICES:
         service = asdict(cfg.reward)[name]
         if service["url"] is not None:
@@ -284,6 +286,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
         code: str | None = function.fingerprint()
     else:
         code = function and digest_of_file(Path(function.rpartition(":")[0]))
+    functions = {key: entry["content"] for key, entry in own_files(cfg).items() if key.startswith("reward.functions[")}
     environment = None
     if cfg.environment.function is not None:
         file = cfg.environment.function.rpartition(":")[0]
@@ -294,6 +297,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
         environment = {**held, "code": digest_of_file(Path(file)) if file else None, **others}
     return {
         **({} if environment is None else {"environment": redact(environment)}),
+        **({"functions": functions} if functions else {}),
         "model": {
             "weights": weight_sketches(cfg.model.path, task.sharded),
             "files": _companions(cfg.model.path),

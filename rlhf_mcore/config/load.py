@@ -398,7 +398,8 @@ def _written_out(node: yaml.Node, hint: Any) -> yaml.Node:
     if list in kinds:
         item = item_type(kinds[list])
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        named = [_named(one) for one in items] if "name" in item_keys(kinds[list]) else items
+        first = next(iter(item_keys(kinds[list])), None)
+        named = items if first is None else [_named(one, first) for one in items]
         is_single = not isinstance(node, yaml.MappingNode) or is_dataclass(item)
         return yaml.SequenceNode("tag:yaml.org,2002:seq", named, node.start_mark) if is_single else node
     if dict in kinds and isinstance(node, yaml.MappingNode):
@@ -407,12 +408,12 @@ def _written_out(node: yaml.Node, hint: Any) -> yaml.Node:
     return node
 
 
-def _named(item: yaml.Node) -> yaml.Node:
-    """``final_number`` is short for ``{name: final_number}``."""
+def _named(item: yaml.Node, key: str) -> yaml.Node:
+    """``final_number`` is short for ``{name: final_number}``, where ``name`` is the first key of such an item."""
     if not isinstance(item, yaml.ScalarNode) or item.tag == _NULL:
         return item
     text = "tag:yaml.org,2002:str"
-    pair = (yaml.ScalarNode(text, "name", item.start_mark), yaml.ScalarNode(text, item.value, item.start_mark))
+    pair = (yaml.ScalarNode(text, key, item.start_mark), yaml.ScalarNode(text, item.value, item.start_mark))
     return yaml.MappingNode("tag:yaml.org,2002:map", [pair], item.start_mark)
 
 

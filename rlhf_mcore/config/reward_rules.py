@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from rlhf_mcore.config.choices import GRADERS, Grader
 from rlhf_mcore.config.keys import walk
-from rlhf_mcore.config.schema import RewardConfig, RuleConfig
+from rlhf_mcore.config.schema import FunctionConfig, RewardConfig, RuleConfig
 from rlhf_mcore.config.schema.key import Range
 
 _NUMBER, _MATH = [RuleConfig("final_number")], [RuleConfig("math")]
@@ -72,6 +72,19 @@ def scores_alone(cfg: RewardConfig) -> bool:
     return cfg.function is not None or cfg.remote.url is not None
 
 
+def function_name(function: FunctionConfig) -> str:
+    """What a function among several is called."""
+    return function.name or function.path.rpartition(":")[2].rpartition(".")[2]
+
+
+def functions_problems(cfg: RewardConfig) -> Iterator[str]:
+    """What is wrong with the functions, but for their files."""
+    names = [function_name(function) for function in cfg.functions]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield f"reward.functions[{index}] is the second that is called {name!r}; give it another name"
+
+
 def service_problems(cfg: RewardConfig) -> Iterator[str]:
     """What is wrong with the servers that a configuration names, as far as no file and no server is needed to tell."""
     remote, judge = cfg.remote, cfg.judge
@@ -118,7 +131,7 @@ def rule_problems(cfg: RewardConfig) -> Iterator[str]:
         if (
             not rules
             and not scores_alone(cfg)
-            and (cfg.sources is not None or (cfg.model.path is None and cfg.judge.url is None))
+            and (cfg.sources is not None or (cfg.model.path is None and cfg.judge.url is None and not cfg.functions))
         ):
             others = (
                 ""

@@ -36,7 +36,7 @@ from rlhf_mcore.config.layouts import balance_problems, cut_problems, engine_pro
 from rlhf_mcore.config.megatron_fields import megatron_problems
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.mtp_rules import mtp_problems
-from rlhf_mcore.config.reward_rules import rule_problems, service_problems
+from rlhf_mcore.config.reward_rules import functions_problems, rule_problems, service_problems
 from rlhf_mcore.config.rollout_rules import rollout_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LoggingConfig, OptimizerConfig
@@ -189,6 +189,9 @@ def reward_problems(cfg: Config) -> Iterator[str]:
     yield from _environment_problems(cfg)
     if cfg.reward.function is not None:
         yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
+    for index, function in enumerate(cfg.reward.functions):
+        yield from map(FileProblem, function_problems(function.path, f"reward.functions[{index}].path"))
+    yield from functions_problems(cfg.reward)
     yield from rule_problems(cfg.reward)
     yield from service_problems(cfg.reward)
     for key, names in {"reward.env": cfg.reward.env, "environment.env": cfg.environment.env}.items():

@@ -134,6 +134,7 @@ def _draft_prompt(
         ground_truth=ground_truth(row, answer_key, place, settings[1]),
         style=str(reward_model.get("style") or "rule"),
         extra_info=extra_info,
+        messages=content if isinstance(content, list) else None,
     )
     check_plain(prompt.ground_truth, f"{place}, the answer")
     for column in ("prompt_id", "data_source", "ground_truth", "style"):

@@ -10,13 +10,15 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.reward_rules import function_name
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, WorkerPool, default_workers
-from rlhf_mcore.rewards.worker import Call, load_reward
+from rlhf_mcore.rewards.worker import ASK, Call, load_reward, takes_batches
 from rlhf_mcore.types import Score, Trajectory
 
 KEY = "reward.function"
+PART = "function."  # begins the names of the parts that functions beside rules are
 
 
 class Submitted(Protocol):
@@ -84,10 +86,22 @@ class PooledReward:
         name: what gives the scores, for messages.
         on_error: as ``reward.on_error``.
         with_prompt: whether items have the prompt's text.
+        batched: the items of a call are one item of the pool.
+        part: as which the score is a part of itself, and what its own parts are called after.
     """
 
-    def __init__(self, name: str, pool: Pool, on_error: str, *, with_prompt: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        pool: Pool,
+        on_error: str,
+        *,
+        with_prompt: bool = False,
+        batched: bool = False,
+        part: str | None = None,
+    ) -> None:
         self._name, self._pool, self._on_error, self._with_prompt = name, pool, on_error, with_prompt
+        self._batched, self._part = batched, part
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
         """Begin; what is returned waits for the scores.
@@ -99,8 +113,11 @@ class PooledReward:
                 number or a dict with one; the message names it, the prompt, the sample and the cause. Unless ``on_error`` is "fail",
                 only where response after response gets no result.
         """
-        job = self._pool.submit([self._item(each) for each in trajectories], stop_at_failure=self._on_error == "fail")
-        return lambda: self._scores(trajectories, job.outcomes())
+        items = [self._item(each) for each in trajectories]
+        if self._batched and items:
+            items = [b'{"batch": [' + b", ".join(items) + b"]}"]
+        job = self._pool.submit(items, stop_at_failure=self._on_error == "fail")
+        return lambda: self._scores(trajectories, self._each(job.outcomes(), len(trajectories)))
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """``submit``, and wait."""
@@ -109,6 +126,21 @@ class PooledReward:
     def close(self) -> None:
         """End the workers."""
         self._pool.close()
+
+    def _each(self, outcomes: list[Outcome | None], number: int) -> list[Outcome | None]:
+        """An outcome for each of ``number`` responses. What has come of a batch has come of each."""
+        if not self._batched or not outcomes:
+            return outcomes
+        whole = outcomes[0]
+        if whole is None or "results" not in whole.answer:
+            return [whole] * number
+        return [Outcome(answer) for answer in whole.answer["results"]]
+
+    def _parts(self, answer: Mapping[str, Any]) -> dict[str, float]:
+        if self._part is None:
+            return dict(answer["parts"])
+        own = {self._part: answer["score"]} if answer.get("applies", True) else {}
+        return own | {f"{self._part}.{name}": value for name, value in answer["parts"].items()}
 
     def _scores(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None]) -> list[Score]:
         scores, problems = [], []
@@ -119,7 +151,7 @@ class PooledReward:
                 kind = "timeout" if outcome and outcome.timed_out else "error"
                 scores.append(Score(0.0, failure=kind, cause=problems[-1]))
             elif outcome is not None:
-                scores.append(Score(outcome.answer["score"], outcome.answer["parts"]))
+                scores.append(Score(outcome.answer["score"], self._parts(outcome.answer)))
         if problems and self._on_error == "fail":
             raise ConfigError(f"{problems[0]}. Correct it, or set reward.on_error=zero to score such a response 0")
         return scores
@@ -134,8 +166,11 @@ class PooledReward:
             "extra_info": prompt.extra_info,
             "seed": int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=4).digest(), "big"),
         }
-        if self._with_prompt:
+        if self._with_prompt or self._batched:
             item["prompt"] = prompt.text
+        if self._batched:
+            item["messages"] = prompt.messages
+            item["completion_ids"], item["policy_version"] = trajectory.sampled_ids.tolist(), trajectory.policy_version
         try:
             return json.dumps(item, default=_plain).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
@@ -146,11 +181,11 @@ class PooledReward:
 
 
 def function_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> PooledReward:
-    """A function, called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``.
+    """A function, called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``, or for a batch.
 
     Arguments go by keyword if the function has parameters of these four names, so that their order does not matter;
     else by position. They travel as JSON. A dict needs the key "score"; its other numeric entries become parts of the score,
-    the rest is ignored.
+    the rest is ignored. A function with a parameter ``completions`` scores a batch at once: see ``batches``.
 
     Args:
         cfg: with ``function`` set to ``path/to/file.py:name``.
@@ -161,13 +196,31 @@ def function_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> PooledRewar
             does not take the four arguments.
     """
     assert cfg.function is not None
-    name = f"{KEY}={cfg.function}"
-    if isinstance(cfg.function, OwnFunction):
-        return PooledReward(name, CalledHere(load_reward(cfg.function, KEY)), cfg.on_error)
+    return _pooled(cfg, cfg.function, KEY, None, pools)
+
+
+def added_functions(cfg: RewardConfig, pools: Pools = WorkerPool) -> list[tuple[float, PooledReward]]:
+    """The weights and functions of ``reward.functions``.
+
+    Raises:
+        ConfigError: as ``function_reward``, naming the entry.
+    """
+    return [
+        (one.weight, _pooled(cfg, one.path, f"reward.functions[{number}].path", PART + function_name(one), pools))
+        for number, one in enumerate(cfg.functions)
+    ]
+
+
+def _pooled(cfg: RewardConfig, spec: str, key: str, part: str | None, pools: Pools) -> PooledReward:
+    name = f"{key}={spec}"
+    if isinstance(spec, OwnFunction):
+        call = CalledHere(load_reward(spec, key))
+        return PooledReward(name, call, cfg.on_error, batched=takes_batches(spec.function), part=part)
     limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
-    pool = pools(name, "reward", {"spec": cfg.function, "key": KEY}, limits)
+    pool = pools(name, "reward", {"spec": spec, "key": key}, limits)
     pool.check()
-    return PooledReward(name, pool, cfg.on_error)
+    [answer] = pool.submit([json.dumps(ASK).encode()]).outcomes()
+    return PooledReward(name, pool, cfg.on_error, batched=bool(answer and answer.answer.get("batched")), part=part)
 
 
 def _place(trajectory: Trajectory) -> str:

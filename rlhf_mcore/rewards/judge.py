@@ -153,7 +153,10 @@ class Graders(RewardFunction, Protocol):
 
 @dataclass(slots=True)
 class JudgedReward:
-    """The judge's grade times ``weight``, added to the score of other graders. What either of them does not score has no score."""
+    """The grade of a judge, or the score of a function, times ``weight``, added to that of other graders.
+
+    What either of them does not score has no score.
+    """
 
     graders: Graders
     judge: Graders

@@ -386,7 +386,8 @@ class LocalKeeper(Keeper[Worker]):
         elif "lost" in message:
             self._lose(worker, f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
         elif worker.held:  # a child that a function has left behind may write, too
-            worker.item_s = worker.since - began
+            if "batched" not in message:  # the answer to ``worker.ASK`` tells nothing of how quick the function is
+                worker.item_s = worker.since - began
             self._answered(*worker.held.popleft(), Outcome(message))
 
     def _lose(self, worker: Worker, cause: str, timed_out: bool = False) -> None:

@@ -19,7 +19,7 @@ from rlhf_mcore.config.reward_rules import (
     service_problems,
 )
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
-from rlhf_mcore.rewards.function import PooledReward, Pools, function_reward
+from rlhf_mcore.rewards.function import PooledReward, Pools, added_functions, function_reward
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
 from rlhf_mcore.rewards.judge import Graders, JudgedReward, judge_pool
 from rlhf_mcore.rewards.pool import WorkerPool
@@ -29,7 +29,9 @@ from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
 def build_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> Graders:
-    """The rules that ``cfg`` asks for, or in their place the function or the server; and the judge. A reward model is not part of it.
+    """The rules that ``cfg`` asks for, or in their place the function or the server; further functions; and the judge.
+
+    A reward model is not part of it.
 
     ``pools`` makes the workers, where there are any.
 
@@ -38,11 +40,14 @@ def build_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> Graders:
     """
     if problems := [*service_problems(cfg), *rule_problems(cfg)]:
         raise ConfigError.many(problems)
+    graders: Graders = _build_graders(cfg, pools)
+    for weight, function in added_functions(cfg, pools):
+        graders = JudgedReward(graders, function, weight)
     if cfg.judge.url is None:
-        return _build_graders(cfg, pools)
+        return graders
     name = f"reward.judge.url={cfg.judge.url}"
     judge = PooledReward(name, judge_pool(cfg.judge), cfg.on_error, with_prompt=True)
-    return JudgedReward(_build_graders(cfg, pools), judge, cfg.judge.weight)
+    return JudgedReward(graders, judge, cfg.judge.weight)
 
 
 def _build_graders(cfg: RewardConfig, pools: Pools) -> PooledReward | RuleReward:
@@ -177,7 +182,13 @@ def what_scores(cfg: RewardConfig) -> str:
         return f"reward.function={cfg.function}"
     if cfg.remote.url is not None:
         return f"reward.remote.url={cfg.remote.url}"
-    if cfg.judge.url is not None and cfg.sources is None and not cfg.rules:
+    if cfg.judge.url is not None and cfg.sources is None and not cfg.rules and not cfg.functions:
         return f"reward.judge.url={cfg.judge.url}"
     rules = ", ".join(rule.name if rule.weight == 1 else f"{rule.name} * {rule.weight:g}" for rule in cfg.rules)
-    return "reward.sources" if cfg.sources is not None else f"reward.rules=[{rules}]"
+    shown = [f"reward.rules=[{rules}]"] if cfg.rules or not cfg.functions else []
+    if cfg.sources is not None:
+        shown = ["reward.sources"]
+    if cfg.functions:
+        weighted = (f"{one.path} * {one.weight:g}" if one.weight != 1 else one.path for one in cfg.functions)
+        shown.append(f"reward.functions=[{', '.join(weighted)}]")
+    return " and ".join(shown)

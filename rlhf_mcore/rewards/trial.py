@@ -119,6 +119,7 @@ def read_sample(data: DataConfig, name: str, limit: int, scan_s: float | None = 
                 source, info = str(row.get("data_source") or "unknown"), mapping(row, "extra_info", place)
                 content = row.get(prompt_key)
                 prompt = Prompt(place, len(rows), [], _text(content), source, truth, extra_info=info)
+                prompt.messages = content if isinstance(content, list) else None
                 last = content[-1] if isinstance(content, list) and content else None
                 rows.append(Row(place, prompt, isinstance(last, dict) and last.get("role") == "assistant"))
             if deadline is not None and time.monotonic() > deadline:
@@ -250,7 +251,7 @@ def _check_reward(cfg: Config, name: str, pools: Pools) -> str | None:
         report = try_reward(
             replace(cfg.reward, judge=JudgeConfig()), rows, name, sources.total(), others=False, pools=pools
         )
-    elif cfg.reward.function is None:
+    elif cfg.reward.function is None and not cfg.reward.functions:
         report = try_reward(cfg.reward, rows, name, sources.total(), notations=AT_START, others=False, pools=pools)
     else:
         quick = replace(cfg.reward, timeout_s=min(cfg.reward.timeout_s, CALL_AT_START_S))
@@ -411,7 +412,8 @@ def _other_answer(row: Row, rows: Sequence[Row]) -> str | None:
 
 def _is_opaque(cfg: RewardConfig) -> bool:
     """Whether nothing is known of what a good score is: there are no rules."""
-    return scores_alone(cfg) or (cfg.judge.url is not None and cfg.sources is None and not cfg.rules)
+    others = cfg.judge.url is not None or bool(cfg.functions)
+    return scores_alone(cfg) or (others and cfg.sources is None and not cfg.rules)
 
 
 def _comparing(cfg: RewardConfig, prompt: Prompt) -> list[RuleConfig]:

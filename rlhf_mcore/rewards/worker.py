@@ -26,6 +26,7 @@ from rlhf_mcore.config.user_functions import load_function, place_of
 from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+ASK: dict[str, Any] = {"ask": "batched"}  # in the place of an item: whether the function takes batches of them
 MAX_FLOAT32 = 3.4e38  # scores travel as float32: what overflows there is as useless as inf
 _PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 2**16
@@ -129,26 +130,49 @@ def load_reward(spec: str, key: str) -> Call:
     by_keyword = _takes_keywords(function)
     if problem := _signature_problem(function, by_keyword):
         raise ConfigError(f"{key} is {spec!r}, but {problem}")
+    if takes_batches(function):
+        from rlhf_mcore.rewards.batches import batched_call
+
+        return batched_call(function, spec)
 
     def call(item: Mapping[str, Any]) -> dict[str, Any]:
-        # A function that draws random numbers gives a response the same score in whatever process and order it is scored.
-        random.seed(item["seed"])
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(item["seed"])
+        if item == ASK:
+            return {"batched": False}
+        seed_generators(item["seed"])
         arguments = [item[name] for name in PARAMETERS]
         try:
             result = function(**dict(zip(PARAMETERS, arguments, strict=True))) if by_keyword else function(*arguments)
-            problem = _result_problem(result)
-            return {"error": f"returned {shown(result)}: {problem}"} if problem else _score(result)
+            problem = result_problem(result)
+            return {"error": f"returned {shown(result)}: {problem}"} if problem else score_of(result)
         except MemoryError:
             raise
-        except SystemExit as error:
-            return {"error": f"called sys.exit({error.code!r}){place_of(error, spec)}"}
         except BaseException as error:  # KeyboardInterrupt too: it is raised by the function, Ctrl-C does not come here
-            text = traceback.format_exception_only(error)[-1].strip()
-            return {"error": f"raised {text[:2000]}{place_of(error, spec)}"}
+            return {"error": raised(error, spec)}
 
     return call
+
+
+def raised(error: BaseException, spec: str) -> str:
+    """What a function has done instead of returning."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r}){place_of(error, spec)}"
+    text = traceback.format_exception_only(error)[-1].strip()
+    return f"raised {text[:2000]}{place_of(error, spec)}"
+
+
+def seed_generators(seed: int) -> None:
+    """A function that draws random numbers gives a response the same score in whatever process and order it is scored."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def takes_batches(function: Callable[..., Any]) -> bool:
+    """Whether a function scores a batch at once: it has a parameter ``completions``."""
+    try:
+        return "completions" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _takes_keywords(function: Callable[..., Any]) -> bool:
@@ -167,7 +191,7 @@ def _signature_problem(function: Callable[..., Any], by_keyword: bool) -> str | 
     where = f", line {code.co_firstlineno}" if code is not None else ""
     if inspect.iscoroutinefunction(function):
         return f"it is a coroutine function{where}, which returns no score: make it an ordinary one"
-    if by_keyword:
+    if by_keyword or takes_batches(function):
         return None
     try:
         signature = inspect.signature(function)
@@ -180,7 +204,7 @@ def _signature_problem(function: Callable[..., Any], by_keyword: bool) -> str | 
     return None
 
 
-def _result_problem(result: Any) -> str | None:
+def result_problem(result: Any) -> str | None:
     """What is wrong with a function's result, or None."""
     if not isinstance(result, Mapping):
         return number_problem(result, "the score")
@@ -208,7 +232,7 @@ def shown(result: Any) -> str:
     return f"{reprlib.repr(result)} ({type(result).__name__})"
 
 
-def _score(result: Any) -> dict[str, Any]:
+def score_of(result: Any) -> dict[str, Any]:
     if not isinstance(result, Mapping):
         return {"score": float(result), "parts": {}}
     parts = {str(key): float(value) for key, value in result.items() if key != "score" and _is_number(value)}

@@ -12,7 +12,7 @@ import numpy as np
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import EngineRank, RewardFunction
-from rlhf_mcore.rewards import judge
+from rlhf_mcore.rewards import function, judge
 from rlhf_mcore.rewards.graders import answer_of
 from rlhf_mcore.trainer import statistics
 from rlhf_mcore.trainer.failures import OnError
@@ -194,8 +194,11 @@ def graded_of(record: Mapping[str, Any]) -> Graded:
 
 
 def is_correct(value: float, parts: dict[str, float]) -> bool:
-    """All graded parts at their full mark; without parts, a score of at least 1. What models give has no full mark."""
-    parts = {name: part for name, part in parts.items() if name not in (PART, judge.PART)}
+    """All graded parts at their full mark; without parts, a score of at least 1.
+
+    What models give, and functions of ``reward.functions``, has no full mark.
+    """
+    parts = {name: part for name, part in parts.items() if name not in (PART, judge.PART) and not name.startswith(function.PART)}
     return all(part >= 1.0 for part in parts.values()) if parts else value >= 1.0
 
 

@@ -22,7 +22,7 @@ from rlhf_mcore.config.derive import grades
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves, value_of
 from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
-from rlhf_mcore.config.reward_rules import rule_tables, scores_alone
+from rlhf_mcore.config.reward_rules import function_name, rule_tables, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec, parse_file
@@ -89,6 +89,8 @@ def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
     tree = dict(leaves(asdict(cfg)))
     parts: dict[str, Any] = {name: tree[name] for name in _SCORING if tree[name] != _DEFAULTS[name]}
     parts |= {name: tree[name] is not None for name in _NAMING}
+    if cfg.functions:
+        parts["functions"] = [[function_name(one), one.weight] for one in cfg.functions]
     if not scores_alone(cfg):
         tables = rule_tables(cfg).items()
         parts["rules"] = {name: [_changed_from_default(rule) for rule in rules] for name, rules in tables}
@@ -112,7 +114,8 @@ def own_files(cfg: Config) -> Inputs:
     listed = {
         f"{key}[{n}]": spec for key, held in values.items() if isinstance(held, list) for n, spec in enumerate(held)
     }
-    for key, spec in (values | listed).items():
+    functions = {f"reward.functions[{n}].path": one.path for n, one in enumerate(cfg.reward.functions)}
+    for key, spec in (values | listed | functions).items():
         if isinstance(spec, OwnFunction):  # given from Python, where it may have no file
             found[key] = _entry(spec, spec.fingerprint())
         elif isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():

@@ -34,6 +34,7 @@ from rlhf_mcore.config.schema.models import (
 )
 from rlhf_mcore.config.schema.rollout import (
     BridgeConfig,
+    FunctionConfig,
     RewardConfig,
     RolloutConfig,
     RolloutLayoutConfig,
@@ -58,6 +59,7 @@ __all__ = [
     "DynamicSamplingConfig",
     "EnvironmentConfig",
     "EvaluateConfig",
+    "FunctionConfig",
     "JudgeConfig",
     "KLConfig",
     "KLControllerConfig",

@@ -264,6 +264,15 @@ class RuleConfig(Group):
 
 
 @dataclass
+class FunctionConfig(Group):
+    """A reward function beside others."""
+
+    path: str = key("???", "`path/to/file.py:name`, called as `reward.function` is")
+    weight: float = key(1.0, "factor of its score in the sum", FINITE)
+    name: Optional[str] = key(None, "of its score in the metrics", null="the function's")
+
+
+@dataclass
 class SandboxConfig(Group):
     """Where programs of the model run."""
 
@@ -303,6 +312,11 @@ class RewardConfig(Group):
         None,
         "`path/to/file.py:name`, called as f(data_source, solution_str, ground_truth, extra_info); replaces the rules",
         more="It is called in worker processes ([rewards](rewards.md)).",
+    )
+    functions: list[FunctionConfig] = key(
+        [],
+        "functions whose scores are added to that of the rules, as `[{path: my.py:polite, weight: 0.5}]`",
+        more="`rules: []` leaves them alone. Each score is `reward/function.<name>_mean` in the metrics.",
     )
     pool: str = key(
         "local",
