@@ -8,7 +8,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-SHOWN_METRICS = ("reward/mean", "evaluate/accuracy", "evaluate/reward", "actor/kl", "rollout/length_mean")
+SHOWN_METRICS = (
+    "reward/mean",
+    "evaluate/accuracy",
+    "evaluate/reward",
+    "actor/approx_kl",
+    "rollout/response_length_mean",
+)
 _WIDTH, _HEIGHT = 240, 40
 
 

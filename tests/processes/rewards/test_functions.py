@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,14 @@ def test_a_batch_that_fails_has_no_scores(tmp_path: Path, fault: str, name: str,
     cfg.on_error = "fail"
     with pytest.raises(ConfigError, match=problem):
         scores(cfg, "a", "b")
+
+
+def test_the_function_of_the_page_scores_as_it_says(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(def various.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    made = scores(RewardConfig(function=f"{tmp_path}/mine.py:various", workers=1), "42", "41", "41")
+    assert [score.value for score in made] == pytest.approx([1.1, 0.0, 0.0])
 
 
 def test_functions_come_from_a_file_and_from_python(tmp_path: Path, file: str) -> None:
