@@ -8,6 +8,8 @@ import pytest
 
 # Test processes share the cores. One compute thread each also makes sums come out the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As ranks on a CPU have it (rlhf_mcore/platform/matrix_products.py); read by MKL at the first product of a process.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Models are made by the tests; a test that asks the hub for one has a mistake in it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -24,6 +24,7 @@ from rlhf_mcore.checkpoint.disk import Disk, spread
 from rlhf_mcore.checkpoint.formats import VERSION, migrate
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.doctor.machine import has_gpu, processor
 from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
 
 FORMAT = "rlhf_mcore.checkpoint"
@@ -103,8 +104,10 @@ class Problem:
 
 @cache
 def library_versions() -> Mapping[str, str]:
-    """Versions of ourselves and of the large libraries, which are not imported for it."""
+    """Versions of ourselves and of the large libraries, which are not imported for it; of a run on a CPU, its processor too."""
     versions = {"rlhf_mcore": __version__}
+    if not has_gpu() and (kind := processor()):
+        versions["processor"] = kind
     for name, distributions in LIBRARIES.items():
         for distribution in distributions:
             try:

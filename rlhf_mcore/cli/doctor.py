@@ -52,6 +52,8 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
     if not args.quick:
         yield from software.check_imports(MODULES)
     yield machine.check_cores(os.environ, len(os.sched_getaffinity(0)), num_ranks)
+    if not gpus:
+        yield machine.check_products(os.environ, machine.processor())
     yield machine.check_memory()
     yield machine.check_shared_memory(bool(gpus))
     yield from machine.check_limits(machine.has_infiniband())

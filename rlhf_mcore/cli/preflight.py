@@ -29,7 +29,7 @@ from rlhf_mcore.config.model_files import inspect_model, read_config
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.doctor.machine import memory_bytes
+from rlhf_mcore.doctor.machine import has_gpu, memory_bytes
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.observability.files import (
@@ -132,10 +132,6 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
             f"rollout.max_model_len={tokens} tokens, which take {needed:.3g} GiB; raise it, or lower data.max_prompt_tokens or "
             "rollout.sampling.max_new_tokens"
         )
-
-
-def has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
 
 
 def announce(cfg: Config) -> int | None:

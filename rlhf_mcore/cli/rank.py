@@ -90,6 +90,8 @@ def in_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
 
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
+    if cfg.deterministic and os.environ["RANK"] == "0" and (reason := platform.varying()):
+        print(f"warning: deterministic=true: {reason}", file=sys.stderr, flush=True)
     connect(platform.collective_backend, collective_timeout)
     gc.freeze()  # what is imported lives as long as the process: no collection in the middle of a step looks at it
     try:

@@ -17,6 +17,12 @@ GIB = 1 << 30
 _SMI_FIELDS = ("name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")
 _SMI_TIMEOUT_S = 10
 _OPEN_FILES, _ENOUGH_FILES, _FEW_FILES = 65536, 16384, 1024  # to ask for; no warning from; an error below
+# Fields of /proc/cpuinfo, on x86 and on ARM, and flags of both.
+_PROCESSOR_NAMES = (("vendor_id", "CPU implementer"), ("model name", "CPU part"))
+_VECTOR_FLAGS = (
+    *("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"),
+    *("asimd", "asimdhp", "bf16", "sve", "sve2", "svebf16"),
+)
 _DOCKER_SHM = "start the container with --ipc=host or --shm-size=16g"
 
 
@@ -110,6 +116,33 @@ def check_cores(environment: Mapping[str, str], cores: int, num_ranks: int) -> F
             f"set OMP_NUM_THREADS={max(cores // num_ranks, 1)} (trainer.threads_per_rank)",
         )
     return Finding("threads", "ok", f"{num_ranks} ranks x {stated} on {cores} cores")
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver is there, which a run then computes on."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def processor(path: str = "/proc/cpuinfo") -> str:
+    """The kind of this machine's processor: maker, model, and the vector instructions that libraries choose kernels by; "" if unknown.
+
+    Two of one kind compute the same bits, see ``platform/matrix_products.py``.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    names = [fields.get(x86) or fields.get(arm, "") for x86, arm in _PROCESSOR_NAMES]
+    flags = set((fields.get("flags") or fields.get("Features", "")).split())
+    return " ".join(filter(None, [*names, *(flag for flag in _VECTOR_FLAGS if flag in flags)]))
+
+
+def check_products(environment: Mapping[str, str], kind: str) -> Finding:
+    """What the bits of a run on this processor depend on."""
+    set_here = f"is {environment['MKL_CBWR']} here" if environment.get("MKL_CBWR") else "is AUTO in runs"
+    where = "a run that is resumed on another kind may differ in the last bits"
+    return Finding("processor", "note", f"{kind or 'unknown'}; MKL_CBWR {set_here}; {where}")
 
 
 def check_shared_memory(has_gpu: bool, path: str = "/dev/shm") -> Finding:

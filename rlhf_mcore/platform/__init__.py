@@ -50,6 +50,10 @@ class Platform:
         """Claim the device and set compute threads. Called once, before the process group is made."""
         raise NotImplementedError
 
+    def varying(self) -> str:
+        """Why two equal runs of this process could differ in the last bits; empty where nothing is known."""
+        return ""
+
     def prepare_megatron(self) -> None:
         """Make an imported Megatron-core usable on this device. Called after its modules are imported; idempotent."""
 

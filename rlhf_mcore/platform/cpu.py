@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.platform import ModuleView, Platform, cpu_kernels
+from rlhf_mcore.platform import ModuleView, Platform, cpu_kernels, matrix_products
 
 _CPU = torch.device("cpu")
 
@@ -180,6 +180,15 @@ class CpuPlatform(Platform):
 
     def setup_process(self, local_rank: int, threads: int) -> None:
         torch.set_num_threads(threads)
+        matrix_products.make_reproducible()
+
+    def varying(self) -> str:
+        if matrix_products.make_reproducible():
+            return ""
+        return (
+            f"MKL had multiplied in this process before {matrix_products.VARIABLE} was set, so on some processors two equal runs "
+            f"differ in the last bits; set {matrix_products.VARIABLE}={matrix_products.MODE} where the process is started"
+        )
 
     def prepare_megatron(self) -> None:
         """Redirect the loaded modules of Megatron-core.

@@ -131,8 +131,10 @@ def _check(
 
 
 def _other_libraries(checkpoint: Path) -> list[str]:
-    """A line that names what was of another version when the checkpoint was written."""
-    before, now = read_manifest(checkpoint).libraries, library_versions()
+    """A line that names what was of another version when the checkpoint was written, or another kind of processor."""
+    before, now = read_manifest(checkpoint).libraries, dict(library_versions())
+    if "processor" not in before:  # an earlier release wrote it, or a run on GPUs
+        now.pop("processor", None)
     changed = [
         f"{name} was {before.get(name, 'not installed')} and is {now.get(name, 'not installed')}"
         for name in sorted(before.keys() | now.keys())

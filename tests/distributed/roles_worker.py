@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rlhf_mcore.bridge.files.export import Exporter
@@ -27,6 +28,7 @@ from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import TrainBatch
+from tests.difference import first_difference
 from tests.distributed import models
 from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, finish, rows, start, write_together
 from tests.rows import rows_of_padded
@@ -171,6 +173,7 @@ def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dic
         "before": rows_of_padded(batch, before),
         "last": last.tolist(),
         "saved": hf_values(target),
+        "weights": first_difference(weights_of(target), weights_of(path)),
     }
 
 
@@ -218,6 +221,11 @@ def by_layer(path: Path, cut: tuple[Any, ...], platform: Any) -> dict[str, Any]:
         "equal": all_gather_json(torch.equal(again, whole) and bool((whole != 0).any())),
         "held": all_gather_json(held),
     }
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a saved model."""
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def hf_values(path: Path) -> dict[str, Any]:

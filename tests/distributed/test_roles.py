@@ -41,7 +41,12 @@ def test_values_are_those_of_token_classification(findings: Any, setup: str) -> 
     for mine, theirs in zip(found["before"], oracle["before"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
     assert found["last"] == pytest.approx(oracle["last"], abs=1e-5)
-    assert found["saved"] == oracle, "a saved critic is the model that it was loaded from"
+    assert found["weights"] == "", "a saved critic is the model that it was loaded from"
+    # transformers maps a file into memory: another file's tensors may be aligned otherwise, and be multiplied by another kernel.
+    for saved, theirs in zip(
+        [*found["saved"]["before"], found["saved"]["last"]], [*oracle["before"], oracle["last"]], strict=True
+    ):
+        assert saved == pytest.approx(theirs, abs=1e-5)
 
 
 @pytest.mark.parametrize("setup", SETUPS)

@@ -104,7 +104,9 @@ class Config(Group):
         is_fixed=True,
     )
     deterministic: bool = key(
-        False, "deterministic kernels on CUDA (slower); the CPU always is", more="Every library is asked for its own."
+        False,
+        "deterministic kernels on CUDA (slower); on a CPU they always are",
+        more="Every library is asked for its own. On a CPU bits are equal on processors of one kind (docs/cpu.md).",
     )
     model: ModelConfig = group(ModelConfig, "what everything starts from")
     actor: ActorConfig = group(ActorConfig, "the policy being trained")

@@ -14,9 +14,11 @@ from rlhf_mcore.doctor.machine import (
     check_cores,
     check_gpus,
     check_memory,
+    check_products,
     check_shared_memory,
     locked_memory,
     open_files,
+    processor,
 )
 from rlhf_mcore.doctor.storage import DiskProbe, check_storage, judge
 
@@ -87,6 +89,28 @@ def test_memory(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  67108864 kB\nMemAvailable:  1048576 kB\nHugePages_Total: 0\n")
     finding = check_memory(str(tmp_path / "meminfo"))
     assert (finding.severity, finding.found) == ("warning", "1.0 of 64.0 GiB available")
+
+
+X86 = """\
+processor\t: 0
+vendor_id\t: AuthenticAMD
+model name\t: AMD EPYC 9B14
+flags\t\t: fpu sse sse2 avx avx2 fma avx512f avx512bw avx512_bf16
+
+processor\t: 1
+vendor_id\t: Other
+"""
+ARM = "processor : 0\nFeatures : fp asimd sve bf16\nCPU implementer : 0x41\nCPU part : 0xd40\n"
+
+
+def test_kinds_of_processors(tmp_path: Path) -> None:
+    (file := tmp_path / "cpuinfo").write_text(X86)
+    assert processor(str(file)) == "AuthenticAMD AMD EPYC 9B14 avx avx2 fma avx512f avx512bw avx512_bf16"
+    file.write_text(ARM)
+    assert processor(str(file)) == "0x41 0xd40 asimd bf16 sve"
+    assert processor(str(tmp_path / "absent")) == ""
+    assert "MKL_CBWR is AUTO in runs" in check_products({}, "a kind").found
+    assert "MKL_CBWR is COMPATIBLE here" in check_products({"MKL_CBWR": "COMPATIBLE"}, "a kind").found
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

@@ -191,6 +191,26 @@ def test_libraries_of_another_version_are_named(tmp_path: Path, monkeypatch: pyt
     manifest.library_versions.cache_clear()
 
 
+def test_another_kind_of_processor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "has_gpu", lambda: False)
+
+    def computes_on(kind: str) -> list[str]:
+        monkeypatch.setattr(manifest, "processor", lambda: kind)
+        manifest.library_versions.cache_clear()
+        return [note for note in start(tmp_path).notes if "last digits" in note]
+
+    computes_on("")
+    save(tmp_path, 1)
+    assert computes_on("AuthenticAMD EPYC avx2") == [], "of an earlier release, which wrote none"
+    save(tmp_path, 2)
+    assert computes_on("AuthenticAMD EPYC avx2") == []
+    (note,) = computes_on("GenuineIntel Xeon avx2 avx512f")
+    assert note.startswith(
+        "warning: processor was AuthenticAMD EPYC avx2 and is GenuineIntel Xeon avx2 avx512f: the last digits of numbers may differ"
+    )
+    manifest.library_versions.cache_clear()
+
+
 def test_a_partial_directory_is_set_aside_and_said(tmp_path: Path) -> None:
     prepare(tmp_path, 4, "0a", Disk())
     found = start(tmp_path)
