@@ -24,7 +24,7 @@ from rlhf_mcore.config.hub import localize
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.parallel.addresses import LOOPBACK, free_port
+from rlhf_mcore.parallel.addresses import LOOPBACK
 
 if TYPE_CHECKING:
     from rlhf_mcore.cli.compose import OpenRun
@@ -301,7 +301,11 @@ def one_process() -> Iterator[None]:
     names = {}
     if torchrun_world_size() is None:
         sizes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        names = {**sizes, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK))}
+        names = {
+            **sizes,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": "29500",  # which is not opened, see ``rendezvous.connect``
+        }  # which is not opened, see ``rendezvous.connect``
     os.environ.update(names)
     try:
         with warnings.catch_warnings():

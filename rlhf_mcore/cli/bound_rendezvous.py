@@ -5,9 +5,11 @@ torchrun's own listen on every interface; its default one unpickles what it find
 
 from __future__ import annotations
 
+import errno
+import socket
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
@@ -16,33 +18,58 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from rlhf_mcore.cli.exit_codes import FAILED, PORT_TAKEN
 from rlhf_mcore.parallel.addresses import listener
 
 NAME = "bound"
 TIMEOUT_S = 300  # for all nodes to arrive
 
 
+class NoMeeting(Exception):
+    """The nodes do not meet; the message says why. ``code`` is the exit code for it."""
+
+    def __init__(self, text: str, code: int = FAILED) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 class BoundRendezvous(StaticTCPRendezvous):
-    """Torch's static rendezvous over a store that we have opened. Port 0 of the first node is one that is free."""
+    """Torch's static rendezvous over a store that we have opened. Port 0 of the first node is one that is free.
+
+    Raises:
+        NoMeeting: the port cannot be had, or the others have not come.
+    """
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str) -> None:
-        made = listener(address, port) if rank == 0 else None
+        made = _listen(address, port) if rank == 0 else None
         if made is not None:
             port = made.getsockname()[1]
         super().__init__(address, port, rank, num_nodes, run_id, TIMEOUT_S)
         listening = None if made is None else made.detach()  # the store closes it
-        self._store = TCPStore(
-            address,
-            port,
-            num_nodes,
-            is_master=rank == 0,
-            timeout=timedelta(seconds=TIMEOUT_S),
-            master_listen_fd=listening,
-        )
+        try:
+            self._store = TCPStore(
+                address,
+                port,
+                num_nodes,
+                is_master=rank == 0,
+                timeout=timedelta(seconds=TIMEOUT_S),
+                master_listen_fd=listening,
+            )
+        except DistError as error:
+            reason = str(error).partition("\n")[0]
+            raise NoMeeting(f"node {rank} of {num_nodes} does not meet the others at {address}:{port} ({reason})") from error
 
     def get_backend(self) -> str:
         """The name that torchrun knows it by."""
         return NAME
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return listener(address, port)
+    except OSError as error:
+        code = PORT_TAKEN if error.errno == errno.EADDRINUSE else FAILED
+        raise NoMeeting(f"the nodes cannot meet at {address}:{port} ({error.strerror})", code) from error
 
 
 def register() -> None:

@@ -28,6 +28,7 @@ from rlhf_mcore.config.errors import ConfigError
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "node.sh"
 GRACE_S = 30.0  # for the other nodes to end by themselves after one has
 POLL_S = 0.1
+MEETINGS = 3  # ports that are tried: another program may take one between its choice and its use
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +91,14 @@ class Nodes:
         return with_restarts(lambda number: self._attempt(interface, number), max_restarts)
 
     def _attempt(self, interface: str | None, number: int) -> int:
+        for _ in range(MEETINGS):
+            code = self._start(interface, number)
+            if code != exit_codes.PORT_TAKEN:
+                return code
+            say("the nodes meet again, at another port", file=sys.stderr)
+        return exit_codes.FAILED
+
+    def _start(self, interface: str | None, number: int) -> int:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}.{number}"
         address, port, _, logs = self._meet(interface, run_id)
         say(f"logs of all ranks: {logs}")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect, torchrun_world_size
+from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import end_with_parent
 
@@ -91,7 +92,7 @@ def in_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
     if cfg.deterministic and os.environ["RANK"] == "0" and (reason := platform.varying()):
-        print(f"warning: deterministic=true: {reason}", file=sys.stderr, flush=True)
+        say(f"warning: deterministic=true: {reason}", file=sys.stderr)
     connect(platform.collective_backend, collective_timeout)
     gc.freeze()  # what is imported lives as long as the process: no collection in the middle of a step looks at it
     try:

@@ -63,6 +63,9 @@ def connect(backend: str, timeout: timedelta) -> None:
             socket.getaddrinfo(address, port)  # torch would ask for the name until its timeout
             dist.init_process_group(backend, timeout=timeout)
             return
+        if world_size == 1:  # nobody else is met: no port is opened
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            return
         listening = listener(LOOPBACK, port).detach() if rank == 0 else None  # the store closes it
         store = dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening

@@ -94,6 +94,9 @@ def main(argv: Sequence[str]) -> int:
         if error.errno not in FULL:
             raise
         return report_of_tool(error)
+    except bound_rendezvous.NoMeeting as error:
+        say(f"error: {error}", file=sys.stderr)
+        return error.code
     return agent.check_done()
 
 

@@ -64,6 +64,32 @@ def test_four_ranks_on_two_nodes_and_the_logs_of_each(workspace: Path) -> None:
     assert begun == [[(str(rank), "4")] for rank in range(4)]  # node 0 has ranks 0 and 1
 
 
+TAKES_PORTS = """#!/usr/bin/env bash
+# ssh HOST COMMAND, where another program takes the port of the first attempt's meeting as soon as it is known
+shift
+if [[ "$*" != *--meet=* || "$*" == *--run-id=meeting* || -e taken ]]; then exec bash -c "$*"; fi
+told="$(bash -c "$*")"
+setsid {python} -c "import socket, time
+s = socket.create_server(('127.0.0.1', $(cut -d ' ' -f 2 <<<"$told")))
+open('taken', 'w'); time.sleep(120)" >/dev/null 2>&1 </dev/null &
+while [[ ! -e taken ]]; do sleep 0.05; done
+printf '%s\\n' "$told"
+"""
+
+
+def test_fault_26_nodes_meet_again_where_their_port_was_taken_before_its_use(workspace: Path) -> None:
+    (workspace / "ssh").write_text(TAKES_PORTS.format(python=sys.executable))
+    with running(workspace, "run.yaml", "trainer.num_steps=3") as job:
+        output = job.end()
+    assert job.process.returncode == 0, output
+    assert (workspace / "taken").exists() and "Traceback" not in output
+    assert re.findall(r"error: the nodes cannot meet at 127\.0\.0\.1:\d+ \((.*)\)", output) == [
+        "Address already in use"
+    ]
+    assert output.count("the nodes meet again, at another port") == 1
+    assert counts(workspace) == [3] * 4
+
+
 def test_a_killed_agent_ends_the_job_with_its_cause_and_leaves_nothing_behind(workspace: Path) -> None:
     with running(workspace, "run.yaml", "trainer.num_steps=100000") as job:
         job.wait_for(lambda: len(counts(workspace)) == 4)

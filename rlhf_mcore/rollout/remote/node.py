@@ -1,12 +1,14 @@
-"""Ray on one node of a job: ``python -m rlhf_mcore.rollout.remote.node --address A --port P [--head] [--cpus N]``.
+"""Ray on one node of a job: ``python -m rlhf_mcore.rollout.remote.node --address A {--head | --port P} [--cpus N]``.
 
 ``launch/slurm/train.sbatch`` starts it on every node. It ends with its step, and nothing of Ray is left then. The
-head has no room for engines: it is on a node of the trainer's. Whoever joins needs the token in RAY_AUTH_TOKEN.
+head prints ``ray ADDRESS:PORT`` when it listens, at a port that it was given when it asked for one. It has no room for engines: it is
+on a node of the trainer's. Whoever joins needs the token in RAY_AUTH_TOKEN.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import time
 from pathlib import Path
 
 from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
-from rlhf_mcore.parallel.addresses import free_port, source_address
+from rlhf_mcore.parallel.addresses import shared_port, source_address
 from rlhf_mcore.rollout.remote.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, SETTINGS, make_folder, remove_folder
 
 _LOOK_S = 0.5
@@ -26,8 +28,9 @@ def main() -> int:
     """Run Ray until it or this process is told to end. Returns the exit code."""
     parser = argparse.ArgumentParser("python -m rlhf_mcore.rollout.remote.node")
     parser.add_argument("--address", required=True, help="of the head, on the network between the nodes")
-    parser.add_argument("--port", type=int, required=True, help="of the head")
-    parser.add_argument("--head", action="store_true")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--port", type=int, help="of the head")
+    which.add_argument("--head", action="store_true")
     parser.add_argument("--cpus", type=int, default=1, help="cores for engines; not of the head")
     args = parser.parse_args()
     if not os.environ.get("RAY_AUTH_TOKEN"):
@@ -43,12 +46,18 @@ def main() -> int:
     environment = {**os.environ, **SETTINGS, "RAY_TMPDIR": folder}
     del environment[LOOPBACK_ONLY]
     end = time.monotonic() + _JOIN_S
+    own = source_address(args.address)
+    held = shared_port(own)  # for a service of the head that nobody uses, takes no port 0 and cannot be switched off
     try:
         while True:
-            ray = subprocess.Popen(_command(args, folder), env=environment, stdout=subprocess.DEVNULL)
+            command = _command(args, own, held.getsockname()[1], folder)
+            ray = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+            port = ""
             while not ending and not has_ended(ray.pid):
+                if args.head and not port and (port := _port_of_head(folder)):
+                    print(f"ray {args.address}:{port}", flush=True)  # noqa: T201 (the job's script reads it)
                 time.sleep(_LOOK_S)
-            if ending or args.head or time.monotonic() > end:
+            if ending or port or time.monotonic() > end:
                 return 0 if ending else 1
             _end_children()
     finally:
@@ -56,9 +65,8 @@ def main() -> int:
         remove_folder(Path(folder))
 
 
-def _command(args: argparse.Namespace, folder: str) -> list[str]:
+def _command(args: argparse.Namespace, own: str, client_port: int, folder: str) -> list[str]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    own = source_address(args.address)
     command += [f"--node-ip-address={own}", "--dashboard-agent-listen-port=0"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: jobs share nodes
     # Of every node its own: else an engine's node would make one of the head's name, and nobody would remove it there.
@@ -66,10 +74,17 @@ def _command(args: argparse.Namespace, folder: str) -> list[str]:
     if args.head:
         return [
             *command,
-            *("--head", f"--port={args.port}", "--include-dashboard=false"),
-            *(f"--ray-client-server-port={free_port(own)}", "--num-cpus=0", "--num-gpus=0"),
+            *("--head", "--port=0", "--include-dashboard=false"),
+            *(f"--ray-client-server-port={client_port}", "--num-cpus=0", "--num-gpus=0"),
         ]
     return [*command, f"--address={args.address}:{args.port}", f"--num-cpus={args.cpus}"]
+
+
+def _port_of_head(folder: str) -> str:
+    """Where a head listens that has started, as Ray leaves it in its folder; "" before that."""
+    with contextlib.suppress(OSError):
+        return Path(folder, "ray_current_cluster").read_text(encoding="utf-8").strip().rpartition(":")[2]
+    return ""
 
 
 def _end_children() -> None:

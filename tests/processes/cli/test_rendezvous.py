@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rlhf_mcore.cli.rendezvous import connect, torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
@@ -47,6 +49,21 @@ def test_a_port_in_use_and_processes_that_do_not_come_are_named(monkeypatch: pyt
         connect("gloo", timedelta(seconds=1))
     with pytest.raises(ConfigError, match="rank 0 of WORLD_SIZE=2 does not meet the others"):
         connect("gloo", timedelta(seconds=1))
+
+
+def test_a_process_alone_opens_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's: another program may have any port."""
+    with listener("127.0.0.1") as held:
+        changes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(held.getsockname()[1])}
+        for name, value in {**GOOD, **changes}.items():
+            monkeypatch.setenv(name, value)
+        connect("gloo", timedelta(seconds=5))
+        try:
+            total = torch.ones(2)
+            dist.all_reduce(total, group=dist.new_group([0]))
+            assert total.tolist() == [1.0, 1.0]
+        finally:
+            dist.destroy_process_group()
 
 
 def test_a_host_that_is_not_found_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 
 from rlhf_mcore.cli import bound_rendezvous
-from rlhf_mcore.parallel.addresses import free_port
+from rlhf_mcore.cli.exit_codes import PORT_TAKEN
+from rlhf_mcore.parallel.addresses import free_port, listener
 
 
 def arrive(port: int, rank: int, nodes: int = 2) -> RendezvousInfo:
@@ -41,3 +43,12 @@ def test_two_nodes_meet_in_a_store_on_one_address() -> None:
     tables = Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
     listening = [row.split()[1] for row in tables[1:] if len(row.split()) > 3 and row.split()[3] == "0A"]
     assert [entry for entry in listening if entry.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+
+
+def test_fault_26_a_port_that_another_program_has_taken_is_told_from_other_failures() -> None:
+    bound_rendezvous.register()
+    with listener("127.0.0.1") as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(bound_rendezvous.NoMeeting, match=rf"127\.0\.0\.1:{taken} \(Address already in use\)") as raised:
+            arrive(taken, 0)
+    assert raised.value.code == PORT_TAKEN

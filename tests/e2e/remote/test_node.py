@@ -1,0 +1,52 @@
+"""Ray's head of a job: it gets its port when it binds it, tells it, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from tests.commands import descendants, environment, started, wait_for
+
+CLIENT = re.compile(r"--ray-client-server-port=(\d+)")
+
+
+def test_fault_26_the_ports_of_rays_head_are_held_or_chosen_when_they_are_bound(tmp_path: Path) -> None:
+    before = set(Path("/tmp").glob("rlhf-ray-*"))
+    command = [sys.executable, "-m", "rlhf_mcore.rollout.remote.node", "--address=127.0.0.1", "--head"]
+    token = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    with started(command, tmp_path, {**environment(tmp_path), **token}) as head:
+        words = []
+
+        def asks_for_a_port() -> bool:
+            for pid in descendants(head.process.pid):
+                words.extend(CLIENT.findall(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")))
+            return bool(words)
+
+        head.wait_for(asks_for_a_port, 60)
+        with (
+            socket.socket() as other
+        ):  # nobody else takes the one that Ray has to be given, before Ray listens or after
+            assert other.connect_ex(("127.0.0.1", int(words[0]))) != 0, "nothing listens yet"
+            try:
+                other.bind(("127.0.0.1", int(words[0])))
+                raise AssertionError("it can be taken")
+            except OSError:
+                pass
+        head.wait_for(lambda: "\nray " in f"\n{head.output()}", 120)
+        host, _, port = head.output().partition("ray ")[2].split()[0].rpartition(":")
+        socket.create_connection((host, int(port)), timeout=10).close()
+        begun = descendants(head.process.pid)
+        head.process.send_signal(signal.SIGTERM)
+        head.end(60)
+    assert (host, head.process.returncode) == ("127.0.0.1", 0)
+    wait_for(lambda: not [pid for pid in begun if Path(f"/proc/{pid}").exists() and not _is_dead(pid)], 30)
+    left = set(Path("/tmp").glob("rlhf-ray-*")) - before
+    assert not [folder for folder in left if str(folder) in head.output() or os.stat(folder).st_uid != os.getuid()]
+
+
+def _is_dead(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
