@@ -7,8 +7,8 @@
 #   ./launch/test.sh --with megatron-latest          the same tests on the newest Megatron-core and Python 3.12; no lint
 #   ./launch/test.sh tests/unit -k clip  pytest alone, with these arguments
 #
-# The last lines name every test that failed, with the first line of its message, and then add up all tiers:
-# "N passed, N failed, N skipped", where a lint that fails counts as one.
+# The last lines name every test that failed, with the first line of its message, then say what was skipped for want of what, and then
+# add up all tiers: "N passed, N failed, N skipped", where a lint that fails counts as one.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

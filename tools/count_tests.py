@@ -1,5 +1,5 @@
-"""Adds up pytest's reports: count_tests.py [--failed N] REPORT.xml... prints a line for every test that failed, and last
-"N passed, N failed, N skipped".
+"""Adds up pytest's reports: count_tests.py [--failed N] REPORT.xml... prints a line for every test that failed, one for every reason
+for which tests were skipped, and last "N passed, N failed, N skipped".
 
 A report that is not whole is of a pytest that was killed: one failure. Its log (REPORT.log) tells what was running.
 """
@@ -10,6 +10,7 @@ import argparse
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 MOST_NAMED, MOST_LINES, WIDTH = 12, 15, 300  # continuous integration shows the last lines only
@@ -43,6 +44,17 @@ def _failures(suite: ElementTree.Element) -> Iterator[str]:
             yield f"FAILED {name}: {message}"[:WIDTH]
 
 
+def skips(reports: Sequence[Path]) -> list[str]:
+    """A line for every reason, with the number of tests that were skipped for it; the most frequent first."""
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        with suppress(ElementTree.ParseError):
+            for skipped in ElementTree.parse(report).iter("skipped"):
+                if skipped.attrib.get("type") == "pytest.skip":  # and not one that was expected to fail
+                    reasons[skipped.attrib.get("message", "no reason given").strip().partition("\n")[0]] += 1
+    return [f"SKIPPED {number}: {reason}"[:WIDTH] for reason, number in reasons.most_common()]
+
+
 def _last_words(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     begun = next((line for line in reversed(lines) if line.startswith("tests/") and "::" in line), "no test")
@@ -60,6 +72,10 @@ def main() -> None:
         print(failure)
     if len(failures) > MOST_NAMED:
         print(f"and {len(failures) - MOST_NAMED} more, named above")
+    reasons = skips(args.reports)
+    print(*reasons[:MOST_NAMED], sep="\n", end="\n" if reasons else "")
+    if len(reasons) > MOST_NAMED:
+        print(f"and {len(reasons) - MOST_NAMED} further reasons, named above")
     line = f"{total['passed']} passed, {total['failed'] + args.failed} failed"
     print(line + (f", {total['skipped']} skipped" if total["skipped"] else ""))
 

@@ -22,7 +22,7 @@ def test_is_an_error(broken): pass
 @pytest.mark.skip
 def test_is_skipped(): pass
 """
-SKIPPED = "import pytest\n@pytest.mark.skip\ndef test_needs_a_gpu(): pass\n"
+SKIPPED = "import pytest\n@pytest.mark.skip(reason='needs a GPU')\ndef test_needs_a_gpu(): pass\n"
 KILLED = "import os\ndef test_ends_pytest(): os._exit(9)\ndef test_comes_after(): pass\n"
 
 
@@ -58,11 +58,18 @@ def run(folder: Path, lint: str, tiers: dict[str, str]) -> subprocess.CompletedP
             [
                 "FAILED tests/unit/test_unit.py::test_fails: assert False",
                 'FAILED tests/unit/test_unit.py::test_is_an_error: failed on setup with "ValueError"',
+                "SKIPPED 1: needs a GPU",
+                "SKIPPED 1: unconditional skip",
                 "2 passed, 2 failed, 2 skipped",
             ],
             1,
         ),
-        ("true", {"unit": "def test_passes(): pass", "gpu": SKIPPED}, ["1 passed, 0 failed, 1 skipped"], 0),
+        (
+            "true",
+            {"unit": "def test_passes(): pass", "gpu": SKIPPED},
+            ["SKIPPED 1: needs a GPU", "1 passed, 0 failed, 1 skipped"],
+            0,
+        ),
         (
             "false",
             {"unit": "def test_passes(): pass", "e2e": KILLED},

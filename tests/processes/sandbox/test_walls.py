@@ -490,14 +490,21 @@ def test_less_isolation_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("setpriv"), reason="becoming another user needs root and setpriv"
 )
-def test_an_ordinary_user_has_the_same_walls(tmp_path: Path) -> None:
-    """This file again, as the user nobody, with an interpreter that nobody may read."""
+def test_an_ordinary_user_has_the_same_walls(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """This file again, as the user nobody, with an interpreter that nobody may read.
+
+    The package is copied to where that user may read it: a clone may be in a directory that its owner alone may enter.
+    """
     python = "/usr/bin/python3"
     if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"], check=False).returncode:
         pytest.skip("no system Python of 3.10 or later")
+    readable = Path(tempfile.mkdtemp(dir="/tmp", prefix="rlhf-walls-"))
+    request.addfinalizer(lambda: shutil.rmtree(readable))
+    shutil.copytree(ROOT / "rlhf_mcore", readable / "rlhf_mcore", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["chmod", "-R", "a+rX", str(readable)], check=True)
     program = f"""
 import sys
-sys.path.insert(0, {str(ROOT)!r})
+sys.path.insert(0, {str(readable)!r})
 from rlhf_mcore.sandbox.run import *
 for name in LEVELS[1:]:
     with Sandbox(name) as sandbox:
