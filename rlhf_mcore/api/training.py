@@ -305,7 +305,7 @@ def one_process() -> Iterator[None]:
             **sizes,
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": "29500",  # which is not opened, see ``rendezvous.connect``
-        }  # which is not opened, see ``rendezvous.connect``
+        }
     os.environ.update(names)
     try:
         with warnings.catch_warnings():
