@@ -6,12 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rlhf_mcore.report.server import ReportServer
+
+PORT = 8321
 MAX_ROLLOUTS = 10_000
 
 
@@ -21,11 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from rlhf_mcore.cli.progress import working
         from rlhf_mcore.observability.files import write_atomically
+        from rlhf_mcore.observability.run_directory import METRICS
         from rlhf_mcore.own_files import check_output
         from rlhf_mcore.report.page import page
-        from rlhf_mcore.report.run_data import read_run
+        from rlhf_mcore.report.run_data import find_runs, read_run
 
         check_rollouts(args.rollouts)
+        if len(args.run) == 1 and not (args.run[0] / METRICS).is_file() and (runs_inside := find_runs(args.run[0])):
+            if args.out is None:
+                return _serve_index(args.run[0], args.rollouts, args.port)
+            args.run = runs_inside
         out = args.out or args.run[0] / "report.html"
         if args.out is None and not args.run[0].is_dir():
             read_run(args.run[0], 0)  # which tells what is missing
@@ -42,10 +52,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"{out} ({len(content) / 1e6:.1f} MB); open it in a browser")
     for run in runs:
         if run.num_rollouts > args.rollouts:
-            say(
-                f"{run.name}: {run.num_rollouts} rollouts, of which the page holds about {args.rollouts} (--rollouts)"
-            )
+            say(f"{run.name}: {run.num_rollouts} rollouts, of which the page holds about {args.rollouts} (--rollouts)")
     return exit_codes.DONE
+
+
+def _serve_index(folder: Path, rollouts: int, port: int) -> int:
+    from rlhf_mcore.report.server import ReportServer
+
+    check_port(port)
+    serve(ReportServer([], rollouts, port, folder=folder), f"all runs in {folder}")
+    return exit_codes.DONE
+
+
+def serve(server: ReportServer, what: str) -> None:
+    """Serve until Ctrl-C."""
+    with server:
+        say(f"http://127.0.0.1:{server.server_port}/ shows {what}; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+def check_port(port: int) -> None:
+    """
+    Raises:
+        ConfigError: there can be no such port.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is out of range; give a number from 0 (any free port) to 65535")
 
 
 def check_rollouts(number: int) -> None:
@@ -61,19 +96,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore report",
         "Write one HTML file about a run, or about several side by side: health, curves, where the time goes, what the model writes, "
-        "and how the configurations differ. It needs no network and may be sent to others.",
+        "and how the configurations differ. It needs no network and may be sent to others. Of a folder of runs it serves a live "
+        "index at http://127.0.0.1:8321/, or with --out writes all of them into one file.",
         "examples:\n"
         "  rlhf-mcore report outputs/quickstart/grpo\n"
-        "  rlhf-mcore report outputs/math/a outputs/math/b --out both.html\n\n" + exit_codes.TOOL_EPILOG,
+        "  rlhf-mcore report outputs/math/a outputs/math/b --out both.html\n"
+        "  rlhf-mcore report outputs/\n\n" + exit_codes.TOOL_EPILOG,
     )
     parser.add_argument(
-        "run", type=Path, nargs="+", metavar="RUN", help="directory of a run, which may still be going on"
+        "run", type=Path, nargs="+", metavar="RUN", help="directory of a run, which may still be going on, or of many"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: report.html in the directory of the first run"
     )
+    add_port(parser)
     add_rollouts(parser)
     return parser
+
+
+def add_port(parser: argparse.ArgumentParser) -> None:
+    """``--port``, of this command and of ``watch``."""
+    parser.add_argument("--port", type=int, default=PORT, metavar="N", help="0: any free one (default: %(default)s)")
 
 
 def add_rollouts(parser: argparse.ArgumentParser) -> None:

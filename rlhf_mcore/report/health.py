@@ -27,9 +27,15 @@ class Verdict:
     remedy: str
 
 
-def verdicts(metrics: Mapping[str, Column]) -> list[Verdict]:
-    """Every rule's verdict on a run: the worst first, those without a metric last."""
-    found = [_verdict(rule, metrics) for rule in RULES]
+def verdicts(metrics: Mapping[str, Column], not_finite: Mapping[str, int] | None = None) -> list[Verdict]:
+    """Every rule's verdict on a run: the worst first, those without a metric last.
+
+    ``not_finite``: metrics whose last reports are no numbers, and since which step. Older values of theirs say nothing of the run.
+    """
+    not_finite = not_finite or {}
+    found = [_verdict(rule, {n: c for n, c in metrics.items() if n not in not_finite}) for rule in RULES]
+    if not_finite:
+        found.append(_spoiled(not_finite))
     return sorted(found, key=lambda verdict: (BAD, WATCH, GOOD, UNKNOWN).index(verdict.state))
 
 
@@ -43,6 +49,20 @@ def _verdict(rule: Rule, metrics: Mapping[str, Column]) -> Verdict:
     value = MEASURES[rule.measure].of_run(Series(values))
     state = rule.judge(value)
     return Verdict(rule.name, rule.metric, state, rule.shown(value), rule.meaning, rule.remedy if state != GOOD else "")
+
+
+def _spoiled(not_finite: Mapping[str, int]) -> Verdict:
+    first = min(not_finite.values())
+    names = sorted(not_finite, key=lambda name: (not_finite[name], name))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return Verdict(
+        "numbers that are none",
+        names[0],
+        BAD,
+        f"NaN from step {first}: {', '.join(names[:3])}{more}",
+        "metrics whose last values are NaN or infinite",
+        "begin again from a checkpoint before that step with a lower actor.optimizer.lr; look at the rollouts of that step",
+    )
 
 
 def _shares(counts: Column, samples: Column) -> list[float]:

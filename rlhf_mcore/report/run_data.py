@@ -38,6 +38,7 @@ class RunData:
     """One run.
 
     ``metrics`` are columns of equal length, ``step`` among them; None: a step did not report it, or it was not finite.
+    ``not_finite``: of a metric whose last reports are no numbers, the step of the first of these.
     ``groups`` are the prompts of steps, each with its ``samples``; they may be fewer than the ``num_rollouts`` that the run has
     written. ``config``: key with dots -> value. ``software``: versions, as the last checkpoint names them.
     """
@@ -45,6 +46,7 @@ class RunData:
     name: str
     path: str
     metrics: dict[str, list[float | None]]
+    not_finite: dict[str, int]
     groups: list[dict[str, Any]]
     num_rollouts: int
     config: dict[str, Any]
@@ -78,10 +80,12 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
     if checkpoints:
         manifest = directory / f"checkpoint-{checkpoints[-1]}" / "manifest.json"
         software = read_json(manifest, remedy=_REMEDY).table("libraries")
+    records = _records(directory / METRICS)
     return RunData(
         name=directory.resolve().name,
         path=str(directory),
-        metrics=_columns(directory / METRICS),
+        metrics=_columns(records),
+        not_finite=_not_finite(records),
         groups=groups,
         num_rollouts=num_rollouts,
         config=dict(_flat(_config(directory / "config.yaml"))),
@@ -90,7 +94,13 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
     )
 
 
-def _columns(path: Path) -> dict[str, list[float | None]]:
+def find_runs(folder: Path) -> list[Path]:
+    """Directories of runs at and below a folder, as <output_dir>/<project>/<experiment> has them, in the order of their names."""
+    places = ("", "*/", "*/*/", "*/*/*/")
+    return sorted({path.parent for place in places for path in folder.glob(f"{place}{METRICS}")})
+
+
+def _records(path: Path) -> dict[int, dict[str, float | None]]:
     """The last record of every step: a step that was made again after a kill replaces the one before."""
     by_step: dict[int, dict[str, float | None]] = {}
     for line in read_lines(path, _REMEDY, is_growing=True):
@@ -102,9 +112,24 @@ def _columns(path: Path) -> dict[str, list[float | None]]:
         step = line.integer("step")
         earlier = by_step.get(step, {}) if any(name.startswith("final/") for name in numbers) else {}
         by_step[step] = earlier | numbers
-    records = [by_step[step] for step in sorted(by_step)]
-    names = dict.fromkeys(name for record in records for name in record)
-    return {"step": []} | {name: [record.get(name) for record in records] for name in names}
+    return dict(sorted(by_step.items()))
+
+
+def _columns(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(name for record in records.values() for name in record)
+    return {"step": []} | {name: [record.get(name) for record in records.values()] for name in names}
+
+
+def _not_finite(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, int]:
+    """A value that is not finite is null in the file."""
+    since: dict[str, int] = {}
+    for step, record in records.items():
+        for name, value in record.items():
+            if value is not None:
+                since.pop(name, None)
+            else:
+                since.setdefault(name, step)
+    return since
 
 
 def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]:
@@ -166,6 +191,19 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value if isinstance(value, str | int | float | None) else json.dumps(value)
+
+
+_NAMES = {"experiment", "output_dir"}  # which runs of one configuration differ in anyway
+
+
+def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Which of the runs have configurations that differ in seeds alone, two and more of each kind."""
+    kinds: dict[str, list[int]] = {}
+    for place, config in enumerate(configs):
+        rest = {key: value for key, value in config.items() if key.split(".")[-1] != "seed" and key not in _NAMES}
+        if rest:
+            kinds.setdefault(json.dumps(rest, sort_keys=True), []).append(place)
+    return [places for places in kinds.values() if len(places) > 1]
 
 
 def different_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:

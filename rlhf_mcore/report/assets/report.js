@@ -2,6 +2,8 @@
 // The page of the report: plain DOM, charts by uPlot. Text from runs is only ever set as textContent.
 
 const COLORS = ["#2563c9", "#d4552a", "#1a8a5a", "#8a4fc4", "#b07c00", "#c0387a", "#0f8a99", "#6b7280"];
+// Beyond these, hues a golden angle apart, with dashed lines.
+const colorOf = (i) => COLORS[i] || `hsl(${((i * 137.508) % 360).toFixed(0)}, 62%, 47%)`;
 const PAGE_OF_GROUPS = 50;
 const KEY_METRICS = [
   "reward/mean", "evaluate/accuracy", "evaluate/reward", "loss/total", "loss/sft", "loss/reward_model", "actor/entropy", "actor/approx_kl",
@@ -12,8 +14,8 @@ const STATES = { good: "✓ good", watch: "! watch", bad: "✗ bad", unknown: "�
 
 let data = JSON.parse(document.getElementById("data").textContent);
 const shown = new Set(data.runs.map((_, i) => i));
-const view = { tab: "Health", smoothing: 0, axis: "step", metric: "", config: "", all: false };
-const wanted = { colour: "", run: 0, from: "", to: "", least: "", most: "", shortest: "", longest: "", text: "", order: "step", failed: false };
+const view = { tab: "Health", smoothing: 0, axis: "step", metric: "", config: "", all: false, seeds: data.seeds.length > 0 };
+const wanted = { colour: "", run: 0, from: "", to: "", least: "", most: "", shortest: "", longest: "", text: "", order: "newest first", failed: false };
 let limit = PAGE_OF_GROUPS;
 
 // ---- small tools
@@ -35,13 +37,17 @@ function number(value, digits = 4) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
 }
 function table(head, rows) {
-  const body = rows.map((row) => make("tr", {}, ...row.map((cell) => (cell instanceof Node && cell.tagName === "TD" ? cell : make("td", {}, cell)))));
+  const body = rows.map((row) => make("tr", {}, ...row.map((cell, i) => {
+    const found = cell instanceof Node && cell.tagName === "TD" ? cell : make("td", {}, cell);
+    found.dataset.label = head[i];  // what a narrow screen shows in the place of the head
+    return found;
+  })));
   return make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...head.map((name) => make("th", {}, name)))), make("tbody", {}, ...body)));
 }
 const counted = (count, name) => `${count} ${name}${count === 1 ? "" : "s"}`;
 const amount = (text) => make("td", { class: "number" }, text);
 const empty = (text) => make("p", { class: "empty" }, text);
-const chosen = () => data.runs.map((run, i) => ({ run, color: COLORS[i % COLORS.length], i })).filter(({ i }) => shown.has(i));
+const chosen = () => data.runs.map((run, i) => ({ run, color: colorOf(i), dash: i < COLORS.length ? undefined : [8, 4], i })).filter(({ i }) => shown.has(i));
 
 // ---- charts
 function smooth(values, share) {
@@ -77,8 +83,11 @@ function draw(box, lines, options = {}) {
   const width = Math.max(box.clientWidth - 18, 240);
   const whole = view.axis === "step" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5] } : {};
   const axes = [{ stroke, grid, ticks: grid, ...whole }, { stroke, grid, ticks: grid, size: 62, values: (_, splits) => splits.map((v) => (v === null ? "" : number(v, 3))) }];
-  const series = [{ label: view.axis }, ...lines.map(({ label, color, fill }) => ({ label, stroke: color, fill, width: 1.6, spanGaps: true, points: { show: lines[0].x.length < 3 }, value: (_, v) => number(v) }))];
-  return new uPlot({ width, height: options.height || 180, scales: { x: { time: false } }, axes, series, cursor: { sync: { key: "report" } }, bands: options.bands, legend: { live: true } }, joined(lines), box);
+  const series = [{ label: view.axis }, ...lines.map(({ label, color, fill, dash, width }) => ({ label, stroke: color, fill, dash, width: width ?? 1.6, spanGaps: true, points: { show: lines[0].x.length < 3 }, value: (_, v) => number(v) }))];
+  // Of values that are all the same: a share that is 0 throughout is seen just above the bottom of an axis that ends at 1.
+  const flat = (value) => (value === 0 ? [-0.05, 1] : [value - Math.abs(value) / 10, value + Math.abs(value) / 10]);
+  const range = (_, low, high) => (low === null ? [0, 1] : low === high ? flat(low) : uPlot.rangeNum(low, high, 0.1, true));
+  return new uPlot({ width, height: options.height || 180, scales: { x: { time: false }, y: { range } }, axes, series, cursor: { sync: { key: "report" } }, bands: options.bands, legend: { live: true } }, joined(lines), box);
 }
 const lazily = new IntersectionObserver((entries) => {
   for (const entry of entries) {
@@ -87,10 +96,32 @@ const lazily = new IntersectionObserver((entries) => {
     entry.target.drawChart();
   }
 }, { rootMargin: "300px" });
+// Runs that differ in their seeds alone, as one line with a band from the lowest of them to the highest, by step.
+function banded(members, name) {
+  const rows = new Map();
+  for (const { run } of members) {
+    const values = smooth(run.metrics[name], view.smoothing);
+    run.metrics.step.forEach((step, i) => { if (values[i] !== null && values[i] !== undefined) rows.set(step, [...(rows.get(step) || []), values[i]]); });
+  }
+  const x = [...rows.keys()].sort((a, b) => a - b), { color, dash, run } = members[0];
+  const line = (label, width, of) => ({ label, color, dash, width, x, y: x.map((step) => of(rows.get(step))) });
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+  return [line(`${run.name}, mean of ${members.length} seeds`, 1.8, mean), line("highest", 0, (values) => Math.max(...values)), line("lowest", 0, (values) => Math.min(...values))];
+}
 function metricChart(name) {
-  const lines = chosen().filter(({ run }) => run.metrics[name]).map(({ run, color }) => ({ label: run.name, color, x: xs(run), y: smooth(run.metrics[name], view.smoothing) }));
+  let entries = chosen().filter(({ run }) => run.metrics[name]);
+  const lines = [], bands = [];
+  for (const group of view.seeds && view.axis === "step" ? data.seeds : []) {
+    const members = entries.filter(({ i }) => group.includes(i));
+    if (members.length < 2) continue;
+    entries = entries.filter((entry) => !members.includes(entry));
+    const at = lines.length + 1;  // the first series is that of x
+    lines.push(...banded(members, name));
+    bands.push({ series: [at + 1, at + 2], fill: `color-mix(in srgb, ${members[0].color} 22%, transparent)` });
+  }
+  lines.push(...entries.map(({ run, color, dash }) => ({ label: run.name, color, dash, x: xs(run), y: smooth(run.metrics[name], view.smoothing) })));
   const box = make("div", { class: "chart", "data-metric": name }, make("h3", {}, name));
-  box.drawChart = () => draw(box, lines);
+  box.drawChart = () => draw(box, lines, { bands });
   lazily.observe(box);
   return box;
 }
@@ -104,12 +135,25 @@ function smoothingControls() {
   return [
     make("label", {}, "smoothing ", make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing, id: "smoothing", oninput: (e) => { out.textContent = Number(e.target.value).toFixed(2); }, onchange: (e) => { view.smoothing = Number(e.target.value); show(); } }), out),
     make("label", {}, "over ", make("select", { id: "axis", onchange: (e) => { view.axis = e.target.value; show(); } }, ...["step", "hours"].map((name) => make("option", { value: name, selected: view.axis === name }, name)))),
+    data.seeds.length ? make("label", {}, make("input", { type: "checkbox", id: "seeds", checked: view.seeds, onchange: (e) => { view.seeds = e.target.checked; show(); } }), "seeds as mean and band") : "",
   ];
 }
 
 // ---- tabs
+const lastOf = (run, name) => { if (name in run.not_finite) return "NaN"; const values = (run.metrics[name] || []).filter((value) => value !== null); return values.length ? number(values[values.length - 1]) : "–"; };
+// All runs with their last numbers, side by side.
+function runsTable() {
+  const names = ["final/accuracy", ...KEY_METRICS].filter((name) => chosen().some(({ run }) => run.metrics[name]));
+  const rows = chosen().map(({ run, color, i }) => {
+    const worst = run.verdicts[0], link = data.links ? make("a", { href: data.links[i] }, run.name) : run.name;
+    const steps = run.metrics.step;
+    return [make("td", {}, make("span", { class: "swatch", style: `background:${color}` }), " ", link), amount(number(steps[steps.length - 1])), make("td", { class: `state ${worst.state}`, title: worst.rule }, STATES[worst.state]), ...names.map((name) => amount(lastOf(run, name)))];
+  });
+  return table(["run", "step", "health", ...names], rows);
+}
 function healthTab() {
   const parts = [];
+  if (data.runs.length > 1) parts.push(make("h2", {}, "Runs ", make("span", { class: "faint" }, "the last number of each")), runsTable());
   for (const { run, color } of chosen()) {
     const steps = run.metrics.step;
     parts.push(make("h2", {}, make("span", { class: "swatch", style: `background:${color}` }), ` ${run.name} `, make("span", { class: "faint" }, `${steps.length ? `step ${steps[steps.length - 1]}` : "no step yet"} · ${run.path} · checkpoints: ${run.checkpoints.join(", ") || "none"}`)));
@@ -118,7 +162,7 @@ function healthTab() {
     if (troubles.length) parts.push(table(head, troubles));
     if (good.length) parts.push(make("details", { open: !troubles.length && data.runs.length === 1 }, make("summary", { class: "state good" }, `${counted(good.length, "figure")} in the healthy range`), table(head.slice(0, 4), good.map((row) => row.slice(0, 4)))));
     const rest = run.verdicts.filter((verdict) => verdict.state === "unknown").map((verdict) => verdict.rule);
-    if (rest.length) parts.push(make("p", { class: "faint" }, `not reported by this run: ${rest.join(", ")}`));
+    if (rest.length && data.runs.length < 4) parts.push(make("p", { class: "faint" }, `not reported by this run: ${rest.join(", ")}`));
   }
   const names = metricNames();
   parts.push(make("h2", {}, "Curves"), make("div", { class: "controls" }, ...smoothingControls()), make("div", { class: "charts" }, ...KEY_METRICS.filter((name) => names.includes(name)).map(metricChart)));
@@ -150,7 +194,7 @@ function timeTab() {
     const total = sums.reduce((sum, [, seconds]) => sum + seconds, 0);
     if (!total) continue;
     const steps = run.metrics.step.length;
-    const color = new Map(sums.map(([name], i) => [name, COLORS[i % COLORS.length]]));
+    const color = new Map(sums.map(([name], i) => [name, colorOf(i)]));
     parts.push(make("h2", {}, `${run.name}: where the time goes`));
     parts.push(table(["phase", "seconds a step", "share", "of the whole"], sums.map(([name, seconds]) => [name.slice(7, -2).replaceAll("_", " "), amount(number(seconds / steps, 3)), amount(`${(100 * seconds / total).toFixed(1)} %`), make("div", { class: "bar", style: `width:${(300 * seconds / total).toFixed(0)}px;background:${color.get(name)}` })])));
     const box = make("div", { class: "chart", style: "margin-top:12px" }, make("h3", {}, "seconds of a step, phases stacked"));
@@ -239,12 +283,12 @@ function rolloutsTab() {
     count.textContent = `${counted(samples, "rollout")} in ${counted(found.length, "group")}` + (held < run.num_rollouts ? ` · this page holds ${held} of the run's ${run.num_rollouts}: those of the first and of the newest steps` : "");
     list.replaceChildren(...found.slice(0, limit).map(groupRow));
     if (found.length > limit) list.append(make("button", { class: "plain", id: "more", onclick: () => { limit += PAGE_OF_GROUPS; fill(); } }, `show more (${counted(found.length - limit, "group")})`));
-    if (!found.length) list.append(empty(run.groups.length ? "nothing fits these filters" : "this run has written no rollouts (logging.rollouts_every)"));
+    if (!found.length) list.append(empty(run.groups.length ? "nothing fits these filters" : data.links && run.num_rollouts ? "the page of this run alone has its rollouts: Health, Runs" : "this run has written no rollouts (logging.rollouts_every)"));
   };
   const field = (name, label, type = "number") => make("label", {}, label, make("input", { type, id: `filter-${name}`, step: "any", value: wanted[name], oninput: (e) => { wanted[name] = e.target.value; limit = PAGE_OF_GROUPS; fill(); } }));
   const choice = (name, label, values, texts = values) => make("label", {}, label, make("select", { id: `filter-${name}`, onchange: (e) => { wanted[name] = name === "run" ? Number(e.target.value) : e.target.value; limit = PAGE_OF_GROUPS; fill(); } }, ...values.map((value, i) => make("option", { value, selected: String(wanted[name]) === String(value) }, texts[i]))));
   const hasTokens = data.runs.some((run) => run.groups.some((group) => group.samples.some((sample) => sample.tokens)));
-  const controls = make("div", { class: "controls" }, data.runs.length > 1 ? choice("run", "run ", data.runs.map((_, i) => i), data.runs.map((run) => run.name)) : null, field("text", "text ", "search"), field("from", "steps "), field("to", "to "), field("least", "reward "), field("most", "to "), field("shortest", "tokens "), field("longest", "to "), choice("order", "order ", ["step", "newest first", "worst reward first", "best reward first", "mixed groups first", "longest first"]), make("label", {}, make("input", { type: "checkbox", id: "filter-failed", checked: wanted.failed, onchange: (e) => { wanted.failed = e.target.checked; fill(); } }), "failures only"), hasTokens ? choice("colour", "colour tokens by ", ["", "advantages", "logprob_differences"], ["nothing", "advantage", "logprob difference"]) : null);
+  const controls = make("div", { class: "controls" }, data.runs.length > 1 ? choice("run", "run ", data.runs.map((_, i) => i), data.runs.map((run) => run.name)) : null, field("text", "text ", "search"), field("from", "steps "), field("to", "to "), field("least", "reward "), field("most", "to "), field("shortest", "tokens "), field("longest", "to "), choice("order", "order ", ["newest first", "step", "worst reward first", "best reward first", "mixed groups first", "longest first"]), make("label", {}, make("input", { type: "checkbox", id: "filter-failed", checked: wanted.failed, onchange: (e) => { wanted.failed = e.target.checked; fill(); } }), "failures only"), hasTokens ? choice("colour", "colour tokens by ", ["", "advantages", "logprob_differences"], ["nothing", "advantage", "logprob difference"]) : null);
   fill();
   return [controls, count, list];
 }
@@ -268,7 +312,7 @@ function configTab() {
 const TABS = { Health: healthTab, Charts: chartsTab, Time: timeTab, Rollouts: rolloutsTab, Configuration: configTab };
 function show() {
   document.getElementById("tabs").replaceChildren(...Object.keys(TABS).map((name) => make("button", { role: "tab", "aria-selected": String(view.tab === name), onclick: () => { view.tab = name; location.hash = name; show(); } }, name)));
-  document.getElementById("runs").replaceChildren(...(data.runs.length < 2 ? [] : data.runs.map((run, i) => make("label", {}, make("input", { type: "checkbox", checked: shown.has(i), onchange: (e) => { if (e.target.checked) shown.add(i); else shown.delete(i); show(); } }), make("span", { class: "swatch", style: `background:${COLORS[i % COLORS.length]}` }), run.name))));
+  document.getElementById("runs").replaceChildren(...(data.runs.length < 2 ? [] : data.runs.map((run, i) => make("label", {}, make("input", { type: "checkbox", checked: shown.has(i), onchange: (e) => { if (e.target.checked) shown.add(i); else shown.delete(i); show(); } }), make("span", { class: "swatch", style: `background:${colorOf(i)}` }), run.name))));
   document.getElementById("main").replaceChildren(...(shown.size || view.tab === "Rollouts" ? TABS[view.tab]() : [empty("no run is chosen")]));
 }
 if (location.hash.slice(1) in TABS) view.tab = location.hash.slice(1);
@@ -280,7 +324,9 @@ if (document.body.dataset.live === "true") {
     try {
       const answer = await fetch("data.json", { headers: { "If-None-Match": data.tag || "" } });
       if (answer.status !== 200) return;
+      const before = data.runs.length;
       data = { ...(await answer.json()), tag: answer.headers.get("ETag") };
+      for (let i = before; i < data.runs.length; i++) shown.add(i);  // runs that have begun
       if (view.tab !== "Rollouts") show();
     } catch (error) {
       document.title = `(not connected) ${document.title.replace("(not connected) ", "")}`;

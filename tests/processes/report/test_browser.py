@@ -97,8 +97,9 @@ def test_two_runs_side_by_side_with_ten_thousand_rollouts_each(page: Any, runs: 
     assert page.title() == "slow, fast · rlhf_mcore"
 
     # Health: both runs have lost their entropy (means of 8 steps, 72 apart: 0.93**72), and nothing else is wrong.
-    assert page.locator("td.state.bad").count() == 2 and page.locator("td.state.watch").count() == 0
-    assert "0.5 %" in page.locator("tr", has=page.locator("td.state.bad")).first.inner_text()
+    # The table of runs says so of each, then the run's own figures do.
+    assert page.locator("td.state.bad").count() == 4 and page.locator("td.state.watch").count() == 0
+    assert "0.5 %" in page.locator("tr", has=page.locator("td.state.bad")).nth(2).inner_text()
     page.locator(".chart canvas").first.wait_for()
 
     # Charts: filter by name, choose the axis, and leave a run out.
@@ -178,6 +179,89 @@ def test_a_run_that_goes_on_is_seen_to(page: Any, runs: list[Path]) -> None:
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eleven runs: three seeds of one configuration, seven learning rates, and one that is NaN from step 16. No response scores 0."""
+    folder = tmp_path_factory.mktemp("outputs")
+    for number in range(11):
+        directory = folder / "p" / f"run-{number:02d}"
+        (directory / "rollouts").mkdir(parents=True)
+        lr = 1 if number < 3 else number
+        (directory / "config.yaml").write_text(f"seed: {number}\nexperiment: {directory.name}\nactor: {{lr: {lr}}}\n")
+        with (directory / "metrics.jsonl").open("w") as file:
+            for step in range(31):
+                spoiled = number == 10 and step >= 16
+                line = {"reward/mean": None if spoiled else number + step / 30, "reward/share_zero": 0.0}
+                line |= {"actor/grad_norm": None if spoiled else 1.0, "rollout/truncated_fraction": 0.0}
+                file.write(json.dumps({"step": step, **line}) + "\n")
+        for step in (1, 2):
+            record = {"step": step, "prompt_id": "a", "sample": 0, "prompt": "p", "response": "r", "score": 1.0}
+            (directory / "rollouts" / f"step-{step:06d}.jsonl").write_text(json.dumps(record) + "\n")
+    return folder
+
+
+def test_a_live_index_of_all_runs(page: Any, many: Path) -> None:
+    with ReportServer([], 100, 0, folder=many) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            rows = page.locator("table").first.locator("tbody tr")
+            assert page.title() == "11 runs · rlhf_mcore" and rows.count() == 11
+            cells = rows.nth(4).locator("td").all_inner_texts()
+            assert [cells[0].strip(), cells[1], cells[3]] == ["run-04", "30", "5"]  # the last reward: 4 + 30 / 30
+            swatches = page.locator("#runs .swatch").evaluate_all("all => all.map((one) => one.style.background)")
+            assert len(set(swatches)) == 11, "every run has a colour of its own"
+
+            # Three seeds are one line with a band, eight runs have their own.
+            chart = page.locator("[data-metric='reward/mean']")
+            legend = chart.locator(".u-legend")
+            chart.scroll_into_view_if_needed()  # where it is drawn
+            legend.wait_for()
+            assert "run-00, mean of 3 seeds" in legend.inner_text() and "run-01" not in legend.inner_text()
+            assert legend.locator("tr").count() == 1 + 3 + 8
+            page.locator("#seeds").uncheck()
+            chart.scroll_into_view_if_needed()
+            legend.wait_for()
+            assert legend.locator("tr").count() == 1 + 11 and "run-01" in legend.inner_text()
+
+            # What is NaN is not judged by older values.
+            assert page.get_by_text("NaN from step 16: actor/grad_norm, reward/mean").count() == 1
+            assert rows.nth(10).locator("td").all_inner_texts()[2:4] == ["✗ bad", "NaN"]
+
+            # A share of 0 throughout has the axis of a share.
+            page.get_by_role("tab", name="Charts").click()
+            page.locator("#metric-filter").fill("share_zero")
+            page.locator("[data-metric='reward/share_zero'] canvas").wait_for()
+
+            # A run that begins is there too; a run's own page has its rollouts, the newest first.
+            page.get_by_role("tab", name="Health").click()
+            later = many / "q" / "later"
+            later.mkdir(parents=True)
+            (later / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+            page.get_by_role("link", name="later").wait_for()
+            page.get_by_role("link", name="run-10").click()
+            page.wait_for_url("**/run/p/run-10/")
+            page.get_by_role("tab", name="Rollouts").click()
+            steps = page.locator("details.group summary .faint:first-child").all_inner_texts()
+            assert steps == ["step 2", "step 1"]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("tab", ["Health", "Charts", "Time", "Rollouts", "Configuration"])
+def test_nothing_is_cut_on_a_narrow_screen(page: Any, runs: list[Path], tmp_path: Path, tab: str) -> None:
+    out = tmp_path / "both.html"
+    assert main([*map(str, runs), "--out", str(out), "--rollouts", "200"]) == 0
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(f"{out.as_uri()}#{tab}")
+    page.locator("main > *").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    wide = "all => all.filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+    assert page.locator(".scroll").evaluate_all(wide) == 0
 
 
 SITE = ROOT / "outputs" / "site"  # made by ./launch/docs.sh

@@ -20,7 +20,7 @@ from rlhf_mcore.config.keys import DESCRIPTIONS
 from rlhf_mcore.config.metric_rules import RULES, Series
 from rlhf_mcore.report.health import verdicts
 from rlhf_mcore.report.page import content, page
-from rlhf_mcore.report.run_data import different_keys, read_run
+from rlhf_mcore.report.run_data import different_keys, find_runs, read_run, same_but_for_seeds
 from rlhf_mcore.report.server import ReportServer
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{ @@DATA@@"
@@ -115,7 +115,7 @@ def test_a_file_that_no_run_writes_is_named(run: Path, name: str, content: str, 
 
 
 def test_a_directory_above_is_told_which_one_was_meant(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run.parent)]) == 2
+    assert main([str(run.parent), str(run)]) == 2
     assert f"did you mean {run}?" in capsys.readouterr().err
     assert main([str(run), "--out", str(run)]) == 2 and "name a file" in capsys.readouterr().err
     assert main([str(run), "--out", "nowhere/r.html"]) == 2 and "nowhere is no directory" in capsys.readouterr().err
@@ -161,6 +161,64 @@ def test_rules_judge_what_is_recent_against_what_was_early() -> None:
         {"reward/parse_failures": [4.0, 14.0], "progress/samples": [8.0, 24.0], "actor/grad_norm": [1.0]}
     )
     assert (worst.metric, worst.state, worst.value) == ("reward/parse_failures", "bad", "87.5 %")
+
+
+def test_what_is_not_finite_at_the_end_is_not_judged_by_what_it_was(tmp_path: Path) -> None:
+    records = [{"step": step, "actor/approx_kl": None if step >= 16 else 0.01} for step in range(20)]
+    records[3] |= {"loss/total": None}  # and finite again
+    records[4] |= {"loss/total": 1.0}
+    lines(tmp_path / "metrics.jsonl", *records)
+    read = read_run(tmp_path, 0)
+    assert read.not_finite == {"actor/approx_kl": 16}
+    [worst, *others] = verdicts(read.metrics, read.not_finite)
+    assert (worst.state, worst.value) == ("bad", "NaN from step 16: actor/approx_kl")
+    assert {verdict.state for verdict in others if verdict.metric == "actor/approx_kl"} == {"unknown"}
+
+
+def test_runs_that_differ_in_their_seeds_alone_belong_together() -> None:
+    config = {"experiment": "a", "seed": 1, "data.seed": 1, "actor.optimizer.lr": 0.1}
+    other_seed = config | {"experiment": "b", "seed": 2, "data.seed": 7}
+    other_lr = config | {"actor.optimizer.lr": 0.2}
+    assert same_but_for_seeds([config, other_lr, other_seed, {}, {}]) == [[0, 2]]
+
+
+def test_all_runs_of_a_folder_are_found_and_written_into_one_file(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = run.parents[1]
+    lines(outputs / "q" / "f" / "metrics.jsonl", {"step": 1})
+    assert find_runs(outputs) == [run, outputs / "q" / "f"]
+    assert main([str(outputs), "--out", str(outputs / "all.html")]) == 0
+    assert [shown["name"] for shown in json.loads(data_of(outputs / "all.html"))["runs"]] == ["e", "f"]
+    assert main([str(outputs), "--port", "70000"]) == 2 and "--port 70000 is out of range" in capsys.readouterr().err
+
+
+def test_a_live_index_has_a_page_for_each_run_and_leaves_out_what_cannot_be_read(run: Path) -> None:
+    outputs = run.parents[1]
+    (outputs / "q" / "bad").mkdir(parents=True)
+    (outputs / "q" / "bad" / "metrics.jsonl").write_text("no json\n{}\n")
+    with ReportServer([], 100, 0, folder=outputs) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            found = {}
+            for path in ("/data.json", "/run/p/e/data.json", "/run/p/", "/run/../x/", "/e/data.json"):
+                connection = HTTPConnection("127.0.0.1", server.server_port)
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                found[path] = answer.status, answer.read()
+            assert [status for status, _ in found.values()] == [200, 200, 404, 404, 404]
+            index, alone = (json.loads(found[path][1]) for path in ("/data.json", "/run/p/e/data.json"))
+            assert index["links"] == ["/run/p/e/"] and index["runs"][0]["groups"] == []
+            assert alone["links"] is None and len(alone["runs"][0]["groups"]) == 6
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def data_of(path: Path) -> str:
+    [data, *_] = re.findall(r"<script(?: [^>]*)?>(.*?)</script>", path.read_text(), re.DOTALL)
+    return str(data)
 
 
 def test_remedies_name_keys_that_exist() -> None:
