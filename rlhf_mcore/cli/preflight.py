@@ -250,7 +250,7 @@ def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
     return (
         f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
         f"trained model   {shown_path(checkpoint / run_kind(cfg).saved_as)}\n"
-        "raise trainer.num_steps to train on, or choose another experiment"
+        "raise trainer.num_steps (or num_epochs) to train on, or choose another experiment"
     )
 
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf_mcore.config.choices import GRADERS
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import EngineRank, RewardFunction
-from rlhf_mcore.rewards import function, judge
 from rlhf_mcore.rewards.graders import answer_of
 from rlhf_mcore.trainer import statistics
 from rlhf_mcore.trainer.failures import OnError
-from rlhf_mcore.trainer.model_reward import PART
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Completion, Prompt, Sampling, Score, Trajectory
@@ -57,8 +56,8 @@ class PolicyEvaluator:
 
         The same policy gives the same numbers at every ``step``: see ``SEED_STEP``.
 
-        ``evaluate/accuracy`` is the share of responses with the full mark of every part (a score of at least 1 where a
-        function of the user's gives none); a reward model counts in ``evaluate/reward`` only. ``evaluate/without_score`` is there
+        ``evaluate/accuracy`` is the share of responses with the full mark of every rule (a score of at least 1 where no
+        rule grades); a reward model counts in ``evaluate/reward`` only. ``evaluate/without_score`` is there
         where the reward gave some response none (``reward.on_error: zero`` or ``drop``): how many count as 0.
 
         Raises:
@@ -194,12 +193,12 @@ def graded_of(record: Mapping[str, Any]) -> Graded:
 
 
 def is_correct(value: float, parts: dict[str, float]) -> bool:
-    """All graded parts at their full mark; without parts, a score of at least 1.
+    """Tell whether every rule gives its full mark; without rules, whether the score is at least 1.
 
-    What models give, and functions of ``reward.functions``, has no full mark.
+    Other parts (of functions, models, judges, environments) are metrics of the user's, without a full mark.
     """
-    parts = {name: part for name, part in parts.items() if name not in (PART, judge.PART) and not name.startswith(function.PART)}
-    return all(part >= 1.0 for part in parts.values()) if parts else value >= 1.0
+    grades = [part for name, part in parts.items() if name in GRADERS]
+    return all(grade >= 1.0 for grade in grades) if grades else value >= 1.0
 
 
 def metrics(rows: Sequence[Graded]) -> dict[str, float]:

@@ -54,7 +54,7 @@ def test_a_finished_run_says_so_and_nothing_is_started(
     assert capsys.readouterr().out == (
         "this run is finished: 100 steps were made, and trainer.num_steps=100\n"
         "trained model   outputs/rlhf_mcore/default/checkpoint-100/actor\n"
-        "raise trainer.num_steps to train on, or choose another experiment\n"
+        "raise trainer.num_steps (or num_epochs) to train on, or choose another experiment\n"
     )
     assert not (RUN / "logs").exists()
 

@@ -137,10 +137,12 @@ def test_a_single_source_is_not_repeated() -> None:
         (1.0, {}, True),
         (0.99, {}, False),
         (2.5, {}, True),
-        (1.1, {"answer": 1.0, "format": 1.0}, True),
-        (1.9, {"answer": 1.0, "format": 0.9}, False),
-        (0.2, {"answer": 1.0}, True),  # a weight of 0.2
-        (5.0, {"answer": 0.0}, False),
+        (1.1, {"math": 1.0, "format": 1.0}, True),
+        (1.9, {"math": 1.0, "format": 0.9}, False),
+        (0.2, {"math": 1.0}, True),  # a weight of 0.2
+        (5.0, {"math": 0.0}, False),
+        (0.0, {"parsed": 1.0}, False),  # what a function tells beside its score is no grade
+        (1.0, {"length": 37.0}, True),
     ],
 )
 def test_correct_means_full_marks(value: float, parts: dict[str, float], correct: bool) -> None:
