@@ -28,7 +28,7 @@ from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import EngineRank, RewardFunction, SyncStats, WeightBridge, WeightTarget
-from rlhf_mcore.residency.sharing import DeviceSharing
+from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
 from rlhf_mcore.roles.freezing import trained_names
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
@@ -99,7 +99,7 @@ def _colocated(
     record.progress("the bridge of weights to it")
     run.stack.enter_context(_closed_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
-    sharing.engine_bytes = sum(parameter.nbytes for parameter in engine.model.parameters())
+    sharing.engine_bytes = storage_bytes(engine.model.parameters())
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = _build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:

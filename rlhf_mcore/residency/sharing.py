@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -200,3 +200,9 @@ class Movable:
             if part.holds(tensor) and not part.is_resident:
                 return part.on_host(tensor)
         return tensor
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Memory that tensors hold. What several are views of counts once, as what latent attention makes of a projection is."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())

@@ -14,7 +14,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.rollout_rules import truncates
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout import vllm_cpu, vllm_masks
+from rlhf_mcore.rollout import vllm_cpu, vllm_masks, vllm_reload
 from rlhf_mcore.rollout.drafts import draft_options
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
@@ -220,7 +220,7 @@ class VLLMEngine(Engine):
         worker = self._worker()
         with preserved_rng(), set_current_vllm_config(worker.vllm_config):
             yield self.model
-            _renew_sinks(self.model)
+            vllm_reload.renew_sinks(self.model)
         self._reset_prefix_cache()
         self.commit_load(version)
 
@@ -272,7 +272,7 @@ class VLLMEngine(Engine):
         self._settle()
         self.begin_load()
         with preserved_rng():
-            [unwritten] = self._llm.collective_rpc(_reload, args=(self._expected.checked(weights),))
+            [unwritten] = self._llm.collective_rpc(vllm_reload.reload, args=(self._expected.checked(weights),))
         if unwritten:
             raise RuntimeError(f"vLLM left parameters unwritten: {', '.join(unwritten)}")
         self._reset_prefix_cache()
@@ -395,110 +395,3 @@ def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on
 def _self(worker: Any) -> Any:
     """vLLM's worker, which lives in this process."""
     return worker
-
-
-def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """vLLM's reload, run inside its worker; returns the parameters that it did not write (vLLM only logs them)."""
-    model = worker.get_model()
-    load_weights = model.load_weights
-    loaded: set[str] = set()
-
-    def recording(pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-        _prepare_reload(model)
-        names = load_weights(_by_expert(pairs))
-        lost = _lost_layers(model)
-        loaded.update(name for name in names if name.rpartition(".")[0] not in lost)
-        return names
-
-    model.load_weights = recording
-    for module in model.modules():
-        if (
-            getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None
-            and current_platform().name == "cpu"
-        ):
-            module.quant_method.moe_kernel = None  # vLLM 0.32 packs experts only while it builds their kernel
-    try:
-        worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
-    except BaseException:
-        _abandon_reload(worker, model)
-        raise
-    finally:
-        del model.load_weights  # the method of the class shows again
-    _reprocess_tied(model)
-    return sorted({name for name, _ in model.named_parameters()} - loaded)
-
-
-def _prepare_reload(model: Any) -> None:
-    """Have a reload reach what vLLM's would lose without a word, or stumble over.
-
-    Layers that it does not process afterwards are written where they are: some models write their parameters without loaders (the
-    sinks of gpt-oss). And the projection that latent attention has absorbed gets back the memory that attention has freed.
-    """
-    import torch
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    for module in model.modules():
-        info = layerwise.get_layerwise_info(module)
-        if is_deferred_attention_layer(module):
-            if (absorbed := getattr(module, "kv_b_proj", None)) is not None:
-                weight = layerwise.get_layerwise_info(absorbed).kernel_tensors[0]["weight"]
-                if not weight.numel():
-                    weight.data = torch.empty(absorbed.weight.shape, dtype=weight.dtype, device=weight.device)
-        elif info.can_load() and getattr(module, "quant_method", None) is None:
-            layerwise._place_kernel_tensors(module, info)
-            info.reset()
-
-
-def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Experts of one tensor apart, as vLLM's loaders of gpt-oss take them while it reloads: the whole tensor would be lost."""
-    for name, tensor in pairs:
-        block, is_stacked, part = name.rpartition(".mlp.experts.")
-        if is_stacked and "." not in part:
-            yield from ((f"{block}.mlp.experts.{number}.{part}", expert) for number, expert in enumerate(tensor))
-        else:
-            yield name, tensor
-
-
-def _renew_sinks(model: Any) -> None:
-    """Give kernels of attention the sinks that were written: some keep a copy in another dtype."""
-    for module in model.modules():
-        if "sinks" in module._parameters:
-            if hasattr(module.attn.impl, "_sinks_source"):
-                module.attn.impl.process_weights_after_loading(module.sinks.dtype)
-            else:
-                module.attn.impl.sinks = module.sinks
-
-
-def _lost_layers(model: Any) -> set[str]:
-    """Layers that vLLM reloads and that nothing has reached, whatever its model reports about their parameters."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    found = {name: get_layerwise_info(module) for name, module in model.named_modules()}
-    return {name for name, info in found.items() if info.can_load() and info.load_numel_total and not info.load_numel}
-
-
-def _reprocess_tied(model: Any) -> None:
-    """Process the layers again that share a parameter with another one.
-
-    vLLM processes the layer that a tensor was loaded for. A tied lm_head is not among those: on the CPU it would continue
-    to multiply with the copy of the embeddings that it has prepacked before.
-    """
-    owners: dict[int, list[Any]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(module)
-    for modules in owners.values():
-        for module in modules if len(modules) > 1 else []:
-            method = getattr(module, "quant_method", None)
-            if method is not None:
-                method.process_weights_after_loading(module)
-
-
-def _abandon_reload(worker: Any, model: Any) -> None:
-    """Close a reload that raised. Left open, the pieces it has buffered would count towards the next one."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    with set_current_vllm_config(worker.vllm_config):
-        finalize_layerwise_reload(model, worker.model_config)

@@ -53,10 +53,14 @@ class EngineParameter:
 
 @dataclass(frozen=True, slots=True)
 class EngineMap:
-    """All tensors of a vLLM rank, in layer order. ``unused`` are Hugging Face tensors of which this rank needs nothing."""
+    """All tensors of a vLLM rank, in layer order. ``unused`` are Hugging Face tensors of which this rank needs nothing.
+
+    ``derived`` are parameters that vLLM makes of these after loading; nothing is brought to them.
+    """
 
     parameters: tuple[EngineParameter, ...]
     unused: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
 
     @property
     def direct(self) -> tuple[EngineParameter, ...]:
@@ -109,10 +113,14 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters: list[EngineParameter] = []
     used: set[str] = set()
+    derived: list[str] = []
     for names, tensor in _named(model):
         pieces, layout = recorder.of(names)
         if not pieces and not isinstance(tensor, torch.nn.Parameter):
             continue  # a buffer that is not part of a checkpoint
+        if not pieces and _is_derived(modules, names[0]):
+            derived.append(names[0])
+            continue
         used.update(piece.hf_name for piece in pieces)
         quantised = _why_quantised(modules[names[0].rpartition(".")[0]])
         is_checked = not ((opaque := recorder.opaque(names)) or quantised or recorder.has_zeros.intersection(names))
@@ -125,7 +133,7 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
         shape = tuple(layout.shape)
         parameters.append(EngineParameter(names[0], shape, layout.dtype, tuple(pieces), padding, reason, names[1:]))
     unused = tuple(name for name in hf_shapes if name not in used)
-    return EngineMap(tuple(_with_siblings(parameters, modules)), unused)
+    return EngineMap(tuple(_with_siblings(parameters, modules)), unused, tuple(derived))
 
 
 def _with_siblings(parameters: list[EngineParameter], modules: dict[str, nn.Module]) -> Iterator[EngineParameter]:
@@ -340,6 +348,17 @@ def _processed_above(modules: dict[str, nn.Module], owner: str) -> str:
         if not owner:
             return ""
         owner = owner.rpartition(".")[0]
+
+
+def _is_derived(modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether a parameter was made of others after loading, as latent attention does where it absorbs a projection.
+
+    vLLM's loaders do not know it: it was not there when vLLM recorded what a checkpoint is loaded into. Processing its module again
+    (see ``reload.reloading``) makes it anew.
+    """
+    owner, _, attribute = name.rpartition(".")
+    module = modules[owner]
+    return hasattr(module, "process_weights_after_loading") and attribute not in recorded_layout(module)
 
 
 def _why_layer_copies(module: nn.Module, attribute: str) -> str:

@@ -301,8 +301,10 @@ class PlannedBridge:
             if synced is not None and not torch.equal(synced.view(torch.uint8), flat.view(torch.uint8)):
                 wrong.append(parameter.name)
 
+        made = {name: self._target.model.get_parameter(name).detach().clone() for name in self._map.derived}
         with watching(self._target.model, self._map, check):
             self._target.load_weights(iter(self._gatherer), version=version)
+        wrong += [name for name, tensor in made.items() if not torch.equal(tensor, self._target.model.get_parameter(name))]
         flats = self._map.views(self._target.model)
         for parameter in self._map.direct:
             check(parameter, flats[parameter.name])

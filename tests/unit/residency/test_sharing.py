@@ -18,7 +18,7 @@ from rlhf_mcore.platform import Copies, Platform
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Ledger, OutOfOrder
 from rlhf_mcore.residency.parts import Part
-from rlhf_mcore.residency.sharing import DeviceSharing, Movable
+from rlhf_mcore.residency.sharing import DeviceSharing, Movable, storage_bytes
 from rlhf_mcore.trainer.reinforcement import EnginePublisher
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -359,3 +359,11 @@ def test_engines_sleep_as_deep_as_they_are_told(level: int) -> None:
     run.publisher.publish(0)
     run.publisher.withdraw()
     assert run.device.levels[-1] == level
+
+
+def test_what_an_engine_makes_of_a_weight_counts_once() -> None:
+    """As vLLM's latent attention does: two views of a projection [heads * (3 + 5), 7], in bf16."""
+    projection = torch.nn.Parameter(torch.zeros(4 * 8, 7, dtype=torch.bfloat16))
+    keys, values = projection.detach().t().view(7, 4, 8).split([3, 5], dim=-1)
+    views = [torch.nn.Parameter(keys.permute(1, 2, 0)), torch.nn.Parameter(values.transpose(0, 1))]
+    assert storage_bytes([projection, *views, torch.zeros(3)]) == 4 * 8 * 7 * 2 + 3 * 4
