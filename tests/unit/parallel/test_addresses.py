@@ -32,5 +32,6 @@ def test_a_port_in_use_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_where_all_ports_are_for_connections_it_is_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ephemeral_from(1024, tmp_path, monkeypatch)
-    with listener(LOOPBACK, free_port(LOOPBACK)):
-        pass
+    port = free_port(LOOPBACK)
+    with listener(LOOPBACK, port) as held:
+        assert held.getsockname()[1] == port >= 1024
