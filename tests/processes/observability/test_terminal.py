@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.observability.figures import step_line
+from rlhf_mcore.observability.figures import explain_labels, step_line
 
 METRICS = {
     "reward/mean": 0.25,
@@ -115,7 +115,7 @@ def test_a_pipe_gets_lines_nothing_or_objects(mode: str, tmp_path: Path) -> None
         assert lines == []
     elif mode == "auto":
         steps = [step_line(step, 20, {**METRICS, "reward/mean": 0.25 * step}) for step in (1, 2)]
-        assert lines[:3] == ["engines are up", *steps] and "\x1b" not in done.stdout and "sample" not in done.stdout
+        assert lines[:4] == ["engines are up", explain_labels(METRICS), *steps] and "\x1b" not in done.stdout and "sample" not in done.stdout
     else:
         note, first, second, summary = map(json.loads, lines)
         assert note == {"note": "engines are up"} and first == {"step": 1, **METRICS}

@@ -12,7 +12,8 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,14 +194,23 @@ def test_a_server_does_not_listen_to_everybody(host: str, token: bool, problem: 
         check_host(*good)
 
 
+@contextmanager
+def ending(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill a process at the end of the block, which otherwise waits for one that a failed assertion has left."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_the_command_serves_until_a_signal_comes(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("reward: {rules: [{name: exact_match, weight: 3.0}]}\n")
     command = [sys.executable, "-m", "rlhf_mcore.cli.serve_reward", str(tmp_path / "run.yaml"), "--port"]
-    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as served:
+    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as served, ending(served):
         assert served.stdout is not None
-        words = served.stdout.readline().split()
-        assert words[:3] == ["serving", "reward.rules=[exact_match]", "on"]
-        url = words[3].removesuffix("/score")
+        what, _, where = served.stdout.readline().partition(" on ")
+        assert what == "serving reward.rules=[exact_match * 3]"
+        url = where.split()[0].removesuffix("/score")
         assert [score.value for score in scored([trajectory("42"), trajectory("41")], url)] == [3.0, 0.0]
         port = url.rpartition(":")[2]
         taken = subprocess.run([*command, port], capture_output=True, text=True, check=False)
