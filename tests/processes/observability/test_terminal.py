@@ -115,7 +115,8 @@ def test_a_pipe_gets_lines_nothing_or_objects(mode: str, tmp_path: Path) -> None
         assert lines == []
     elif mode == "auto":
         steps = [step_line(step, 20, {**METRICS, "reward/mean": 0.25 * step}) for step in (1, 2)]
-        assert lines[:4] == ["engines are up", explain_labels(METRICS), *steps] and "\x1b" not in done.stdout and "sample" not in done.stdout
+        assert lines[:4] == ["engines are up", explain_labels(METRICS), *steps]
+        assert "\x1b" not in done.stdout and "sample" not in done.stdout
     else:
         note, first, second, summary = map(json.loads, lines)
         assert note == {"note": "engines are up"} and first == {"step": 1, **METRICS}
