@@ -84,7 +84,9 @@ MOE_LAYOUTS = {
 }
 TEMPERATURE = 0.8
 # Between two fp32 computations of a logprob of these models that differ in the shapes of batches or in the layout, so in the order of
-# sums. Measured: below 2e-6 on an Intel processor with AMX, 2.9e-6 on an AMD one with AVX-512.
+# sums. Measured: below 2e-6 on an Intel processor with AMX, 2.9e-6 on an AMD one with AVX-512. Losses and metrics are means and
+# extremes over tokens of functions whose slope in a logprob is about one or their own value: they are off by as much at most, also
+# where terms cancel. Between kernels of three kinds norms of gradients differ by 1.6e-6 of themselves, new weights by 3.1e-7.
 NOISE = 1e-5
 POOL = GroupPool()  # of the worker process
 VOCAB = 97

@@ -94,6 +94,7 @@ def update(
     measured = held_out(kind, which).run(0)
     history = [which.deliver_update(example_batch(examples(kind)))() for _ in range(NUM_UPDATES)]
     assert which.model.model is not None
+    # Weights below 2 in magnitude, 2**-23 apart, are rounded in each update; kernels of three kinds differ by one place, too.
     difference = first_difference(gatherer(which.model.model), after, tolerance=2e-6)
     assert len({str(h) for h in all_gather_json(history)}) == 1, "all ranks know the same metrics"
     return {"before": measured, "history": history, "weights": any_rank(all_gather_json(difference))}

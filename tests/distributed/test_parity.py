@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.difference import first_difference
 from tests.distributed import models
 from tests.distributed.parity_worker import SAVED_LAYOUTS, all_layouts, layouts_for
-from tests.distributed.setting import load_hf
+from tests.distributed.setting import NOISE, load_hf
 from tests.distributed.world import World, run_world
 
 CASES = [(model, layout) for model in models.MODELS for layout in layouts_for(model)]
@@ -64,7 +64,7 @@ def test_every_layout(model: str, tmp_path: Path) -> None:
 
 def check_logprobs(findings: Any, model: str, layout: str, kind: str) -> None:
     logprobs, entropy = findings["parity"][f"{model}/{layout}/{kind}"]
-    assert logprobs < 1e-5, f"{layout}, {kind}"
+    assert logprobs < NOISE, f"{layout}, {kind}"
     assert entropy < 1e-4, f"{layout}, {kind}"
 
 

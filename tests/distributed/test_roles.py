@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from tests.distributed.roles_worker import NUM_STEPS, SETUPS
+from tests.distributed.setting import NOISE
 from tests.distributed.world import World
+
+# Of values and scores: as of logprobs, where a row of the head has a norm of about 1; the scalar heads' is 0.3 times the root of 64.
+VALUE_NOISE = 0.3 * 8 * NOISE
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +27,7 @@ def test_curves_are_those_of_one_process(findings: Any, setup: str) -> None:
     assert len(found) == NUM_STEPS
     for step, expected in zip(found, alone, strict=True):
         for name in ("loss/total", "loss/policy", "loss/kl", "loss/value", "actor/grad_norm", "critic/grad_norm"):
-            assert step[name] == pytest.approx(expected[name], rel=2e-4, abs=2e-6), name
+            assert step[name] == pytest.approx(expected[name], rel=2e-4, abs=NOISE), name
         for name in ("critic/explained_variance", "critic/values", "actor/entropy"):
             assert step[name] == pytest.approx(expected[name], abs=2e-4), name
 
@@ -39,25 +43,25 @@ def test_the_critic_learns_the_returns(findings: Any) -> None:
 def test_values_are_those_of_token_classification(findings: Any, setup: str) -> None:
     found, oracle = findings["values"][setup], findings["oracle"]["values"]
     for mine, theirs in zip(found["before"], oracle["before"], strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-5)
-    assert found["last"] == pytest.approx(oracle["last"], abs=1e-5)
+        assert mine == pytest.approx(theirs, abs=VALUE_NOISE)
+    assert found["last"] == pytest.approx(oracle["last"], abs=VALUE_NOISE)
     assert found["weights"] == "", "a saved critic is the model that it was loaded from"
     # transformers maps a file into memory: another file's tensors may be aligned otherwise, and be multiplied by another kernel.
     for saved, theirs in zip(
         [*found["saved"]["before"], found["saved"]["last"]], [*oracle["before"], oracle["last"]], strict=True
     ):
-        assert saved == pytest.approx(theirs, abs=1e-5)
+        assert saved == pytest.approx(theirs, abs=VALUE_NOISE)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_scores_are_those_of_sequence_classification(findings: Any, setup: str) -> None:
-    assert findings["scores"][setup] == pytest.approx(findings["oracle"]["scores"], abs=1e-5)
+    assert findings["scores"][setup] == pytest.approx(findings["oracle"]["scores"], abs=VALUE_NOISE)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_reference_in_host_memory_takes_over_the_actor(findings: Any, setup: str) -> None:
     found = findings["refresh"][setup]
-    assert found["before"] > 1e-3 and found["after"] < 1e-5
+    assert found["before"] > 1e-3 and found["after"] < NOISE
     assert found["held_between_uses"] == 0
 
 

@@ -29,8 +29,12 @@ def test_weights_and_moments_go_round_the_layouts_bit_for_bit(findings: Any, mod
 
 
 def test_biases_of_experts_move_by_their_rate_and_are_saved(findings: Any) -> None:
-    """Three layers behind the dense one, two updates: the furthest of each moves both times in one direction."""
-    assert findings["circles"]["deepseek_v3"]["biases"] == [pytest.approx(STEPS_BEFORE * BIAS_RATE)] * 3
+    """Three layers behind the dense one, two updates: the furthest of each moves both times in one direction.
+
+    A bias, which is below 1, is rounded after each by up to 2**-25, which way depends on the bias; twice that is allowed.
+    """
+    moved = pytest.approx(STEPS_BEFORE * BIAS_RATE, abs=STEPS_BEFORE * 2**-24)
+    assert findings["circles"]["deepseek_v3"]["biases"] == [moved] * 3
 
 
 @pytest.mark.parametrize("model", CIRCLES)

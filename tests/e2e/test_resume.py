@@ -208,7 +208,8 @@ def test_another_layout_goes_on_with_the_same_numbers_and_saves_what_was_asked(
     found = metrics(tormented / "moved")
     assert [record["step"] for record in found] == list(range(3, STEPS + 1))
     for name in ("loss/total", "loss/value", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
-        assert found[0][name] == pytest.approx(expected[3][name], rel=2e-4, abs=1e-6), name
+        # The noise of a logprob between layouts (NOISE of tests/distributed/setting.py), which a mean near zero has as well.
+        assert found[0][name] == pytest.approx(expected[3][name], rel=2e-4, abs=1e-5), name
     drawn = [json.loads(line) for line in (tormented / "moved/rollouts/step-000003.jsonl").read_text().splitlines()]
     usual = [json.loads(line) for line in (tormented / "x-calm/rollouts/step-000003.jsonl").read_text().splitlines()]
     assert len(drawn) == 8 and [row["response"] for row in drawn] == [row["response"] for row in usual]

@@ -56,23 +56,25 @@ def test_against_the_equation(rows: list[list[Token]]) -> None:
     assume(all(abs(ratio - edge) > 1e-3 for ratio in ratios for edge in (1 - LOW, 1 + HIGH)))
     mask = torch.tensor([[t < len(row) for t in range(4)] for row in rows])
 
-    def padded(name: str) -> torch.Tensor:
-        return torch.tensor([[getattr(token, name) for token in row] + [7] * (4 - len(row)) for row in rows])
+    def padded(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """In double precision as drawn: a ratio of 18 would carry the rounding of logprobs to fp32 beyond the bounds below."""
+        filled = [[getattr(token, name) for token in row] + [7] * (4 - len(row)) for row in rows]
+        return torch.tensor(filled, dtype=dtype)
 
-    current = padded("current").double().requires_grad_()
-    proximal, ages = padded("proximal").double(), padded("staleness").flatten()
+    current = padded("current").requires_grad_()
+    proximal, ages = padded("proximal"), padded("staleness", torch.int64).flatten()
     cfg = RolloutCorrectionConfig(mode="token", cap=CAP, max_token_staleness=MAX_TOKEN_STALENESS)
-    behaviour = padded("behaviour").double().flatten()
+    behaviour = padded("behaviour").flatten()
     factors, found = rollout_correction(proximal.flatten(), behaviour, mask.flatten(), everything(mask), cfg, ages)
-    made = loss_inputs(current, proximal, padded("advantage").double(), mask / len(every))
+    made = loss_inputs(current, proximal, padded("advantage"), mask.double() / len(every))
     made.weights = made.weights * factors.view_as(mask)
     loss, _ = ppo_clip(made, AlgorithmConfig(clip_low=LOW, clip_high=HIGH))
     loss.backward()
     expected = [term(token) for token in every]
     assert current.grad is not None
-    assert loss.item() == pytest.approx(sum(value for value, _ in expected) / len(every), abs=1e-6)
+    assert loss.item() == pytest.approx(sum(value for value, _ in expected) / len(every), abs=1e-12)
     gradient = [slope / len(every) for _, slope in expected]
-    assert current.grad[mask].tolist() == pytest.approx(gradient, abs=1e-6) and current.grad[~mask].eq(0).all()
+    assert current.grad[mask].tolist() == pytest.approx(gradient, abs=1e-12) and current.grad[~mask].eq(0).all()
     assert found["staleness_mean"] == pytest.approx(sum(token.staleness for token in every) / len(every))
     assert found["staleness_max"] == max(token.staleness for token in every)
     left_out = sum(token.staleness > MAX_TOKEN_STALENESS for token in every)

@@ -20,7 +20,8 @@ def test_an_update_is_that_of_torchs_muon(shape: tuple[int, int]) -> None:
     settings = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
     torch.optim.Muon([weight], **settings).step()  # type: ignore[arg-type]
     ours = orthogonalized(gradient.bfloat16()).float() * update_scale(*shape)  # torch's is in bf16
-    torch.testing.assert_close(-ours, weight.detach(), rtol=1e-6, atol=1e-7)
+    # The same products in the same shapes and order give the same bits; only the scale may be rounded otherwise.
+    torch.testing.assert_close(-ours, weight.detach(), rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

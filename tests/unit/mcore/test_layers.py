@@ -39,7 +39,11 @@ def test_the_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     left = (torch.randn(3, 5, 24) * 4).to(dtype).requires_grad_()
     right = left.detach().clone().requires_grad_()
     out, expected = ours(left), theirs(right)
-    assert out.dtype == dtype and torch.equal(out, expected)
+    assert out.dtype == dtype
+    if dtype == torch.bfloat16:  # by the same operations
+        assert torch.equal(out, expected)
+    # In fp32 by a kernel of its own: the root halves the 26 roundings of the mean of 24 squares, three more follow.
+    torch.testing.assert_close(out, expected, rtol=2 * (13 + 3) * 2**-24, atol=0)
     out.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(left.grad, right.grad)

@@ -138,4 +138,5 @@ def test_microbatches_that_are_filled_up_to_one_size_give_the_same_logprobs(
     model.overrides = Overrides(values={"tp_comm_overlap": True})
     filled = Reference(placed, 1.0).compute_logprobs(batch_of(rows, [0] * 4))
     assert seen == [(1, 35), (1, 32), (1, 32)]
-    assert plain.count_nonzero() == 23 and torch.allclose(filled, plain, atol=1e-6)
+    assert plain.count_nonzero() == 23
+    torch.testing.assert_close(filled, plain, rtol=0, atol=1e-5)  # products of other shapes

@@ -113,7 +113,8 @@ def test_padding_gets_no_probability_and_no_gradient_whatever_it_holds() -> None
         for chunk in (None, 2):
             found = gradient(lambda x, chunk=chunk: ours(x, labels, chunk_tokens=chunk), dirty, (1.0, 1.0))
             assert torch.equal(found[:, VOCAB:], torch.zeros(5, PADDED - VOCAB))
-            assert torch.equal(found, gradient(lambda x: ours(x, labels), logits, (1.0, 1.0)))
+            same = gradient(lambda x, chunk=chunk: ours(x, labels, chunk_tokens=chunk), logits, (1.0, 1.0))
+            assert torch.equal(found, same)
 
 
 def test_certain_and_impossible_tokens_stay_finite() -> None:
@@ -151,8 +152,9 @@ def test_chunks_change_nothing(tokens: int, where: str, monkeypatch: pytest.Monk
         return ours(x, labels, chunk_tokens=chunk)
 
     cut = (*in_chunks(logits), gradient(in_chunks, logits, (0.8, -0.3)))
+    # Kernels see other shapes: to the rounding that the test of the definition allows.
     for value, reference in zip(cut, whole, strict=True):
-        torch.testing.assert_close(value, reference, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(value, reference, rtol=1e-6, atol=5e-6)
 
 
 def test_a_second_backward_pass_is_the_first_one_again_or_refused() -> None:

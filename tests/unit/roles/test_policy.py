@@ -37,6 +37,9 @@ from tests.unit.roles.lookup import VOCAB, Lookup, descend, noise, stay
 pytestmark = pytest.mark.usefixtures("world")
 
 TEMPERATURE = 0.7
+# Between two computations of a logprob of the table in fp32, or of two such numbers in double precision: all numbers are below 8, each
+# of about four operations rounds by half a unit in the last place of 4 to 8, 2**-22. Gradients of a row and means are off by less.
+ROUNDED = 2 * 4 * 2**-22
 
 
 @pytest.fixture
@@ -194,7 +197,7 @@ def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram:
     which = actor(bigram, cfg)
     made.old_logprobs = which.compute_logprobs(made)
     metrics = update(which, made)
-    assert metrics["actor/importance_ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["actor/importance_ratio"] == pytest.approx(1.0, abs=ROUNDED)
     assert metrics["actor/approx_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["actor/clip_fraction_low"] == metrics["actor/clip_fraction_high"] == 0.0
     table = bigram.table.detach().double().requires_grad_()
@@ -234,9 +237,9 @@ def test_old_logprobs_of_the_update_itself_give_the_same_update(mode: str) -> No
         return found
 
     for (gradient, before, computed), (again, after, kept) in run_ranks(2, body):
-        torch.testing.assert_close(again, gradient, rtol=0, atol=1e-7)
-        torch.testing.assert_close(kept, computed, rtol=0, atol=1e-7)
-        assert after == pytest.approx(before, abs=1e-6)
+        torch.testing.assert_close(again, gradient, rtol=0, atol=ROUNDED)
+        torch.testing.assert_close(kept, computed, rtol=0, atol=ROUNDED)
+        assert after == pytest.approx(before, rel=5 * ROUNDED, abs=ROUNDED)  # ratios of up to five tokens
         assert after["rollout/stale_fraction"] > 0 and after["actor/importance_ratio"] == 1.0
         assert (after["rollout/effective_sample_size"] < 0.999) and (
             (after["rollout/masked_fraction"] > 0) == (mode != "off")
@@ -268,14 +271,14 @@ def test_with_a_support_ratios_are_of_it_and_kl_and_entropy_are_not(bigram: Look
     for place, (is_sampled, support) in enumerate(zip(made.loss_mask.tolist(), supports, strict=True)):
         mass = float(log_p[ids[place - 1], support].logsumexp(0)) if support else 0.0
         expected = (float(log_p[ids[place - 1], ids[place]]) - mass, mass) if is_sampled else (0.0, 0.0)
-        assert (float(own[place]), float(made.log_mass[place])) == pytest.approx(expected, abs=1e-6)
+        assert (float(own[place]), float(made.log_mass[place])) == pytest.approx(expected, abs=ROUNDED)
     before, after = update(which, plain), update(which, made)
     for name in ("loss/kl", "actor/entropy"):
-        assert after[name] == pytest.approx(before[name], abs=1e-6)
+        assert after[name] == pytest.approx(before[name], abs=ROUNDED)
     assert abs(after["actor/importance_ratio"] - before["actor/importance_ratio"]) > 0.1
     made.old_logprobs = made.log_mass = None
     update(which, made)
-    torch.testing.assert_close(which.logprobs_of_update(made), own, rtol=0, atol=1e-6)
+    torch.testing.assert_close(which.logprobs_of_update(made), own, rtol=0, atol=ROUNDED)
     assert made.log_mass is not None
 
 
