@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.commands import descendants, environment, started, wait_for
@@ -37,17 +38,18 @@ def test_fault_26_the_ports_of_rays_head_are_held_or_chosen_when_they_are_bound(
         head.wait_for(lambda: "\nray " in f"\n{head.output()}", 120)
         host, _, port = head.output().partition("ray ")[2].split()[0].rpartition(":")
         socket.create_connection((host, int(port)), timeout=10).close()
-        begun = descendants(head.process.pid)
+        begun = [psutil.Process(pid) for pid in descendants(head.process.pid) if psutil.pid_exists(pid)]
         head.process.send_signal(signal.SIGTERM)
         head.end(60)
     assert (host, head.process.returncode) == ("127.0.0.1", 0)
-    wait_for(lambda: not [pid for pid in begun if Path(f"/proc/{pid}").exists() and not _is_dead(pid)], 30)
+    wait_for(lambda: not [process for process in begun if _runs(process)], 60, lambda: str(begun))
     left = set(Path("/tmp").glob("rlhf-ray-*")) - before
     assert not [folder for folder in left if str(folder) in head.output() or os.stat(folder).st_uid != os.getuid()]
 
 
-def _is_dead(pid: int) -> bool:
+def _runs(process: psutil.Process) -> bool:
+    """Whether it is there; another one that has got its number since is another one."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
