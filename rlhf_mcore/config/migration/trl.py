@@ -164,6 +164,19 @@ def _off(reason: str) -> Callable[[Values], dict[str, Any]]:
     return convert
 
 
+def _warmup(values: Values) -> dict[str, Any]:
+    """A number of updates, or below 1 a share of them."""
+    value = values["warmup_steps"]
+    name = "warmup_ratio" if 0 < float(value) < 1 else "warmup_updates"
+    return {f"actor.optimizer.schedule.{name}": float(value) if name == "warmup_ratio" else int(value)}
+
+
+def _bias_correction(values: Values) -> dict[str, Any]:
+    if values["use_bias_correction_kl"] and float(values["beta"]):
+        raise Lost("the KL in the loss is not weighted by the importance ratio here")
+    return {}
+
+
 ROWS = (
     Row("model", "model.path", path),
     Row("model_name_or_path", "model.path", path),
@@ -227,11 +240,11 @@ JOINTS = (
     ),
     Joint(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", *_GENERATION), _reference),
     Joint(("reward_funcs", "reward_weights"), _reward),
-    Joint(("warmup_steps",), lambda values: _warmup(values["warmup_steps"])),
+    Joint(("warmup_steps",), _warmup),
     _every("save_strategy", "save_steps", "checkpoint.save_steps"),
     _every("eval_strategy", "eval_steps", "evaluate.every"),
     Joint(("use_vllm",), lambda values: {}),  # vLLM draws here whether it is asked for or not
-    Joint(("use_bias_correction_kl", "beta"), lambda values: _bias_correction(values)),
+    Joint(("use_bias_correction_kl", "beta"), _bias_correction),
     Joint(("peft_config",), _off("adapters are not trained here: all weights are; actor.freeze leaves some out")),
     Joint(("use_peft",), _off("adapters are not trained here: all weights are; actor.freeze leaves some out")),
     Joint(
@@ -239,20 +252,6 @@ JOINTS = (
     ),
     Joint(("trust_remote_code",), _off("code of a model directory is never run")),
 )
-
-
-def _warmup(value: Any) -> dict[str, Any]:
-    """A number of updates, or below 1 a share of them."""
-    name = "warmup_ratio" if 0 < float(value) < 1 else "warmup_updates"
-    return {f"actor.optimizer.schedule.{name}": float(value) if name == "warmup_ratio" else int(value)}
-
-
-def _bias_correction(values: Values) -> dict[str, Any]:
-    if values["use_bias_correction_kl"] and float(values["beta"]):
-        raise Lost("the KL in the loss is not weighted by the importance ratio here")
-    return {}
-
-
 DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
