@@ -28,6 +28,30 @@ import sys
 from rlhf_mcore.cli import forked_ranks
 assert forked_ranks.preload("rlhf_mcore.cli.train", [{str(ROOT / "configs/quickstart/grpo.yaml")!r}])
 """
+# What a training computes, of operands at each place of a float in the alignment that kernels look at (64 bytes).
+AT_EVERY_OFFSET = """
+import torch
+import torch.nn.functional as F
+
+def at(tensor, offset):
+    place = torch.empty(tensor.numel() + 64)[offset : offset + tensor.numel()].view(tensor.shape)
+    return place.copy_(tensor)
+
+def results(x, weight, gradient, offset):
+    x, weight, gradient = at(x, offset), at(weight, 5 * offset % 17), at(gradient, 3 * offset % 17)
+    heads = x.view(1, x.shape[0], 2, -1).transpose(1, 2)
+    return (x @ weight.T, gradient.T @ x, gradient @ weight, F.rms_norm(x, x.shape[1:]), torch.logsumexp(gradient, -1), x.norm(),
+        F.silu(x), F.scaled_dot_product_attention(heads, heads, heads, is_causal=True))
+
+torch.manual_seed(0)
+for rows, inner, outer in [(1, 32, 97), (7, 64, 96), (37, 34, 65), (64, 256, 1000)]:
+    operands = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
+    first = results(*operands, 0)
+    for offset in range(1, 17):
+        for place, (one, other) in enumerate(zip(first, results(*operands, offset), strict=True)):
+            assert torch.equal(one, other), (rows, inner, outer, offset, place)
+print("equal")
+"""
 # The body of a Ray actor, in this process: nobody else is in its engine, whose model is not there.
 ENGINE = """
 from rlhf_mcore.parallel.addresses import listener
@@ -66,6 +90,14 @@ def test_products_do_not_depend_on_alignment(tmp_path: Path, start: str) -> None
     printed, warned = run(MODE + start + PRINTED, tmp_path)
     assert printed == ["mode", str(AUTO)]
     assert "warning" not in warned
+
+
+@pytest.mark.parametrize("mode", ["AUTO", "COMPATIBLE"])
+@pytest.mark.parametrize("kernels", [None, "avx2", "default"])
+def test_results_are_equal_wherever_their_operands_are(tmp_path: Path, mode: str, kernels: str | None) -> None:
+    """Kernels that look at alignment take other paths for the first elements. The kernels of other processors are among them."""
+    others = {"ATEN_CPU_CAPABILITY": kernels} if kernels else {}
+    assert run(AT_EVERY_OFFSET, tmp_path, MKL_CBWR=mode, OMP_NUM_THREADS="1", **others)[0] == ["equal"]
 
 
 def test_a_mode_that_the_user_has_set_stays(tmp_path: Path) -> None:
