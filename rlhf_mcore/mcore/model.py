@@ -255,6 +255,7 @@ class MegatronModel:
             chunk_tokens=self.logit_chunk_tokens,
             with_entropy=with_entropy,
             support=None if support is None else take_tokens(support, own),
+            main_grad=getattr(weight, "main_grad", None),  # Megatron's: what microbatches add up to, in fp32
         )
 
         def whole(values: Tensor) -> Tensor:

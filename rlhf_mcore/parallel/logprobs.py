@@ -52,6 +52,7 @@ def linear_logprobs(
     chunk_tokens: int | None = None,
     with_entropy: bool = True,
     support: Ragged[Tensor] | None = None,
+    main_grad: Tensor | None = None,
 ) -> TokenLogprobs:
     """Logprob of each label, and entropy of each distribution where it is wanted, of what an output layer makes of hidden states.
 
@@ -65,6 +66,8 @@ def linear_logprobs(
         chunk_tokens: most tokens that have logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of no more tokens than
             that stay for the backward pass; those of more are computed again there, once.
         support: ids of tokens of each label, counts [N]; no ids stand for the whole vocabulary. On the host.
+        main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets zeros for it. None:
+            autograd gets the gradient.
 
     Returns:
         logprobs [N], entropy [N] unless not ``with_entropy``, and log_mass [N] with a support, equal on all ranks of the group.
@@ -76,8 +79,8 @@ def linear_logprobs(
     columns = _Columns.of(group, len(weight), vocab_size, temperature)
     subsets = None if support is None else _Subsets.of(support, hidden.device)
     if len(hidden) > chunk:
-        return TokenLogprobs(*_ChunkedLinear.apply(hidden, weight, labels, columns, chunk, with_entropy, subsets))
-    return TokenLogprobs(*_KeptLinear.apply(hidden, weight, labels, columns, with_entropy, subsets))
+        return TokenLogprobs(*_ChunkedLinear.apply(hidden, weight, labels, columns, chunk, with_entropy, subsets, main_grad))
+    return TokenLogprobs(*_KeptLinear.apply(hidden, weight, labels, columns, with_entropy, subsets, main_grad))
 
 
 class _SumGradient(torch.autograd.Function):
@@ -116,9 +119,10 @@ class _KeptLinear(torch.autograd.Function):
         columns: _Columns,
         with_entropy: bool,
         subsets: _Subsets | None,
+        main_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.subsets = columns, subsets
+        ctx.columns, ctx.subsets, ctx.main_grad = columns, subsets, main_grad
         z = F.linear(hidden, weight).float()
         # On a CPU as many as its cache holds, unless that would make more messages.
         in_cache = not z.is_cuda and columns.group.size() == 1
@@ -140,9 +144,9 @@ class _KeptLinear(torch.autograd.Function):
             found = _gradient(z[a:b], labels[a:b], of_chunk, _cut(grads, a, b), ctx.columns, within)
             if found.data_ptr() != z[a:b].data_ptr():
                 z[a:b] = found
-        grad = z.to(weight.dtype)
-        grad_weight = grad.t() @ hidden if ctx.needs_input_grad[1] else None
-        return grad @ weight, grad_weight, None, None, None, None
+        grad, total = z.to(weight.dtype), _WeightGradient(ctx, weight)
+        total.add(grad, hidden)
+        return grad @ weight, total.rest(), *[None] * 5
 
 
 class _ChunkedLinear(torch.autograd.Function):
@@ -158,9 +162,10 @@ class _ChunkedLinear(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         subsets: _Subsets | None,
+        main_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.chunk, ctx.subsets = columns, chunk, subsets
+        ctx.columns, ctx.chunk, ctx.subsets, ctx.main_grad = columns, chunk, subsets, main_grad
 
         def scaled(a: int, b: int) -> Tensor:
             return ctx.columns.scaled(F.linear(hidden[a:b], weight))
@@ -172,16 +177,45 @@ class _ChunkedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *sums = ctx.saved_tensors
-        out = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        out, total = torch.empty_like(hidden), _WeightGradient(ctx, weight)
         for a, b in _chunks(len(hidden), ctx.chunk):
             z = ctx.columns.scaled(F.linear(hidden[a:b], weight))
             within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
             grad = _gradient(z, labels[a:b], _cut(sums, a, b), _cut(grads, a, b), ctx.columns, within).to(weight.dtype)
             torch.mm(grad, weight, out=out[a:b])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[a:b])
-        return out, grad_weight, None, None, None, None, None
+            total.add(grad, hidden[a:b])
+        return out, total.rest(), *[None] * 6
+
+
+class _WeightGradient:
+    """The gradient of an output layer's weight, summed in fp32 over chunks of tokens.
+
+    A sum in bf16 would lose of every chunk what is below half a unit in the last place of the sum.
+    """
+
+    def __init__(self, ctx: Any, weight: Tensor) -> None:
+        self._weight, self._is_wanted, self._is_elsewhere = weight, ctx.needs_input_grad[1], ctx.main_grad is not None
+        self._total = ctx.main_grad
+        if self._is_wanted and not self._is_elsewhere:
+            self._total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+    def add(self, grad: Tensor, hidden: Tensor) -> None:
+        """Add what a chunk contributes. ``grad``: of its logits [n, V_local]; ``hidden``: [n, h] of the same type."""
+        if not self._is_wanted:
+            return
+        total, left = self._total, grad.t()
+        if grad.dtype == total.dtype:
+            total.addmm_(left, hidden)
+        elif grad.device.type == "cpu":  # torch has the product below on CUDA alone
+            total.addmm_(left.to(total.dtype), hidden.to(total.dtype))
+        else:
+            torch.addmm(total, left, hidden, out_dtype=total.dtype, out=total)
+
+    def rest(self) -> Tensor | None:
+        """What autograd is told. Hooks of data parallelism wait for a tensor, also where the sum is in ``main_grad``."""
+        if not self._is_wanted:
+            return None
+        return torch.zeros_like(self._weight) if self._is_elsewhere else self._total.to(self._weight.dtype)
 
 
 @dataclass(frozen=True, slots=True)

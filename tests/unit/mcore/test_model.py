@@ -142,6 +142,30 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
     assert outcome.updated and outcome.finite and outcome.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied"])
+def test_chunks_of_logits_round_no_gradient_of_a_bf16_output_layer(
+    name: str, tmp_path: Path, groups: ModelGroups
+) -> None:
+    """Products of bf16 numbers are exact in fp32, so all that chunks may change is the order of fp32 sums."""
+    make(name, tmp_path)
+    model = build(tmp_path, groups, trainable=True, dtype="bf16")
+    chunk = unwrap(model.chunks[0])
+    tied = chunk.share_embeddings_and_output_weights
+    weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+
+    def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
+        return (model.logprobs_and_entropy(outputs, part, TEMPERATURE)[0] * part.fields["mask"]).sum(), {}
+
+    gradients = []
+    for model.logit_chunk_tokens in (None, 1):
+        model.forward_backward(microbatches(True), loss)
+        gradients.append(weight.main_grad.clone())
+    whole, chunked = gradients
+    # Each is a sum of at most 8 tokens' products, and of gradients of the embedding that are the same in both.
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=8 * torch.finfo(torch.float32).eps * float(whole.abs().max()))
+    assert not torch.equal(whole, whole.bfloat16().float()), "nothing was rounded to bf16"
+
+
 FROZEN = ["model.embed_tokens.weight", "model.layers.0.self_attn.[qkv]_proj.*", "*.layers.1.mlp.down_proj.weight"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +271,50 @@ def test_no_token_at_all_gives_zero_gradients() -> None:
     logprobs, _, _ = linear_logprobs(hidden, weight, labels, vocab_size=VOCAB, temperature=1.0, group=ALONE)  # type: ignore[arg-type]
     logprobs.sum().backward()
     assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True])
+@pytest.mark.parametrize("chunk", [1, 1024], ids=["chunks", "whole"])
+def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(chunk: int, has_main_grad: bool) -> None:
+    """1024 tokens of label 1, each with a probability of one half: 512 times the hidden state. A bf16 sum of halves ends at 128."""
+    hidden = torch.tensor([1.0, -2.0], dtype=torch.bfloat16).repeat(1024, 1)
+    weight = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    main_grad = torch.full((2, 2), 3.0) if has_main_grad else None
+    linear_logprobs(
+        hidden,
+        weight,
+        torch.ones(1024, dtype=torch.int64),
+        vocab_size=2,
+        temperature=1.0,
+        group=ALONE,  # type: ignore[arg-type]
+        chunk_tokens=chunk,
+        with_entropy=False,
+        main_grad=main_grad,
+    ).logprobs.sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    if main_grad is None:
+        assert weight.grad.tolist() == [[-512.0, 1024.0], [512.0, -1024.0]]
+    else:
+        assert main_grad.tolist() == [[-509.0, 1027.0], [515.0, -1021.0]] and not weight.grad.any()
+
+
+def test_the_sum_over_chunks_is_one_product_of_cuda_without_a_copy() -> None:
+    """torch computes it on CUDA alone: here on tensors without values."""
+    ops = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.addmm.dtype_out:
+                assert kwargs["out"] is args[0] and args[3] is torch.float32
+                ops.append([(tuple(x.shape), x.dtype) for x in args[:3]])
+                return kwargs["out"]
+            return function(*args, **(kwargs or {}))
+
+    context = SimpleNamespace(needs_input_grad=(True, True), main_grad=torch.zeros(7, 3, device="meta"))
+    grad, hidden = (torch.zeros(5, width, dtype=torch.bfloat16, device="meta") for width in (7, 3))
+    with Record():
+        module._WeightGradient(context, torch.zeros(7, 3, dtype=torch.bfloat16, device="meta")).add(grad, hidden)
+    assert ops == [[((7, 3), torch.float32), ((7, 5), torch.bfloat16), ((5, 3), torch.bfloat16)]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
