@@ -57,10 +57,11 @@ def _parser() -> argparse.ArgumentParser:
             "rlhf-mcore train configs/quickstart/grpo.yaml",
             "rlhf-mcore train my_run.yaml trainer.num_steps=50 experiment=short",
             "rlhf-mcore train my_run.yaml --print-config",
+            "rlhf-mcore train model.path=my/model data.train=prompts.jsonl reward.rules=final_number",
             "torchrun --nproc-per-node 8 -m rlhf_mcore.cli.train my_run.yaml",
         )
         + exit_codes.EPILOG,
-        "YAML file; see configs/base.yaml for all keys",
+        "YAML file; see configs/base.yaml for all keys. Settings alone do, too",
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print errors alone (logging.console=off)")

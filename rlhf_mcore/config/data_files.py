@@ -69,7 +69,7 @@ def data_problems(data: DataConfig, files: list[str], field: str, *, needs_answe
         return
     limits, deadline = row_limits(data), time.monotonic() + SCAN_S
     for file, (prompt_key, answer_key) in zip(files, file_keys(data, files, field), strict=True):
-        wanted = _Wanted(prompt_key, answer_key, *settings_of(data, field), needs_answer)
+        wanted = _Wanted(prompt_key, answer_key, *settings_of(field), needs_answer)
         try:
             columns = read_columns(Path(file), field, limits)
         except ConfigError as error:
@@ -158,7 +158,7 @@ def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator
     """What is wrong with the keys that name the columns of ``files``."""
     if not files:
         return
-    for key, value, nullable in zip(settings_of(data, field), _chosen(data, field), (False, True), strict=True):
+    for key, value, nullable in zip(_deciding(data, field), _chosen(data, field), (False, True), strict=True):
         values = value if isinstance(value, list) else [value]
         if not all((isinstance(name, str) and name) or (nullable and name is None) for name in values):
             yield f"{key}={value!r} is not valid; give the name of a column, or a list with one for each file of {field}"
@@ -181,21 +181,18 @@ def _chosen(data: DataConfig, field: str) -> tuple[Any, Any]:
     return prompt, data.answer_key if data.eval_answer_key is None else data.eval_answer_key
 
 
-def settings_of(data: DataConfig, field: str) -> tuple[str, str]:
-    """The keys that decide, for messages: of the files of eval, those of train unless their own are set."""
-    if field != "data.eval":
-        return "data.prompt_key", "data.answer_key"
-    prompt = (
-        "data.eval_prompt_key"
-        if data.eval_prompt_key is not None or isinstance(data.prompt_key, list)
-        else "data.prompt_key"
-    )
-    answer = (
-        "data.eval_answer_key"
-        if data.eval_answer_key is not None or isinstance(data.answer_key, list)
-        else "data.answer_key"
-    )
-    return prompt, answer
+def settings_of(field: str) -> tuple[str, str]:
+    """The keys that name the columns of ``field`` and of no other files, for messages: data.train has no eval_ before its own."""
+    own = "eval_" if field == "data.eval" else ""
+    return f"data.{own}prompt_key", f"data.{own}answer_key"
+
+
+def _deciding(data: DataConfig, field: str) -> Iterator[str]:
+    """The keys whose values ``_chosen`` returns: of the files of eval, those of train unless their own are set."""
+    for key in settings_of(field):
+        value = getattr(data, key.removeprefix("data."))
+        inherited = key.replace("eval_", "")
+        yield inherited if value is None and not isinstance(getattr(data, inherited[5:]), list) else key
 
 
 def _spread(value: Any, count: int) -> list[Any]:

@@ -43,13 +43,17 @@ ALLOWED_RESOLVERS = ("oc.env",)
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_model: bool = False) -> Config:
     """Read a configuration. Fields that are null for "derived" stay null: see ``derive.resolve``.
 
+    ``path``: a YAML file. A setting in its place (``a.b=c``) is the first of ``overrides``, and no file is read.
     ``without_model``: ``model.path`` need not be set, and is "none" then.
 
     Raises:
         ConfigError: all unknown keys, wrong types, unresolved or forbidden interpolations and missing values, at once.
     """
     reader = SettingReader()
-    reader.read_file(Path(path))
+    if "=" in str(path) and not Path(path).exists():
+        overrides = [str(path), *overrides]
+    else:
+        reader.read_file(Path(path))
     for override in overrides:
         reader.read_override(override)
     if without_model and all(setting.value == "???" for setting in reader.settings if setting.key == "model.path"):

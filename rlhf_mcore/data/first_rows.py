@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.data_files import file_keys, row_limits
+from rlhf_mcore.config.data_files import file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import has_column, read_rows, require_column
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import run_kind
@@ -59,7 +59,7 @@ def _prompts(cfg: Config, field: str, files: list[str]) -> Iterator[tuple[str, A
     for file, (key, _) in zip(files, file_keys(cfg.data, files, field), strict=True):
         for place, row in islice(read_rows(Path(file), row_limits(cfg.data)), ROWS):
             if has_column(list(row), key):
-                yield place, require_column(row, key, place, setting="data.prompt_key")
+                yield place, require_column(row, key, place, setting=settings_of(field)[0])
 
 
 def _least_tokens(tokenizer: Any, prompt: Any) -> int:

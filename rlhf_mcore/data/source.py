@@ -84,7 +84,7 @@ def load_prompts(
 def _read_drafts(files: Sequence[str], render: Renderer, cfg: DataConfig, field: str) -> Iterator[_Draft]:
     index = 0
     limits, transform = row_limits(cfg), load_transform(cfg.transform)
-    answers = settings_of(cfg, field)
+    answers = settings_of(field)
     for which, (name, keys) in enumerate(zip(files, file_keys(cfg, files, field), strict=True)):
         file, drafts, contents = Path(name), [], []
         for number, (place, row) in enumerate(transformed_rows(file, limits, transform)):

@@ -110,7 +110,7 @@ def read_sample(data: DataConfig, name: str, limit: int, scan_s: float | None = 
     """
     files: list[str] = getattr(data, name.partition(".")[2])
     deadline, transform = None if scan_s is None else time.monotonic() + scan_s, load_transform(data.transform)
-    setting = settings_of(data, name)[1]
+    setting = settings_of(name)[1]
     rows: list[Row] = []
     for file, (prompt_key, answer_key) in zip(files, file_keys(data, files, name), strict=True):
         for place, row in islice(transformed_rows(Path(file), row_limits(data), transform), SCANNED_ROWS):

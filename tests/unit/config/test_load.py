@@ -306,3 +306,13 @@ def test_the_schema_defaults_are_those_of_the_default_preset() -> None:
     default = Config().algorithm
     for name, value in PRESETS[default.preset].items():
         assert getattr(default, name) == value, name
+
+
+def test_settings_alone_are_a_configuration(workspace: Any) -> None:
+    """All else has its default. A file whose name has such a sign in it is still a file."""
+    cfg = load_config("model.path=here", ["seed=11"])
+    assert (cfg.model.path, cfg.seed, cfg.rollout.sampling.n) == ("here", 11, Config().rollout.sampling.n)
+    (workspace.root / "seed=3.yaml").write_text("model: {path: there}\nseed: 3\n")
+    assert load_config("seed=3.yaml").seed == 3
+    with pytest.raises(ConfigError, match="unknown key model.pth; did you mean model.path"):
+        load_config("model.pth=here")

@@ -520,7 +520,9 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     assert "data.prompt_key=['prompt', 3] is not valid" in only(wrong)
     # of eval: those of train, unless it has its own
     evaluated = ["data.eval=[q.jsonl]", "data.train=[train.jsonl]"]
-    assert "data.eval: q.jsonl has no prompt column 'prompt'" in check(*evaluated)[0]
+    (prompt, answer) = check(*evaluated)
+    assert "data.eval: q.jsonl has no prompt column 'prompt'" in prompt and "Set data.eval_prompt_key to one" in prompt
+    assert "Set data.eval_answer_key to one" in answer
     assert check(*evaluated, "data.eval_prompt_key=question", "data.eval_answer_key=gold") == []
     workspace.write("n.jsonl", '{"prompt": "1+1=", "meta": {"gold": "2"}}\n')
     assert check("data.train=[n.jsonl]", "data.answer_key=meta.gold") == []
