@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,12 +63,16 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What samples for a run. ``ahead``: what is sampled for coming steps, on the rank that keeps it."""
+    """What samples for a run. ``ahead``: what is sampled for coming steps, on the rank that keeps it.
+
+    What samples is not on the trainer's devices while ``room`` is entered. Collective.
+    """
 
     source: Source
     publisher: Publisher
     worker: RolloutWorker
     ahead: SamplingAhead | None = None
+    room: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def build_generation(
@@ -123,7 +127,7 @@ def _colocated(
     publisher = EnginePublisher(engine, bridge, record, sharing, canary)
     if sharing.parts:
         publisher.withdraw()  # an engine starts awake
-    return Generation(source, publisher, worker)
+    return Generation(source, publisher, worker, room=publisher.asleep)
 
 
 @contextmanager

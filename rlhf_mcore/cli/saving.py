@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,11 +125,12 @@ def build_checkpointer(
     sampler: ResumableSampler,
     ahead: SamplingAhead | None = None,
     lengths: ExpectedLengths | None = None,
+    room: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RunCheckpointer:
     """What saves the run from here on, after everything was restored from the checkpoint that it begins with.
 
     ``holders`` are the objects with a state, beside models and sampler; ``ahead`` is what is sampled for coming steps, on the first
-    rank; ``lengths`` are those of the responses so far. Collective over the world.
+    rank; ``lengths`` are those of the responses so far; others leave the device while ``room`` is entered. Collective over the world.
     """
     cfg, record, directory = run.cfg, run.record, run.directory
     files = []
@@ -185,6 +187,7 @@ def build_checkpointer(
         progress=record.progress,
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
+        room=room,
         load_best=load_best if cfg.checkpoint.load_best_model_at_end else lambda: None,
     )
     if run.start.checkpoint is not None:

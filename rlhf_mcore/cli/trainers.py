@@ -19,6 +19,7 @@ from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.data_files import file_keys, wanted_columns
 from rlhf_mcore.config.derive import grades, longest_example, needs_critic
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.reward_rules import scores_alone
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
@@ -33,7 +34,7 @@ from rlhf_mcore.environments.build import build_graders, check_environment
 from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
-from rlhf_mcore.planning.inputs import GPUS
+from rlhf_mcore.planning.inputs import GPUS, roles_of
 from rlhf_mcore.planning.plan import with_offload
 from rlhf_mcore.planning.weights import model_flops, mtp_flops
 from rlhf_mcore.rewards.reward import check_sources
@@ -104,7 +105,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     rewards = Rewards(graders, keep_scores if model_reward is None else model_reward.add)
     generation = build_generation(run, actor, rewards, sampler, data, fleet)
     lengths = generation.worker.dealer.lengths if cfg.rollout.placement == "colocated" else None
-    checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead, lengths)
+    checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead, lengths, generation.room)
 
     assert record.throughput is not None
     work = StepWork(
@@ -147,19 +148,17 @@ def rl_trainer(run: RunContext) -> Trainer:
 
 
 def _with_offload(run: RunContext) -> Config:
-    """The configuration with ``offload`` of trained models decided for the devices at hand. Collective over the world."""
+    """The configuration with ``offload`` of every model decided for the devices at hand. Collective over the world."""
     smallest = min(all_gather_json(run.platform.memory_bytes() or 0))
     if not smallest:
         return run.cfg
     decided = with_offload(run.cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=smallest))
-    for name, before, role in (
-        ("actor", run.cfg.actor, decided.actor),
-        ("critic", run.cfg.critic, decided.critic),
-    ):
-        if before.offload == "auto" and role.offload != "never":
-            run.record.note(
-                f"{name}.offload={role.offload}: with less, a phase would not fit (rlhf-mcore plan shows it)"
-            )
+    keys = {"actor": "actor", "critic": "critic", "reference": "reference", "reward": "reward.model"}
+    for role in roles_of(decided, dist.get_world_size(), run.dtype):
+        key = f"{keys[role.name]}.offload"
+        if role.offload and value_of(run.cfg, key) in ("auto", None):
+            shown = str(value_of(decided, key)).lower()
+            run.record.note(f"{key}={shown}: with less, a phase would not fit (rlhf-mcore plan shows it)")
     return decided
 
 

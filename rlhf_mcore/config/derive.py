@@ -144,6 +144,9 @@ def resolve(cfg: Config) -> Config:
             schedule.warmup_updates = math.ceil(schedule.warmup_ratio * schedule.total_updates)
     if cfg.model.tokenizer_path is None:
         cfg.model.tokenizer_path = cfg.model.path
+    for frozen in (cfg.reference, cfg.reward.model):
+        if frozen.offload_by_layer and frozen.offload is None:
+            frozen.offload = True
     return cfg
 
 

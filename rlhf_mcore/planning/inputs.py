@@ -130,7 +130,7 @@ def _dtype(stated: str | None, default: str) -> str:
 def _frozen(
     name: str, geometry: ModelGeometry, layout: ParallelLayout, dtype: str, cfg: ReferenceConfig | RewardModelConfig
 ) -> PlannedRole:
-    parts, by_layer = (("weights",) if cfg.offload else ()), cfg.offload and cfg.offload_by_layer
+    parts, by_layer = (("weights",) if cfg.offload else ()), bool(cfg.offload) and cfg.offload_by_layer
     return PlannedRole(name, geometry, layout, False, dtype, offload=parts, by_layer=by_layer)
 
 

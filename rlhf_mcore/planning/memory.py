@@ -15,7 +15,7 @@ from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes, weig
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 
 _STATE = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("masters", OPTIMIZER), ("moments", OPTIMIZER))
-GENERATE, SYNC, SAVE = "generate", "sync", "save"
+GENERATE, SYNC, SCORE = "generate", "sync", "score"
 _Maker = Callable[[PlanInputs, int], "PhaseMemory"]
 
 
@@ -50,9 +50,7 @@ def phases(inputs: PlanInputs) -> list[PhaseMemory]:
         ranks.setdefault(tuple(_stage(role, rank) for role in inputs.roles), rank)
     makers: list[_Maker] = [partial(_update, role) for role in inputs.roles if role.trained]
     if run_kind(inputs.cfg).generates:
-        away = [role for role in inputs.roles if role.trained and WEIGHTS in role.offload]
-        saves = [partial(_save, role) for role in away if _engine(inputs, SAVE)]
-        makers = [_generate, _sync, *(partial(_forward, role) for role in inputs.roles), *makers, *saves]
+        makers = [_generate, _sync, *(partial(_forward, role) for role in inputs.roles), *makers]
     return [max((make(inputs, rank) for rank in ranks.values()), key=lambda phase: phase.total) for make in makers]
 
 
@@ -86,16 +84,17 @@ def _engine_weights(inputs: PlanInputs) -> int:
 
 def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
     """What an engine holds in a phase. While it sleeps that is nothing; for a sync it wakes its weights, and its cache afterwards.
+    A reward model scores beside an engine that is awake, which may have to draw more.
 
     The engine hf does not sleep, and has a cache only while it generates.
     """
     rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
     is_hf = rollout.engine == "hf"
     sleeps = rollout.sleep and _shares_device(inputs)
-    if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SAVE)):
+    if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SCORE)):
         return {}
     weights = _engine_weights(inputs)
-    if apart and phase == SAVE:
+    if apart and phase == SCORE:
         return {}
     if is_hf:
         cache = kv_tokens(inputs) * _kv_bytes(inputs) if phase == GENERATE else 0
@@ -174,13 +173,6 @@ def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
     )
 
 
-def _save(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
-    """The weights of a model come back for a save, beside an engine that is awake; the optimizer's state is read on the host."""
-    buckets = {"bridge buckets": 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, state_bytes(role, rank).weights)}
-    parts = resident(inputs, rank, role.name) | _engine(inputs, SAVE) | buckets
-    return PhaseMemory(f"{role.name} {SAVE}", rank, parts, inputs.available)
-
-
 def _forward(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
     stage, trainer = _stage(role, rank), inputs.cfg.trainer
     tokens = -(-(trainer.forward_tokens or 2 * trainer.max_tokens_per_microbatch) // role.layout.cp)
@@ -207,7 +199,7 @@ def _pass(
     rank: int,
     kinds: Collection[str],
 ) -> PhaseMemory:
-    parts = resident(inputs, rank, role.name, kinds) | _engine(inputs)
+    parts = resident(inputs, rank, role.name, kinds) | _engine(inputs, SCORE if role.name == "reward" else "")
     if held is not None:
         parts |= {f"{role.name} activations": held.layers, f"{role.name} logits": held.logits}
     return PhaseMemory(name, rank, parts, inputs.available)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from rlhf_mcore.config.run_kinds import run_kind
@@ -108,18 +109,24 @@ def make_plan(
 
 
 def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Config:
-    """``actor.offload`` and ``critic.offload`` decided where they are auto: as little as makes everything fit, else everything.
+    """``offload`` of every model decided where it is left to the plan: as little as makes everything fit, else everything.
 
-    Nothing leaves the device where no engine that sleeps shares it.
+    Of two ways that fit that is taken in which less of the trained models leaves. These stay where no engine that sleeps shares the
+    device.
     """
     assumed = assumed or Assumptions()
     rollout = cfg.rollout
     shared = run_kind(cfg).generates and not engines_apart(cfg) and rollout.engine != "hf" and rollout.sleep
     made = cfg
-    for choice in ("never", "state", "always") if shared else ("never",):
+    for choice, frozen in product(("never", "state", "always") if shared else ("never",), (False, True)):
         actor = replace(cfg.actor, offload=choice) if cfg.actor.offload == "auto" else cfg.actor
         critic = replace(cfg.critic, offload=choice) if cfg.critic.offload == "auto" else cfg.critic
-        made = replace(cfg, actor=actor, critic=critic)
+        reference, reward = cfg.reference, cfg.reward
+        if reference.offload is None:
+            reference = replace(reference, offload=frozen)
+        if reward.model.offload is None:
+            reward = replace(reward, model=replace(reward.model, offload=frozen))
+        made = replace(cfg, actor=actor, critic=critic, reference=reference, reward=reward)
         if made == cfg or all(phase.fits for phase in _phases(made, world_size, gpu, assumed)):
             break
     return made

@@ -73,6 +73,7 @@ class RunCheckpointer:
     )  # what is being done now: timed, shown
     progress: Callable[[str], None] = lambda text: None  # how far it is
     load_best: Callable[[], int | None] = lambda: None  # see ``end``; collective
+    room: Callable[[], AbstractContextManager[None]] = nullcontext  # others leave the device within it; collective
     _flush: _Flush | None = field(default=None, init=False)
 
     def begin(self) -> None:
@@ -108,7 +109,7 @@ class RunCheckpointer:
             DivergedError: on every rank, when a model is not finite on any; whatever ``stop_on_failure`` is.
         """
         self.drain()
-        with self.phase("save"):
+        with self.phase("save"), self.room():
             self._save(step, evaluation, decision)
 
     def _save(self, step: int, evaluation: Mapping[str, float], decision: Decision) -> None:
@@ -135,12 +136,13 @@ class RunCheckpointer:
             DivergedError: on every rank, when a model is not finite on any.
         """
         self.drain()
-        self._refuse_not_finite(step)
-        small_files = self.small_files(step)
-        write = partial(self._write, small_files)
-        return CheckpointWriter(directory, permissions=self.writer.permissions).save(
-            CheckpointInfo(step), write, self._num_bytes(small_files)
-        )
+        with self.room():
+            self._refuse_not_finite(step)
+            small_files = self.small_files(step)
+            write = partial(self._write, small_files)
+            return CheckpointWriter(directory, permissions=self.writer.permissions).save(
+                CheckpointInfo(step), write, self._num_bytes(small_files)
+            )
 
     def drain(self) -> None:
         """Wait for a save that is under way and commit it. Collective over the world."""

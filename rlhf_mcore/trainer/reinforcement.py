@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, source_metrics
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import RewardFunction, Sleeper, WeightBridge
+    from rlhf_mcore.protocols import RewardFunction, Sleeper, SyncStats, WeightBridge
     from rlhf_mcore.residency.sharing import DeviceSharing
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
@@ -152,7 +154,7 @@ class PolicyLearner:
         return union({name: value for update in updates for name, value in update().items()})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EnginePublisher:
     """Brings the actor's weights to the colocated engines, which sleep while others need the device."""
 
@@ -161,20 +163,44 @@ class EnginePublisher:
     recorder: Recorder
     sharing: DeviceSharing
     canary: Canary | None = None
+    _version: int = field(default=-1, init=False)  # of the weights that were published last
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Replace the weights of the engines. Their caches are allocated when the sync needs its buffers no longer. Collective."""
         with self.recorder.phase("sync"):
-            # What the update has left on the device is being copied to the host: where there is room, it leaves after the sync.
-            self.sharing.make_room(self.sharing.engine_bytes)
-            self.sharing.wake(self.sleeper, "weights")
-            stats = self.bridge.sync(version)
-            self.sharing.settle()
-            self.sharing.wake(self.sleeper, "kv_cache")
-            if self.canary is not None:
-                self.canary.check(version)
+            stats = self._bring(version)
         return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
 
     def withdraw(self) -> None:
         """The engines sleep until the next weights come."""
         self.sharing.sleep(self.sleeper)
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """The engines sleep within the block, and have the same weights after it. Collective.
+
+        So a save, for which models that have left come back, needs no more memory than an update. Where nothing moves, engines stay
+        awake.
+        """
+        if not self.sharing.parts:
+            yield
+            return
+        self.withdraw()
+        try:
+            yield
+        except SaveError:  # of every rank, and the run may go on
+            self._bring(self._version)
+            raise
+        self._bring(self._version)
+
+    def _bring(self, version: int) -> SyncStats:
+        # What the update has left on the device is being copied to the host: where there is room, it leaves after the sync.
+        self.sharing.make_room(self.sharing.engine_bytes)
+        self.sharing.wake(self.sleeper, "weights")
+        stats = self.bridge.sync(version)
+        self._version = version
+        self.sharing.settle()
+        self.sharing.wake(self.sleeper, "kv_cache")
+        if self.canary is not None:
+            self.canary.check(version)
+        return stats

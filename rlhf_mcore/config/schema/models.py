@@ -17,6 +17,7 @@ _OFFLOADS = one_of(
     state="gradients and the optimizer's state, except in an update",
     always="these, and the weights between passes",
 )
+_WHERE_NEEDED = "where a phase would not fit otherwise, as `rlhf-mcore plan` finds; on a CPU never"
 _OFFLOAD = "what leaves the device while others need it, when engines and models share it"
 _OFFLOAD_BY_LAYER = "in a pass the layers come one by one, and no more than two of them are on the device at a time"
 _BY_LAYER = (
@@ -292,7 +293,7 @@ class ReferenceConfig(Group):
     """The frozen policy that the KL compares with."""
 
     path: Optional[str] = key(None, "the policy that the KL compares with", null="`model.path`")
-    offload: bool = key(False, "keep its weights in host memory between uses")
+    offload: Optional[bool] = key(None, "keep its weights in host memory between uses", null=_WHERE_NEEDED)
     offload_by_layer: bool = key(False, _OFFLOAD_BY_LAYER, more=_BY_LAYER, only_with="reference.offload")
     refresh_steps: int = key(0, "copy the actor's weights every so many steps; 0: never", AT_LEAST_0)
 
@@ -314,5 +315,5 @@ class RewardModelConfig(Group):
     megatron: Optional[dict[str, Any]] = key(
         None, "as `actor.megatron`; fields of TransformerConfig alone", null="none"
     )
-    offload: bool = key(False, "keep its weights in host memory between uses")
+    offload: Optional[bool] = key(None, "as `reference.offload`", null=_WHERE_NEEDED)
     offload_by_layer: bool = key(False, "as `reference.offload_by_layer`", only_with="reward.model.offload")

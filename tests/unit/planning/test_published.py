@@ -114,7 +114,19 @@ ROWS = [
         "H100",
         "actor.layout.tp=4 actor.layout.pp=8 actor.layout.ep=4 "
         f"actor.layout.etp=4 actor.layout.layers_per_stage=[5,14,14,14,14,14,14,5] actor.layout.sequence_parallel=true {FULL} "
-        "rollout.layout.tp=8 rollout.gpu_memory_utilization=0.8 actor.offload=always reference.offload=true",
+        "rollout.layout.tp=8 rollout.gpu_memory_utilization=0.8 actor.offload=always",
+        ALL,
+        True,
+        kl=0.001,
+    ),
+    Row(
+        "verl 235B-A22B, no key set",
+        "Qwen3-235B-A22B",
+        256,
+        "H100",
+        "actor.layout.tp=4 actor.layout.pp=8 actor.layout.ep=4 "
+        f"actor.layout.etp=4 actor.layout.layers_per_stage=[5,14,14,14,14,14,14,5] actor.layout.sequence_parallel=true {FULL} "
+        "rollout.layout.tp=8 rollout.gpu_memory_utilization=0.8",
         ALL,
         True,
         kl=0.001,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.planning.inputs import GPUS
@@ -300,6 +301,35 @@ def test_what_a_save_reads_does_not_stay_beside_an_engine_that_is_awake() -> Non
     with run.models["actor"].use(WEIGHTS, beside=True):
         assert run.device.used() == sum(ENGINE.values()) + SIZES["actor"][WEIGHTS]
     assert run.device.used() == sum(ENGINE.values())
+
+
+def test_a_save_needs_less_than_an_update_and_leaves_the_engine_as_it_was() -> None:
+    run = Colocated()
+    run.publisher.publish(0)
+    run.step(1)
+    run.device.log.clear()
+    with run.publisher.asleep(), run.models["actor"].use(WEIGHTS, beside=True):
+        assert run.device.used() == SIZES["actor"][WEIGHTS]
+    assert run.device.used() == sum(ENGINE.values())
+    assert run.device.log == ["sleep", f"wake weights beside {SIZES['actor'][WEIGHTS]}", "wake kv_cache beside 0"]
+    run.step(2)
+
+
+def test_after_a_save_that_has_failed_the_engine_is_awake() -> None:
+    run = Colocated()
+    run.publisher.publish(0)
+    with pytest.raises(SaveError), run.publisher.asleep():
+        raise SaveError("the disk is full")
+    assert run.device.used() == sum(ENGINE.values())
+
+
+def test_where_no_model_moves_a_save_leaves_the_engine_awake() -> None:
+    run = Colocated(models={})
+    run.device.wake(("weights", "kv_cache"))
+    run.device.log.clear()
+    with run.publisher.asleep():
+        assert run.device.used() == sum(ENGINE.values())
+    assert run.device.log == []
 
 
 def test_an_engine_that_is_awake_keeps_an_update_out() -> None:

@@ -34,6 +34,7 @@ class Model:
     gate: threading.Event = field(default_factory=threading.Event)
     errors: list[Exception] = field(default_factory=list)
     finite: bool = True
+    reads: int = 0  # of the live weights
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -45,9 +46,11 @@ class Model:
         return self.finite
 
     def write(self, checkpoint: Path) -> list[Path]:
+        self.reads += 1
         return self._write(checkpoint, self.weights)
 
     def snapshot(self) -> Callable[[Path], list[Path]]:
+        self.reads += 1
         copy = self.weights
 
         def write(checkpoint: Path) -> list[Path]:
@@ -76,6 +79,7 @@ class Run:
     phases: list[str] = field(default_factory=list)
     tidied: list[int] = field(default_factory=list)
     clock: float = 0.0
+    reads_in_room: list[int] = field(default_factory=list)
 
     def make(self, *, stop_on_failure: bool = True, **settings: Any) -> RunCheckpointer:
         config = CheckpointConfig(**settings)
@@ -91,6 +95,7 @@ class Run:
             note=self.notes.append,
             phase=self.phase,
             in_background=config.async_save,
+            room=self.room,
             stop_on_failure=stop_on_failure,
         )
         made.begin()
@@ -101,6 +106,12 @@ class Run:
         self.phases.append(f"{name} begins")
         yield
         self.phases.append(f"{name} ends with {self.steps}")
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        before = self.actor.reads
+        yield
+        self.reads_in_room.append(self.actor.reads - before)
 
     def tidy(self, step: int) -> None:
         self.tidied.append(step)
@@ -133,6 +144,18 @@ def test_saves_when_due_and_after_the_last_step(run: Run) -> None:
     assert run.steps[-1] == 100 and (run.directory / LATEST).readlink() == Path("checkpoint-100")
     assert run.tidied == [3, 6, 100]
     assert run.phases[:4] == ["save begins", "save ends with [3]", "save begins", "save ends with [3, 6]"]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_models_are_read_while_the_others_have_left_the_device(
+    run: Run, tmp_path_factory: pytest.TempPathFactory, in_background: bool
+) -> None:
+    made = run.make(save_steps=2, async_save=in_background)
+    for step in (1, 2):
+        made.after_step(step, {})
+    assert run.reads_in_room == [1]
+    made.save_to(tmp_path_factory.mktemp("own"), 2)
+    assert run.reads_in_room == [1, 1] and run.actor.reads == 2
 
 
 def test_the_evaluation_of_the_step_goes_into_the_manifest(run: Run) -> None:
