@@ -87,6 +87,7 @@ def in_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     import torch.distributed as dist
 
     from rlhf_mcore.observability.watchdog import Watchdog
+    from rlhf_mcore.parallel.connecting import connect_device
     from rlhf_mcore.platform import current_platform
 
     platform = current_platform()
@@ -98,6 +99,7 @@ def in_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     try:
         reporter = Reporter()
         with Watchdog(cfg.trainer.watchdog_s, watcher=reporter if reporter.is_heard else None) as watchdog:
+            connect_device()  # before an engine measures how much memory is free
             yield Process(platform, reporter, watchdog)
     finally:
         dist.destroy_process_group()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rlhf_mcore.parallel.addresses import interface_of, source_address
+from rlhf_mcore.parallel.connecting import connect_device
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import GroupSpec, PeersLost
 
@@ -42,7 +43,7 @@ class JointGroup:
                 taken over.
 
         Raises:
-            PeersLost: the others have not come within ``spec.timeout_s``, or one is lost.
+            PeersLost: the others have not come within ``spec.timeout_s``, or not connected within as long again, or one is lost.
         """
         assert (listening is not None) == (spec.rank == 0), "rank 0 has the store"
         limit = timedelta(seconds=spec.timeout_s)
@@ -60,10 +61,11 @@ class JointGroup:
                 self._store.set(f"{spec.name}/complete", "")
             self._store.wait([f"{spec.name}/complete"], limit)
             self.group = _made(self._store, spec, limit)
-            if "cuda" in current_platform().collective_backend:
-                # NCCL's first operation has to be one of all ranks; a plan's messages are between some.
-                dist.all_reduce(torch.zeros(1, device=current_platform().device()), group=self.group)
-                torch.cuda.synchronize()
+            try:
+                connect_device(self.group, spec.timeout_s)
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Leave. Whoever still waits for this rank is told: its connections are closed, even if something refers to the group."""

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.plan.rank_plan import Message
 from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.connecting import connect_device
 
 Parcel = tuple[Tensor, int]  # a tensor, and the group rank that it goes to or comes from
+MAX_BATCH = 256  # messages that NCCL takes at a time
 _STAMP_BYTES = 64  # a stamp of 16 random bytes, and what keeps the rest aligned
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -47,22 +49,33 @@ class Links(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class GroupLinks(Links):
-    """The ranks of a process group."""
+    """The ranks of a process group. They are made by all of them together, and connected then."""
 
-    group: dist.ProcessGroup
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        connect_device(group)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Work]:
-        """Receives come first, so that no send waits for its peer to be ready."""
-        group = self.group
-        operations = [dist.P2POp(dist.irecv, flat, group=group, tag=tag, group_peer=peer) for flat, peer in receives]
-        operations += [dist.P2POp(dist.isend, flat, group=group, tag=tag, group_peer=peer) for flat, peer in sends]
-        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-        return works
+        """Start batches of at most MAX_BATCH messages.
+
+        NCCL looks at no tags and carries out one batch after the other. All ranks cut theirs from one order of all messages, so
+        the first message that is not done is in the next batch of both its ends, and is carried out.
+        """
+        group, rank = self._group, self._group.rank()
+        ordered = [(peer, rank, flat) for flat, peer in receives] + [(rank, peer, flat) for flat, peer in sends]
+        ordered.sort(key=lambda message: message[:2])
+        operations = [
+            dist.P2POp(dist.isend, flat, group=group, tag=tag, group_peer=receiver)
+            if sender == rank
+            else dist.P2POp(dist.irecv, flat, group=group, tag=tag, group_peer=sender)
+            for sender, receiver, flat in ordered
+        ]
+        batches = [operations[first : first + MAX_BATCH] for first in range(0, len(operations), MAX_BATCH)]
+        return [work for batch in batches for work in dist.batch_isend_irecv(batch)]
 
     def share(self, nbytes: int, senders: Collection[int]) -> MappedMemory | None:
-        return share_memory(nbytes, senders, self.group)
+        return share_memory(nbytes, senders, self._group)
 
 
 @dataclass(slots=True)

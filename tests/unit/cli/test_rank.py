@@ -1,0 +1,42 @@
+"""How a rank begins: in a world of one, without the claim of a device."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.cli import rank
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.parallel import connecting
+from rlhf_mcore.platform import Platform
+
+
+def test_all_ranks_connect_before_anything_of_the_run_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So NCCL's first operation is one of every rank, and its memory is taken when an engine looks how much is free."""
+    summed: list[list[float]] = []
+
+    def all_reduce(tensor: torch.Tensor, group: Any = None) -> None:
+        assert group is None
+        summed.append(tensor.tolist())
+
+    class Device(Platform):
+        collective_backend = "gloo"
+
+        def device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def setup_process(self, local_rank: int, threads: int) -> None: ...
+
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("rlhf_mcore.platform.current_platform", Device)
+    monkeypatch.setattr(rank.gc, "freeze", lambda: None)
+    monkeypatch.setattr(connecting, "current_platform", Device)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with rank.in_world(Config(), timedelta(seconds=60)):
+        assert summed == [[1.0]]
