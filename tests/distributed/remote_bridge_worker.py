@@ -37,7 +37,7 @@ from tests.distributed.setting import (
 )
 
 BUCKET_BYTES = 40_000
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0  # on a machine with three times as many busy processes as cores 4 s were not always enough to join
 CHANGES = 20
 DENSE_LAYOUTS = [*LAYOUTS, "tp2_cp2"]
 
