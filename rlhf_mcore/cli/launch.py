@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +25,7 @@ from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, STOPPED, USER_ERROR, of_pro
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.show import redact_arguments
 from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all, has_ended
-from rlhf_mcore.parallel.addresses import LOOPBACK
+from rlhf_mcore.parallel.addresses import LOOPBACK, interface_of, source_address
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
@@ -49,18 +50,19 @@ def launch(
     max_restarts: int = 0,
     logs: Path | None = None,
     console: str = "off",
+    engines: str | None = None,
 ) -> int:
     """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code of the last attempt.
 
     With ``logs``, what ranks write to stderr, and all but the first to stdout, is written to files in that directory. ``console`` is
-    the run's: where it is live, so is the start.
+    the run's: where it is live, so is the start. ``engines`` is the address of Ray's head where engines may be on other machines.
     """
 
     def attempt(_number: int) -> int:
         is_live = console in ("auto", "rich") and sys.stdout.isatty()
         options = [*local_rendezvous(), *local_logs(logs, world_size), *([SHOWN] if is_live else [])]
         command = torchrun_command(options, world_size, arguments, module)
-        return run_child(command, child_environment(os.environ, threads_per_rank))
+        return run_child(command, child_environment(os.environ, threads_per_rank, nccl_interface=_interface_to(engines)))
 
     code = with_restarts(attempt, max_restarts)
     if code in (REQUEUE, STOPPED):
@@ -113,10 +115,25 @@ def local_rendezvous() -> list[str]:
     ]
 
 
+def _interface_to(address: str | None) -> str | None:
+    """Name the interface on the way to ``host:port``; None where there is no such host, which is told by whoever joins it."""
+    if address is None:
+        return None
+    with suppress(OSError, ValueError):
+        return interface_of(source_address(address.rpartition(":")[0]))
+    return None
+
+
 def child_environment(
-    environment: Mapping[str, str], threads_per_rank: int, address: str = LOOPBACK, interface: str | None = None
+    environment: Mapping[str, str],
+    threads_per_rank: int,
+    address: str = LOOPBACK,
+    interface: str | None = None,
+    nccl_interface: str | None = None,
 ) -> dict[str, str]:
     """The environment of torchrun and its workers, which talk over one interface (None: the loopback).
+
+    NCCL reads its variable once in a process, so ranks that send weights to other machines need ``nccl_interface`` from the start.
 
     What the user has set wins, except for the number of threads, and for an interface that only reaches this machine.
     """
@@ -127,7 +144,7 @@ def child_environment(
     for variable, value in (
         ("VLLM_HOST_IP", address),
         ("GLOO_SOCKET_IFNAME", interface or next(iter(loopbacks), None)),
-        ("NCCL_SOCKET_IFNAME", interface or next(iter(loopbacks), None)),
+        ("NCCL_SOCKET_IFNAME", nccl_interface or interface or next(iter(loopbacks), None)),
     ):
         if interface is not None and child.get(variable) in (*loopbacks, LOOPBACK):
             del child[variable]

@@ -145,6 +145,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
         max_restarts=cfg.trainer.max_restarts,
         logs=logs,
         console=cfg.logging.console,
+        engines=cfg.rollout.ray.address,
     )
 
 

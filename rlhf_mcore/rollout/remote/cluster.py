@@ -27,7 +27,7 @@ _START_S = 120.0  # for Ray on this machine
 _PROBE_S = 2.0  # between two looks at whether Ray's head is there, and for one of them
 # Methods of EngineHost that wait keep no others waiting: those of a group are carried out one after the other, in their order.
 _GROUP_OF = {
-    "listen": "weights",
+    "locate": "weights",
     "start": "weights",
     "submit": "orders",
     "cancel": "orders",

@@ -155,7 +155,8 @@ class Fleet:
                 self._ended.append((engine.key, processes))
                 return
             engine.processes, engine.state, engine.since = processes, "placing", self._clock()
-            engine.starting, engine.reports, engine.seen = [processes[0].call("listen")], [], None
+            engine.starting = [process.call("locate", rank == 0) for rank, process in enumerate(processes)]
+            engine.reports, engine.seen = [], None
 
     def _advance_start(self, engine: FleetEngine, now: float) -> None:
         results = [call.result() for call in engine.starting if call.is_done()]
@@ -163,10 +164,11 @@ class Fleet:
             if now - engine.since > START_TIMEOUT_S:
                 raise EnginesLost(f"it was not ready after {START_TIMEOUT_S:.0f} s; is there room for it?")
         elif engine.state == "placing":
-            [(engine.address, port)], plan = results, self._plan
-            engine.state = "starting"
+            lead, plan = results[0], self._plan
+            meeting = Meeting(lead.address, lead.port, 0, plan.tp, sum((found.devices for found in results), ()), engine.name)
+            engine.address, engine.state = lead.address, "starting"
             engine.starting = [
-                process.call("start", plan.order, Meeting(engine.address, port, rank, plan.tp), plan.threads)
+                process.call("start", plan.order, replace(meeting, rank=rank), plan.threads)
                 for rank, process in enumerate(engine.processes)
             ]
         else:

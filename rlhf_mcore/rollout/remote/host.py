@@ -8,10 +8,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.own_processes import STARTED_BY, end_with_parent
@@ -49,13 +50,24 @@ class EngineOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Location:
+    """Where Ray has placed a rank of an engine. ``devices`` are those that Ray gave it, as CUDA_VISIBLE_DEVICES names them."""
+
+    address: str
+    port: int  # on which a lead listens; 0 of other ranks
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of an engine meet: the lead (rank 0) listens."""
+    """Where the ranks of an engine meet: the lead (rank 0) listens. ``devices`` are those of all ranks, in the order of ranks."""
 
     address: str
     port: int
     rank: int
     world_size: int
+    devices: tuple[str, ...] = ()
+    engine: str = "0"  # its name among the engines of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +118,16 @@ class EngineHost:
         self._receiver: WeightReceiver
 
     # ------------------------------------------------------------------------------------------ start
-    def listen(self) -> tuple[str, int]:
-        """Address and port where the other ranks find this one. Of a lead."""
+    def locate(self, is_lead: bool) -> Location:
+        """Tell where this rank is. A lead begins to listen for the others of its engine."""
         import ray
 
         address = str(ray.util.get_node_ip_address())
-        self._listening = listener(address)
-        return address, int(self._listening.getsockname()[1])
+        devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        if is_lead:
+            self._listening = listener(address)
+        port = 0 if self._listening is None else int(self._listening.getsockname()[1])
+        return Location(address, port, tuple(map(str, devices)))
 
     def start(self, order: EngineOrder, meeting: Meeting, threads: int) -> None:
         """Build the engine, with the other ranks of it. It is paused, and has no weights.
@@ -127,7 +142,7 @@ class EngineHost:
         _finish(built)
 
     def _build(self, order: EngineOrder, meeting: Meeting, threads: int) -> None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.update(_rank_environment(meeting, threads, os.environ))
         with suppress(OSError):
             os.chdir(order.directory)
         import torch
@@ -137,8 +152,7 @@ class EngineHost:
         from rlhf_mcore.rollout import build_engine
 
         platform = current_platform()
-        platform.setup_process(0, threads)  # Ray shows a process its own device only
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(meeting.address)  # ranks of an engine share a machine
+        platform.setup_process(meeting.rank, threads)
         store = dist.TCPStore(
             meeting.address,
             meeting.port,
@@ -303,6 +317,30 @@ class EngineHost:
             self._progress = (engine.tokens_drawn, engine.num_in_flight, engine.policy_version, self._num_waits, done)
             if completions:
                 self._news.notify_all()
+
+
+def _rank_environment(meeting: Meeting, threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank that differ from its parent's: Ray on the trainer's machine hands on those of the first rank."""
+    interface = interface_of(meeting.address)  # ranks of an engine share a machine
+    own = {
+        "OMP_NUM_THREADS": str(threads),
+        "RANK": str(meeting.rank),
+        "LOCAL_RANK": str(meeting.rank),
+        "WORLD_SIZE": str(meeting.world_size),
+        "LOCAL_WORLD_SIZE": str(meeting.world_size),
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+    if inherited.get("NCCL_SOCKET_IFNAME", "lo") == "lo":
+        own["NCCL_SOCKET_IFNAME"] = interface  # the trainer may be on another machine
+    if meeting.devices:
+        # Ray shows a process its own device only. Ranks reach each other's memory, and vLLM takes device number LOCAL_RANK.
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(meeting.devices)
+        # vLLM's cache of compiled graphs has a folder per RANK. Engines that share one would write its files at the same time.
+        cache = inherited.get("VLLM_CACHE_ROOT") or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
+        own["VLLM_CACHE_ROOT"] = str(Path(cache, f"engine-{meeting.engine}").expanduser())
+    return own
 
 
 def _finish(call: _Call) -> None:

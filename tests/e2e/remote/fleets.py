@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,8 @@ class FileReceiver:
         self.directories = bridge.split(":")
         with (Path(self.directories[0]).parent / f"{spec.name}.pids").open("a") as file:
             file.write(f"{os.getpid()}\n")
+        environment = Path(self.directories[0]).parent / f"{spec.name}.{spec.rank}.environment"
+        environment.write_text(json.dumps(dict(os.environ)))
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> None:
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -31,10 +32,15 @@ def shared_memory_of(pid: int) -> set[str]:
     }
 
 
+# What torchrun gives to the trainer's first rank, and a Ray that it starts inherits.
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize("mode", ["continue", "resubmit"])
 def test_an_engine_of_two_ranks_goes_on_with_new_weights(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
+    """Ray here believes that there are GPUs: its processes get the variables that they would get of it beside real ones."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -44,8 +50,18 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
         save_model(tmp_path / name, "qwen3", seed)
     capfd.readouterr()
     directories = tmp_path / "a", tmp_path / "b"
-    with running(plan(directories[0], "vllm", tp=2, at_publish=mode)) as (fleet, notes):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster(None, 1, gpus=1, own_gpus=["5", "3"])
+    with running(plan(directories[0], "vllm", tp=2, at_publish=mode), cluster) as (fleet, notes):
         assert publish(fleet, 0, *directories) == ["0.0.0", "0.0.1"]
+        ranks = [json.loads((tmp_path / f"group.{rank}.environment").read_text()) for rank in (1, 2)]
+        assert {rank["CUDA_VISIBLE_DEVICES"] for rank in ranks} in ({"5,3"}, {"3,5"})
+        assert len({rank["MASTER_PORT"] for rank in ranks}) == 1 and ranks[0]["MASTER_PORT"] != TORCHRUN["MASTER_PORT"]
+        assert [tuple(rank[name] for name in TORCHRUN)[:4] for rank in ranks] == [
+            ("0", "0", "2", "127.0.0.1"),
+            ("1", "1", "2", "127.0.0.1"),
+        ]
         asked = requests(3, 2, NEW_TOKENS)
         fleet.submit(asked)
         while fleet.status()[0].tokens < 60:  # told every second at least

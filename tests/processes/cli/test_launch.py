@@ -77,6 +77,20 @@ def test_nodes_use_the_interface_that_they_meet_on_and_keep_the_users_choice() -
     assert child["VLLM_HOST_IP"] == "10.0.0.7"
 
 
+def test_engines_of_other_machines_are_reached_by_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(launch, "run_child", lambda _, environment: started.append(environment) or 0)
+    monkeypatch.setattr(launch, "source_address", {"head": "10.0.0.7"}.__getitem__)
+    monkeypatch.setattr(launch, "interface_of", {"10.0.0.7": "eth1"}.__getitem__)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert launch.launch([], 1, 1, engines="head:6379") == 0
+    assert (started[0]["NCCL_SOCKET_IFNAME"], started[0]["GLOO_SOCKET_IFNAME"]) == ("eth1", "lo")  # the ranks are all here
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    launch.launch([], 1, 1, engines="head:6379")
+    assert started[1]["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
 def test_the_store_listens_on_one_address_only() -> None:
     with listener("127.0.0.1") as made:
         address, port = made.getsockname()

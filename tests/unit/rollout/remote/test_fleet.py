@@ -12,7 +12,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
 from rlhf_mcore.rollout.remote.fleet import Fleet
-from rlhf_mcore.rollout.remote.host import Report
+from rlhf_mcore.rollout.remote.host import Location, Meeting, Report
 from rlhf_mcore.rollout.remote.parts import EnginesLost, FleetPlan
 from rlhf_mcore.types import Completion, EngineWork, Request, Sampling
 
@@ -50,6 +50,7 @@ class Engine:
     answers: bool = True
     draws: bool = True
     raises: dict[str, Exception] = field(default_factory=dict)
+    location: Location = field(default_factory=lambda: Location("127.0.0.1", 1))
     finished: list[Completion] = field(default_factory=list)
 
     def call(self, method: str, *arguments: Any) -> Call:
@@ -62,7 +63,7 @@ class Engine:
         if self.lost:
             call.answer, call.done = RuntimeError("the process is gone"), True
         elif method != "report" and self.answers:
-            call.answer, call.done = self.raises.get(method, ("127.0.0.1", 1) if method == "listen" else None), True
+            call.answer, call.done = self.raises.get(method, self.location if method == "locate" else None), True
         return call
 
     def told(self, *methods: str) -> list[tuple[Any, ...]]:
@@ -332,6 +333,31 @@ def test_all_ranks_of_an_engine_join_and_the_lead_alone_gets_requests(start: Sta
     silence(follower)
     run.pass_time(TIMEOUT_S + 4)
     assert run.machines.ended == ["1.0"]
+
+
+def test_all_ranks_of_an_engine_are_told_of_all_its_devices() -> None:
+    machines: Any = Machines()
+    order: Any = object()
+    fleet = Fleet(machines, FleetPlan(order, 2, 2, 4, TIMEOUT_S, 0), print, machines.clock)
+    spawn = machines.spawn
+
+    def spawn_located(name: str, tp: int) -> Sequence[Engine]:
+        processes: Sequence[Engine] = spawn(name, tp)
+        for engine in processes:
+            place = list(machines.engines).index(engine.process)
+            engine.location = Location("10.0.0.5", 40 + place, (f"{7 - place}",))
+        return processes
+
+    machines.spawn = spawn_located
+    fleet.tick()
+    assert [engine.told("locate") for engine in machines.engines.values()] == [[("locate", True)], [("locate", False)]] * 2
+    starts = {name: engine.told("start") for name, engine in machines.engines.items()}
+    assert starts == {
+        "0.0.0": [("start", order, Meeting("10.0.0.5", 40, 0, 2, ("7", "6"), "0"), 4)],
+        "0.0.1": [("start", order, Meeting("10.0.0.5", 40, 1, 2, ("7", "6"), "0"), 4)],
+        "1.0.0": [("start", order, Meeting("10.0.0.5", 42, 0, 2, ("5", "4"), "1"), 4)],
+        "1.0.1": [("start", order, Meeting("10.0.0.5", 42, 1, 2, ("5", "4"), "1"), 4)],
+    }
 
 
 def test_fault_20_a_sync_that_fails_is_told_and_those_that_are_well_stay(start: Start) -> None:

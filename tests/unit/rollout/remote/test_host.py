@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,40 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Engin
 
 def request(number: int, tokens: int) -> Request:
     return Request(number, f"p{number}", [5], Sampling(max_new_tokens=tokens), seed=number)
+
+
+TRAINER = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "10.0.0.9",
+    "MASTER_PORT": "1",
+    "CUDA_VISIBLE_DEVICES": "6",
+    "XDG_CACHE_HOME": "/cache",
+}
+
+
+def test_a_rank_takes_nothing_of_the_trainers_first_rank() -> None:
+    meeting = Meeting("127.0.0.1", 29999, 1, 2, ("5", "GPU-7"), "3")
+    own = module._rank_environment(meeting, 4, TRAINER)
+    assert own == {
+        "OMP_NUM_THREADS": "4",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29999",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "5,GPU-7",  # all of the engine's, its own is number LOCAL_RANK
+        "VLLM_CACHE_ROOT": "/cache/vllm/engine-3",
+    }
+    other = module._rank_environment(replace(meeting, engine="4"), 4, {**TRAINER, "VLLM_CACHE_ROOT": "/mine"})
+    assert other["VLLM_CACHE_ROOT"] == "/mine/engine-4"
+    assert "NCCL_SOCKET_IFNAME" not in module._rank_environment(meeting, 4, {"NCCL_SOCKET_IFNAME": "ib0"})  # the user's stays
+    assert not {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"} & set(module._rank_environment(replace(meeting, devices=()), 1, {}))
 
 
 def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[EngineHost, Engine]) -> None:
