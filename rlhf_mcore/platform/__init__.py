@@ -56,6 +56,11 @@ class Platform:
 
     def prepare_megatron(self) -> None:
         """Make an imported Megatron-core usable on this device. Called after its modules are imported; idempotent."""
+        from megatron.core.transformer.moe import moe_utils
+
+        if not moe_utils.HAVE_TE:
+            # Routers ask whether it is None; without Transformer Engine 0.16 does not define it.
+            moe_utils.te_general_gemm = None
 
     def megatron_region(self) -> AbstractContextManager[None]:
         """Entered around every call into Megatron-core."""

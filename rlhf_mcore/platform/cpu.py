@@ -200,7 +200,7 @@ class CpuPlatform(Platform):
         from megatron.core.models.common.embeddings import rope_utils
         from megatron.core.tensor_parallel import random as megatron_random
         from megatron.core.transformer import mlp
-        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+        from megatron.core.transformer.moe import token_dispatcher
 
         from rlhf_mcore.platform.megatron_versions import LOCKED, SERIES, VERSION, is_supported
 
@@ -209,6 +209,7 @@ class CpuPlatform(Platform):
                 f"megatron-core {VERSION} is installed; running it on a CPU is known to work for {' and '.join(SERIES)} only. "
                 f"Install megatron-core {LOCKED}."
             )
+        super().prepare_megatron()
         views = {"cuda": ModuleView(torch.cuda, _cuda_names()), "distributed": ModuleView(dist, _COLLECTIVES)}
         view = ModuleView(torch, {**views, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
         for name, module in list(sys.modules.items()):
@@ -226,9 +227,6 @@ class CpuPlatform(Platform):
         mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = cpu_kernels.swiglu, cpu_kernels.weighted_swiglu
         if not hasattr(plain := rope_utils._apply_rotary_pos_emb_bshd, "__wrapped__"):
             rope_utils._apply_rotary_pos_emb_bshd = cpu_kernels.rotation(plain)
-        if not moe_utils.HAVE_TE:
-            # Routers ask whether it is None; without Transformer Engine it is not even that.
-            moe_utils.te_general_gemm = None
 
     @contextlib.contextmanager
     def megatron_region(self) -> Iterator[None]:
