@@ -215,7 +215,7 @@ def start_fleet(run: RunContext) -> Fleet | None:
         None if cfg.environment.function is None else EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
     )
     plan = FleetPlan(
-        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd()),
+        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd(), cfg.deterministic),
         rollout.num_engines,
         rollout.layout.tp,
         cfg.trainer.threads_per_rank,

@@ -91,7 +91,7 @@ def in_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     from rlhf_mcore.platform import current_platform
 
     platform = current_platform()
-    platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
+    platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank, cfg.deterministic)
     if cfg.deterministic and os.environ["RANK"] == "0" and (reason := platform.varying()):
         say(f"warning: deterministic=true: {reason}", file=sys.stderr)
     connect(platform.collective_backend, collective_timeout)

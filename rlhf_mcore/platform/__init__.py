@@ -17,6 +17,13 @@ DTYPES = {
     "fp16": torch.float16,
 }  # of models, by their names in a configuration
 
+# Values of variables with which sums have one order, the first by default: cuBLAS over streams (its documentation, "Results
+# reproducibility"), and NCCL, whose sums in switches (NVLS) have none. A rank keeps another value of the user's, and says so.
+_FIXED_SUMS = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("^NVLS,NVLSTree", "^NVLS", "Ring", "Tree"),
+}
+
 
 class Copies:
     """Copies between the device and the host, each from the second tensor of a pair to the first. Here they are made at once."""
@@ -46,8 +53,11 @@ class Platform:
         """fp32, bf16 or fp16, by its name in a configuration, where "auto" leaves it to the device."""
         return self.default_dtype if name == "auto" else name
 
-    def setup_process(self, local_rank: int, threads: int) -> None:
-        """Claim the device and set compute threads. Called once, before the process group is made."""
+    def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None:
+        """Claim the device and set compute threads. Called once, before the process group is made.
+
+        ``deterministic``: of a computation's kernels and sums, those are chosen whose results are the same bits in each run.
+        """
         raise NotImplementedError
 
     def varying(self) -> str:
@@ -124,12 +134,43 @@ class CudaPlatform(Platform):
 
     def __init__(self) -> None:
         self._exchanged: tuple[tuple[int, int], int, bool] | None = None  # what Transformer Engine has buffers of
+        self._is_deterministic = False
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
-    def setup_process(self, local_rank: int, threads: int) -> None:
+    def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None:
+        self._is_deterministic = deterministic
+        if deterministic:
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Megatron refuses Transformer Engine's attention otherwise
+            for name, values in _FIXED_SUMS.items():
+                os.environ.setdefault(name, values[0])
         torch.cuda.set_device(local_rank)
+
+    def varying(self) -> str:
+        for name, values in _FIXED_SUMS.items():
+            if (value := os.environ.get(name, "")) not in values:
+                return f"{name}={value} leaves open in which order numbers are added; unset it, or set it to {' or '.join(values)}"
+        return ""
+
+    @contextmanager
+    def megatron_region(self) -> Iterator[None]:
+        """Torch's own deterministic kernels are for the trainer: those of an engine in this process must be recordable in graphs.
+
+        Where torch has none it warns (RLHF_MCORE_DEBUG shows that).
+        """
+        if not self._is_deterministic:
+            yield
+            return
+        settings: Any = torch.utils.deterministic
+        mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+        torch.set_deterministic_debug_mode("warn")
+        settings.fill_uninitialized_memory = False  # nothing is read before it is written
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            settings.fill_uninitialized_memory = fills
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -178,7 +178,7 @@ class CpuPlatform(Platform):
     def device(self) -> torch.device:
         return _CPU
 
-    def setup_process(self, local_rank: int, threads: int) -> None:
+    def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None:
         torch.set_num_threads(threads)
         matrix_products.make_reproducible()
 

@@ -6,9 +6,10 @@ import logging
 import os
 import random
 import secrets
+import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,27 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if DEBUG_VARIABLE not in os.environ:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def ask_for_batch_invariance(nccl: tuple[int, ...]) -> None:
+    """Have vLLM's kernels compute the same bits of a request in every batch. Before it is imported, in a process without a trainer.
+
+    vLLM then sets variables of NCCL for its own communicators. NCCL before 2.29.7 (``nccl``: its version) would take them for those
+    shared with the trainer as well, and hang: there nothing is asked for.
+    """
+    if nccl >= (2, 29, 7):
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+
+
+def shares_communicators(action: Callable[[], Any]) -> Callable[[], None]:
+    """Wrap ``action``, which may make communicators with processes that vLLM has set no variables of NCCL for."""
+
+    def unpinned() -> None:
+        nccl = sys.modules.get("vllm.utils.nccl")
+        with nullcontext() if nccl is None else nccl.unpinned_nccl_env():
+            action()
+
+    return unpinned
 
 
 @contextmanager

@@ -106,7 +106,8 @@ class Config(Group):
     deterministic: bool = key(
         False,
         "deterministic kernels on CUDA (slower); on a CPU they always are",
-        more="Every library is asked for its own. On a CPU bits are equal on processors of one kind (docs/cpu.md).",
+        more="Every library is asked for its own; docs/reliability.md lists what stays open on CUDA. On a CPU bits are equal on "
+        "processors of one kind (docs/cpu.md).",
     )
     model: ModelConfig = group(ModelConfig, "what everything starts from")
     actor: ActorConfig = group(ActorConfig, "the policy being trained")

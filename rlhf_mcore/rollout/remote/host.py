@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.own_processes import STARTED_BY, end_with_parent
 from rlhf_mcore.parallel.addresses import interface_of, listener
+from rlhf_mcore.rollout.environment import ask_for_batch_invariance, shares_communicators
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class EngineOrder:
     receiver: Callable[[WeightTarget], WeightReceiver]
     episodes: Callable[[], EpisodeDriver] | None = None
     directory: str = ""  # where relative paths begin, if it is there: a cluster's processes may be elsewhere
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,9 @@ class EngineHost:
         from rlhf_mcore.rollout import build_engine
 
         platform = current_platform()
-        platform.setup_process(meeting.rank, threads)
+        platform.setup_process(meeting.rank, threads, order.deterministic)
+        if order.deterministic and platform.name == "cuda":
+            ask_for_batch_invariance(torch.cuda.nccl.version())
         store = dist.TCPStore(
             meeting.address,
             meeting.port,
@@ -216,11 +220,11 @@ class EngineHost:
 
     def join(self, spec: GroupSpec, bridge: str) -> None:
         """See :class:`rlhf_mcore.protocols.WeightReceiver`, as the two that follow. Every rank, while the engine is paused."""
-        self._do(lambda: self._receiver.join(spec, bridge))
+        self._do(shares_communicators(lambda: self._receiver.join(spec, bridge)))
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> None:
         """Receive the weights of a version."""
-        self._do(lambda: self._receiver.sync(version, only))
+        self._do(shares_communicators(lambda: self._receiver.sync(version, only)))
 
     def leave(self) -> None:
         """Leave the group."""

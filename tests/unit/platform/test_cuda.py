@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 import pytest
 import torch
@@ -32,3 +33,51 @@ def test_a_product_of_transformer_engine_stays(monkeypatch: pytest.MonkeyPatch) 
     CudaPlatform().prepare_megatron()
     assert moe_utils.te_general_gemm is fused
     assert "te_general_gemm is not None" in inspect.getsource(moe_utils)
+
+
+VARIABLES = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+
+
+@pytest.fixture
+def claimed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Devices that were claimed; none of the variables is set."""
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    return devices
+
+
+def test_deterministic_asks_every_library_before_the_device_is_used(claimed: list[int]) -> None:
+    platform = CudaPlatform()
+    platform.setup_process(3, 1, deterministic=True)
+    assert [os.environ[name] for name in VARIABLES] == ["0", ":4096:8", "^NVLS,NVLSTree"]
+    assert (claimed, platform.varying()) == ([3], "")
+    assert not torch.are_deterministic_algorithms_enabled()
+    with platform.megatron_region():
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory is False
+    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory is True
+
+
+def test_a_value_of_the_users_stays_and_one_that_leaves_the_order_open_is_told(
+    claimed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    platform = CudaPlatform()
+    platform.setup_process(0, 1, deterministic=True)
+    assert [os.environ[name] for name in VARIABLES] == ["0", ":0:0", "Ring"]
+    assert platform.varying() == (
+        "CUBLAS_WORKSPACE_CONFIG=:0:0 leaves open in which order numbers are added; unset it, or set it to :4096:8 or :16:8"
+    )
+
+
+def test_without_it_nothing_is_asked(claimed: list[int]) -> None:
+    platform = CudaPlatform()
+    platform.setup_process(0, 1)
+    assert not set(VARIABLES) & set(os.environ)
+    with platform.megatron_region():
+        assert not torch.are_deterministic_algorithms_enabled()

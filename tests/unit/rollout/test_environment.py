@@ -12,7 +12,12 @@ import torch
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import EngineModel, build_engine, prepare_environment
-from rlhf_mcore.rollout.environment import engine_start, preserved_rng
+from rlhf_mcore.rollout.environment import (
+    ask_for_batch_invariance,
+    engine_start,
+    preserved_rng,
+    shares_communicators,
+)
 
 NAMES = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
@@ -20,6 +25,8 @@ NAMES = (
     "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_LOGGING_LEVEL",
     "RLHF_MCORE_DEBUG",
+    "VLLM_BATCH_INVARIANT",
+    "NCCL_NO_CACHE",
 )
 
 
@@ -43,6 +50,36 @@ def test_debugging_leaves_the_log_level_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RLHF_MCORE_DEBUG", "1")
     prepare_environment()
     assert "VLLM_LOGGING_LEVEL" not in os.environ
+
+
+def test_batch_invariance_is_asked_for_where_nccl_can_keep_it_from_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_for_batch_invariance((2, 28, 9))
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
+    ask_for_batch_invariance((2, 29, 7))
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # the user's choice
+    ask_for_batch_invariance((2, 30, 4))
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "0"
+
+
+def test_communicators_with_the_trainer_are_made_without_vllms_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils import nccl
+
+    monkeypatch.setattr(nccl, "_unpinned_env", None)
+    monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: True)
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    monkeypatch.setenv("NCCL_NTHREADS", "")
+    monkeypatch.delenv("NCCL_NTHREADS")
+    nccl.pin_nccl_env({"NCCL_PROTO": "Simple", "NCCL_NTHREADS": "1"})
+    seen: list[tuple[str | None, str | None]] = []
+
+    def join() -> None:
+        seen.append((os.environ.get("NCCL_PROTO"), os.environ.get("NCCL_NTHREADS")))
+
+    join()
+    shares_communicators(join)()
+    join()
+    assert seen == [("Simple", "1"), ("LL", None), ("Simple", "1")]
 
 
 def test_generators_go_on_as_if_nothing_had_happened() -> None:
