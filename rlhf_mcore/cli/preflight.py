@@ -29,7 +29,7 @@ from rlhf_mcore.config.model_files import inspect_model, read_config
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.doctor.machine import has_gpu, memory_bytes
+from rlhf_mcore.doctor.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.observability.files import (
@@ -243,6 +243,33 @@ def check_world(world_size: int, name: str = "trainer.world_size") -> None:
             f"of {RANK_BYTES >> 20} MiB, which each takes without a model; lower it (or the layouts that it follows from), or start "
             "the run on several machines (docs/cluster.md)"
         )
+
+
+def check_devices(cfg: Config, world_size: int) -> None:
+    """Whether there is a GPU for each process of this machine. GPUs that the run does not compute on are told.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    if not has_gpu():
+        if has_driver() and is_torch_for_cpu():
+            say(
+                cfg,
+                "warning: this machine has a GPU, and the torch that is installed is built for CPUs: the run is on the CPU; use the "
+                "image of Dockerfile (docs/doctor.md), or a Python with torch for CUDA",
+            )
+        return
+    rollout, ranks = cfg.rollout, {"trainer.world_size": world_size}
+    if run_kind(cfg).generates and rollout.placement == "disaggregated" and rollout.ray.address is None:
+        ranks["rollout.num_engines x rollout.layout.tp"] = rollout.num_engines * rollout.layout.tp
+    gpus = count_gpus()
+    if gpus is None or sum(ranks.values()) <= gpus:
+        return
+    asked = " and ".join(f"{name}={number}" for name, number in ranks.items())
+    raise ConfigError(
+        f"{asked}: this machine has {gpus} GPU{'s' * (gpus != 1)}, and each process takes one; lower it (or the layouts that it "
+        "follows from), or start the run on several machines (docs/cluster.md)"
+    )
 
 
 def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:

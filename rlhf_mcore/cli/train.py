@@ -124,6 +124,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
         continues_after = preflight.announce(cfg)
         if continues_after is None:
             return exit_codes.DONE
+        preflight.check_devices(cfg, world_size)
         preflight.check_world(world_size)
         if run_kind(cfg).generates:
             if cfg.rollout.placement == "disaggregated" and cfg.rollout.ray.address is None:

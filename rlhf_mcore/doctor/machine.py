@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from rlhf_mcore.doctor.findings import Finding
@@ -118,9 +119,39 @@ def check_cores(environment: Mapping[str, str], cores: int, num_ranks: int) -> F
     return Finding("threads", "ok", f"{num_ranks} ranks x {stated} on {cores} cores")
 
 
-def has_gpu() -> bool:
-    """Whether NVIDIA's driver is there, which a run then computes on."""
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is there."""
     return Path("/dev/nvidiactl").exists()
+
+
+def has_gpu() -> bool:
+    """Whether a run here computes on GPUs: with NVIDIA's driver, a torch that is not built for CPUs, and a visible device."""
+    return has_driver() and not is_torch_for_cpu() and count_visible(os.environ.get("CUDA_VISIBLE_DEVICES")) != 0
+
+
+def is_torch_for_cpu() -> bool:
+    """Whether the installed torch is a build that knows no GPU. It is not imported."""
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def count_visible(devices: str | None) -> int | None:
+    """How many devices a value of CUDA_VISIBLE_DEVICES names: CUDA reads it up to the first that is none. None where it is not set."""
+    if devices is None:
+        return None
+    names = [name.strip() for name in devices.split(",")]
+    return next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))
+
+
+def count_gpus() -> int | None:
+    """How many GPUs processes of this machine may use; None where nvidia-smi does not tell."""
+    visible = count_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if visible is not None:
+        return visible
+    gpus = query_gpus()
+    return None if isinstance(gpus, str) else len(gpus) or None
 
 
 def processor(path: str = "/proc/cpuinfo") -> str:

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlhf_mcore.config.errors import ConfigError
+
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -57,6 +59,9 @@ class Platform:
         """Claim the device and set compute threads. Called once, before the process group is made.
 
         ``deterministic``: of a computation's kernels and sums, those are chosen whose results are the same bits in each run.
+
+        Raises:
+            ConfigError: there are fewer devices than processes.
         """
         raise NotImplementedError
 
@@ -145,6 +150,11 @@ class CudaPlatform(Platform):
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Megatron refuses Transformer Engine's attention otherwise
             for name, values in _FIXED_SUMS.items():
                 os.environ.setdefault(name, values[0])
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise ConfigError(
+                f"LOCAL_RANK={local_rank}: this machine has {count} GPU{'s' * (count != 1)}, and each process takes one; start "
+                f"{count} here, or fewer (torchrun's --nproc-per-node, --ranks-per-node or --gpus-per-node)"
+            )
         torch.cuda.set_device(local_rank)
 
     def varying(self) -> str:

@@ -158,6 +158,16 @@ def test_the_gpu_stack_builds_on_the_containers_torch(checkout: Checkout) -> Non
     assert checkout.setup(RLHF_MCORE_STACK="gpu").stdout == ""
 
 
+@pytest.mark.parametrize("stack", ["", "cpu"])
+def test_a_machine_with_a_gpu_is_told_that_the_cpu_stack_does_not_use_it(checkout: Checkout, tmp_path: Path, stack: str) -> None:
+    (tmp_path / "tools").mkdir()
+    (smi := tmp_path / "tools" / "nvidia-smi").write_text("#!/bin/sh\n")
+    smi.chmod(0o755)
+    done = checkout.setup(PATH=f"{smi.parent}:{os.environ['PATH']}", RLHF_MCORE_STACK=stack)
+    assert done.returncode == 0, done.stderr
+    assert ("this machine has a GPU" in done.stdout and "RLHF_MCORE_STACK=gpu" in done.stdout) == (stack == "")
+
+
 def test_changing_the_stack_installs_again(checkout: Checkout) -> None:
     checkout.setup()
     assert "setup: done" in checkout.setup(RLHF_MCORE_STACK="gpu").stdout

@@ -283,3 +283,49 @@ def test_an_environment_is_loaded_and_a_short_episode_warned_of_before_anything_
     for quiet in ("environment.max_tokens=256", "environment.max_turns=1"):
         assert train(*changes, quiet) == 0
         assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "message"),
+    [
+        (1, ["actor.layout.tp=2"], "trainer.world_size=2: this machine has 1 GPU, and each process takes one; lower it"),
+        (2, ["actor.layout.tp=2"], None),
+        (None, ["actor.layout.tp=2"], None),  # nvidia-smi does not tell
+        (
+            2,
+            ["rollout.placement=disaggregated", "rollout.num_engines=2"],
+            "trainer.world_size=1 and rollout.num_engines x rollout.layout.tp=2: this machine has 2 GPUs",
+        ),
+        (3, ["rollout.placement=disaggregated", "rollout.num_engines=2"], None),
+        (1, ["rollout.placement=disaggregated", "rollout.ray.address=10.0.0.1:6379"], None),
+    ],
+)
+def test_more_processes_than_gpus_are_refused_before_they_start(
+    gpus: int | None,
+    changes: list[str],
+    message: str | None,
+    launched: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: True)
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.count_gpus", lambda: gpus)
+    code = train(*changes)
+    errors = capsys.readouterr().err
+    assert (code, len(launched)) == ((0, 1) if message is None else (2, 0)), errors
+    assert message is None or message in errors
+
+
+@pytest.mark.parametrize(("has_driver", "for_cpu", "told"), [(True, True, True), (False, True, False), (True, False, False)])
+def test_a_gpu_that_torch_does_not_use_is_told(
+    has_driver: bool,
+    for_cpu: bool,
+    told: bool,
+    launched: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in (("has_gpu", False), ("has_driver", has_driver), ("is_torch_for_cpu", for_cpu)):
+        monkeypatch.setattr(f"rlhf_mcore.cli.preflight.{name}", lambda value=value: value)
+    assert (train(), len(launched)) == (0, 1)
+    assert ("warning: this machine has a GPU, and the torch that is installed is built for CPUs" in capsys.readouterr().out) == told

@@ -146,3 +146,28 @@ def test_text_and_json_say_the_same() -> None:
     text = as_text(findings)
     assert "warning  disk   slow [n1]" in text and "so: waits" in text and "do: buy one" in text
     assert text.endswith("1 warning, 1 ok")
+
+
+@pytest.mark.parametrize(("devices", "count"), [(None, None), ("", 0), ("-1", 0), ("3", 1), ("0,GPU-8, 2", 3), ("1,-1,2", 1)])
+def test_devices_that_cuda_sees(devices: str | None, count: int | None) -> None:
+    """As the CUDA C++ Programming Guide has it: those before the first index that is not one."""
+    assert machine.count_visible(devices) == count
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch", "devices", "expected"),
+    [
+        (True, "2.13.0", "0", True),
+        (True, "2.13.0a0+1234.nv26.07", "0", True),
+        (True, "2.13.0+cpu", "0", False),
+        (True, "2.13.0", "", False),
+        (False, "2.13.0", "0", False),
+    ],
+)
+def test_a_run_computes_on_gpus_where_torch_knows_them(
+    driver: bool, torch: str, devices: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "has_driver", lambda: driver)
+    monkeypatch.setattr(machine.metadata, "version", lambda _: torch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    assert machine.has_gpu() == expected

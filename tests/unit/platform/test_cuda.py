@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import CudaPlatform, Platform
 from rlhf_mcore.platform.cpu import CpuPlatform
 
@@ -43,6 +44,7 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Devices that were claimed; none of the variables is set."""
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
@@ -81,3 +83,9 @@ def test_without_it_nothing_is_asked(claimed: list[int]) -> None:
     assert not set(VARIABLES) & set(os.environ)
     with platform.megatron_region():
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_process_without_a_device_of_its_own_is_refused(claimed: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"^LOCAL_RANK=4: this machine has 4 GPUs, and each process takes one; start 4 here"):
+        CudaPlatform().setup_process(4, 1)
+    assert claimed == []
