@@ -119,9 +119,16 @@ def test_a_good_config_is_launched_with_its_own_arguments(
     calls: list[tuple[list[str], int, int, int]] = []
 
     def launch(
-        arguments: list[str], world_size: int, threads_per_rank: int, *, max_restarts: int, logs: Path, console: str
+        arguments: list[str],
+        world_size: int,
+        threads_per_rank: int,
+        *,
+        max_restarts: int,
+        logs: Path,
+        console: str,
+        engines: str | None,
     ) -> int:
-        assert (logs / "launch.json").is_file() and console == "auto"
+        assert (logs / "launch.json").is_file() and console == "auto" and engines is None
         calls.append((arguments, world_size, threads_per_rank, max_restarts))
         return 9
 

@@ -29,7 +29,7 @@ def test_all_ranks_connect_before_anything_of_the_run_is_built(monkeypatch: pyte
         def device(self) -> torch.device:
             return torch.device("cpu")
 
-        def setup_process(self, local_rank: int, threads: int) -> None: ...
+        def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None: ...
 
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in environment.items():
