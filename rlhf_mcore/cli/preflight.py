@@ -29,7 +29,7 @@ from rlhf_mcore.config.model_files import inspect_model, read_config
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.doctor.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
+from rlhf_mcore.doctor.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes, processor
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.observability.files import (
@@ -102,6 +102,12 @@ def check_engine(cfg: Config) -> None:
         raise ConfigError(
             f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={cfg.model.path} in bf16 and with {needed} only; "
             f"set {'model.dtype=bf16 or ' if is_met else ''}rollout.engine=hf"
+        )
+    instructions = processor().split()
+    if geometry.delta_layers and "avx512f" in instructions and "avx512_bf16" not in instructions:
+        raise ConfigError(
+            f"rollout.engine=vllm: on a processor with AVX-512 vLLM computes the gated delta nets of model.path={cfg.model.path} with "
+            "its bf16 instructions (avx512_bf16), which this one lacks; set rollout.engine=hf, or use another processor"
         )
     if not geometry.kv_lora_rank and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
         raise ConfigError(

@@ -232,18 +232,21 @@ def test_latent_attention_that_the_cpu_build_of_vllm_does_not_compute_is_refused
 
 
 @pytest.mark.parametrize(
-    ("architecture", "width", "dtype", "remedy"),
+    ("architecture", "width", "dtype", "processor", "remedy"),
     [
-        ("Qwen3Next", 64, "bf16", ""),
-        ("Qwen3Next", 64, "fp32", "set model.dtype=bf16 or rollout.engine=hf"),
-        ("Qwen3Next", 128, "bf16", "both 64 or both 128 only; set rollout.engine=hf"),
-        ("Qwen3_5", 64, "bf16", "imports torchvision, which is not installed; install the torchvision that"),
+        ("Qwen3Next", 64, "bf16", "avx2 avx512f avx512_bf16", ""),
+        ("Qwen3Next", 64, "bf16", "avx2", ""),  # another build of vLLM's kernels
+        ("Qwen3Next", 64, "bf16", "avx2 avx512f", "(avx512_bf16), which this one lacks; set rollout.engine=hf"),
+        ("Qwen3Next", 64, "fp32", "avx2", "set model.dtype=bf16 or rollout.engine=hf"),
+        ("Qwen3Next", 128, "bf16", "avx2", "both 64 or both 128 only; set rollout.engine=hf"),
+        ("Qwen3_5", 64, "bf16", "avx2", "imports torchvision, which is not installed; install the torchvision that"),
     ],
 )
 def test_gated_delta_nets_are_in_bf16_where_vllm_computes_them_on_a_cpu(
     architecture: str,
     width: int,
     dtype: str,
+    processor: str,
     remedy: str,
     launched: list[Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -257,6 +260,7 @@ def test_gated_delta_nets_are_in_bf16_where_vllm_computes_them_on_a_cpu(
     known |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     file.write_text(json.dumps(known | {"linear_key_head_dim": width, "linear_value_head_dim": 64}))
     monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: False)
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.processor", lambda: f"Maker model {processor}")
     monkeypatch.setattr("rlhf_mcore.cli.preflight.find_spec", lambda name: None if name == "torchvision" else object())
     assert train(f"model.dtype={dtype}") == (2 if remedy else 0)
     assert len(launched) == (not remedy) and remedy in capsys.readouterr().err
