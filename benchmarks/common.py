@@ -46,13 +46,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def report(name: str, measured: dict[str, Any], *, ratio: float, goal: float, quick: bool) -> None:
-    """Write the result file (quick runs have their own, which is not committed) and print the line that says it all, last."""
+def report(name: str, measured: dict[str, Any], *, ratio: float, goal: float, quick: bool, counts: str = "") -> None:
+    """Write the result file (quick runs have their own, which is not committed) and print the line that says it all, last.
+
+    ``counts``: what ``ratio`` is a number of, where it is no ratio.
+    """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}{'.quick' if quick else ''}.json"
     content = {"name": name, "ratio": ratio, "goal": goal, "quick": quick, "machine": machine(), **measured}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"{name} {ratio:.3f} goal {goal:g}")
+    print(f"{name} {counts} {ratio:g} goal {goal:g}" if counts else f"{name} {ratio:.3f} goal {goal:g}")
 
 
 def _cpu_model() -> str:

@@ -1,0 +1,238 @@
+"""One rank's updates of a trained model on the fake device: the role's own code, Megatron's model, schedule and optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.optimizer import clip_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe import token_dispatcher
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from benchmarks.fake_cuda.device import CUDA, SYNC, Counts, fake_device
+from rlhf_mcore.algorithms.registry import find_policy_loss
+from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
+from rlhf_mcore.data.collate import RowTokens
+from rlhf_mcore.mcore import momentum
+from rlhf_mcore.mcore import optimizer as own_optimizer
+from rlhf_mcore.mcore.dry_run import fake_world
+from rlhf_mcore.mcore.groups import build_groups
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import CudaPlatform
+from rlhf_mcore.roles import model as role_model
+from rlhf_mcore.roles.critic import ValueObjective
+from rlhf_mcore.roles.matrices import matrices_of
+from rlhf_mcore.roles.model import MinibatchPlan, Objective, TrainedModel
+from rlhf_mcore.roles.policy import PolicyObjective
+
+ROW_LENGTHS = (24, 40)  # of the two rows of a microbatch
+TOKENS = sum(ROW_LENGTHS)
+PASSES, UPDATE = "passes", "rest of the update"
+_EXPERTS, _TOP_K = 8, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is trained, and how. ``rank``: the one whose work is counted."""
+
+    name: str
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    experts: bool = False
+    critic: bool = False
+    packing: bool = True
+    recompute: str = "off"
+
+
+CASES = (
+    Case("dense, padded", packing=False),
+    Case("dense, packed"),
+    Case("dense, packed, recomputed", recompute="full"),
+    Case("critic", critic=True),
+    Case("tensor parallel 2", {"tp": 2, "sequence_parallel": True, "world_size": 2}),
+    Case("context parallel 2", {"cp": 2, "world_size": 2}),
+    Case("pipeline 2, first stage", {"pp": 2, "world_size": 2}),
+    Case("pipeline 2, last stage", {"pp": 2, "world_size": 2}, rank=1),
+    Case("experts", {"world_size": 2}, experts=True),
+    Case("experts parallel 2", {"world_size": 2, "ep": 2}, experts=True),
+)
+
+
+def count_update(case: Case, folder: Path, num_layers: int, num_microbatches: int) -> Counts:
+    """Count one update of so many microbatches, after one that is not counted."""
+    layout = ParallelLayout(**{"world_size": 1, **case.layout})
+    path = _write_config(case, folder, num_layers)
+    with fake_world(case.rank, layout.world_size), fake_device(_TOP_K / _EXPERTS) as counts, _stand_ins(counts):
+        trained = _build(case, path, layout)
+        held = _rows(case, num_microbatches)
+        objective = _objective(case)
+        trained._update(objective, held)
+        counts.total, counts.places = Counter(), Counter()
+        with counts.during(UPDATE):
+            trained._update(objective, held)
+    return counts
+
+
+def _write_config(case: Case, folder: Path, num_layers: int) -> Path:
+    sizes: dict[str, Any] = dict(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    experts = dict(num_experts=_EXPERTS, num_experts_per_tok=_TOP_K, moe_intermediate_size=64, norm_topk_prob=True)
+    config = (
+        Qwen3MoeConfig(**sizes, **experts, architectures=["Qwen3MoeForCausalLM"])
+        if case.experts
+        else Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"])
+    )
+    path = folder / f"{case.experts}-{num_layers}"
+    config.save_pretrained(path)
+    return path
+
+
+def _build(case: Case, path: Path, layout: ParallelLayout) -> TrainedModel:
+    spec = load_spec(path, "token" if case.critic else "lm", needs_weights=False)
+    platform = CudaPlatform()
+    platform.prepare_megatron()
+    groups = build_groups(layout)
+    assert groups is not None
+    recompute = RecomputeConfig(granularity=case.recompute)
+    model = build_model(spec, groups, platform, BuildOptions("bf16", "local", recompute, True, False, 0))
+    optimizer = OptimizerConfig(lr=1e-3)
+    model.add_optimizer(optimizer, matrices_of(spec.geometry))
+    assert model.optimizer is not None
+    trainer = TrainerConfig(max_tokens_per_microbatch=TOKENS, packing=case.packing)
+    plan = MinibatchPlan(1)
+    return TrainedModel(layout, model, spec, trainer, optimizer=optimizer, plan=plan, name="actor")
+
+
+def _objective(case: Case) -> Objective:
+    if case.critic:
+        return ValueObjective(0.2)
+    cfg = AlgorithmConfig()
+    return PolicyObjective(cfg, find_policy_loss(cfg.policy_loss), 1.0, kl_coef=0.01)
+
+
+def _rows(case: Case, num_microbatches: int) -> RowTokens:
+    """Rows with the fields that the loss of the case reads: as many tokens as fill the microbatches."""
+    lengths = list(ROW_LENGTHS if case.packing else (TOKENS,)) * num_microbatches
+    names = ("old_values", "returns") if case.critic else ("advantages", "old_logprobs", "ref_logprobs")
+    fields = {name: torch.ones(sum(lengths)) for name in ("weights", *names)}
+    fields["token_ids"] = torch.ones(sum(lengths), dtype=torch.int32)
+    return RowTokens(list(range(len(lengths))), lengths, fields)
+
+
+@contextmanager
+def _stand_ins(counts: Counts) -> Iterator[None]:
+    """Answer what tensors without data, and ranks that are not there, cannot tell."""
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(patch.object(owner, name, value))
+
+        replace(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
+        replace(
+            momentum,
+            "all_gather_json",
+            lambda value, group: [value if r == group.rank() else [] for r in range(group.size())],
+        )
+        replace(role_model, "broadcast_json", lambda value, source, group: value or {"loss": 1.0})
+        replace(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
+        replace(clip_grads, "l2_norm_impl", _norm_of(counts))
+        replace(P2PCommunicator, "_communicate_shapes", _shapes_of(P2PCommunicator._communicate_shapes))
+        replace(MegatronModel, "_run", _counted_as(counts, MegatronModel._run))
+        counted = _BalancedExperts()
+        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+        replace(dispatcher, "cuda_dtoh_stream", None)  # which the class keeps
+        replace(dispatcher, "preprocess", counted.preprocess(dispatcher.preprocess))
+        replace(
+            token_dispatcher, "maybe_move_tensor_to_cpu", counted.to_host(token_dispatcher.maybe_move_tensor_to_cpu)
+        )
+        yield
+
+
+def _norm_of(counts: Counts) -> Callable[..., tuple[Tensor, None]]:
+    """Count what Megatron's own norm does without fused kernels: it asks the device for the norm of every parameter."""
+
+    def norm(size: int, flag: Tensor, lists: list[list[Tensor]], *args: Any) -> tuple[Tensor, None]:
+        for _ in lists[0]:
+            counts.add(SYNC)
+        return torch.ones(1, device=CUDA), None
+
+    return norm
+
+
+class _Done:
+    """Collectives that have ended."""
+
+    def wait(self) -> None: ...
+
+
+def _counted_as(counts: Counts, run: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with counts.during(PASSES):
+            return run(*args, **kwargs)
+
+    return counted
+
+
+def _shapes_of(communicate: Callable[..., Any]) -> Callable[..., Any]:
+    """Stages that tell each other shapes do so, and get those that all microbatches here have."""
+
+    def shapes(self: P2PCommunicator, send_next: Any, send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
+        communicate(self, send_next, send_prev, recv_prev, recv_next)
+        shape = [TOKENS, 1, self.config.hidden_size]
+        return (shape if recv_prev else None), (shape if recv_next else None)
+
+    return shapes
+
+
+class _BalancedExperts:
+    """Every expert gets equally many tokens: the numbers that a dispatcher asks the device for."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def preprocess(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def counted(dispatcher: Any, routing_map: Tensor) -> Tensor:
+            total = original(dispatcher, routing_map)
+            ranks, tp, local = dispatcher.ep_size, dispatcher.tp_size, dispatcher.num_local_experts
+            share = len(routing_map) * dispatcher.config.moe_router_topk // (ranks * local)
+            self._numbers = {
+                id(total): share * tp * ranks,
+                id(dispatcher.input_splits): share * local,
+                id(dispatcher.output_splits): share * local,
+                id(dispatcher.output_splits_tp): share * local * ranks,
+                id(getattr(dispatcher, "num_global_tokens_per_local_expert", None)): share,
+            }
+            return total
+
+        return counted
+
+    def to_host(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
+            number = self._numbers.get(id(tensor))
+            found = original(tensor, **kwargs)
+            if torch.is_tensor(tensor) and number is not None:
+                found = torch.full(tensor.shape, number)
+            return np.asarray(found) if as_numpy and torch.is_tensor(found) else found
+
+        return moved

@@ -1,0 +1,81 @@
+"""What an update asks of a CUDA device, counted on tensors without data: the host waits for it no oftener than is known."""
+
+from __future__ import annotations
+
+import json
+import sys
+from operator import sub
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fake_cuda import guard
+from tests.commands import environment, finished
+
+pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing())
+
+# Host syncs and copies between an update's first forward and last backward pass: two layers, two microbatches.
+BOUNDS = {
+    "dense, padded": (20, 20),
+    "dense, packed": (42, 34),
+    "dense, packed, recomputed": (62, 46),
+    "critic": (34, 26),
+    "tensor parallel 2": (42, 34),
+    "context parallel 2": (58, 50),
+    "pipeline 2, first stage": (26, 16),
+    "pipeline 2, last stage": (42, 32),
+    "experts": (54, 42),
+    "experts parallel 2": (54, 54),
+}
+
+
+def _run(directory: Path, *arguments: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", *arguments]
+    ended = finished(command, directory, environment(directory), 500)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return ended.stdout
+
+
+def test_an_update_waits_for_the_device_no_oftener_than_is_known(tmp_path: Path) -> None:
+    *lines, last = _run(tmp_path, "benchmarks.device_counts", "--quick").splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][1:]
+    counted = {name: tuple(int(number) for number in passes.split(", ")[:2]) for name, passes, _ in cells}
+    assert counted.keys() == BOUNDS.keys()
+    assert {name: counts for name, counts in counted.items() if max(map(sub, counts, BOUNDS[name])) > 0} == {}
+    assert last == f"device_counts host_syncs {sum(syncs for syncs, _ in counted.values())} goal 0"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    output = _run(tmp_path_factory.mktemp("device"), "tests.processes.mcore.device_program")
+    answers: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return answers
+
+
+def test_operations_on_both_devices_are_refused(told: dict[str, Any]) -> None:
+    assert "at least two devices, cuda:0 and cpu" in told["refused"]
+
+
+@pytest.mark.parametrize(
+    ("what", "syncs", "to_device", "to_host", "launches"),
+    [
+        ("copied from pageable memory", 1, 1, 0, 0),
+        ("copied from pinned memory", 0, 1, 0, 0),
+        ("copied and waited for", 1, 1, 0, 0),
+        ("computed", 0, 0, 0, 1),  # two views and one difference
+        ("read", 1, 0, 1, 0),
+        ("backward", 0, 0, 0, 5),  # sum and product; a gradient of one, the product's, and the sum's, made contiguous
+        ("of a size that the device knows", 1, 0, 0, 0),
+        ("asked", 1, 0, 0, 2),
+    ],
+)
+def test_what_is_counted(
+    told: dict[str, Any], what: str, syncs: int, to_device: int, to_host: int, launches: int
+) -> None:
+    assert told[what] == [syncs, to_device, to_host, launches]
+
+
+def test_whole_numbers_that_the_host_has_sent_come_back(told: dict[str, Any]) -> None:
+    assert told["sizes"] == [24, 40]
+    assert told["on the host"] == [[24, 40], "Tensor"]
