@@ -100,8 +100,8 @@ class _Descriptions:
     shapes: Mapping[str, tuple[int, ...]]
     engine_dtypes: Mapping[str, torch.dtype]
 
-    def digest(self, flat: Tensor, piece: Piece) -> int:
-        """Hash of a piece of a local tensor, in the engines' dtype."""
+    def digest(self, flat: Tensor, piece: Piece) -> Tensor:
+        """Hash of a piece of a local tensor, in the engines' dtype; it is where the tensor is."""
         return piece_digest(flat, piece, self.shapes[piece.hf_name], self.engine_dtypes[piece.hf_name])
 
 
@@ -277,7 +277,7 @@ class PlannedBridge:
         described, sources = self._described, self._sources
         places = _brought(described.sources, transfer)
         held = [place for place in places if self._group.rank() in place.ranks]
-        found: dict[str, list[int]] = {}
+        found: dict[str, list[Tensor]] = {}
         for bucket in transfer.rank_plan.buckets:
             # Of sources that are made bucket by bucket, a rank has only what it sends.
             names = None if sources.is_static else bucket.source_buffers
@@ -320,7 +320,7 @@ class _Written:
 
     def __init__(self, described: _Descriptions, transfer: _Transfer, verify: str, group: dist.ProcessGroup):
         self._described, self._transfer, self._verify, self._group = described, transfer, verify, group
-        self._digests: dict[str, list[int]] = {}
+        self._digests: dict[str, list[Tensor]] = {}
         self.copies: dict[str, Tensor] = {}
 
     def add(self, parameter: EngineParameter, flat: Tensor) -> None:

@@ -26,16 +26,19 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GAMMA, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
-def piece_digest(flat: Tensor, piece: Piece, hf_shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Hash of the elements that a flat local tensor holds of a piece, as they are in ``dtype`` (the engine's)."""
+def piece_digest(flat: Tensor, piece: Piece, hf_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Hash of the elements that a flat local tensor holds of a piece, as they are in ``dtype`` (the engine's): [] int64, beside them.
+
+    Nobody waits for it: on a GPU a transfer for each piece would take longer than the hashes.
+    """
     view = flat.as_strided(piece.shape, piece.strides, flat.storage_offset() + piece.offset)
     rows = max(CHUNK_ELEMENTS // max(prod(piece.shape[1:]), 1), 1)
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for first in range(0, piece.shape[0], rows):
         part = view[first : first + rows].to(dtype).contiguous()
         start = (piece.start[0] + first, *piece.start[1:])
-        total += int(_mixed(part, start, hf_shape).sum())
-    return _signed(total)
+        total += _mixed(part, start, hf_shape).sum()
+    return total
 
 
 def _mixed(part: Tensor, start: tuple[int, ...], hf_shape: tuple[int, ...]) -> Tensor:
@@ -58,7 +61,7 @@ def _signed(value: int) -> int:
 
 
 def tensor_digests(
-    mine: Sequence[int | None],
+    mine: Sequence[Tensor | None],
     places: Sequence[Place],
     shapes: Mapping[str, tuple[int, ...]],
     group: dist.ProcessGroup,
@@ -70,7 +73,9 @@ def tensor_digests(
     Raises:
         SyncMismatch: two ranks that hold the same rectangle disagree, or the pieces do not tile a tensor.
     """
-    rows = torch.tensor([[value or 0, value is not None] for value in mine], dtype=torch.int64).view(-1, 2)
+    rows = torch.tensor([[0, value is not None] for value in mine], dtype=torch.int64).view(-1, 2)
+    if hashed := [value for value in mine if value is not None]:
+        rows[rows[:, 1] == 1, 0] = torch.stack(hashed).cpu()  # all in one transfer
     lengths = all_gather_json(len(mine), group)
     known: dict[tuple[str, Rectangle], int] = {}
     for rank, part in enumerate(all_gather_rows(rows, group).split(lengths)):

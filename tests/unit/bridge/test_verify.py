@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.run import verify
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
+from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
 
 SHAPE = (3, 4)
@@ -19,7 +24,7 @@ LEFT, RIGHT = Piece("w", (0, 0), (3, 2), 5, (1, 3)), Piece("w", (0, 2), (3, 2), 
 
 
 def digest(values: torch.Tensor) -> int:
-    return piece_digest(values.contiguous().view(-1), ALL, SHAPE, values.dtype)
+    return int(piece_digest(values.contiguous().view(-1), ALL, SHAPE, values.dtype))
 
 
 def slow_digest(values: torch.Tensor) -> int:
@@ -51,11 +56,11 @@ def test_pieces_add_up_to_the_whole_however_they_are_stored() -> None:
     left = torch.cat([torch.full((5,), torch.nan), VALUES[:, :2].t().reshape(-1)])
     parts = [piece_digest(left, LEFT, SHAPE, torch.float32)]
     parts.append(piece_digest(VALUES[:, 2:].reshape(-1), RIGHT, SHAPE, torch.float32))
-    assert (sum(parts) - digest(VALUES)) % (1 << 64) == 0
+    assert (sum(map(int, parts)) - digest(VALUES)) % (1 << 64) == 0
 
 
 def test_a_digest_is_of_the_dtype_of_the_engine() -> None:
-    assert piece_digest(VALUES.view(-1), ALL, SHAPE, torch.bfloat16) == digest(VALUES.bfloat16())
+    assert int(piece_digest(VALUES.view(-1), ALL, SHAPE, torch.bfloat16)) == digest(VALUES.bfloat16())
 
 
 def test_an_exchange_of_two_elements_and_a_changed_sign_of_zero_are_noticed() -> None:
@@ -69,17 +74,41 @@ def places(*pieces: Piece) -> list[Place]:
     return [Place(f"buffer {number}", (piece,), (0,)) for number, piece in enumerate(pieces)]
 
 
+def hashes(*values: int) -> list[torch.Tensor | None]:
+    return [torch.tensor(value) for value in values]
+
+
+@pytest.mark.usefixtures("world")
+def test_all_hashes_of_a_rank_come_to_the_host_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None for each of its pieces, though they are hashed row by row."""
+    transfers, cpu = [], torch.Tensor.cpu
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert function is not torch.ops.aten._local_scalar_dense.default, "the host waits for a number"
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(verify, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (transfers.append(tuple(tensor.shape)), cpu(tensor))[1])
+    parts = VALUES[:, :2].reshape(-1), VALUES[:, 2:].reshape(-1)
+    pieces = [replace(RIGHT, start=(0, 0)), RIGHT]
+    with Record():
+        found = [piece_digest(flat, piece, SHAPE, torch.float32) for flat, piece in zip(parts, pieces, strict=True)]
+    assert tensor_digests(found, places(*pieces), {"w": SHAPE}, world_group()) == {"w": slow_digest(VALUES)}
+    assert transfers == [(2,)]
+
+
 @pytest.mark.usefixtures("world")
 def test_digests_of_tensors_are_sums_of_those_of_rectangles_each_counted_once() -> None:
     group = dist.group.WORLD
     assert group is not None
     held = places(LEFT, RIGHT, RIGHT)
-    assert tensor_digests([5, -2, -2], held, {"w": SHAPE}, group) == {"w": 3}
-    assert tensor_digests([5, -2, None], held, {"w": SHAPE}, group) == {"w": 3}
+    assert tensor_digests(hashes(5, -2, -2), held, {"w": SHAPE}, group) == {"w": 3}
+    assert tensor_digests([*hashes(5, -2), None], held, {"w": SHAPE}, group) == {"w": 3}
     with pytest.raises(SyncMismatch, match=r"rank 0 holds other values of w at \(0, 2\) than ranks before it"):
-        tensor_digests([5, -2, -3], held, {"w": SHAPE}, group)
+        tensor_digests(hashes(5, -2, -3), held, {"w": SHAPE}, group)
     with pytest.raises(SyncMismatch, match="the pieces of w have 6 elements, the tensor has 12"):
-        tensor_digests([5], places(LEFT), {"w": SHAPE}, group)
+        tensor_digests(hashes(5), places(LEFT), {"w": SHAPE}, group)
 
 
 def test_tensors_that_differ_are_named() -> None:
