@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -64,6 +68,10 @@ class Platform:
             ConfigError: there are fewer devices than processes.
         """
         raise NotImplementedError
+
+    def is_host(self, device: torch.device) -> bool:
+        """Whether tensors of a device are in the host's memory."""
+        return device.type == "cpu"
 
     def varying(self) -> str:
         """Why two equal runs of this process could differ in the last bits; empty where nothing is known."""
@@ -203,9 +211,20 @@ class CudaPlatform(Platform):
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         # torch's own pinned memory is rounded up to a power of two: of 33 GB it would take 64.
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        if num_bytes and int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
+        if error := int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)):
+            with suppress(RuntimeError):  # CUDA keeps the error for the next launch; so that is one which nobody needs
+                torch.ones(1, device=self.device())
+            logging.getLogger(__name__).warning(
+                f"CUDA has not pinned {num_bytes / 2**30:.1f} GiB of host memory (cudaHostRegister: error {error}); copies to and "
+                "from it are slower. The limit may be the host's memory, or that of the container."
+            )
+        else:
+            pages.forget = partial(runtime.cudaHostUnregister, buffer.data_ptr())
         return buffer
 
     def copies(self) -> Copies:
@@ -238,6 +257,19 @@ class CudaPlatform(Platform):
             stream.synchronize()
 
         return super().in_thread(beside)
+
+
+class _Pages(mmap.mmap):
+    """Whole pages of the host, which share none with other memory that CUDA knows.
+
+    CUDA forgets them when they are freed. Otherwise it would copy to what was behind their addresses before.
+    """
+
+    forget: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.forget is not None and not sys.is_finalizing():
+            self.forget()
 
 
 class _CudaCopies(Copies):

@@ -85,9 +85,7 @@ class RoleFiles:
         state = self._state()
         if state.described:
             if self._image is None or self._image.layout.header != state.layout.header:
-                assert model is not None
-                pinned = model.platform.device().type == "cuda"
-                self._image = FileImage.empty(state_file(dist.get_rank()), state.layout, pinned)
+                self._image = FileImage.empty(state_file(dist.get_rank()), state.layout)
             copies.append(partial(state.copy_to, self._image))
             images.append((self._image, TRAINING))
         copied: Future[None] | None = None

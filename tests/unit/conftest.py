@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.late_device import LateCuda
 
 # No test calls what Megatron compiles; not to import torch's compiler for it saves each worker a second.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -46,6 +49,14 @@ class Workspace:
         """Write config.json; a change to None leaves the key out."""
         content = {key: value for key, value in (HF_CONFIG | changes).items() if value is not None}
         self.write(f"{folder}/config.json", json.dumps(content))
+
+
+@pytest.fixture
+def late_cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
+    """The device of the test copies late."""
+    from tests.late_device import install  # it imports torch, which tests of the configuration do without
+
+    return install(monkeypatch)
 
 
 @pytest.fixture

@@ -99,7 +99,6 @@ class Exporter:
             flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
             sources = LiveSources(flats)
             self._rank_plan, self._straight = _split(self._rank_plan, flats, self._parts)
-        self._pinned = sources.device.type == "cuda"
         dtypes = {part.name: part.dtype for tensor in parts.values() for part in tensor}
         self._executor = Executor(self._rank_plan, sources, dtypes, GroupLinks(group))
 
@@ -140,7 +139,7 @@ class Exporter:
         """
         if self._images is None:
             layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
-            self._images = [FileImage.empty(name, layout, self._pinned) for name, layout in layouts.items()]
+            self._images = [FileImage.empty(name, layout) for name, layout in layouts.items()]
         self._executor.run(destinations := _MemoryDestinations(self._images, self._parts))
         return self._images, partial(destinations.write, self._straight)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
+from rlhf_mcore.platform import current_platform
 
 # Names of dtypes in a safetensors header.
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -63,9 +64,9 @@ class FileImage:
     body: Tensor
 
     @classmethod
-    def empty(cls, name: str, layout: FileLayout, pinned: bool) -> FileImage:
-        """Room for a file; ``pinned`` makes copies from a device fast."""
-        return cls(name, layout, torch.empty(layout.body_bytes, dtype=torch.uint8, pin_memory=pinned))
+    def empty(cls, name: str, layout: FileLayout) -> FileImage:
+        """Room for a file, which copies from the device are fast to."""
+        return cls(name, layout, current_platform().host_buffer(layout.body_bytes))
 
     def write(self, directory: Path) -> Path:
         """Write the file, made durable, and return its path. Needs no other rank, and may run in a thread of its own."""

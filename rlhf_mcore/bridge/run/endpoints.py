@@ -64,7 +64,7 @@ class HostCopies(Sources):
         self._flats = flats
         self._copies: dict[str, Tensor] = {}
         self.device = next((flat.device for flat in flats.values()), current_platform().device())
-        self.is_static = self.device.type == "cpu"
+        self.is_static = current_platform().is_host(self.device)
 
     def take(self) -> None:
         """Copy the tensors. Memory is allocated the first time."""

@@ -18,6 +18,7 @@ from rlhf_mcore.bridge.plan.rank_plan import DEPTH, Bucket, Copy, RankPlan
 from rlhf_mcore.bridge.run.endpoints import Destinations, Sources, TransientBuffers
 from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Exchange, Links, Packet, PointToPoint, SharedMemory, Transport
+from rlhf_mcore.platform import current_platform
 
 
 @dataclass(slots=True)
@@ -57,7 +58,8 @@ class Executor:
         self._plan, self._sources, self._depth = plan, sources, depth
         self._staging = Staging(plan, dtypes, depth, sources.device)
         self._transport: Transport = PointToPoint(links)
-        if sources.device.type == "cpu":
+        self._on_host = current_platform().is_host(sources.device)
+        if self._on_host:
             senders = {message.peer for bucket in plan.buckets for phase in bucket.phases for message in phase.receives}
             if (memory := links.share(self._staging.send_bytes, senders)) is not None:
                 self._staging.pack_into(memory)
@@ -101,7 +103,7 @@ class Executor:
             for flight in flying:
                 self._close(flight.bucket)
             raise
-        if self._sources.device.type != "cpu":
+        if not self._on_host:
             self._staging.forget()
 
     def _launch(self, bucket: Bucket) -> _Flight:

@@ -23,9 +23,11 @@ from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.platform import current_platform
 from rlhf_mcore.types import LocalParameter, Shard
 from tests.commands import ROOT
 from tests.difference import first_difference
+from tests.late_device import LateCuda
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
 from tests.unit.bridge.sources import Averages
 from tests.unit.bridge.test_transfer import GEOMETRY
@@ -115,7 +117,7 @@ def test_files_that_cannot_be_written_are_an_error_and_closed(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("world")
-def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path: Path) -> None:
+def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path: Path, late_cuda: LateCuda) -> None:
     hf = float_tensors()
     parameters = [LocalParameter(name, t, Shard(0, 1)) for name, t in mcore_tensors(GEOMETRY, hf, 0, 1).items()]
     (tmp_path / "config.json").write_text("{}")
@@ -126,6 +128,10 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path: Path) -> None:
     copy_rest()
     for parameter in parameters:  # the optimizer goes on
         parameter.tensor.zero_()
+    current_platform().synchronize()
+    # Not a byte more than the files hold is pinned.
+    assert sorted(late_cuda.pinned.values()) == sorted(image.layout.body_bytes for image in images)
+    assert late_cuda.pinned_bytes == sum(tensor.nbytes for tensor in hf.values())
     written: dict[str, torch.Tensor] = {}
     for image in images:
         written |= load_file(image.write(target))
@@ -134,6 +140,7 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path: Path) -> None:
     bodies = [image.body.data_ptr() for image in images]
     again, copy_rest = made.snapshot()
     copy_rest()
+    current_platform().synchronize()
     assert [image.body.data_ptr() for image in again] == bodies, "memory is kept"
     assert all(not image.body.any() for image in again)
 

@@ -184,7 +184,7 @@ def test_the_files_are_plain_safetensors_with_every_element_once(tmp_path: Path)
 
 def test_a_copy_in_memory_is_what_is_written(tmp_path: Path) -> None:
     state = RankState(make_shards(GEOMETRY, 1, 2, ("exp_avg", "exp_avg_sq"), fill=True)[1], GEOMETRY)
-    image = FileImage.empty("image", state.layout, pinned=False)
+    image = FileImage.empty("image", state.layout)
     state.copy_to(image)
     state.write(tmp_path / "file")
     assert image.write(tmp_path) == tmp_path / "image"

@@ -42,6 +42,8 @@ from rlhf_mcore.mcore.weights import _global_name, unwrap
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
+from rlhf_mcore.residency.ledger import KINDS, OPTIMIZER
+from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.freezing import freeze
 from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
@@ -283,37 +285,58 @@ def test_an_update_waits_for_who_still_copies_the_state(tmp_path: Path, groups: 
     assert len(copies) == len(moments) and not any(bool(held.any()) for held in copies), "of what was before it"
 
 
-def test_a_snapshot_holds_the_weights_from_before_the_next_update(
-    tmp_path: Path, groups: ModelGroups, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["host", "device", "offloaded"])
+def test_a_snapshot_holds_what_was_there_before_the_next_update(
+    where: str, tmp_path: Path, groups: ModelGroups, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    cuda = None if where == "host" else request.getfixturevalue("late_cuda")
     make("qwen3", tmp_path)
     model = build(tmp_path, groups, trainable=True)
     model.add_optimizer(cfg := OptimizerConfig(lr=1e-2))
-    model.chunks[0].buffers[0].grad_data.fill_(0.1)
-    exporter = Exporter(
-        model.local_parameters(), model.spec.geometry, [str(tmp_path)], world_group(), bucket_bytes=10_000
-    )
+    sharing = DeviceSharing(model.platform)
+    if where == "offloaded":
+        model.share(sharing, "actor", KINDS)
+        with model.movable.use(OPTIMIZER):  # which stays behind, as after an update
+            pass
     role = TrainedModel(
         groups.layout, model, model.spec, TrainerConfig(), optimizer=cfg, plan=MinibatchPlan(1), name="actor"
     )
+    with role.on_device():
+        exporter = Exporter(
+            model.local_parameters(), model.spec.geometry, [str(tmp_path)], world_group(), bucket_bytes=10_000
+        )
     may_copy, in_thread = Event(), type(model.platform).in_thread
 
     def late(self: Platform, work: Callable[[], None]) -> Future[None]:
         return in_thread(self, lambda: (may_copy.wait(), work())[1])
 
     monkeypatch.setattr(type(model.platform), "in_thread", late)
+
+    def learn() -> None:
+        with model.updating():
+            model.chunks[0].buffers[0].grad_data.fill_(0.1)
+            model.step(lr=1e-2)
+
     write = RoleFiles("actor", role, exporter).snapshot()
-    update = Thread(target=lambda: model.step(lr=1e-2))
-    update.start()
-    update.join(0.05)
-    assert update.is_alive()
+    pinned = cuda and cuda.pinned_bytes
+    next_one = Thread(target=partial(sharing.make_room, 0) if where == "offloaded" else learn)
+    next_one.start()
+    next_one.join(0.05)
+    assert next_one.is_alive(), "what is being copied stays as it is, and where it is"
     may_copy.set()
-    update.join()
+    next_one.join()
+    if where == "offloaded":
+        learn()
     write(tmp_path / "saved")
+    [state] = (tmp_path / "saved" / "actor").rglob("state-*.safetensors")
+    moments = load_file(state)
+    assert len(moments) > 20 and not any(bool(moment.any()) for moment in moments.values())
+    if where == "device":  # weights and two moments in fp32, and nothing beside them
+        assert pinned == sum(3 * parameter.tensor.nbytes for parameter in model.local_parameters())
     [was], [saved] = (list(path.glob("*.safetensors")) for path in (tmp_path, tmp_path / "saved" / "actor"))
     before, found = load_file(was), load_file(saved)
     assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)
-    live = {parameter.name: parameter.tensor for parameter in model.local_parameters()}
+    live = {found.name: model.movable.current(found.tensor) for found in model.local_parameters()}
     assert not torch.equal(live["decoder.final_layernorm.weight"], before["model.norm.weight"]), "the update was made"
 
 

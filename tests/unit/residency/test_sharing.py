@@ -15,12 +15,14 @@ from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import make_plan
-from rlhf_mcore.platform import Copies, Platform
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Ledger, OutOfOrder
 from rlhf_mcore.residency.parts import Part
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable, storage_bytes
 from rlhf_mcore.trainer.reinforcement import EnginePublisher
+from tests.late_device import LateCuda, LatePlatform
+
+pytestmark = pytest.mark.usefixtures("late_cuda")
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "configs" / "models" / "Qwen2.5-0.5B-Instruct"
@@ -32,7 +34,7 @@ SIZES = {  # and of the models: bf16 weights, fp32 gradients, masters and moment
 }
 
 
-class CountingDevice(Platform):
+class CountingDevice(LatePlatform):
     """A device of 1000 bytes. It counts the storages of the parts that are on it, and what the engine has taken."""
 
     def __init__(self, engine: Mapping[str, int], room: int = 1000) -> None:
@@ -40,7 +42,6 @@ class CountingDevice(Platform):
         self.sizes, self.room, self.levels = engine, room, list[int]()
         self.engine = dict(engine)
         self.log: list[str] = []
-        self.buffers = 0
 
     def used(self) -> int:
         return sum(storage.nbytes() for storage in self.storages) + sum(self.engine.values())
@@ -49,9 +50,8 @@ class CountingDevice(Platform):
         assert self.used() <= self.room
         return self.room - self.used()
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        self.buffers += 1
-        return super().host_buffer(num_bytes)
+    def peak_bytes(self) -> None:
+        """Of what torch allocates; here it is the ledger that is looked at."""
 
     # The engine.
     def wake(self, tags: Sequence[str]) -> None:
@@ -101,6 +101,7 @@ class Colocated:
 
     def update(self, name: str) -> None:
         with self.models[name].use(*KINDS, writes=True):
+            self.models[name].ready(OPTIMIZER)
             for kind in (WEIGHTS, OPTIMIZER):
                 self.tensors[name][kind] += 1
 
@@ -117,7 +118,7 @@ class Colocated:
         self.publisher.publish(number)
 
 
-def test_the_peak_of_a_step_is_the_greatest_need_of_a_phase_and_not_their_sum() -> None:
+def test_the_peak_of_a_step_is_the_greatest_need_of_a_phase_and_not_their_sum(late_cuda: LateCuda) -> None:
     run = Colocated()
     run.publisher.publish(0)
     run.sharing.pop()
@@ -135,7 +136,8 @@ def test_the_peak_of_a_step_is_the_greatest_need_of_a_phase_and_not_their_sum() 
         assert max(peaks.values()) == max(sum(SIZES["actor"].values()), sum(ENGINE.values()))
     assert run.tensors["actor"][OPTIMIZER].untyped_storage().nbytes() == 0
     assert run.models["actor"].current(run.tensors["actor"][OPTIMIZER]).unique().tolist() == [2]
-    assert run.device.buffers == 5  # one for each part that is kept, and no second one
+    # One buffer for each part that is kept, and no second one. Storages begin at multiples of 512.
+    assert list(late_cuda.pinned.values()) == [512] * 5
 
 
 def test_an_engine_wakes_its_weights_first_and_its_cache_when_nothing_else_is_there() -> None:
@@ -176,7 +178,7 @@ def test_what_is_used_again_next_does_not_travel() -> None:
 def test_a_part_of_many_views_comes_back_bit_by_bit() -> None:
     flat = torch.arange(24, dtype=torch.float32)
     matrix, other = flat[4:16].view(3, 4), torch.arange(5, dtype=torch.bfloat16)
-    part = Part("x", [matrix, flat[20:], other], Platform())
+    part = Part("x", [matrix, flat[20:], other], LatePlatform())
     assert part.num_bytes == 24 * 4 + 5 * 2
     wanted = matrix.clone(), other.clone()
     part.leave()
@@ -184,26 +186,9 @@ def test_a_part_of_many_views_comes_back_bit_by_bit() -> None:
     assert torch.equal(part.on_host(matrix), wanted[0])
     part.on_host(other).mul_(2)
     part.come()
+    assert bool(matrix.isnan().all()), "it is on its way"
+    part.ready()
     assert torch.equal(matrix, wanted[0]) and torch.equal(other, wanted[1] * 2)
-
-
-class LateCopies(Copies):
-    """They are made when the device waits for them, as late as a GPU may make them; until then there is NaN."""
-
-    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        for to, _ in pairs:
-            to.fill_(255)
-
-        def wait() -> None:
-            for to, source in pairs:
-                to.copy_(source)
-
-        return wait
-
-
-class LateDevice(CountingDevice):
-    def copies(self) -> Copies:
-        return LateCopies()
 
 
 class Layers(torch.nn.Module):
@@ -214,7 +199,7 @@ class Layers(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(10, 10, bias=False) for _ in range(5))
         self.head = torch.nn.Linear(10, 1, bias=False)
         self.requires_grad_(False)
-        self.device = LateDevice({})
+        self.device = CountingDevice({})
         self.device.storages = [tensor.untyped_storage() for tensor in self.parameters()]
         self.seen: list[int] = []
         for layer in self.layers:
