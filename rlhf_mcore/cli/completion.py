@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def answer(commands: Mapping[str, str]) -> None:
+def answer(commands: Mapping[str, str], module_of: Callable[[str], str]) -> None:
     """Answer what the shell asks, and end the process. The parser of one command is made, the one on the line."""
     import argcomplete
 
@@ -53,7 +53,7 @@ def answer(commands: Mapping[str, str]) -> None:
         chosen.add_parser(name, help=summary)
     command = next((word for word in words[1:] if word in commands), None)
     if command is not None:
-        own = import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}")._parser()
+        own = import_module(module_of(command))._parser()
         _teach(own)
         chosen.choices[command] = own
     argcomplete.autocomplete(parser, default_completer=argcomplete.FilesCompleter())

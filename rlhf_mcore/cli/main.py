@@ -1,4 +1,4 @@
-"""The console script ``rlhf-mcore COMMAND ...``. Each command is a module, also ``python -m rlhf_mcore.cli.COMMAND``.
+"""The console script ``rlhf-mcore COMMAND ...``. Each command is a module, also ``python -m rlhf_mcore.cli.COMMAND``, or a room.
 
 Exit codes: 0 done; 2 a mistake of the user (configuration, command line, data), with one readable message; 75 saved and to be
 started again; others are a failure, and 128 + N means that signal N ended the run.
@@ -11,6 +11,7 @@ import difflib
 import errno
 import io
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -44,13 +45,16 @@ COMMANDS = {
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
     "completion": "make TAB complete commands, options, keys and values in bash and zsh",
 }
+# Commands with a room of their own: their folders make them known.
+ROOMS = {room.name.replace("_", "-") for room in pkgutil.iter_modules(import_module("rlhf_mcore.commands").__path__)}
+COMMANDS |= {name: import_module(f"rlhf_mcore.commands.{name.replace('-', '_')}").SUMMARY for name in sorted(ROOMS)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Call the command with the arguments after its name. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if completion.ASKED in os.environ:
-        completion.answer(COMMANDS)
+        completion.answer(COMMANDS, module_of)
     if not args:
         _parser().print_help(sys.stderr)
         return USER_ERROR
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("error: the working directory has been removed; change into another one", file=sys.stderr)
         return USER_ERROR
     try:
-        code = int(import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}").main(args[1:]))
+        code = int(import_module(module_of(command)).main(args[1:]))
         sys.stdout.flush()
     except KeyboardInterrupt:
         say("\ninterrupted", file=sys.stderr)
@@ -81,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # which is written once more when the process ends
         return 128 + signal.SIGPIPE if error.errno == errno.EPIPE else report_of_tool(error)
     return code
+
+
+def module_of(command: str) -> str:
+    """Name the module of a command, which has its ``main`` and its ``_parser``."""
+    return f"rlhf_mcore.{'commands' if command in ROOMS else 'cli'}.{command.replace('-', '_')}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,6 +25,7 @@ import pytest
 
 import rlhf_mcore
 from rlhf_mcore.cli.main import COMMANDS
+from rlhf_mcore.cli.main import module_of as command_module
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 
@@ -73,7 +74,7 @@ BLOCKS += [Block(path.name, "bash", path.read_text(encoding="utf-8").replace("# 
 
 def help_of(command: str) -> Block:
     """The examples of a command's help."""
-    epilog = import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}")._parser().epilog
+    epilog = import_module(command_module(command))._parser().epilog
     return Block(command, "bash", re.findall(r"^examples?:\n((?:  .*\n)+)", epilog)[0])
 
 
@@ -124,7 +125,7 @@ def module_of(words: list[str]) -> str | None:
         if len(words) == 1 or words[1].startswith("-") or words[1] == "COMMAND":
             return None
         assert words[1] in COMMANDS, f"there is no command {words[1]}"
-        return f"rlhf_mcore.cli.{words[1].replace('-', '_')}"
+        return command_module(words[1])
     module = words[words.index("-m") + 1] if "-m" in words else ""
     assert not module.startswith("rlhf_mcore.") or find_spec(module), f"there is no module {module}"
     return module if module.startswith("rlhf_mcore.cli.") else None

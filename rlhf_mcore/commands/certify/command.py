@@ -1,0 +1,271 @@
+"""The command: what is certified, in which order, and the page that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.errors import ConfigError
+
+FAILED = 1
+# Of the actor; those that a family or the number of ranks does not allow are left out, by the checks of every run.
+LAYOUTS = (
+    "tp=1",
+    "tp=2",
+    "tp=2 sequence_parallel=true",
+    "pp=2",
+    "pp=2 vpp=2",
+    "cp=2",
+    "ep=2",
+    "tp=2 sequence_parallel=true ep=2 etp=1",
+    "tp=2 pp=2",
+    "tp=2 sequence_parallel=true cp=2 ep=2 etp=1",
+    "tp=2 sequence_parallel=true pp=2 ep=2 etp=1",
+    "pp=2 cp=2",
+    "tp=2 sequence_parallel=true pp=2 cp=2",
+    "tp=2 sequence_parallel=true pp=2 cp=2 ep=2 etp=1",
+)
+# Mean errors of a logprob: of sums in another order in fp32; else so many times the error of transformers in the same dtype.
+FP32_LIMIT, NOISE_LIMIT = 1e-5, 2.0
+GRADIENT_LIMIT = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+
+_INTRODUCTION = """\
+# Certificate
+
+`rlhf-mcore certify` wrote this page. Every row is a tiny model with random weights under one layout of its actor.
+
+- trainer, rollout: mean distance of their logprobs of sampled tokens from those of transformers in fp32; both: of one from the other.
+- limit: what rounding explains. In fp32 it is 1e-5, else twice the distance of transformers itself in that dtype.
+- gradient: relative distance of the norm of an update's gradient from that of transformers in fp32.
+- sync: whether every tensor has the same hash in trainer and engine. Before, the engine was filled with NaN.
+- sleep: whether an engine says the same after a sleep of either level; in the first layout of a family.
+- saved: whether the saved model is the one that was loaded, bit for bit.
+"""
+EPILOG = """\
+exit codes:
+  0          all agrees
+  1          something does not: the table says what, the logs are beside it
+  2          a mistake in the command line"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Certify and write the page. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    from rlhf_mcore.commands.certify import models, names
+
+    if args.names:
+        found = names.check_all()
+        say(names.as_text(found))
+        return FAILED if any(use.problem for use in found) else exit_codes.DONE
+    families = args.families.split(",") if args.families else list(models.QUICK if args.quick else models.TINY)
+    if unknown := [name for name in families if name not in models.TINY]:
+        _parser().error(f"--families {unknown[0]}: no such family; there are {', '.join(models.TINY)}")
+    from rlhf_mcore.cli.preflight import check_world
+    from rlhf_mcore.doctor import machine
+
+    gpus = machine.query_gpus()
+    ranks = args.ranks or min(len(gpus), 8) or 2
+    folder = Path(args.out).absolute()
+    try:
+        check_world(ranks, "--ranks")
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / "certificate.json"
+        document = _kept(kept, args.keep) | {"machine": _machine(gpus, ranks)}
+        for family in families:
+            began = time.monotonic()
+            document["families"][family] = rows = _family(family, folder / family, ranks, bool(gpus), quick=args.quick)
+            problems = [problem for row in rows for problem in judge(row)]
+            say(f"{family}: {len(rows)} layouts in {time.monotonic() - began:.0f} s, {'; '.join(problems) or 'all agree'}")
+            kept.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        document["resume"] = _resume(families[0], folder / families[0], ranks)
+        say(f"resume: {document['resume']['verdict']}")
+        document["names"] = names.as_text(names.check_all())
+        kept.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        (page := folder / "certificate.md").write_text(as_page(document), encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+    say(f"written to {page}")
+    return exit_codes.DONE if is_whole(document) else FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore certify",
+        "Hold the installed Megatron-core, vLLM and transformers against each other on this machine: tiny models of every family, "
+        "under every layout that its ranks allow. Logprobs of trainer and engine and the gradient are compared with transformers, "
+        "a sync with its digests, a sleep and a save with what was there before, a resumed run with one that was not interrupted.",
+        examples(
+            "rlhf-mcore certify --quick",
+            "rlhf-mcore certify --ranks 8 --out outputs/certificate",
+            "rlhf-mcore certify --names",
+        )
+        + EPILOG,
+    )
+    parser.add_argument("--quick", action="store_true", help="one family of each kind, two layouts of each")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes (default: one per GPU, at most 8; 2 on a CPU)")
+    parser.add_argument("--families", metavar="A,B", help="these families only")
+    parser.add_argument("--keep", action="store_true", help="add to the certificate that is there, instead of a new one")
+    parser.add_argument(
+        "--names", action="store_true", help="only list what we use of the libraries, and what of it is not there"
+    )
+    parser.add_argument("--out", default="outputs/certificate", metavar="DIR", help="default: outputs/certificate")
+    return parser
+
+
+def _kept(file: Path, keep: bool) -> dict[str, Any]:
+    if keep and file.is_file():
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    return {"families": {}}
+
+
+def _machine(gpus: Sequence[Any], ranks: int) -> dict[str, str]:
+    """Versions and device, for the head of the page."""
+    from rlhf_mcore.doctor import machine, software
+    from rlhf_mcore.doctor.kernels import expected_kernels, kernels_text
+
+    wanted = ("torch", "megatron-core", *software.ENGINES, "transformers", "transformer-engine", "ray")
+    versions = software.installed_versions(["rlhf_mcore", *wanted])
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": f"{len(gpus)} x {gpus[0].name}" if gpus else f"CPU, {machine.processor()}",
+        "ranks": str(ranks),
+        "python": sys.version.split()[0],
+        **versions,
+        "kernels": kernels_text(expected_kernels(bool(gpus))).removeprefix("kernels: "),
+    }
+
+
+def _family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool) -> list[dict[str, Any]]:
+    """The rows of a family, by ranks of their own: what ends them hides no other family."""
+    from rlhf_mcore.cli.launch import launch
+    from rlhf_mcore.commands.certify.models import make_run
+
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier certificate: its runs would be continued
+    folder.mkdir()
+    config = make_run(family, folder, on_cuda=on_cuda)
+    try:
+        layouts, note = _layouts(config, ranks)
+    except ConfigError as error:
+        return [{"layout": "all", "problem": str(error)}]
+    if quick:
+        layouts = dict(list(layouts.items())[:: max(len(layouts) - 1, 1)])
+    order = folder / "order.json"
+    order.write_text(json.dumps({"config": str(config), "layouts": layouts}), encoding="utf-8")
+    (results := folder / "rows.json").unlink(missing_ok=True)
+    (logs := folder / "logs").mkdir(exist_ok=True)
+    code = launch([str(order)], ranks, 1, module="rlhf_mcore.commands.certify.worker", logs=logs)
+    if code != exit_codes.DONE or not results.is_file():
+        return [{"layout": "all", "problem": f"its ranks ended with code {code}, see {logs}"}]
+    rows: list[dict[str, Any]] = json.loads(results.read_text(encoding="utf-8"))
+    return [row | {"note": note} for row in rows]
+
+
+def _layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
+    """Overrides of every layout that a run of this family may have, by name, and why its engine is not vLLM if it is not."""
+    from rlhf_mcore.cli.preflight import check_engine
+    from rlhf_mcore.config.derive import resolve
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.validate import validate
+
+    engine, note = [f"rollout.layout.tp={2 if ranks >= 4 else 1}"], ""
+    try:
+        check_engine(resolve(load_config(config, engine)))
+    except ConfigError as error:
+        engine, note = ["rollout.engine=hf"], str(error)
+    allowed: dict[str, list[str]] = {}
+    for layout in LAYOUTS:
+        overrides = [*engine, *(f"actor.layout.{word}" for word in layout.split())]
+        try:
+            validate(load_config(config, overrides), ranks)
+        except ConfigError:
+            if not allowed:  # that of no cut at all: it is the run that is wrong
+                raise
+            continue
+        allowed[layout.replace("sequence_parallel=true", "sp").replace("=", "").replace(" ", "_")] = overrides
+    return allowed, note
+
+
+def judge(row: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a row."""
+    if "problem" in row:
+        yield row["problem"]
+        return
+    limit = limit_of(row)
+    for name, what in (("trainer", "the trainer"), ("rollout", "the engine")):
+        if not row[name] <= limit:
+            yield f"{row['layout']}: logprobs of {what} are {row[name]:.1e} from those of transformers, the limit is {limit:.1e}"
+    if not row["gradient"] <= GRADIENT_LIMIT[row["dtype"]]:
+        yield f"{row['layout']}: the gradient's norm is off by {row['gradient']:.1e} of itself"
+    for name in ("sync", "sleep", "saved"):
+        if row[name] and not row[name].startswith("equal"):
+            yield f"{row['layout']}: {name}: {row[name]}"
+
+
+def limit_of(row: dict[str, Any]) -> float:
+    """The largest mean error of a logprob that rounding explains."""
+    return FP32_LIMIT if row["dtype"] == "fp32" else NOISE_LIMIT * row["noise"]
+
+
+def _resume(family: str, folder: Path, ranks: int) -> dict[str, str]:
+    """Four steps of a run as a user starts it, in one go and in two: metrics and weights must be equal, bit for bit."""
+    layout, options = list(_layouts(folder / "run.yaml", ranks)[0].items())[-1]
+    for name, steps in (("whole", 4), ("halves", 2), ("halves", 4)):
+        overrides = [*options, f"experiment={name}", f"trainer.num_steps={steps}", f"trainer.world_size={ranks}"]
+        command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", str(folder / "run.yaml"), *overrides]
+        with (log := folder / f"{name}-{steps}.log").open("wb") as out:
+            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT).returncode
+        if code:
+            return {"what": f"{family}, {layout}", "verdict": f"a run ended with code {code}, see {log}"}
+    runs = [folder / "certificate" / name for name in ("whole", "halves")]
+    whole, halves = ([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs)
+    differing = [
+        f"step {a['step']} {name}"
+        for a, b in zip(whole, halves, strict=False)
+        for name in a
+        if not name.startswith(("timing/", "throughput/", "memory/")) and a[name] != b.get(name)
+    ]
+    if len(whole) != len(halves):
+        differing.append(f"{len(whole)} and {len(halves)} steps")
+    weights = [(run / "latest" / "actor" / "model.safetensors").read_bytes() for run in runs]
+    differing += ["the weights"] if weights[0] != weights[1] else []
+    verdict = f"differs: {', '.join(differing[:3])}" if differing else f"equal after {len(whole)} steps"
+    return {"what": f"{family}, {layout}", "verdict": verdict}
+
+
+def is_whole(document: dict[str, Any]) -> bool:
+    """Whether nothing is wrong."""
+    rows = [row for rows in document["families"].values() for row in rows]
+    return document["resume"]["verdict"].startswith("equal") and not any(any(judge(row)) for row in rows)
+
+
+def as_page(document: dict[str, Any]) -> str:
+    """Write the certificate in Markdown."""
+    lines = [_INTRODUCTION, "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in document["machine"].items()), ""]
+    head = "| family | layout | dtype | engine | trainer | rollout | both | limit | gradient | sync | sleep | saved | verdict |"
+    lines += [head, "---".join("|" * head.count("|"))]
+    for family, rows in document["families"].items():
+        for row in rows:
+            wrong = "; ".join(judge(row))
+            if "problem" in row:
+                lines.append(f"| {family} | {row['layout']} {'| ' * 10}| WRONG: {wrong} |")
+                continue
+            errors = [f"{row[name]:.1e}" for name in ("trainer", "rollout", "agreement")]
+            cells = [family, row["layout"], row["dtype"], row["engine"], *errors, f"{limit_of(row):.1e}"]
+            cells += [f"{row['gradient']:.1e}", row["sync"], row["sleep"], row["saved"]]
+            lines.append(f"| {' | '.join(cells)} | {f'WRONG: {wrong}' if wrong else 'ok'} |")
+    notes = {family: rows[0]["note"] for family, rows in document["families"].items() if rows and rows[0].get("note")}
+    lines += ["", *(f"{family} has the engine hf here: {note}\n" for family, note in notes.items())]
+    resumed = document["resume"]
+    lines += [f"Resumed ({resumed['what']}): {resumed['verdict']}.", "", "```", document["names"], "```", ""]
+    return "\n".join(lines)

@@ -1,0 +1,206 @@
+"""What we use of Megatron-core, vLLM and transformers, read from our own sources, and whether the installed versions still have it.
+
+None of them promises most of these names. So the list is made from the syntax trees of our modules: what they import, what they take
+from what they import, the keywords that they call it with, and the attributes that they read from objects of a library. Whose object
+it is no syntax tells: an attribute counts as a library's where neither our own sources nor the other imports of the module have its
+name, and is looked for among all words of the sources of the libraries that the module imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import re
+import warnings
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+LIBRARIES = ("megatron", "vllm", "transformers")
+ROOT = Path(__file__).resolve().parents[2]
+_MISSING = object()
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Use:
+    """A name of a library, and the first module of ours that uses it. ``problem`` is empty where it is there."""
+
+    name: str
+    where: str
+    problem: str = ""
+
+
+def check_all(root: Path = ROOT, libraries: tuple[str, ...] = LIBRARIES) -> list[Use]:
+    """Find every use in the modules below ``root``, and look each up. The libraries are imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that are not installed, and of what others deprecate
+        return sorted(_check_all(root, libraries))
+
+
+def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(root.rglob("*.py"))}
+    own = {word for tree in trees.values() for word in _defined(tree)}
+    words = {library: _words_of(library) for library in libraries}
+    uses: dict[str, Use] = {}
+    for file, tree in trees.items():
+        where, imports = str(file.relative_to(root)), list(_imports(tree))
+        held = [(name, target) for name, target in imports if target.partition(".")[0] in libraries]
+        for name, target in held:
+            for use in (Use(target, where, _problem(target)), *_uses_of(tree, name, target, where)):
+                uses.setdefault(use.name, use)
+        if not held:
+            continue
+        others = dict(imports).keys() - dict(held).keys()
+        known = own | _common_words() | {word for name, target in imports if name in others for word in _members(target)}
+        among = sorted({target.partition(".")[0] for _, target in held})
+        for attribute in _attributes(tree, dict(imports).keys(), others):
+            if attribute not in known:
+                there = any(attribute in words[library] for library in among)
+                name = f"{'/'.join(among)}: .{attribute}"
+                uses.setdefault(name, Use(name, where, "" if there else "no source has this word"))
+    return uses.values()
+
+
+def as_text(uses: list[Use]) -> str:
+    """One line for each name that is not there, and a count of all."""
+    gone = [f"{use.name} ({use.where}): {use.problem}" for use in uses if use.problem]
+    return "\n".join([*gone, f"{len(uses)} names that we use: {f'{len(gone)} are not there' if gone else 'all are there'}"])
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The names that a module binds by importing, and what each stands for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name.partition(".")[0], alias.name) for alias in node.names)
+
+
+def _attributes(tree: ast.Module, imported: Collection[str], others: Collection[str]) -> set[str]:
+    """Attributes that a module reads from objects, but for those of its imports and of what stands for a part of these.
+
+    What a call of ``others``, the imports from elsewhere, returns is no library's either.
+    """
+    roots = {*imported}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(_root(part) in imported for part in ast.walk(node.value)):
+            roots |= {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and not node.attr.startswith("__")
+        and ast.unparse(node.value) != "super()"
+        and _root(node) not in roots
+        and _root(node, through_calls=True) not in others
+    }
+
+
+def _root(node: ast.AST, *, through_calls: bool = False) -> str:
+    """The name that a chain of attributes begins with; empty where it is none."""
+    while isinstance(node, ast.Attribute) or (through_calls and isinstance(node, ast.Call)):
+        node = node.value if isinstance(node, ast.Attribute) else node.func
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _uses_of(tree: ast.Module, name: str, target: str, where: str) -> Iterator[Use]:
+    """What is taken from ``name``, which stands for ``target``: attributes, patched ones, keywords of calls, methods of a base."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
+            yield Use(f"{target}.{node.attr}", where, _problem(f"{target}.{node.attr}"))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            yield from _keywords(target, [word.arg for word in node.keywords if word.arg], where)
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and _root(node.args[0]) == name:
+            patched = node.args[1]  # mock.patch.object(name, "attribute", ...), getattr(name, "attribute")
+            if isinstance(patched, ast.Constant) and isinstance(patched.value, str) and isinstance(node.args[0], ast.Name):
+                yield Use(f"{target}.{patched.value}", where, _problem(f"{target}.{patched.value}"))
+        elif isinstance(node, ast.ClassDef) and any(isinstance(base, ast.Name) and base.id == name for base in node.bases):
+            for call in ast.walk(node):
+                if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "super()" and call.attr != "__init__":
+                    yield Use(f"{target}.{call.attr}", where, _problem(f"{target}.{call.attr}"))
+
+
+def _keywords(target: str, words: list[str], where: str) -> Iterator[Use]:
+    """The keywords of a call. A signature that takes any tells nothing."""
+    try:
+        parameters = inspect.signature(_find(target)).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for word in words:
+        yield Use(f"{target}({word}=)", where, "" if word in parameters else "no such parameter")
+
+
+def _problem(target: str) -> str:
+    """Why a dotted name cannot be had; empty where it can, or where its module has it under a condition that is not met here."""
+    try:
+        if _find(target) is not _MISSING:
+            return ""
+        module, _, word = target.rpartition(".")
+        return "" if re.search(rf"\b{word}\b", inspect.getsource(_find(module))) else "not there"
+    except Exception as error:  # a module of a library that does not load here, whatever it raises
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _find(target: str) -> Any:
+    """The object of a dotted name: a module, or an attribute below the longest module of it."""
+    parts = target.split(".")
+    found: Any = import_module(parts[0])
+    for number, part in enumerate(parts[1:], 2):
+        value = getattr(found, part, _MISSING)
+        if value is _MISSING and hasattr(found, "__path__") and find_spec(".".join(parts[:number])):
+            value = import_module(".".join(parts[:number]))
+        if value is _MISSING:
+            return _MISSING
+        found = value
+    return found
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Names that a module of ours gives to something: on an object they may be ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def _members(target: str) -> set[str]:
+    """Attributes of what a module of ours imports from elsewhere, and of the classes in it."""
+    with contextlib.suppress(Exception):
+        found = _find(target)
+        classes = [value for value in vars(found).values() if isinstance(value, type)] if isinstance(found, ModuleType) else []
+        return {word for owner in (found, *classes) for word in (*dir(owner), *getattr(owner, "__annotations__", ()))}
+    return set()
+
+
+@cache
+def _common_words() -> set[str]:
+    """Attributes of the objects that come without an import."""
+    import numpy as np
+    import torch
+
+    python = (str, bytes, list, dict, set, tuple, int, float, BaseException, ModuleType, type(_find))
+    ours = (np.ndarray, torch.Tensor, torch.Generator, torch.nn.Module, torch.autograd.Function)
+    return {word for owner in (*python, *ours) for word in (*dir(owner), *getattr(owner, "__annotations__", ()))}
+
+
+def _words_of(library: str) -> set[str]:
+    """All words of the sources of a library."""
+    spec = find_spec(library)
+    folders = spec.submodule_search_locations if spec else None
+    return {
+        word
+        for folder in folders or ()
+        for file in Path(folder).rglob("*.py")
+        for word in re.findall(r"[A-Za-z_]\w*", file.read_text(encoding="utf-8", errors="replace"))
+    }

@@ -1,0 +1,237 @@
+"""A rank of a certificate: one family under every layout, held against transformers and against its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.cli import rank
+from rlhf_mcore.cli.exit_codes import DONE
+from rlhf_mcore.cli.rendezvous import connect
+from rlhf_mcore.platform import DTYPES, current_platform, eager_imports
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.platform import Platform
+    from rlhf_mcore.roles.policy import Actor
+    from rlhf_mcore.rollout import Engine
+    from rlhf_mcore.types import TrainBatch
+
+TIMEOUT = timedelta(minutes=5)
+NUM_PROMPTS = 4
+
+
+def preload(_argv: Sequence[str]) -> None:
+    """Import what ranks on a CPU will, in the process that they are forks of."""
+    from rlhf_mcore.cli.train import quiet
+    from rlhf_mcore.rollout import preload_engine
+
+    quiet()
+    with eager_imports():
+        import rlhf_mcore.cli.models  # noqa: F401
+    preload_engine("vllm")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Certify the cells of a file, and write what was measured beside it. Collective over the world."""
+    import torch.distributed as dist
+
+    [order] = sys.argv[1:] if argv is None else argv
+    path = Path(order)
+    wanted = json.loads(path.read_text(encoding="utf-8"))
+    platform = current_platform()
+    platform.setup_process(int(os.environ["LOCAL_RANK"]), 1)
+    connect(platform.collective_backend, TIMEOUT)
+    try:
+        with eager_imports():
+            rows = list(_certify(platform, wanted["config"], wanted["layouts"], path.parent))
+        if dist.get_rank() == 0:
+            path.with_name("rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+    return DONE
+
+
+def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for every layout. One engine sees the weights of all of them."""
+    from rlhf_mcore.bridge.map.rules import hf_shapes
+    from rlhf_mcore.bridge.run.sync import PlannedBridge
+    from rlhf_mcore.cli.models import ModelBuilder
+    from rlhf_mcore.config.derive import resolve
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.parallel.collectives import world_group
+    from rlhf_mcore.protocols import SyncMismatch
+    from rlhf_mcore.rollout import EngineModel, build_engine
+
+    engine: Engine | None = None
+    for number, (name, overrides) in enumerate(layouts.items()):
+        cfg = resolve(load_config(config, overrides))
+        builder = ModelBuilder(cfg, platform)
+        actor = builder.actor()
+        spec, parameters = actor.model.spec, actor.model.local_parameters()
+        dtype = platform.dtype(cfg.model.dtype)
+        engine = engine or build_engine(cfg.rollout, EngineModel.of(cfg, dtype, hf_shapes(spec.geometry.trunk)))
+        # Buckets of a quarter of the largest tensor: pieces of it travel apart. Poison shows what no message has written.
+        bucket = max(parameter.tensor.nbytes for parameter in parameters) // 4
+        options: dict[str, Any] = {"bucket_bytes": bucket, "verify": "digest", "poison": True}
+        bridge = PlannedBridge(parameters, spec.geometry, engine, world_group(), **options)
+        row: dict[str, Any] = {"layout": name, "dtype": dtype, "engine": cfg.rollout.engine}
+        try:
+            bridge.sync(number)
+            row["sync"] = "equal"
+            row["sleep"] = _sleep(platform, engine, partial(bridge.sync, number)) if number == 0 else ""
+        except SyncMismatch as error:
+            row["sync"] = str(error)
+        row["saved"] = _saved(cfg, actor, folder / name)
+        row |= _agreement(platform, cfg, actor, engine)  # last: it makes an update
+        builder.release()
+        yield row
+    assert engine is not None
+    engine.close()
+
+
+def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) -> dict[str, Any]:
+    """Mean errors of the logprobs of trainer and engine, and the relative one of the gradient's norm. Collective over the world.
+
+    All are against transformers in fp32. ``noise`` is the error of transformers itself in the dtype of the run.
+    """
+    import torch
+
+    from rlhf_mcore.parallel.collectives import all_gather_json
+    from rlhf_mcore.trainer.advantages import AdvantageComputer
+
+    batch = _rollouts(cfg, engine)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    AdvantageComputer(cfg.algorithm)(batch)
+    with actor.model.on_device():
+        norm = actor.deliver_update(batch)()["actor/grad_norm"]
+    count, exact_model = float(batch.num_sampled.sum()), _transformers(cfg, platform, torch.float32)
+    exact, exact_norm = _forward_backward(exact_model, batch, count)
+    rounded = exact
+    if (dtype := DTYPES[platform.dtype(cfg.model.dtype)]) != torch.float32:
+        with torch.no_grad():
+            rounded = _logprobs(_transformers(cfg, platform, dtype), batch)
+
+    def error(values: Tensor, other: Tensor = exact) -> float:
+        return sum(all_gather_json(float((values - other).abs().sum()))) / count
+
+    of_trainer, of_engine = batch.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask]
+    return {
+        "trainer": error(of_trainer),
+        "rollout": error(of_engine),
+        "agreement": error(of_trainer, of_engine),
+        "noise": error(rounded),
+        "gradient": abs(norm - exact_norm) / exact_norm,
+        "tokens": count,
+    }
+
+
+def _rollouts(cfg: Config, engine: Engine) -> TrainBatch:
+    """Rows that the engines draw, the same under every layout. Their scores alternate, so every group has a gradient."""
+    from rlhf_mcore.trainer.canary import canary_prompts
+    from rlhf_mcore.trainer.exchange import RowExchange
+    from rlhf_mcore.trainer.rollouts import RolloutWorker
+    from rlhf_mcore.types import Sampling, Score
+
+    sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
+    prompts = canary_prompts(NUM_PROMPTS, 7, 90)
+    rollouts = RolloutWorker(engine, engine.rank, lambda rows: [""] * len(rows)).rollouts(prompts, sampling, step=0)
+    scores = [Score(float(trajectory.sample % 2)) for trajectory in rollouts.trajectories]
+    return RowExchange(sampling.n)(prompts, rollouts.positions, rollouts.trajectories, scores).batch
+
+
+def _transformers(cfg: Config, platform: Platform, dtype: Any) -> Module:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=dtype, local_files_only=True)
+    return model.to(platform.device()).eval()
+
+
+def _logprobs(model: Module, batch: TrainBatch) -> Tensor:
+    """Of the sampled tokens of this rank's rows, one row at a time: no padding, no packing."""
+    import torch
+
+    sizes, found = batch.lengths[batch.rows].tolist(), [torch.zeros(0)]
+    for ids, mask in zip(batch.token_ids.split(sizes), batch.loss_mask.split(sizes), strict=True):
+        tokens = ids.long().to(next(model.parameters()).device)
+        logits = model(tokens[None]).logits[0, :-1].float()
+        drawn = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
+        found.append(drawn[mask[1:].to(drawn.device)].cpu())
+    return torch.cat(found)
+
+
+def _forward_backward(model: Module, batch: TrainBatch, count: float) -> tuple[Tensor, float]:
+    """Logprobs, and the gradient's norm of the policy gradient whose ratios are one. Collective over the world."""
+    import torch
+    import torch.distributed as dist
+
+    assert batch.advantages is not None
+    logprobs = _logprobs(model, batch)
+    (-(logprobs * batch.advantages[batch.loss_mask]).sum() / count + 0 * sum(p.sum() for p in model.parameters())).backward()
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        gradient = parameter.grad.double().cpu()
+        dist.all_reduce(gradient)
+        total += gradient.square().sum()
+    return logprobs.detach(), float(total.sqrt())
+
+
+def _greedy(engine: Engine) -> list[Any]:
+    """What all engines say to fixed prompts, and how likely they think it is. Collective over the world."""
+    from rlhf_mcore.parallel.collectives import all_gather_json
+    from rlhf_mcore.trainer.canary import canary_prompts
+    from rlhf_mcore.trainer.rollouts import RolloutWorker
+    from rlhf_mcore.types import Sampling
+
+    worker = RolloutWorker(engine, engine.rank, lambda rows: [""] * len(rows))
+    drawn = worker.generate(canary_prompts(NUM_PROMPTS, 7, 90), Sampling(temperature=0.0, max_new_tokens=8), step=0)
+    said: list[Any] = all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
+    return said
+
+
+def _sleep(platform: Platform, engine: Engine, sync: Callable[[], object]) -> str:
+    """Whether an engine says the same after a sleep of either level, the second with a sync behind it."""
+    before = _greedy(engine)
+    for level in (1, 2):
+        engine.sleep(level)
+        engine.wake()
+        if level == 2:
+            sync()
+        if _greedy(engine) != before:
+            return f"differs after level {level}"
+    return "equal" if platform.name == "cuda" else "equal; frees nothing on a CPU"
+
+
+def _saved(cfg: Config, actor: Actor, folder: Path) -> str:
+    """Whether the model that is saved is the one that was loaded, to the last bit of its dtype. Collective over the world."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhf_mcore.bridge.files.export import Exporter
+    from rlhf_mcore.bridge.files.hf_files import HFReader
+    from rlhf_mcore.parallel.collectives import world_group
+
+    model = actor.model
+    parameters, source = model.local_parameters(), cfg.model.path
+    exporter = Exporter(parameters, model.spec.geometry, [source], world_group(), bucket_bytes=1 << 16)
+    exporter.write(folder)
+    dist.barrier()
+    given, saved = dict(HFReader(source).tensors()), dict(HFReader(folder).tensors())
+    differing = given.keys() ^ saved.keys() or {
+        name for name, tensor in saved.items() if not torch.equal(tensor, given[name].to(tensor.dtype))
+    }
+    return f"{min(differing)} differs" if differing else "equal"
+
+
+if __name__ == "__main__":
+    sys.exit(rank.run(main))
