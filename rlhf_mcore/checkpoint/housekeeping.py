@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from itertools import chain, count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import (
     ARCHIVE,
@@ -24,6 +24,9 @@ from rlhf_mcore.checkpoint.layout import (
 )
 from rlhf_mcore.checkpoint.links import BestRule, refresh_links
 from rlhf_mcore.checkpoint.retention import Retention, dropped, prune, prune_quarantine
+
+if TYPE_CHECKING:
+    from rlhf_mcore.checkpoint.archive import Archiver
 
 SCARCE_BYTES = 64 * 2**20  # with less free a run may not even begin: logs, metrics
 

@@ -20,7 +20,7 @@ from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches
 from rlhf_mcore.cli.progress import of_run, working
-from rlhf_mcore.cli.reward_pools import reward_pools
+from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
@@ -31,7 +31,6 @@ from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.environments.build import build_graders, check_environment, episode_worker
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
@@ -41,7 +40,6 @@ from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_ever
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rollout import Engine, EngineModel, build_engine
-from rlhf_mcore.rollout.tool_calls import ToolCallParser, check_tool_parser
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
     evaluate,
@@ -121,7 +119,7 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
         watchdog = process.watchdog
         pools = reward_pools(cfg.reward)
         reward = on_every_rank(lambda: build_graders(cfg, pools))
-        on_every_rank(lambda: check_environment(cfg, check_tool_parser) if dist.get_rank() == 0 else None)
+        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
         folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
         tasks = on_every_rank(lambda: _tasks(cfg, folders))
         engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))
@@ -415,6 +413,9 @@ class _Engines:
         loaded = load_tokenizer(tokenizer)
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:
+            from rlhf_mcore.environments.build import episode_worker
+            from rlhf_mcore.rollout.tool_calls import ToolCallParser
+
             return episode_worker(cfg, engine, engine.rank, decode, ToolCallParser)
         return RolloutWorker(engine, engine.rank, decode)
 

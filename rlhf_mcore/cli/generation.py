@@ -6,51 +6,42 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
-from rlhf_mcore.bridge.run.endpoints import HostCopies
-from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
-from rlhf_mcore.bridge.run.sync import GatherBridge, NoTarget, PlannedBridge, SyncsParts, TrainedWeights
+from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge, SyncsParts, TrainedWeights
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.rollout_rules import truncates
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.environments.build import EpisodeOrder, episode_worker
-from rlhf_mcore.mcore.model_spec import load_spec
-from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
-from rlhf_mcore.protocols import EngineRank, RewardFunction, SyncStats, WeightBridge, WeightTarget
+from rlhf_mcore.protocols import RewardFunction, SyncStats, WeightBridge, WeightTarget
 from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
 from rlhf_mcore.roles.freezing import trained_names
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.rollout.engine import Engine
-from rlhf_mcore.rollout.remote.cluster import Cluster
-from rlhf_mcore.rollout.remote.control import listening
-from rlhf_mcore.rollout.remote.fleet import Fleet
-from rlhf_mcore.rollout.remote.host import EngineOrder
-from rlhf_mcore.rollout.remote.parts import FleetPlan
-from rlhf_mcore.rollout.tool_calls import ToolCallParser
-from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.parts import Publisher, Source
-from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
-from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_of
+from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rollout.remote.fleet import Fleet
+    from rlhf_mcore.trainer.ahead import SamplingAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +78,10 @@ def build_generation(
     with run.record.phase("start_engine"):
         if run.cfg.rollout.placement == "colocated":
             return _colocated(run, actor, rewards, sampler, data)
+        from rlhf_mcore.cli.disaggregated import build_disaggregated
+
         on_every_rank(lambda: None if fleet is None else fleet.wait_until_ready(run.record.progress))
-        return _disaggregated(run, actor, rewards, sampler, data, fleet)
+        return build_disaggregated(run, actor, rewards, sampler, data, fleet)
 
 
 def _colocated(
@@ -105,19 +98,22 @@ def _colocated(
     sharing.sleep_level = cfg.rollout.sleep_level
     sharing.engine_bytes = storage_bytes(engine.model.parameters())
     worker = RolloutWorker(engine, engine.rank, data.decode)
-    canary = _build_canary(run, actor, worker, engine)
+    canary = build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
+        from rlhf_mcore.environments.build import episode_worker
+        from rlhf_mcore.rollout.tool_calls import ToolCallParser
+
         worker = episode_worker(cfg, engine, engine.rank, data.decode, ToolCallParser)
     claims = StoreClaims(engine.rank) if cfg.rollout.order == SHARED_QUEUE else None
     worker = replace(worker, dealer=Dealer(cfg.rollout.order, cfg.rollout.max_num_seqs, claims=claims))
-    sampling = _training_sampling(cfg)
+    sampling = training_sampling(cfg)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(
         PromptBatches(data.train, sampler),
         worker,
         sampling,
         rewards.graders,
-        _collector(cfg, on_error),
+        build_collector(cfg, on_error),
         RowExchange(sampling.n, on_error=on_error),
         record,
         rewards.add_model,
@@ -143,107 +139,26 @@ def _closed_at_end(engine: Engine) -> Iterator[None]:
     engine.close()
 
 
-def _disaggregated(
-    run: RunContext,
-    actor: Actor,
-    rewards: Rewards,
-    sampler: ResumableSampler,
-    data: Data[Prompt],
-    fleet: Fleet | None,
-) -> Generation:
-    """Engines of their own, which sample while the trainer learns."""
-    cfg, rollout = run.cfg, run.cfg.rollout
-    in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
-    last = cfg.trainer.num_steps
-    schedule = Schedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
-    make_request = request_of if cfg.environment.function is None else episode_request
-    first = None
-    if fleet is not None:
-        sampling = _training_sampling(cfg)
-        begin_scores = rewards.graders.submit
-        ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, begin_scores, make_request)
-        run.stack.enter_context(ahead.run())
-        first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
-    live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
-    parameters, kept = actor.model.local_parameters(), None
-    if in_order:
-        sent = of_trunk(parameters, actor.model.spec.geometry)
-        kept = HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in sent})
-    remote = RemoteBridge(
-        Side(parameters, NoTarget()),
-        BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, live),
-        world_group(),
-        fleet,
-        address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
-        timeout_s=rollout.engine_timeout_s,
-        note=run.record.note,
-        kept=kept,
-    )
-    run.stack.callback(remote.leave)
-    bridge = FromDevice(remote, actor.model)
-
-    def sync_again() -> SyncStats:
-        with actor.model.on_device():
-            return remote.sync_again()
-
-    engines = SharedEngines(first, sync_again)
-    worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
-    on_error = OnError.of(cfg.reward)
-    exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
-    collector = _collector(cfg, on_error)
-    resync = bridge.sync if kept is None else lambda _version: sync_again()
-    source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collector)
-    canary = _build_canary(run, actor, worker, NoTarget())
-    worker = replace(worker, make_request=make_request)
-    trained = FromDevice(_trained_weights(cfg, actor, remote, NoTarget()), actor.model)
-    publisher = RemotePublisher(trained, run.record, source.drain if drain else None, canary)
-    return Generation(source, publisher, worker, None if first is None else first.ahead)
-
-
 def start_fleet(run: RunContext) -> Fleet | None:
     """Begin to start the engines of a disaggregated run, under Ray. The first rank alone talks to them; None on the others."""
     if run.cfg.rollout.placement == "colocated" or dist.get_rank() != 0:
         return None
-    shapes = hf_shapes(load_spec(run.cfg.model.path).geometry)
-    cfg, rollout, on_cuda = run.cfg, run.cfg.rollout, run.platform.name == "cuda"
-    spare: list[str] = []
-    if on_cuda and rollout.ray.address is None:  # ranks have the first devices, engines the others
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
-    cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
-    episodes = (
-        None if cfg.environment.function is None else EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
-    )
-    plan = FleetPlan(
-        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd(), cfg.deterministic),
-        rollout.num_engines,
-        rollout.layout.tp,
-        cfg.trainer.threads_per_rank,
-        rollout.engine_timeout_s,
-        rollout.engine_restarts,
-        rollout.deterministic_order,
-    )
-    fleet = Fleet(cluster, plan, run.record.note)
-    count = "an engine" if plan.num_engines == 1 else f"{plan.num_engines} engines"
-    of = f" of {plan.tp} processes" if plan.tp > 1 else ""
-    run.record.note(f"starting {count}{of} {f'at {cluster.address}' if cluster.address else 'on this machine'}")
-    fleet.start()
-    run.stack.callback(fleet.close)
-    run.stack.enter_context(listening(fleet, run.directory))
-    return fleet
+    from rlhf_mcore.cli.disaggregated import start
+
+    return start(run)
 
 
-def _training_sampling(cfg: Config) -> Sampling:
+def training_sampling(cfg: Config) -> Sampling:
     sampling = cfg.rollout.sampling
     return Sampling(**vars(sampling), seed=cfg.seed, records_support=truncates(sampling))
 
 
-def _collector(cfg: Config, on_error: OnError) -> Collector:
+def build_collector(cfg: Config, on_error: OnError) -> Collector:
     dynamic = cfg.algorithm.dynamic_sampling
     return DynamicSampling(dynamic.max_batches, drop=on_error.drop) if dynamic.enabled else PlainSampling()
 
 
-def _build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:
+def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:
     cfg, drawn = run.cfg, run.cfg.rollout.sampling
     if not cfg.bridge.canary:
         return None
@@ -277,10 +192,10 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
         gatherer=gatherer,
         nodes=nodes(),
     )
-    return bridge if cfg.bridge.verify == "full" else _trained_weights(cfg, actor, bridge, target)
+    return bridge if cfg.bridge.verify == "full" else trained_weights(cfg, actor, bridge, target)
 
 
-def _trained_weights(cfg: Config, actor: Actor, bridge: SyncsParts, target: WeightTarget) -> WeightBridge:
+def trained_weights(cfg: Config, actor: Actor, bridge: SyncsParts, target: WeightTarget) -> WeightBridge:
     if not cfg.actor.freeze:
         return bridge
     geometry = actor.model.spec.geometry

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from rich.filesize import decimal
 
-from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.derive import offloaded_parts
@@ -38,12 +38,14 @@ from rlhf_mcore.planning.weights import model_flops
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.freezing import freeze, trained_names
 from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
-from rlhf_mcore.roles.reward_model import RewardModel
+
+if TYPE_CHECKING:
+    from rlhf_mcore.roles.critic import Critic
+    from rlhf_mcore.roles.reward_model import RewardModel
 
 
 @dataclass(slots=True)
@@ -84,6 +86,9 @@ class ModelBuilder:
         return Actor(model, self.cfg.rollout.sampling.temperature, algorithm)
 
     def critic(self) -> Critic:
+        from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
+        from rlhf_mcore.roles.critic import Critic
+
         cfg = self.cfg.critic
         path = cfg.path or self.cfg.model.path
         assert cfg.minibatch_size is not None and cfg.ppo_epochs is not None, "resolved"
@@ -104,6 +109,8 @@ class ModelBuilder:
         return Reference(model, self.cfg.rollout.sampling.temperature)
 
     def reward_model(self) -> RewardModel:
+        from rlhf_mcore.roles.reward_model import RewardModel
+
         cfg = self.cfg.reward.model
         assert cfg.path is not None
         spec = load_spec(cfg.path, "sequence", "reward.model.path")

@@ -1,16 +1,46 @@
-"""Where a run's reward workers are started: beside their rank, or by Ray."""
+"""What scores the responses of a run, and where its workers are started: beside their rank, or by Ray."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.function import Pools
-from rlhf_mcore.rewards.pool import WorkerPool
-from rlhf_mcore.rewards.ray_pool import RayPools
+from rlhf_mcore.config.schema import Config, RewardConfig
+from rlhf_mcore.protocols import RewardFunction
+from rlhf_mcore.rewards.pools import Pools, local_pool
+from rlhf_mcore.rewards.reward import build_reward
 
 KEY = "reward.ray.address"
+
+
+def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
+    """Build what scores the responses of a run, but for a reward model. ``pools`` makes the workers of graders.
+
+    Raises:
+        ConfigError: naming the key of ``reward``.
+    """
+    if cfg.environment.function is None:
+        return build_reward(cfg.reward, pools)
+    from rlhf_mcore.environments.reward import EnvironmentReward
+
+    score = cfg.environment.score
+    return EnvironmentReward(None if score == "environment" else build_reward(cfg.reward, pools), adds=score == "sum")
+
+
+def check_environment(cfg: Config) -> None:
+    """Load the environment, where there is one, once in a process of its own.
+
+    Raises:
+        ConfigError: naming ``environment.function``, its options, or ``environment.tool_parser``.
+    """
+    if cfg.environment.function is None:
+        return
+    from rlhf_mcore.environments.sessions import check_loads
+    from rlhf_mcore.rollout.tool_calls import check_tool_parser
+
+    if cfg.environment.tool_parser is not None:
+        check_tool_parser(cfg.environment.tool_parser)
+    check_loads(cfg.environment)
 
 
 def reward_pools(cfg: RewardConfig) -> Pools:
@@ -22,10 +52,11 @@ def reward_pools(cfg: RewardConfig) -> Pools:
         ConfigError: there is no Ray at the address; on every rank.
     """
     if cfg.pool != "ray":
-        return WorkerPool  # no torch is imported: a server of rewards starts at once
+        return local_pool  # no torch is imported: a server of rewards starts at once
     import torch.distributed as dist
 
     from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
+    from rlhf_mcore.rewards.ray_pool import RayPools
     from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
     from rlhf_mcore.rollout.remote.head import SETTINGS
 

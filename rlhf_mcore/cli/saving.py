@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -17,7 +17,6 @@ from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
-from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
@@ -39,12 +38,15 @@ from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank, world_group
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
-from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.dealing import ExpectedLengths
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start
 from rlhf_mcore.trainer.run_state import RunState
+
+if TYPE_CHECKING:
+    from rlhf_mcore.checkpoint.archive import Archiver
+    from rlhf_mcore.trainer.ahead import SamplingAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +222,11 @@ class _Housekeeping:
         self._run, self._record, self._disk = run, record, Disk()
         self._policy = Retention(cfg.checkpoint.save_total_limit, cfg.checkpoint.keep_every, tuple(cfg.checkpoint.keep))
         self._rule = best_rule(cfg.checkpoint)
-        archives = cfg.checkpoint.archive and dist.get_rank() == 0
-        self._archiver = Archiver(run, self._disk) if archives else None
+        self._archiver: Archiver | None = None
+        if cfg.checkpoint.archive and dist.get_rank() == 0:
+            from rlhf_mcore.checkpoint.archive import Archiver
+
+            self._archiver = Archiver(run, self._disk)
 
     def after_commit(self, step: int) -> None:
         for line in tidy(self._run, self._policy, self._rule, self._disk, self._archiver):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.cli.generation import Rewards, build_generation, start_fleet
 from rlhf_mcore.cli.models import ModelBuilder
-from rlhf_mcore.cli.reward_pools import reward_pools
+from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.data_files import file_keys, wanted_columns
@@ -30,7 +30,6 @@ from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSam
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.doctor.kernels import kernels_text
-from rlhf_mcore.environments.build import build_graders, check_environment
 from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
@@ -41,7 +40,6 @@ from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
-from rlhf_mcore.rollout.tool_calls import check_tool_parser
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.example_learner import (
@@ -80,7 +78,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     with record.phase("load_data"):
         pools = reward_pools(cfg.reward)
         graders = on_every_rank(lambda: build_graders(cfg, pools))
-        on_every_rank(lambda: check_environment(cfg, check_tool_parser) if dist.get_rank() == 0 else None)
+        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
     data = _load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):

@@ -12,12 +12,9 @@ from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
 from rlhf_mcore.environments.generator import EpisodeGenerator
-from rlhf_mcore.environments.reward import EnvironmentReward
-from rlhf_mcore.environments.sessions import check_loads, sessions_of
+from rlhf_mcore.environments.sessions import sessions_of
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.parallel.collectives import on_every_rank
-from rlhf_mcore.rewards.pool import WorkerPool
-from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
 
 if TYPE_CHECKING:
@@ -26,24 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, EnvironmentConfig
-    from rlhf_mcore.protocols import EngineRank, RewardFunction, StreamingGenerator
-    from rlhf_mcore.rewards.function import Pools
+    from rlhf_mcore.protocols import EngineRank, StreamingGenerator
     from rlhf_mcore.trainer.rollouts import Decode
 
     # environment.tool_parser, tokenizer, schemas of tools -> text of a turn -> message.
     MakeParser = Callable[[str, PreTrainedTokenizerBase, Sequence[Mapping[str, Any]]], Callable[[str], Any]]
-
-
-def build_graders(cfg: Config, pools: Pools = WorkerPool) -> RewardFunction:
-    """What scores the responses of a run, but for a reward model. ``pools`` makes the workers of graders.
-
-    Raises:
-        ConfigError: naming the key of ``reward``.
-    """
-    if cfg.environment.function is None:
-        return build_reward(cfg.reward, pools)
-    score = cfg.environment.score
-    return EnvironmentReward(None if score == "environment" else build_reward(cfg.reward, pools), adds=score == "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +77,6 @@ class EpisodeOrder:
             rules["action_of"] = lambda _, turn: parse(text.written_text_of(turn))
         os.environ.update(self.variables)
         return Episodes(sessions_of(own, self.num_engines, self.folder), text, bounds, **rules)
-
-
-def check_environment(cfg: Config, check_parser: Callable[[str], None]) -> None:
-    """Load the environment, where there is one, once in a process of its own. ``check_parser``: of ``environment.tool_parser``.
-
-    Raises:
-        ConfigError: naming ``environment.function``, its options, or ``environment.tool_parser``.
-    """
-    if cfg.environment.function is not None:
-        if cfg.environment.tool_parser is not None:
-            check_parser(cfg.environment.tool_parser)
-        check_loads(cfg.environment)
 
 
 def episode_worker(

@@ -12,7 +12,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.answers import fits
 from rlhf_mcore.rewards.code_tests import UNREADABLE, CodeTest, code_of, read_tests, same_output, same_value
-from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pool import WorkerLimits, default_workers
+from rlhf_mcore.rewards.pools import CheckedPool, Pools, local_pool
 from rlhf_mcore.rewards.symbolic import Verdict
 from rlhf_mcore.sandbox.run import (
     REMEDIES,
@@ -60,7 +61,7 @@ class CodeGrader:
         rule: with the options of the rule ``code``.
         sandbox: what the machine has to give, and what a program may use.
         workers: processes; None: this rank's share of the cores. They are started when there is something to run.
-        pools: makes them, as ``rewards.function.Pools``.
+        pools: makes them, as ``rewards.pools.Pools``.
     """
 
     def __init__(
@@ -68,18 +69,18 @@ class CodeGrader:
         rule: RuleConfig | None = None,
         sandbox: SandboxConfig | None = None,
         workers: int | None = None,
-        pools: Callable[..., WorkerPool] = WorkerPool,
+        pools: Pools = local_pool,
     ) -> None:
         self._rule, self._cfg, self._workers = rule or RuleConfig("code"), sandbox or SandboxConfig(), workers
         self._pools = pools
-        self._pool: WorkerPool | None = None
+        self._pool: CheckedPool | None = None
 
     def check(self) -> CodeGrader:
         """Raises ConfigError where a machine does not give the isolation that ``reward.sandbox.minimum`` asks for.
 
         That is this one, or where Ray starts a worker. Every worker in a cluster finds out for itself when it loads.
         """
-        if self._pools is WorkerPool:
+        if self._pools is local_pool:
             require_isolation(self._cfg.minimum)
         else:
             self._started().check()
@@ -117,10 +118,10 @@ class CodeGrader:
         if self._pool is not None:
             self._pool.close()
 
-    def _started(self) -> WorkerPool:
+    def _started(self) -> CheckedPool:
         if self._pool is None:
             rule, cfg = self._rule, self._cfg
-            level = require_isolation(cfg.minimum).name if self._pools is WorkerPool else None
+            level = require_isolation(cfg.minimum).name if self._pools is local_pool else None
             judge = Judge(
                 cfg.minimum,
                 level,

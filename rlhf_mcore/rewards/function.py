@@ -7,51 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import function_name
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.config.user_functions import OwnFunction
-from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, default_workers
+from rlhf_mcore.rewards.pools import Pool, Pools, local_pool
 from rlhf_mcore.rewards.worker import ASK, Call, load_reward, takes_batches
 from rlhf_mcore.types import Score, Trajectory
 
 KEY = "reward.function"
 PART = "function."  # begins the names of the parts that functions beside rules are
-
-
-class Submitted(Protocol):
-    """Items that are being worked on."""
-
-    def outcomes(self) -> list[Outcome | None]:
-        """Wait. One outcome per item, in order; None: it was left."""
-        ...
-
-
-class Pool(Protocol):
-    """Where items are worked on, each a JSON text."""
-
-    @property
-    def close(self) -> Callable[[], Any]:
-        """Ends what it has started."""
-        ...
-
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Submitted:
-        """Begin with items. With ``stop_at_failure`` the rest is left once an item has failed."""
-        ...
-
-
-class CheckedPool(Pool, Protocol):
-    """A pool that loads something."""
-
-    def check(self) -> None:
-        """Find out now whether it can be loaded. Raises ConfigError where it cannot."""
-        ...
-
-
-# Name for messages, what is loaded with which options, limits -> a pool: WorkerPool itself, or one of Ray's.
-Pools = Callable[[str, str, Mapping[str, Any], WorkerLimits], CheckedPool]
 
 
 class CalledHere:
@@ -180,7 +148,7 @@ class PooledReward:
             ) from error
 
 
-def function_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> PooledReward:
+def function_reward(cfg: RewardConfig, pools: Pools = local_pool) -> PooledReward:
     """A function, called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``, or for a batch.
 
     Arguments go by keyword if the function has parameters of these four names, so that their order does not matter;
@@ -199,7 +167,7 @@ def function_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> PooledRewar
     return _pooled(cfg, cfg.function, KEY, None, pools)
 
 
-def added_functions(cfg: RewardConfig, pools: Pools = WorkerPool) -> list[tuple[float, PooledReward]]:
+def added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[float, PooledReward]]:
     """The weights and functions of ``reward.functions``.
 
     Raises:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from rlhf_mcore.config import choices
@@ -31,11 +32,9 @@ from rlhf_mcore.rewards.answers import (
     number_of,
     within,
 )
-from rlhf_mcore.rewards.code import CodeGrader
-from rlhf_mcore.rewards.code_tests import code_of
 from rlhf_mcore.rewards.forms import canonical, is_same, names_differ, read_answer
 from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, parse_number
-from rlhf_mcore.rewards.pool import WorkerPool
+from rlhf_mcore.rewards.pools import Pools, local_pool
 from rlhf_mcore.rewards.shape import Language, Length, Pattern
 from rlhf_mcore.rewards.symbolic import Equivalence, Verdict
 
@@ -148,9 +147,9 @@ class MathGrader:
     alone decides is decided here; the rest is parsed in worker processes, within a deadline (``rewards.symbolic``).
     """
 
-    def __init__(self, workers: int | None = None, pools: Callable[..., Any] = WorkerPool) -> None:
-        self._equivalence = Equivalence(workers, pools)
-        self.close = self._equivalence.close
+    def __init__(self, workers: int | None = None, pools: Pools = local_pool) -> None:
+        self._workers, self._pools = workers, pools
+        self._equivalence: Equivalence | None = None
 
     def __call__(self, response: str, ground_truth: Any) -> float:
         return self.grade([(response, ground_truth)])[0][0]
@@ -173,7 +172,9 @@ class MathGrader:
                 grades[index] = (1.0, None)
             elif is_same(*forms, ask=lambda *_: True):
                 open_questions.setdefault((truth, answer), []).append(index)
-        judged = self._equivalence.submit(list(open_questions))
+        if open_questions and self._equivalence is None:
+            self._equivalence = Equivalence(self._workers, self._pools)
+        judged = self._equivalence.submit(list(open_questions)) if self._equivalence is not None else list
 
         def finish() -> list[Verdict]:
             for indices, verdict in zip(open_questions.values(), judged(), strict=True):
@@ -183,9 +184,22 @@ class MathGrader:
 
         return finish
 
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._equivalence is not None:
+            self._equivalence.close()
+
+
+@cache
+def _programs() -> Grader:
+    """The rule ``code`` with its default options. What it is built on is imported when it is used."""
+    from rlhf_mcore.rewards.code import CodeGrader
+
+    return CodeGrader()
+
 
 grader("math")(MathGrader())
-grader("code")(CodeGrader())
+grader("code")(lambda response, ground_truth: _programs()(response, ground_truth))
 grader("regex")(Pattern())
 grader("length")(Length())
 grader("language")(
@@ -198,7 +212,7 @@ ANSWERS: dict[str, Callable[[str], Any]] = {
     "answer_line": answer_lines,
     "math": last_answer,
     "multiple_choice": chosen_letters,
-    "code": lambda response: code_of(response).strip(),
+    "code": lambda response: _program_in(response),
 }
 
 
@@ -206,7 +220,7 @@ def build_grader(
     rule: RuleConfig,
     workers: int | None = None,
     sandbox: SandboxConfig | None = None,
-    pools: Callable[..., Any] = WorkerPool,
+    pools: Pools = local_pool,
 ) -> Grader:
     """The grader of a rule with the rule's own options. ``workers``: processes of those that need some, which ``pools`` makes.
 
@@ -214,6 +228,8 @@ def build_grader(
         ConfigError: an option that the grader does not take, or a sandbox that this machine does not give.
     """
     if rule.name == "code":
+        from rlhf_mcore.rewards.code import CodeGrader
+
         return CodeGrader(rule, sandbox, workers, pools).check()
     if rule.name == "math":
         return MathGrader(workers, pools)
@@ -224,6 +240,12 @@ def build_grader(
     if rule.name == "language":
         return Language(tuple(rule.scripts))
     return GRADERS[rule.name]
+
+
+def _program_in(response: str) -> str:
+    from rlhf_mcore.rewards.code_tests import code_of
+
+    return code_of(response).strip()
 
 
 def finds_answer(name: str, response: str) -> bool:

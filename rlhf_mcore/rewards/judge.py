@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.http_pool import HttpPool, Limits, token_of
 from rlhf_mcore.rewards.wire import WireError, excerpt
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import JudgeConfig
-    from rlhf_mcore.types import Score, Trajectory
 
 PART = "judge"  # name of its grade among the parts
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|data_source)\}")
@@ -141,49 +139,3 @@ def judge_pool(cfg: JudgeConfig) -> HttpPool:
     limits = Limits("reward.judge", 1, cfg.concurrency, cfg.timeout_s, cfg.deadline_s, cfg.retries)
     url = f"{cfg.url.rstrip('/')}/chat/completions"
     return HttpPool(f"reward.judge.url={cfg.url}", url, token, codec, limits)
-
-
-class Graders(RewardFunction, Protocol):
-    """What scores without a model, and holds processes or threads."""
-
-    def close(self) -> None:
-        """End them."""
-        ...
-
-
-@dataclass(slots=True)
-class JudgedReward:
-    """The grade of a judge, or the score of a function, times ``weight``, added to that of other graders.
-
-    What either of them does not score has no score.
-    """
-
-    graders: Graders
-    judge: Graders
-    weight: float
-
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Both begin."""
-        collects = self.graders.submit(trajectories), self.judge.submit(trajectories)
-
-        def finish() -> list[Score]:
-            return [self._sum(*pair) for pair in zip(*(collect() for collect in collects), strict=True)]
-
-        return finish
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """``submit``, and wait."""
-        return self.submit(trajectories)()
-
-    def close(self) -> None:
-        """End the threads and processes of both."""
-        self.graders.close()
-        self.judge.close()
-
-    def _sum(self, score: Score, judged: Score) -> Score:
-        if score.failure is not None:
-            return score
-        if judged.failure is not None:
-            return replace(judged, parts=score.parts, answered=score.answered)
-        value = score.value + self.weight * judged.value
-        return replace(score, value=value, parts={**score.parts, **judged.parts})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,16 +19,60 @@ from rlhf_mcore.config.reward_rules import (
     service_problems,
 )
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
-from rlhf_mcore.rewards.function import PooledReward, Pools, added_functions, function_reward
+from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
-from rlhf_mcore.rewards.judge import Graders, JudgedReward, judge_pool
-from rlhf_mcore.rewards.pool import WorkerPool
-from rlhf_mcore.rewards.remote import remote_reward
+from rlhf_mcore.rewards.pools import Pools, local_pool
 from rlhf_mcore.rewards.symbolic import Verdict
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
-def build_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> Graders:
+class Graders(RewardFunction, Protocol):
+    """What scores without a model, and holds processes or threads."""
+
+    def close(self) -> None:
+        """End them."""
+        ...
+
+
+@dataclass(slots=True)
+class JudgedReward:
+    """The grade of a judge, or the score of a function, times ``weight``, added to that of other graders.
+
+    What either of them does not score has no score.
+    """
+
+    graders: Graders
+    judge: Graders
+    weight: float
+
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+        """Both begin."""
+        collects = self.graders.submit(trajectories), self.judge.submit(trajectories)
+
+        def finish() -> list[Score]:
+            return [self._sum(*pair) for pair in zip(*(collect() for collect in collects), strict=True)]
+
+        return finish
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """``submit``, and wait."""
+        return self.submit(trajectories)()
+
+    def close(self) -> None:
+        """End the threads and processes of both."""
+        self.graders.close()
+        self.judge.close()
+
+    def _sum(self, score: Score, judged: Score) -> Score:
+        if score.failure is not None:
+            return score
+        if judged.failure is not None:
+            return replace(judged, parts=score.parts, answered=score.answered)
+        value = score.value + self.weight * judged.value
+        return replace(score, value=value, parts={**score.parts, **judged.parts})
+
+
+def build_reward(cfg: RewardConfig, pools: Pools = local_pool) -> Graders:
     """The rules that ``cfg`` asks for, or in their place the function or the server; further functions; and the judge.
 
     A reward model is not part of it.
@@ -40,20 +84,31 @@ def build_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> Graders:
     """
     if problems := [*service_problems(cfg), *rule_problems(cfg)]:
         raise ConfigError.many(problems)
-    graders: Graders = _build_graders(cfg, pools)
-    for weight, function in added_functions(cfg, pools):
-        graders = JudgedReward(graders, function, weight)
+    graders = _build_graders(cfg, pools)
+    if cfg.functions:
+        from rlhf_mcore.rewards.function import added_functions
+
+        for weight, function in added_functions(cfg, pools):
+            graders = JudgedReward(graders, function, weight)
     if cfg.judge.url is None:
         return graders
+    from rlhf_mcore.rewards.function import PooledReward
+    from rlhf_mcore.rewards.judge import judge_pool
+
     name = f"reward.judge.url={cfg.judge.url}"
     judge = PooledReward(name, judge_pool(cfg.judge), cfg.on_error, with_prompt=True)
     return JudgedReward(graders, judge, cfg.judge.weight)
 
 
-def _build_graders(cfg: RewardConfig, pools: Pools) -> PooledReward | RuleReward:
+def _build_graders(cfg: RewardConfig, pools: Pools) -> Graders:
+    """Import what the configuration names, and nothing of the others."""
     if cfg.function is not None:
+        from rlhf_mcore.rewards.function import function_reward
+
         return function_reward(cfg, pools)
     if cfg.remote.url is not None:
+        from rlhf_mcore.rewards.remote import remote_reward
+
         return remote_reward(cfg)
     return RuleReward(cfg.rules, cfg.workers, cfg.sources, cfg.sandbox, pools)
 
@@ -79,7 +134,7 @@ class RuleReward:
         workers: int | None = None,
         sources: Mapping[str, Sequence[RuleConfig]] | None = None,
         sandbox: SandboxConfig | None = None,
-        pools: Pools = WorkerPool,
+        pools: Pools = local_pool,
     ) -> None:
         self._rules, self._workers, self._sandbox = list(rules), workers, sandbox
         self._pools = pools

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
-from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pools import Pools, local_pool
 
 MAX_CHARS = 400  # the longest answer of MATH has half of that
 MAX_DEPTH = 12  # of brackets
@@ -32,10 +31,12 @@ class Equivalence:
 
     Args:
         workers: processes; None: this rank's share of the cores. They are started when there is something to compare.
-        pools: makes them, as ``rewards.function.Pools``.
+        pools: makes them, as ``rewards.pools.Pools``.
     """
 
-    def __init__(self, workers: int | None = None, pools: Callable[..., Any] = WorkerPool) -> None:
+    def __init__(self, workers: int | None = None, pools: Pools = local_pool) -> None:
+        from rlhf_mcore.rewards.pool import WorkerLimits, default_workers
+
         limits = WorkerLimits(workers or default_workers(), TIMEOUT_S, MEMORY_GIB, retries=0)
         self._pool = pools("reward rule 'math'", "math", {"cpu_s": CPU_S}, limits)
         self.close = self._pool.close

@@ -30,8 +30,8 @@ from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.code import require_isolation
 from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
 from rlhf_mcore.rewards.forms import canonical
-from rlhf_mcore.rewards.function import CheckedPool, Pools
 from rlhf_mcore.rewards.pool import NoResults, WorkerPool
+from rlhf_mcore.rewards.pools import CheckedPool, Pools, local_pool
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
 from rlhf_mcore.types import Prompt, Score
 
@@ -143,7 +143,7 @@ def try_reward(
     *,
     notations: Sequence[str] = NOTATIONS,
     others: bool = True,
-    pools: Pools = WorkerPool,
+    pools: Pools = local_pool,
 ) -> Report:
     """Score the ground truths of ``rows``, empty responses and, with ``others``, other rows' answers.
 

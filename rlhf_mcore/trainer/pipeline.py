@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.dynamic_sampling import Collector, PlainSampling
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
 from rlhf_mcore.trainer.rollouts import Rollouts
@@ -15,7 +14,7 @@ from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import WeightBridge
-    from rlhf_mcore.trainer.ahead import Group
+    from rlhf_mcore.trainer.ahead import Group, SamplingAhead
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import Recorder

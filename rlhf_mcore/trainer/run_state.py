@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,10 +17,11 @@ from rlhf_mcore.checkpoint.layout import CONFIG, DATALOADER, RNG_FILE, ROLLOUTS,
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.checkpoint.registry import Registry
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.foreign import Fields, read_json
-from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.inputs import Inputs
+
+if TYPE_CHECKING:
+    from rlhf_mcore.trainer.ahead import SamplingAhead
 
 _REMEDY = "choose another checkpoint"
 # What a run may draw for one prompt that it trains on: dynamic sampling throws batches away, of which there are ten by default.
@@ -53,7 +54,11 @@ class RunState:
             return {}
         head = {"format": VERSION, "step": step, "world_size": dist.get_world_size()}
         more = {"recent": list(self.recent()), "inputs": self.inputs}
-        waiting = {} if self.ahead is None else {ROLLOUTS: encode_trajectories(self.ahead.finished())}
+        waiting = {}
+        if self.ahead is not None:
+            from rlhf_mcore.data.episodes import encode_trajectories
+
+            waiting[ROLLOUTS] = encode_trajectories(self.ahead.finished())
         return {
             **waiting,
             TRAINER_STATE: _encode({**head, "state": self.registry.state_dict(), **more}),
@@ -71,6 +76,8 @@ class RunState:
         for name, registry in ((TRAINER_STATE, self.registry), (DATALOADER, self.data)):
             registry.load_state_dict(_read(checkpoint / name).object("state").content, str(checkpoint / name))
         if self.ahead is not None:
+            from rlhf_mcore.data.episodes import decode_trajectories
+
             try:
                 self.ahead.load_finished(
                     decode_trajectories((checkpoint / ROLLOUTS).read_bytes(), self.ahead.prompts_by_number())

@@ -1,0 +1,132 @@
+"""From a run's configuration to engines of their own, under Ray: what ``cli/generation.py`` builds where they are not colocated."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
+from rlhf_mcore.bridge.run.endpoints import HostCopies
+from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
+from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.cli.generation import (
+    FromDevice,
+    Generation,
+    Rewards,
+    build_canary,
+    build_collector,
+    trained_weights,
+    training_sampling,
+)
+from rlhf_mcore.cli.run_context import Data, RunContext
+from rlhf_mcore.data.sampler import ResumableSampler
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
+from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.protocols import EngineRank, SyncStats
+from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.rollout import EngineModel
+from rlhf_mcore.rollout.remote.cluster import Cluster
+from rlhf_mcore.rollout.remote.control import listening
+from rlhf_mcore.rollout.remote.fleet import Fleet
+from rlhf_mcore.rollout.remote.host import EngineOrder
+from rlhf_mcore.rollout.remote.parts import FleetPlan
+from rlhf_mcore.rollout.tool_calls import ToolCallParser
+from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
+from rlhf_mcore.trainer.exchange import RowExchange
+from rlhf_mcore.trainer.failures import OnError
+from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
+from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_of
+from rlhf_mcore.types import Prompt
+
+
+def build_disaggregated(
+    run: RunContext,
+    actor: Actor,
+    rewards: Rewards,
+    sampler: ResumableSampler,
+    data: Data[Prompt],
+    fleet: Fleet | None,
+) -> Generation:
+    """Engines of their own, which sample while the trainer learns."""
+    cfg, rollout = run.cfg, run.cfg.rollout
+    in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
+    last = cfg.trainer.num_steps
+    schedule = Schedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
+    make_request = request_of if cfg.environment.function is None else episode_request
+    first = None
+    if fleet is not None:
+        sampling = training_sampling(cfg)
+        begin_scores = rewards.graders.submit
+        ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, begin_scores, make_request)
+        run.stack.enter_context(ahead.run())
+        first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
+    live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
+    parameters, kept = actor.model.local_parameters(), None
+    if in_order:
+        sent = of_trunk(parameters, actor.model.spec.geometry)
+        kept = HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in sent})
+    remote = RemoteBridge(
+        Side(parameters, NoTarget()),
+        BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, live),
+        world_group(),
+        fleet,
+        address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
+        timeout_s=rollout.engine_timeout_s,
+        note=run.record.note,
+        kept=kept,
+    )
+    run.stack.callback(remote.leave)
+    bridge = FromDevice(remote, actor.model)
+
+    def sync_again() -> SyncStats:
+        with actor.model.on_device():
+            return remote.sync_again()
+
+    engines = SharedEngines(first, sync_again)
+    worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
+    on_error = OnError.of(cfg.reward)
+    exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
+    collector = build_collector(cfg, on_error)
+    resync = bridge.sync if kept is None else lambda _version: sync_again()
+    source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collector)
+    canary = build_canary(run, actor, worker, NoTarget())
+    worker = replace(worker, make_request=make_request)
+    trained = FromDevice(trained_weights(cfg, actor, remote, NoTarget()), actor.model)
+    publisher = RemotePublisher(trained, run.record, source.drain if drain else None, canary)
+    return Generation(source, publisher, worker, None if first is None else first.ahead)
+
+
+def start(run: RunContext) -> Fleet:
+    """Begin to start the engines under Ray. Called on the first rank alone."""
+    shapes = hf_shapes(load_spec(run.cfg.model.path).geometry)
+    cfg, rollout, on_cuda = run.cfg, run.cfg.rollout, run.platform.name == "cuda"
+    spare: list[str] = []
+    if on_cuda and rollout.ray.address is None:  # ranks have the first devices, engines the others
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
+    cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
+    episodes = None
+    if cfg.environment.function is not None:
+        from rlhf_mcore.environments.build import EpisodeOrder
+
+        episodes = EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
+    plan = FleetPlan(
+        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd(), cfg.deterministic),
+        rollout.num_engines,
+        rollout.layout.tp,
+        cfg.trainer.threads_per_rank,
+        rollout.engine_timeout_s,
+        rollout.engine_restarts,
+        rollout.deterministic_order,
+    )
+    fleet = Fleet(cluster, plan, run.record.note)
+    count = "an engine" if plan.num_engines == 1 else f"{plan.num_engines} engines"
+    of = f" of {plan.tp} processes" if plan.tp > 1 else ""
+    run.record.note(f"starting {count}{of} {f'at {cluster.address}' if cluster.address else 'on this machine'}")
+    fleet.start()
+    run.stack.callback(fleet.close)
+    run.stack.enter_context(listening(fleet, run.directory))
+    return fleet
