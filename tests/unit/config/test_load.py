@@ -314,5 +314,5 @@ def test_settings_alone_are_a_configuration(workspace: Any) -> None:
     assert (cfg.model.path, cfg.seed, cfg.rollout.sampling.n) == ("here", 11, Config().rollout.sampling.n)
     (workspace.root / "seed=3.yaml").write_text("model: {path: there}\nseed: 3\n")
     assert load_config("seed=3.yaml").seed == 3
-    with pytest.raises(ConfigError, match="unknown key model.pth; did you mean model.path"):
+    with pytest.raises(ConfigError, match=r"unknown key model\.pth; did you mean model\.path"):
         load_config("model.pth=here")
