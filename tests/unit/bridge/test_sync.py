@@ -52,9 +52,12 @@ class Trainer:
         )  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=[GEOMETRY, TIED], ids=["untied", "tied"])
+@pytest.fixture(params=[(GEOMETRY, False), (TIED, False), (GEOMETRY, True)], ids=["untied", "tied", "on a device"])
 def trainer(request: pytest.FixtureRequest) -> Trainer:
-    return Trainer(request.param)
+    geometry, on_device = request.param
+    if on_device:
+        request.getfixturevalue("late_cuda")
+    return Trainer(geometry)
 
 
 def engine_of(trainer: Trainer) -> Engine:
