@@ -25,7 +25,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
         for letter, seed in (("a", 1), ("b", 2)):
             save_model(directories[name] / letter, family, seed)
     whole = tmp_path_factory.mktemp("engines")
-    run_world("e2e.rollout.worker", 2, whole, *(f"{tp}:{directories[name]}{ahead}" for name, (_, tp, ahead) in LAYOUTS.items()))
+    layouts = [f"{tp}:{directories[name]}{ahead}" for name, (_, tp, ahead) in LAYOUTS.items()]
+    run_world("e2e.rollout.worker", 2, whole, *layouts, timeout_s=900)
     console = (whole / "output.txt").read_text()
     return {name: [read_rank(directory, rank, console) for rank in range(2)] for name, directory in directories.items()}
 
