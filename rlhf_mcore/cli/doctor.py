@@ -48,6 +48,8 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
     gpus = machine.query_gpus()
     yield from machine.check_gpus(gpus)
     yield from software.check_kernels(bool(gpus))
+    if gpus:
+        yield from software.check_cudnn(software.cudnn_version())
     yield check_expected(bool(gpus))
     if not args.quick:
         yield from software.check_imports(MODULES)

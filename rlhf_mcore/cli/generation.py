@@ -13,7 +13,8 @@ import torch.distributed as dist
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
-from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge, SyncsParts, TrainedWeights
+from rlhf_mcore.bridge.map.trace import EngineMap
+from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge, SyncsParts, TrainedWeights, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.rollout_rules import truncates
 from rlhf_mcore.config.schema import Config
@@ -118,11 +119,12 @@ def _colocated(
         record,
         rewards.add_model,
     )
-    with actor.model.on_device():  # a bridge makes views of what is there
-        bridge = FromDevice(_build_bridge(cfg, actor, engine), actor.model)
-    publisher = EnginePublisher(engine, bridge, record, sharing, canary)
+    traced = _trace(cfg, actor, engine)  # while it has the weights that it started with: a sleep may discard them
     if sharing.parts:
-        publisher.withdraw()  # an engine starts awake
+        sharing.sleep(engine)  # it starts awake, and its cache has taken the room that the models left
+    with actor.model.on_device():  # a bridge makes views of what is there
+        bridge = FromDevice(_build_bridge(cfg, actor, engine, traced), actor.model)
+    publisher = EnginePublisher(engine, bridge, record, sharing, canary)
     return Generation(source, publisher, worker, room=publisher.asleep)
 
 
@@ -168,7 +170,16 @@ def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: W
     return Canary(worker, target, actor, prompts, sampling, TOLERANCE[DTYPES[run.dtype]])
 
 
-def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBridge:
+def _trace(cfg: Config, actor: Actor, target: WeightTarget) -> EngineMap | None:
+    """Map what an engine holds, for the planned bridge."""
+    if cfg.bridge.method == "gather":
+        return None
+    if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
+        keep_loading_layout(target.model)
+    return engine_map(target.model, hf_shapes(actor.model.spec.geometry.trunk))
+
+
+def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget, traced: EngineMap | None) -> WeightBridge:
     gatherer = None
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
         model = actor.model.model
@@ -180,8 +191,6 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
     if cfg.bridge.method == "gather":
         assert gatherer is not None
         return GatherBridge(gatherer, target)
-    if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
-        keep_loading_layout(target.model)
     bridge = PlannedBridge(
         actor.model.local_parameters(),
         actor.model.spec.geometry,
@@ -190,6 +199,7 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
         gatherer=gatherer,
+        traced=traced,
         nodes=nodes(),
     )
     return bridge if cfg.bridge.verify == "full" else trained_weights(cfg, actor, bridge, target)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import json
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -120,6 +122,34 @@ def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[s
                 )
             else:
                 yield found
+
+
+def cudnn_version() -> int | None:
+    """The version of the cuDNN that is installed, 91800 for 9.18; None where there is none."""
+    for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        with suppress(metadata.PackageNotFoundError, ValueError):
+            major, minor, patch = map(int, metadata.version(name).split(".")[:3])
+            return major * 10000 + minor * 100 + patch
+    with suppress(OSError, AttributeError):
+        return int(ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
+    return None
+
+
+def check_cudnn(version: int | None) -> Iterator[Finding]:
+    """Whether cuDNN has attention with sinks for packed sequences, for which Transformer Engine uses it from 9.18 on."""
+    if version is None:
+        return
+    text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    if version >= 91800:
+        yield Finding("cudnn", "ok", text)
+    else:
+        yield Finding(
+            "cudnn",
+            "warning",
+            f"{text}, older than 9.18",
+            "Transformer Engine has no attention for packed sequences of gpt-oss",
+            f"{CONTAINER}; or set trainer.packing=false for gpt-oss",
+        )
 
 
 def megatron_requirements() -> list[Requirement]:

@@ -75,8 +75,30 @@ def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
     import torch
 
     spared = ("LOCAL_WORLD_SIZE", "LD_PRELOAD")
-    with _environment(local, spared), preserved_rng(), _quiet(), _preserved_torch(torch):
+    segments = nullcontext() if eager else _plain_segments(torch)
+    with _environment(local, spared), preserved_rng(), _quiet(), _preserved_torch(torch), segments:
         yield
+
+
+@contextmanager
+def _plain_segments(torch: Any) -> Iterator[None]:
+    """Within this block torch allocates CUDA memory that other processes can open.
+
+    Ranks of an engine open each other's buffers of graphs, which are recorded when it starts. Those in expandable segments they
+    cannot, and end (vLLM's issue 42609).
+    """
+    from vllm.device_allocator import alloc_conf
+
+    settings, name = alloc_conf.current_alloc_conf(), alloc_conf.EXPANDABLE_SEGMENTS
+    if not alloc_conf.conf_flag_enabled(settings, name):
+        yield
+        return
+    torch.cuda.empty_cache()  # what is free in the trainer's segments would be given out again
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(settings, name, False))
+    try:
+        yield
+    finally:
+        alloc_conf.set_alloc_conf(settings)
 
 
 @contextmanager

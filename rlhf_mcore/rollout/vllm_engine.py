@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -349,7 +350,8 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
     is the trainer's, so the finalizer is taken off and ``VLLMEngine.close`` frees the rest.
 
     Raises:
-        ConfigError: the cache of keys and values is smaller than one response of the greatest length, or no kernel takes the experts.
+        ConfigError: the device has less memory free than the engine's share, the cache of keys and values is smaller than one response
+            of the greatest length, or no kernel takes the experts.
     """
     # A module of vLLM keeps an exception of its own import, and so every frame that has led there, models included: a thread
     # has no others.
@@ -380,6 +382,13 @@ def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on
             f"rollout.{key}={getattr(cfg, key)}: the cache of an engine does not hold one prompt and response of "
             f"rollout.max_model_len={options['max_model_len']} tokens; raise it, or lower data.max_prompt_tokens or "
             "rollout.sampling.max_new_tokens"
+        )
+    if memory := re.search(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)", message):
+        free, total = memory.groups()
+        return (
+            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization}: an engine takes that share of its device's {total} GiB, of "
+            f"which {free} are free when it starts; lower it, end what else uses the device (nvidia-smi), or have the models leave "
+            "it (actor.offload, reference.offload)"
         )
     if "requires Model Runner V2" in message:
         return vllm_masks.not_recorded(cfg.sampling, options["model"])

@@ -135,6 +135,8 @@ class PlannedBridge:
         verify: "off"; "digest": hash every tensor on both sides after every sync; "full", for debugging: load all weights again the
             plain way, through ``gatherer``, and compare every engine parameter bit for bit.
         gatherer: of the same tensors; needed for "full" only.
+        traced: what the target's model holds, see :func:`engine_map`, where that was asked before; an engine that has slept has lost
+            the weights that its loaders are asked with.
         nodes: the number of the machine of every rank of the group, where there are several: what crosses machines is then brought to
             each once and forwarded inside.
         poison: fill the engine with NaN before each sync (a test mode: what is not written shows).
@@ -151,6 +153,7 @@ class PlannedBridge:
         sources: Sources | None = None,
         verify: str = "off",
         gatherer: Gatherer | None = None,
+        traced: EngineMap | None = None,
         nodes: Sequence[int] | None = None,
         poison: bool = False,
     ):
@@ -163,7 +166,7 @@ class PlannedBridge:
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._is_tied = geometry.tied_embeddings
         self._group = group
-        self._map = engine_map(target.model, shapes)
+        self._map = engine_map(target.model, shapes) if traced is None else traced
         self._dtypes = wire_dtypes(parameters, pieces_of, group)
         self._described = _Descriptions(
             describe_sources(parameters, pieces_of, group),

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from rlhf_mcore.cli import generation
 from rlhf_mcore.cli.generation import _closed_at_end
+from rlhf_mcore.config.schema import Config
 
 
 class Engine:
@@ -34,3 +40,75 @@ def test_an_engine_is_closed_when_its_run_ends_unless_other_ranks_may_be_gone(
     if world_size == 1 and fails:  # what closing raises does not hide the run's own error
         with pytest.raises(KeyError, match="of the run"), _closed_at_end(engine):
             raise KeyError("of the run")
+
+
+class Sleeping:
+    """An engine that tells what it is asked, with the models that share its device."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.rank, self.parts, self.engine_bytes, self.sleep_level = None, [object()], 0, 2
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(2, 2)
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def sleep(self, engine: Any) -> None:
+        self.told.append("sleeps")
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        self.told.append("models come")
+        yield
+
+    def local_parameters(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while_its_cache_is_away(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = Sleeping()
+    engine.parts = engine.parts if shares else []
+    engine.spec = SimpleNamespace(geometry=SimpleNamespace(trunk=None))
+    engine_map = object()
+
+    def trace(model: Any, shapes: Any) -> Any:
+        engine.told.append("traced")
+        return engine_map
+
+    def plan(*_: Any, traced: Any, **options: Any) -> Any:
+        assert traced is engine_map
+        engine.told.append("planned")
+        return SimpleNamespace()
+
+    cfg = Config()
+    run: Any = SimpleNamespace(
+        cfg=cfg,
+        record=SimpleNamespace(memory=engine, progress=lambda text: None),
+        stack=ExitStack(),
+        platform=None,
+        dtype="fp32",
+    )
+    fakes = {
+        "build_engine": lambda *_: engine,
+        "EngineModel": SimpleNamespace(of=lambda *_: None),
+        "hf_shapes": lambda _: {},
+        "engine_map": trace,
+        "PlannedBridge": plan,
+        "world_group": lambda: None,
+        "nodes": lambda: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(generation, name, fake)
+    actor: Any = SimpleNamespace(model=engine)
+    rewards: Any = SimpleNamespace(graders=None, add_model=None)
+    data: Any = SimpleNamespace(decode=None, train=None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    generation._colocated(run, actor, rewards, None, data)  # type: ignore[arg-type]
+    assert engine.told == ["traced", *["sleeps"] * shares, "models come", "planned"]

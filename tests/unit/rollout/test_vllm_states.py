@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, InFlight, VersionedWeights
-from rlhf_mcore.rollout.vllm_engine import VLLMEngine
+from rlhf_mcore.rollout.vllm_engine import VLLMEngine, _problem
 from rlhf_mcore.rollout.vllm_masks import record_where_wanted
 from rlhf_mcore.types import Request, Sampling
 
@@ -177,3 +177,19 @@ def test_a_pass_has_room_for_a_token_of_every_sequence(
     cfg = RolloutConfig(max_num_seqs=sequences, max_num_batched_tokens=budget)
     options = made._options(cfg, EngineModel("model", "model", "fp32", 128, seed=0))
     assert (options["max_num_seqs"], options.get("max_num_batched_tokens")) == expected
+
+
+@pytest.mark.parametrize("external", [0, 10 * 2**30])
+def test_a_device_without_room_for_an_engine_is_told_in_our_words(external: int) -> None:
+    """What vLLM raises comes from vLLM itself: its wording may change."""
+    from vllm.v1.worker.utils import request_memory
+
+    memory: Any = SimpleNamespace(total_memory=80 * 2**30, free_memory=20 * 2**30, device_="cuda:0")
+    cache: Any = SimpleNamespace(gpu_memory_utilization=0.6)
+    with pytest.raises(ValueError) as raised:
+        request_memory(memory, cache, external)
+    problem = _problem(str(raised.value), {}, RolloutConfig(gpu_memory_utilization=0.6), on_cuda=True)
+    assert problem is not None and problem.startswith(
+        "rollout.gpu_memory_utilization=0.6: an engine takes that share of its device's 80.0 GiB, of which 20.0 are free when it "
+        "starts; lower it"
+    )
