@@ -46,7 +46,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 rlhf
 WORKDIR /opt/rlhf_mcore
-# vLLM is compiled for these devices (A100, H100 and H200, B200), by so many compilers at a time (each takes a few GB).
+# Where vLLM's wheel does not load beside the container's torch, it is compiled for these devices (A100, H100 and H200, B200), by so many compilers at a time (each takes a few GB).
 # The container sets TORCH_CUDA_ARCH_LIST itself, and such a variable wins over an ARG of its name.
 ARG CUDA_ARCHITECTURES="8.0 9.0 10.0"
 ARG MAX_JOBS=16

@@ -75,13 +75,16 @@ uv_install() {
 # torch is a step of its own: its CPU build is not on the main package index, and its hash depends on where it comes from.
 # On GPUs it is there already.
 install_torch() {
-    if [[ "$stack" == gpu ]]; then
-        "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
-            || fail "no CUDA build of torch here; the GPU stack is for NVIDIA's PyTorch container (see Dockerfile)"
-        return
-    fi
     local requirement log="$venv/torch.log"
     requirement="$(grep -m 1 '^torch==' "$root/requirements/cpu.in")"
+    if [[ "$stack" == gpu ]]; then
+        local series="${requirement#torch==}" installed
+        series="${series%.*}"
+        installed="$("$venv/bin/python" -c 'import torch; print(torch.__version__ if torch.version.cuda else "a build without CUDA")' 2>&1 | tail -n 1)"
+        [[ "$installed" == "$series".* ]] || fail "torch here is: $installed. vLLM of requirements/gpu.in is for torch $series with CUDA: use" \
+            "NVIDIA's PyTorch container that Dockerfile names"
+        return
+    fi
     if pip install --quiet --no-deps "$requirement+cpu" >"$log" 2>&1; then return; fi
     say "not in the indexes that pip knows here; taking the CPU build from torch's own index"
     if uv_install --torch-backend cpu "$requirement"; then return; fi
@@ -92,6 +95,23 @@ install_torch() {
     cat "$log" >&2
     fail "the CPU build of $requirement could not be installed (pip's attempt and uv's are above)." \
         "Behind a firewall, put its wheel in a folder and set PIP_FIND_LINKS to that folder."
+}
+
+# vllm_loads: each library of the installed vLLM finds what it needs, in a process of its own. Most use torch's stable interface, so that
+# its wheel, which is built with the released torch, may go with the container's. The driver's is not there while an image is built.
+vllm_loads() {
+    "$venv/bin/python" -c 'import ctypes, importlib.util, os, pathlib, sys, torch
+for library in sorted(pathlib.Path(importlib.util.find_spec("vllm").origin).parent.rglob("*.so")):
+    child = os.fork()
+    if not child:
+        try:
+            ctypes.CDLL(str(library))
+            os._exit(0)
+        except OSError as error:
+            print(f"{library.name}: {error}", file=sys.stderr, flush=True)
+            os._exit("libcuda.so.1" not in str(error))
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{library.name} does not load")'
 }
 
 explain_failure() {
@@ -123,9 +143,13 @@ install() {
         uv_install --require-hashes --target "$venv/oracles" -r "$root/requirements/oracles.lock"
     fi
     if [[ "$stack" == gpu ]]; then
-        heading "setup: vLLM, built against the container's torch (half an hour or more; MAX_JOBS limits its memory)"
-        # Its wheel is built against another torch, with other interfaces.
-        uv_install --compile-bytecode --require-hashes --no-build-isolation --no-binary vllm -r "$root/requirements/vllm.lock"
+        heading "setup: vLLM"
+        uv_install --compile-bytecode --require-hashes --only-binary vllm -r "$root/requirements/vllm.lock"
+        if ! vllm_loads; then
+            heading "setup: its wheel does not load beside the container's torch: built from source (half an hour or more; MAX_JOBS limits its memory)"
+            uv_install --compile-bytecode --require-hashes --no-build-isolation --no-binary vllm --reinstall-package vllm \
+                -r "$root/requirements/vllm.lock"
+        fi
     fi
     heading "setup: rlhf_mcore"
     uv_install --no-build-isolation --editable "$root"

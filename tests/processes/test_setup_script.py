@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Answers `-c`, `--version`, `-m venv [--clear] DIR` and `-m pip ...`; as bin/uv it fails while the file $FAIL exists.
 STAND_IN = r"""#!/usr/bin/env bash
 case "$*" in
+    *torch.__version__*) echo "${TORCH:-2.13.0a0+1f2e.nv26.07}" ;;
+    *ctypes.CDLL*) exit "${LOADS:-0}" ;;
     -c*) exit 0 ;;
     --version) echo "Python 3.11.0" ;;
     "-m pip config"*) exit 1 ;;
@@ -145,17 +149,50 @@ def test_missing_python_is_said_with_the_remedy(checkout: Checkout, tmp_path: Pa
     assert not (checkout.root / ".venv").exists()
 
 
-def test_the_gpu_stack_builds_on_the_containers_torch(checkout: Checkout) -> None:
+def test_the_gpu_stack_goes_on_the_containers_torch(checkout: Checkout) -> None:
     done = checkout.setup(RLHF_MCORE_STACK="gpu", PIP_CONSTRAINT="/etc/pip/constraint.txt")
     assert done.returncode == 0, done.stderr
     venv, bootstrap, lock, vllm, package = checkout.calls()
     assert "--system-site-packages" in venv
     assert bootstrap.endswith("requirements/bootstrap.lock")
     assert "--require-hashes" in lock and lock.endswith("requirements/gpu.lock")
-    assert "--require-hashes" in vllm and vllm.endswith("requirements/vllm.lock")
-    assert "--no-build-isolation --no-binary vllm" in vllm
+    assert "--require-hashes" in vllm and vllm.endswith("requirements/vllm.lock") and "--only-binary vllm" in vllm
     assert package.endswith(f"--editable {checkout.root}")
     assert checkout.setup(RLHF_MCORE_STACK="gpu").stdout == ""
+
+
+def test_a_vllm_whose_wheel_does_not_load_is_built(checkout: Checkout) -> None:
+    done = checkout.setup(RLHF_MCORE_STACK="gpu", LOADS="1")
+    assert done.returncode == 0, done.stderr
+    *_, wheel, source, _ = checkout.calls()
+    assert "--only-binary vllm" in wheel
+    assert "--no-build-isolation --no-binary vllm --reinstall-package vllm" in source and "--require-hashes" in source
+
+
+@pytest.mark.parametrize("torch", ["2.12.1+cu130", "2.13.1+cpu is a build without CUDA"])
+def test_another_torch_than_that_of_the_container_is_refused(checkout: Checkout, torch: str) -> None:
+    done = checkout.setup(RLHF_MCORE_STACK="gpu", TORCH=torch.partition(" is ")[2] or torch)
+    assert done.returncode == 1
+    assert "vLLM of requirements/gpu.in is for torch 2.13 with CUDA" in done.stderr and "container" in done.stderr
+    assert not checkout.stamp.exists()
+
+
+def test_libraries_that_lack_something_do_not_load(tmp_path: Path) -> None:
+    """As setup.sh asks: of a vLLM with one library that is none. The one that is installed here loads."""
+    setup = (ROOT / "launch" / "setup.sh").read_text(encoding="utf-8")
+    check = re.search(r"vllm_loads\(\) \{\n *\S+ -c '(.*?)'\n\}", setup, re.DOTALL)
+    assert check is not None
+
+    def loads(folder: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": folder}
+        return subprocess.run([sys.executable, "-c", check[1]], env=environment, capture_output=True, text=True, timeout=120)
+
+    assert (done := loads("")).returncode == 0, done.stderr
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "_C.abi3.so").write_text("no library")
+    done = loads(str(tmp_path))
+    assert done.returncode == 1 and done.stderr.startswith("_C.abi3.so: ") and done.stderr.endswith("_C.abi3.so does not load\n")
 
 
 @pytest.mark.parametrize("stack", ["", "cpu"])
