@@ -28,6 +28,7 @@ from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.remote import EngineEnd
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
+from tests.distributed.nccl_rules import enforce
 from tests.unit.bridge.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,6 +248,7 @@ class EngineProcesses:
 
 def main(socket_path: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    enforce()
     for line in sys.stdin:
         if os.fork() == 0:
             try:

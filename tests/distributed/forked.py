@@ -16,6 +16,7 @@ from pathlib import Path
 from rlhf_mcore.cli import rank
 from rlhf_mcore.platform import eager_imports
 from rlhf_mcore.rollout import preload_engine
+from tests.distributed.nccl_rules import enforce
 
 MODULE = "tests.distributed.forked"
 
@@ -32,6 +33,7 @@ def main() -> int:
     module, *arguments = sys.argv[1:]
     with eager_imports():
         worker = import_module(module)
+    enforce()
     worker.main(*(Path(argument) if os.path.isabs(argument) else argument for argument in arguments))
     return 0
 

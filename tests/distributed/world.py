@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
 
 from rlhf_mcore.cli.launch import local_logs, local_rendezvous, torchrun_command
 from tests.commands import descendants
-from tests.distributed import forked
+from tests.distributed import forked, nccl_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +85,8 @@ def _start(worker: str, num_ranks: int, output: IO[str], *arguments: str) -> sub
     command = torchrun_command(options, num_ranks, [f"tests.{worker}", *arguments], forked.MODULE)
     command[1:1] = ["-W", "ignore"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    if worker.startswith("distributed."):  # vLLM has groups of its own in end-to-end tests
+        environment[nccl_rules.VARIABLE] = tempfile.mkdtemp(dir=Path(output.name).parent)
     return subprocess.Popen(
         command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -79,7 +79,9 @@ PAIRS = st.tuples(st.integers(0, RANKS - 1), st.integers(0, RANKS - 1)).filter(l
 
 
 @given(messages=st.lists(PAIRS, max_size=40), limit=st.integers(1, 4))
-def test_ranks_that_cut_their_messages_into_batches_do_not_wait_for_each_other(messages: list[Pair], limit: int) -> None:
+def test_ranks_that_cut_their_messages_into_batches_do_not_wait_for_each_other(
+    messages: list[Pair], limit: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "MAX_BATCH", limit)
         queues = [batches_of(rank, messages, patch) for rank in range(RANKS)]
