@@ -88,9 +88,11 @@ def _attributes(tree: ast.Module, imported: Collection[str], others: Collection[
     What a call of ``others``, the imports from elsewhere, returns is no library's either.
     """
     roots = {*imported}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(_root(part) in imported for part in ast.walk(node.value)):
-            roots |= {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            if any(_root(value, through_calls=True) in others for value in values):
+                roots |= {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
     return {
         node.attr
         for node in ast.walk(tree)

@@ -68,7 +68,7 @@ def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], fol
     from rlhf_mcore.cli.models import ModelBuilder
     from rlhf_mcore.config.derive import resolve
     from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.parallel.collectives import world_group
+    from rlhf_mcore.parallel.collectives import all_gather_json, world_group
     from rlhf_mcore.protocols import SyncMismatch
     from rlhf_mcore.rollout import EngineModel, build_engine
 
@@ -81,7 +81,7 @@ def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], fol
         dtype = platform.dtype(cfg.model.dtype)
         engine = engine or build_engine(cfg.rollout, EngineModel.of(cfg, dtype, hf_shapes(spec.geometry.trunk)))
         # Buckets of a quarter of the largest tensor: pieces of it travel apart. Poison shows what no message has written.
-        bucket = max(parameter.tensor.nbytes for parameter in parameters) // 4
+        bucket = max(all_gather_json(max(parameter.tensor.nbytes for parameter in parameters))) // 4
         options: dict[str, Any] = {"bucket_bytes": bucket, "verify": "digest", "poison": True}
         bridge = PlannedBridge(parameters, spec.geometry, engine, world_group(), **options)
         row: dict[str, Any] = {"layout": name, "dtype": dtype, "engine": cfg.rollout.engine}
