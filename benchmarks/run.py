@@ -50,6 +50,7 @@ ROWS = (
     Row("exchange", "moving rows between 4 ranks by an earlier release's", needs="--against"),
     Row("scaling", "control per row at 16 times the rows by that at 1"),
     Row("bridge_sync", "weight sync by the engine's own reload from memory"),
+    Row("sync_checks", "checks after a sync by a step of the run"),
     Row("bridge_bytes", "bytes sent by the lower bound"),
     Row("bridge_plan", "seconds to plan a sync of 16,384 ranks"),
     Row("bridge_remote", "sync to an engine of its own by a plain copy"),

@@ -70,7 +70,9 @@ def build_disaggregated(
         kept = HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in sent})
     remote = RemoteBridge(
         Side(parameters, NoTarget()),
-        BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, live),
+        BridgeJob(
+            actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, cfg.bridge.digest_every, live
+        ),
         world_group(),
         fleet,
         address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),

@@ -30,7 +30,7 @@ from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.rollout.engine import Engine
-from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
+from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
@@ -166,7 +166,7 @@ def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: W
         return None
     length = min(NUM_TOKENS, cfg.data.max_prompt_tokens)
     prompts = canary_prompts(worker.engine.num_engines, length, actor.model.spec.geometry.vocab_size)
-    sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(NUM_TOKENS, drawn.max_new_tokens))
+    sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(MAX_NEW_TOKENS, drawn.max_new_tokens))
     return Canary(worker, target, actor, prompts, sampling, TOLERANCE[DTYPES[run.dtype]])
 
 
@@ -198,6 +198,7 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget, traced: Engin
         world_group(),
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
+        digest_every=cfg.bridge.digest_every,
         gatherer=gatherer,
         traced=traced,
         nodes=nodes(),

@@ -170,7 +170,11 @@ def build_checkpointer(
         ahead=ahead,
     )
     restorer = Restorer(directory, state, files, models)
-    load_best = partial(restorer.load_best, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
+
+    def load_best() -> int | None:
+        with room():  # what engines have drawn is compared with the weights that they have
+            return restorer.load_best(cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
+
     keeper = _Housekeeping(cfg, directory, record)
     checkpointer = RunCheckpointer(
         writer=CheckpointWriter(

@@ -144,6 +144,8 @@ def resolve(cfg: Config) -> Config:
             schedule.warmup_updates = math.ceil(schedule.warmup_ratio * schedule.total_updates)
     if cfg.model.tokenizer_path is None:
         cfg.model.tokenizer_path = cfg.model.path
+    if cfg.bridge.canary is None:
+        cfg.bridge.canary = cfg.rollout.placement == "colocated"
     for frozen in (cfg.reference, cfg.reward.model):
         if frozen.offload_by_layer and frozen.offload is None:
             frozen.offload = True

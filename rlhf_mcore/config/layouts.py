@@ -26,7 +26,7 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
     if cfg.actor.ranks is not None and (cfg.bridge.method == "gather" or cfg.bridge.verify == "full"):
         yield (
             f"actor.ranks={cfg.actor.ranks}: full tensors are gathered by all ranks (bridge.method={cfg.bridge.method}, "
-            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify off or digest, or set actor.ranks=null"
+            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify sample, digest or off, or set actor.ranks=null"
         )
     tp = cfg.rollout.layout.tp
     if world % tp and cfg.rollout.placement == "colocated":

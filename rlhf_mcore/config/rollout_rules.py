@@ -35,8 +35,8 @@ def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
 def rollout_problems(cfg: Config) -> Iterator[str]:
     """What keys of engines and schedule ask of each other."""
     yield from _support_problems(cfg.rollout.sampling)
-    if cfg.bridge.method == "gather" and cfg.bridge.verify != "off":
-        yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; set bridge.verify=off"
+    if cfg.bridge.method == "gather" and cfg.bridge.verify not in ("off", "sample"):
+        yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; remove it"
     if cfg.model.attention in ("eager", "sdpa", "flash_attention_2") and cfg.rollout.engine != "hf":
         yield f"model.attention={cfg.model.attention} is of rollout.engine=hf, found {cfg.rollout.engine!r}; set it to auto"
     if cfg.model.attention == "flash_attention_2" and cfg.model.dtype == "fp32":
@@ -102,5 +102,5 @@ def _apart_problems(cfg: Config) -> Iterator[str]:
     if cfg.bridge.method != "planned" or cfg.bridge.verify == "full":
         yield (
             f"rollout.placement=disaggregated: full tensors do not travel to engines of their own (bridge.method={cfg.bridge.method}, "
-            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify off or digest"
+            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify sample, digest or off"
         )

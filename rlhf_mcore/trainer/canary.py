@@ -1,6 +1,6 @@
 """A canary after every sync: each engine's logprobs of a few tokens must be the trainer's.
 
-It is cheap (eight tokens an engine) and sees what hashes of weights cannot: kernels that read something else than what was written,
+It is cheap (four tokens an engine) and sees what hashes of weights cannot: kernels that read something else than what was written,
 memory that did not come back from sleep. It sees gross errors only; that every bit arrived is what ``bridge.verify`` proves.
 """
 
@@ -18,12 +18,12 @@ from rlhf_mcore.protocols import SyncMismatch, WeightTarget
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.parts import LogprobModel
 from rlhf_mcore.trainer.rollouts import RolloutWorker
-from rlhf_mcore.types import Prompt, Sampling, Score
+from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 # Largest mean difference of a response's logprobs. Sums in another order differ by 1e-6 in fp32 and by 1e-2 in bf16, and in a mixture
 # a token near the border between two experts may take the other one.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-NUM_TOKENS = 8  # of a prompt, and of a response, at most
+NUM_TOKENS, MAX_NEW_TOKENS = 8, 4  # of a prompt, and of a response, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,23 @@ class Canary:
         """Generate a response on every engine and let the trainer score it. Collective over the world.
 
         Raises:
+            SyncMismatch: as ``score``.
+        """
+        self.score(version, self.draw(version))
+
+    def draw(self, version: int) -> list[Trajectory]:
+        """Generate a response on every engine; those of this rank. Collective over the world."""
+        engine = self.worker.engine
+        mine = [self.prompts[place] for place in range(engine.engine_index, len(self.prompts), engine.num_engines)]
+        return self.worker.generate(mine, self.sampling, step=version)
+
+    def score(self, version: int, drawn: Sequence[Trajectory]) -> None:
+        """Compare what was drawn with the trainer, which must have the weights of ``version`` still. Collective over the world.
+
+        Raises:
             SyncMismatch: the logprobs differ by more than the tolerance. The engines are unusable until the next whole sync.
         """
-        difference = self._difference(version)
+        difference = self._difference(drawn)
         if not difference <= self.tolerance:
             problem = (
                 f"after the sync of version {version} an engine's logprobs of the canary differ from the trainer's by "
@@ -52,11 +66,10 @@ class Canary:
             self.target.abandon(problem)
             raise SyncMismatch(problem)
 
-    def _difference(self, version: int) -> float:
+    def _difference(self, trajectories: Sequence[Trajectory]) -> float:
         """Largest mean difference of a response, over all engines; the same on every rank."""
         engine = self.worker.engine
         mine = range(engine.engine_index, len(self.prompts), engine.num_engines)
-        trajectories = self.worker.generate([self.prompts[place] for place in mine], self.sampling, step=version)
         scores = [Score(0.0) for _ in trajectories]
         batch = RowExchange(1)(self.prompts, list(mine) if engine.is_lead else [], trajectories, scores).batch
         gaps = (self.actor.compute_logprobs(batch) - batch.rollout_logprobs).abs()

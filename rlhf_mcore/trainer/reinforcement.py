@@ -164,6 +164,7 @@ class EnginePublisher:
     sharing: DeviceSharing
     canary: Canary | None = None
     _version: int = field(default=-1, init=False)  # of the weights that were published last
+    _drawn: list[Trajectory] | None = field(default=None, init=False)  # of the canary, and not scored yet
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Replace the weights of the engines. Their caches are allocated when the sync needs its buffers no longer. Collective."""
@@ -172,8 +173,12 @@ class EnginePublisher:
         return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
 
     def withdraw(self) -> None:
-        """The engines sleep until the next weights come."""
+        """The engines sleep until the next weights come. What the canary has drawn is scored, where it waits for that. Collective."""
         self.sharing.sleep(self.sleeper)
+        if self.canary is not None and self._drawn is not None:
+            with self.recorder.phase("sync"):
+                drawn, self._drawn = self._drawn, None
+                self.canary.score(self._version, drawn)
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
@@ -202,5 +207,8 @@ class EnginePublisher:
         self.sharing.settle()
         self.sharing.wake(self.sleeper, "kv_cache")
         if self.canary is not None:
-            self.canary.check(version)
+            self._drawn = self.canary.draw(version)
+            if not self.sharing.parts:  # else the trainer's weights come when the engines sleep, and have room
+                drawn, self._drawn = self._drawn, None
+                self.canary.score(version, drawn)
         return stats

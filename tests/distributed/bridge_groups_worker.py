@@ -15,11 +15,13 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
+from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
-from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.protocols import EngineRank, SyncMismatch
 from rlhf_mcore.types import LocalParameter, Shard, StateShard
 from tests.distributed.setting import finish, start
 from tests.unit.bridge.engine import Engine
@@ -90,6 +92,34 @@ def sync_apart(group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
+def sample(group: dist.ProcessGroup) -> list[str]:
+    """Whether syncs whose samples are compared pass, from tensors and from averages; and what is said when a bit of the last engine
+    differs."""
+    hf, is_trainer = hf_tensors(GEOMETRY), group.rank() < TP
+    held = held_of(group, hf)
+    parameters = parameters_of(group, held) if is_trainer else []
+    target = NoTarget() if is_trainer else Engine({name: tensor.shape for name, tensor in hf.items()})
+    options: dict[str, Any] = {"bucket_bytes": 256, "verify": "sample", "poison": True}
+    averages = Averages(held, held) if is_trainer else None
+    for sources in (averages, None):
+        bridge = PlannedBridge(parameters, GEOMETRY, target, group, sources=sources, **options)
+        for version in range(3):
+            bridge.sync(version)
+    close, name = EngineDestinations.close, "model.layers.1.input_layernorm.weight"
+
+    def tampered(landing: EngineDestinations, bucket: Bucket) -> None:
+        if name in bucket.destination_buffers and group.rank() == group.size() - 1:
+            landing.open(bucket)[name].view(torch.int64)[-1] ^= 1
+        close(landing, bucket)
+
+    with mock.patch.object(EngineDestinations, "close", tampered):
+        try:
+            bridge.sync(3)
+        except SyncMismatch as error:
+            return [str(error), *(() if is_trainer else [str(target.policy_version)])]
+    return []
+
+
 def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
     """Weights and state of an optimizer as files of a group: what differs when they are read again."""
     hf = {name: tensor.float() * scale for name, tensor in hf_tensors(GEOMETRY).items()}
@@ -148,5 +178,6 @@ def main(directory: Path) -> None:
         found = [sync(groups[mine], 5.0 + mine), save(groups[mine], 5.0 + mine, directory / f"messages{mine}")]
     findings["pairs, by messages"] = all_gather_json(found)
     findings["apart"] = all_gather_json(sync_apart(world))
+    findings["samples"] = all_gather_json(sample(world))
     findings["claims"] = all_gather_json(claims(rank))
     finish(findings, directory)

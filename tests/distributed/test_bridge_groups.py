@@ -51,6 +51,11 @@ def test_trainers_and_engines_may_be_on_ranks_of_their_own(findings: Any) -> Non
         assert found["bytes"] == [0 if found["is_trainer"] else num_bytes, 0]
 
 
+def test_samples_show_every_rank_the_tensor_that_one_engine_has_wrong(findings: Any) -> None:
+    text = "1 tensors differ after the sync in some of their elements, among them model.layers.1.input_layernorm.weight"
+    assert findings["samples"] == [[text], [text], [text, "-1"], [text, "-1"]]
+
+
 def test_engines_get_different_numbers_of_a_counter_and_ranks_of_an_engine_the_same(findings: Any) -> None:
     lead, follower, other_lead, other_follower = findings["claims"]
     assert (follower, other_follower) == (lead, other_lead)

@@ -40,6 +40,7 @@ class BridgeJob:
     geometry: ModelGeometry
     bucket_bytes: int
     verify: str = "off"
+    digest_every: int = 100
     live_cpu_weights: bool = False  # of vLLM; see keep_loading_layout
     poison: bool = False
 
@@ -86,6 +87,7 @@ class _End:
                     bucket_bytes=job.bucket_bytes,
                     sources=side.sources,
                     verify=job.verify,
+                    digest_every=job.digest_every,
                     nodes=[numbers[name] for name in names] if len(numbers) > 1 else None,
                     poison=job.poison,
                 )

@@ -25,6 +25,7 @@ from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
+from rlhf_mcore.bridge.run.samples import Drawn, Held, Samples, differing
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
@@ -113,6 +114,7 @@ class _Transfer:
     rank_plan: RankPlan
     executor: Executor
     names: frozenset[str] | None = None
+    held: tuple[Held, Held] | None = None  # see ``PlannedBridge._held_samples``
 
     def brings(self, piece: Piece) -> bool:
         return self.names is None or piece.hf_name in self.names
@@ -132,8 +134,9 @@ class PlannedBridge:
         sources: what is sent instead of the parameters' own tensors, under the same names and in the same shapes: merged with
             adapters, averaged or cast.
         bucket_bytes: limit of what a rank sends, and of what it receives, at a time; two buckets are in flight.
-        verify: "off"; "digest": hash every tensor on both sides after every sync; "full", for debugging: load all weights again the
-            plain way, through ``gatherer``, and compare every engine parameter bit for bit.
+        verify: "off"; "sample": compare some elements of every tensor after every sync, and hash as "digest" does after the first
+            one and after every ``digest_every``; "digest": hash every tensor on both sides after every sync; "full", for debugging:
+            load all weights again the plain way, through ``gatherer``, and compare every engine parameter bit for bit.
         gatherer: of the same tensors; needed for "full" only.
         traced: what the target's model holds, see :func:`engine_map`, where that was asked before; an engine that has slept has lost
             the weights that its loaders are asked with.
@@ -152,6 +155,7 @@ class PlannedBridge:
         bucket_bytes: int,
         sources: Sources | None = None,
         verify: str = "off",
+        digest_every: int = 100,
         gatherer: Gatherer | None = None,
         traced: EngineMap | None = None,
         nodes: Sequence[int] | None = None,
@@ -166,6 +170,7 @@ class PlannedBridge:
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._is_tied = geometry.tied_embeddings
         self._group = group
+        self._digest_every, self._num_syncs = digest_every, 0
         self._map = engine_map(target.model, shapes) if traced is None else traced
         self._dtypes = wire_dtypes(parameters, pieces_of, group)
         self._described = _Descriptions(
@@ -237,15 +242,20 @@ class PlannedBridge:
             ValueError: ``only`` names no tensor, or ``verify`` is "full", which compares all.
         """
         started = time.perf_counter()
-        transfer = self._whole if only is None else self._part(only)
-        written = _Written(self._described, transfer, self._verify, self._group)
+        transfer, verify = self._whole if only is None else self._part(only), self._verify
+        if verify == "sample" and self._num_syncs % self._digest_every == 0:
+            verify = "digest"
+        drawn = None
+        if verify == "sample":
+            drawn = Drawn(self._held_samples(transfer)[1].reads(version, self._sources.device))
+        written = _Written(self._described, transfer, verify, self._group, drawn)
         with self._target.begin(version) as model:
             destinations = EngineDestinations(
                 model,
                 self._map,
                 transfer.rank_plan,
                 poison=self._poison,
-                written=None if self._verify == "off" else written.add,
+                written=None if verify == "off" else written.add,
                 names=transfer.names,
             )
             try:
@@ -254,10 +264,13 @@ class PlannedBridge:
             except BaseException:
                 destinations.abandon()
                 raise
-            if self._verify == "digest":
+            if verify == "digest":
                 compare(self._source_digests(transfer), written.digests())
-        if self._verify == "full":
+            elif drawn is not None:
+                self._compare_samples(transfer, drawn, version)
+        if verify == "full":
             self._compare_in_full(written.copies, version)
+        self._num_syncs += 1
         plan, seconds = transfer.rank_plan, time.perf_counter() - started
         return SyncStats(seconds, plan.received_bytes, plan.local_bytes, transfer.executor.peak_bytes, plan.sent_bytes)
 
@@ -277,22 +290,53 @@ class PlannedBridge:
 
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
         """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the group."""
-        described, sources = self._described, self._sources
+        described = self._described
+        found = {
+            place.buffer: [described.digest(flat, piece) for piece in place.pieces]
+            for place, flat in self._sent(transfer)
+        }
         places = _brought(described.sources, transfer)
         held = [place for place in places if self._group.rank() in place.ranks]
-        found: dict[str, list[Tensor]] = {}
+        mine = [value for place in held for value in found.get(place.buffer, [None] * len(place.pieces))]
+        return tensor_digests(mine, places, described.shapes, self._group)
+
+    def _sent(self, transfer: _Transfer) -> Iterator[tuple[Place, Tensor]]:
+        """This rank's flat tensors with what a transfer brings of them."""
+        sources, seen = self._sources, set[str]()
+        held = [p for p in _brought(self._described.sources, transfer) if self._group.rank() in p.ranks]
         for bucket in transfer.rank_plan.buckets:
             # Of sources that are made bucket by bucket, a rank has only what it sends.
             names = None if sources.is_static else bucket.source_buffers
-            unread = [place for place in held if place.buffer not in found and (names is None or place.buffer in names)]
+            unread = [p for p in held if p.buffer not in seen and (names is None or p.buffer in names)]
             if unread:
                 flats = sources.open(bucket)
                 for place in unread:
-                    found[place.buffer] = [described.digest(flats[place.buffer], piece) for piece in place.pieces]
+                    yield place, flats[place.buffer]
+                seen.update(place.buffer for place in unread)
                 if not sources.is_static:
                     sources.close(bucket)
-        mine = [value for place in held for value in found.get(place.buffer, [None] * len(place.pieces))]
-        return tensor_digests(mine, places, described.shapes, self._group)
+
+    def _held_samples(self, transfer: _Transfer) -> tuple[Held, Held]:
+        """Where samples of what a transfer brings are on this rank: in what it sends, and in its engine."""
+        if transfer.held is None:
+            described, rank = self._described, self._group.rank()
+            samples = Samples(described.shapes, described.engine_dtypes)
+            sent, received = (
+                samples.held((p.buffer, p.pieces) for p in _brought(side, transfer) if rank in p.ranks)
+                for side in (described.sources, described.destinations)
+            )
+            transfer.held = sent, received
+        return transfer.held
+
+    def _compare_samples(self, transfer: _Transfer, received: Drawn, version: int) -> None:
+        held, device = self._held_samples(transfer)[0], self._sources.device
+        sent = Drawn(held.reads(version, device))
+        for place, flat in self._sent(transfer):
+            sent.add(place.buffer, flat)
+        mine = differing(held.samples, sent, received, device, self._group)
+        wrong = sorted({name for names in all_gather_json(mine, self._group) for name in names})
+        if wrong:
+            raise SyncMismatch(f"{len(wrong)} tensors differ after the sync in some of their elements, among them {wrong[0]}")
 
     def _compare_in_full(self, copies: dict[str, Tensor], version: int) -> None:
         """Load the engine again as vLLM does, from gathered tensors: every parameter must come out as the sync has left it."""
@@ -319,16 +363,21 @@ class PlannedBridge:
 
 
 class _Written:
-    """What a sync has written into the engine, parameter by parameter: hashes, or copies."""
+    """What a sync has written into the engine, parameter by parameter: hashes, samples, or copies."""
 
-    def __init__(self, described: _Descriptions, transfer: _Transfer, verify: str, group: dist.ProcessGroup):
+    def __init__(
+        self, described: _Descriptions, transfer: _Transfer, verify: str, group: dist.ProcessGroup, drawn: Drawn | None
+    ):
         self._described, self._transfer, self._verify, self._group = described, transfer, verify, group
+        self._drawn = drawn
         self._digests: dict[str, list[Tensor]] = {}
         self.copies: dict[str, Tensor] = {}
 
     def add(self, parameter: EngineParameter, flat: Tensor) -> None:
         if self._verify == "full":
             self.copies[parameter.name] = flat.clone()
+        elif self._drawn is not None:
+            self._drawn.add(parameter.name, flat)
         else:
             brought = [piece for piece in parameter.pieces if self._transfer.brings(piece)]
             self._digests[parameter.name] = [self._described.digest(flat, piece) for piece in brought]

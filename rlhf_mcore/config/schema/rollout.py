@@ -220,16 +220,30 @@ class BridgeConfig(Group):
         only_with="bridge.method=planned",
     )
     verify: str = key(
-        "off",
+        "sample",
         "`planned`",
-        one_of("off", digest="hash every tensor on both sides after every sync", full="for debugging: slow"),
-        more="The run ends at a difference. `full` also loads everything the plain way and compares bit for bit (costs a gather, a "
-        "reload and a copy of the engine's weights).",
+        one_of(
+            "off",
+            sample="compare some elements of every tensor after every sync",
+            digest="hash every tensor on both sides after every sync",
+            full="for debugging: slow",
+        ),
+        more="The run ends at a difference. `sample` takes other elements for every version, and hashes every tensor after the first "
+        "sync and after every `bridge.digest_every`. `full` also loads everything the plain way and compares bit for bit (costs a "
+        "gather, a reload and a copy of the engine's weights).",
     )
-    canary: bool = key(
-        False,
+    digest_every: int = key(
+        100,
+        "`verify: sample`: syncs of which one hashes every tensor",
+        AT_LEAST_1,
+        only_with="bridge.verify=sample",
+    )
+    canary: Optional[bool] = key(
+        None,
         "after every sync, compare logprobs of a few tokens between engines and trainer",
-        more="Every engine draws them; one that disagrees with the trainer is not used.",
+        null="with colocated engines",
+        more="Every engine draws them; one that disagrees with the trainer is not used. Where models leave the device between their "
+        "uses, the trainer computes its own when the engines sleep, before it learns.",
     )
     live_cpu_weights: bool = key(
         False,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run import sync
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import PlannedBridge, TrainedWeights
 from rlhf_mcore.parallel.collectives import world_group
@@ -64,7 +65,7 @@ def engine_of(trainer: Trainer) -> Engine:
     return Engine({name: tensor.shape for name, tensor in trainer.hf.items()})
 
 
-@pytest.mark.parametrize("verify", ["off", "digest", "full"])
+@pytest.mark.parametrize("verify", ["off", "sample", "digest", "full"])
 def test_a_whole_sync_replaces_everything(trainer: Trainer, verify: str) -> None:
     engine = engine_of(trainer)
     bridge = trainer.bridge(engine, verify=verify, gatherer=trainer.gatherer)
@@ -75,7 +76,7 @@ def test_a_whole_sync_replaces_everything(trainer: Trainer, verify: str) -> None
         trainer.update()
 
 
-@pytest.mark.parametrize("verify", ["off", "digest"])
+@pytest.mark.parametrize("verify", ["off", "sample", "digest"])
 @pytest.mark.parametrize(
     ("only", "brought"),
     [
@@ -179,6 +180,22 @@ def test_a_changed_bit_is_noticed_and_nothing_is_generated(
     monkeypatch.undo()
     bridge.sync(1)
     engine.require_weights()
+
+
+def test_samples_are_compared_between_two_syncs_that_are_hashed(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    monkeypatch.setattr(sync, "compare", lambda sent, received: hashed.append(version))
+    engine = engine_of(trainer)
+    bridge = trainer.bridge(engine, verify="sample", digest_every=3)
+    for version in range(5):
+        bridge.sync(version)
+    assert hashed == [0, 3]
+    tamper(monkeypatch, "model.layers.1.input_layernorm.weight")
+    with pytest.raises(SyncMismatch, match=r"1 tensors differ .* some of their elements.*layers\.1\.input_layernorm"):
+        bridge.sync(5)
+    assert engine.policy_version == -1
 
 
 def test_full_verification_is_of_whole_syncs(trainer: Trainer) -> None:

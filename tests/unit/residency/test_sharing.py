@@ -300,6 +300,29 @@ def test_a_save_needs_less_than_an_update_and_leaves_the_engine_as_it_was() -> N
     run.step(2)
 
 
+def test_the_canary_is_scored_when_the_engine_sleeps_and_before_anything_is_learned() -> None:
+    run, scored = Colocated(), list[tuple[int, list[str], int, int]]()
+
+    class Bird:
+        def draw(self, version: int) -> list[str]:
+            assert run.device.used() == sum(ENGINE.values())
+            return [f"drawn of {version}"]
+
+        def score(self, version: int, drawn: list[str]) -> None:
+            with run.models["actor"].use(WEIGHTS):
+                scored.append((version, drawn, run.device.used(), run.tensors["actor"][WEIGHTS].unique().item()))
+
+    run.publisher.canary = Bird()  # type: ignore[assignment]
+    run.publisher.publish(0)
+    assert scored == []
+    run.step(1)
+    assert scored == [(0, ["drawn of 0"], SIZES["actor"][WEIGHTS], 0)]
+    with run.publisher.asleep():
+        assert scored[1:] == [(1, ["drawn of 1"], SIZES["actor"][WEIGHTS], 1)]
+    run.step(2)
+    assert scored[2:] == [(1, ["drawn of 1"], SIZES["actor"][WEIGHTS], 1)]
+
+
 def test_after_a_save_that_has_failed_the_engine_is_awake() -> None:
     run = Colocated()
     run.publisher.publish(0)
