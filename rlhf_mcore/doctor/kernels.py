@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from rlhf_mcore.doctor.findings import Finding
 
 TE, TORCH, OURS, MEGATRON = "Transformer Engine", "torch", "rlhf_mcore", "Megatron"
+APEX = "fused_weight_gradient_mlp_cuda"  # of apex, which adds gradients of weights to fp32 buffers
 FUSED_ADAM = {"transformer_engine": TE, "amp_C": "apex", "apex": "apex"}
 
 
@@ -23,8 +24,8 @@ def expected_kernels(has_gpu: bool) -> dict[str, str]:
     return {
         "attention": TE if has_te else f"{TORCH} SDPA",
         "norm": TE if has_te else OURS,
-        "rope": MEGATRON,
-        "gradient accumulation": TORCH,
+        "rope": f"{TE}, fused" if has_te and has_gpu else MEGATRON,
+        "gradient accumulation": "fused" if has_te and has_gpu and find_spec(APEX) is not None else TORCH,
         "cross entropy": OURS,
         "experts": f"{TE}, grouped" if has_te else "one after the other",
         "dispatcher": "alltoall",

@@ -6,13 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -20,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.doctor.kernels import APEX
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, architecture_name
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.foreign import Fields, shorten
@@ -167,6 +171,7 @@ def transformer_config(
             family.activation == "silu" and "glu_linear_offset" not in settings,
             on_host=platform.name == "cpu",
         ),
+        **(fused_kernels(spec) if fused and platform.name == "cuda" else {"gradient_accumulation_fusion": False}),
     )
     if spec.rope_scale != 1.0 and not latent:
         # Attention asks for a yarn scaling factor s and multiplies by 0.1 ln(s) + 1; this s gives the factor of the HF config.
@@ -287,6 +292,18 @@ def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
     return dict(recompute_granularity="full", recompute_method=cfg.method, recompute_num_layers=cfg.num_layers)
 
 
+def fused_kernels(spec: ModelSpec) -> dict[str, bool]:
+    """Settings of Megatron that choose kernels of CUDA which compute what its plain code does, as far as they are installed."""
+    permutes = ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs", "fused_unpermute")
+    # Of packed sequences the fused rotation leaves out yarn's factor, and how pairs are told apart, without a word.
+    is_plain = spec.rope_scale == 1.0 and not spec.geometry.kv_lora_rank and not spec.megatron.get("rotary_interleaved")
+    return dict(
+        apply_rope_fusion=is_plain and rope_utils.fused_apply_rotary_pos_emb_thd is not None,
+        gradient_accumulation_fusion=find_spec(APEX) is not None,
+        moe_permute_fusion=spec.geometry.num_experts > 0 and all(getattr(moe_utils, name, None) for name in permutes),
+    )
+
+
 def _switches(fused: bool, deterministic: bool, has_fused_activation: bool, on_host: bool) -> dict[str, Any]:
     return dict(
         use_cpu_initialization=on_host,
@@ -296,7 +313,5 @@ def _switches(fused: bool, deterministic: bool, has_fused_activation: bool, on_h
         bias_dropout_fusion=False,
         bias_activation_fusion=(fused or on_host) and has_fused_activation,
         persist_layer_norm=fused,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=True,
     )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from megatron.core.transformer.enums import AttnBackend
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.doctor.kernels import APEX
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import DTYPES, Platform
 
 T = TypeVar("T")
 
-TE, APEX = "transformer_engine", "fused_weight_gradient_mlp_cuda"
+TE = "transformer_engine"
 _PACKAGES = {TE: "Transformer Engine", APEX: "NVIDIA's apex with --cuda_ext", "deep_ep": "DeepEP", "": ""}
 # Fields whose kernels are CUDA's: the module they are in, "" for Megatron or torch itself. False, null and 0 ask for nothing.
 _KERNELS = {
@@ -71,6 +72,13 @@ class Overrides:
             reason = shorten(f"{type(error).__name__}: {error}", 300)
             shown = f"{self.key}={shorten(repr(dict(self.values)), 300)}"
             raise ConfigError(f"{shown}: Megatron-core refuses it ({reason}); change or remove these fields") from error
+
+    def overlapping(self) -> Overrides:
+        """Let gradients be reduced and weights be gathered beside the passes, unless the user has said otherwise."""
+        if "overlap_grad_reduce" in self.values and not self.wants("overlap_grad_reduce"):
+            return self
+        values = {"overlap_grad_reduce": True, "overlap_param_gather": True, **self.values}
+        return replace(self, values=values)
 
     def wants(self, name: str) -> bool:
         return bool(self.values.get(name))

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import AutoConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
@@ -21,8 +23,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.mcore.model_spec import load_spec, transformer_config
+from rlhf_mcore.mcore import model_spec
+from rlhf_mcore.mcore.model_spec import fused_kernels, load_spec, transformer_config
+from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import CudaPlatform
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.types import ModelGeometry
 from tests.distributed.models import make
@@ -281,3 +286,44 @@ def test_windows_and_sinks_are_not_exchanged_in_a_ring(tmp_path: Path, model: st
     make(model, tmp_path)
     config = config_for(tmp_path, ParallelLayout(cp, cp=cp), fused=True)
     assert config.cp_comm_type == kind
+
+
+# ------------------------------------------------------------------------------------------------------- fused kernels
+ROPE, PERMUTE = "fused_apply_rotary_pos_emb_thd", ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine and apex, as far as Megatron and this project look for them."""
+    for name in (ROPE, "fused_apply_rotary_pos_emb"):
+        monkeypatch.setattr(rope_utils, name, object())
+    for name in (*PERMUTE, "fused_permute", "fused_sort_chunks_by_index", "fused_unpermute"):
+        monkeypatch.setattr(moe_utils, name, object(), raising=False)  # names that are there with Transformer Engine only
+    monkeypatch.setattr(model_spec, "find_spec", lambda name: object())
+
+
+def _fused(directory: Path, platform: Any, fused: bool = True, **overrides: Any) -> tuple[bool, bool]:
+    groups: Any = SimpleNamespace(layout=ParallelLayout(1), pp_rank=0)
+    settings: dict[str, Any] = dict(dtype="bf16", recompute=RecomputeConfig(), deterministic=False)
+    found = transformer_config(
+        load_spec(directory), groups, platform, fused=fused, overrides=Overrides(values=overrides), **settings
+    )
+    return found.apply_rope_fusion, found.gradient_accumulation_fusion
+
+
+def test_fused_kernels_are_the_default_where_they_are_installed(tmp_path: Path, installed: None) -> None:
+    write(tmp_path, "llama", head_dim=32)
+    assert _fused(tmp_path, CudaPlatform()) == (True, True)
+    assert _fused(tmp_path, CudaPlatform(), apply_rope_fusion=False) == (False, True)
+    assert _fused(tmp_path, CudaPlatform(), fused=False) == _fused(tmp_path, CpuPlatform()) == (False, False)
+    assert fused_kernels(load_spec(tmp_path))["moe_permute_fusion"] is False  # there are no experts
+
+
+def test_a_factor_of_yarn_is_not_lost_in_a_fused_rotation(tmp_path: Path, installed: None) -> None:
+    write(tmp_path, "qwen2", rope_parameters=YARN)
+    assert _fused(tmp_path, CudaPlatform()) == (False, True)
+
+
+def test_without_their_packages_there_are_none(tmp_path: Path) -> None:
+    write(tmp_path, "llama", head_dim=32)
+    assert not any(fused_kernels(load_spec(tmp_path)).values())

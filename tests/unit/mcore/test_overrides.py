@@ -56,6 +56,17 @@ def test_fields_that_need_no_kernel_and_those_switched_off_pass_on_the_cpu() -> 
     )
 
 
+def test_gradients_and_weights_travel_beside_the_passes_unless_the_user_says_otherwise() -> None:
+    both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert Overrides(values={"bucket_size": 3}).overlapping().values == {**both, "bucket_size": 3}
+    assert Overrides(values={"overlap_param_gather": False}).overlapping().values == {
+        **both,
+        "overlap_param_gather": False,
+    }
+    off = Overrides(values={"overlap_grad_reduce": False})
+    assert off.overlapping().values == off.values
+
+
 def test_buffers_of_transformer_engine_are_made_once_and_have_the_shape_of_every_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
