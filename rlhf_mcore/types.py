@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+    from torch import device as Device
 
 Array = TypeVar("Array")  # of numpy where engines draw, of torch where models learn
 
@@ -391,3 +392,9 @@ class Microbatch:
     max_seqlen: int = 0
     fields: dict[str, Tensor] = field(default_factory=dict)
     ragged: dict[str, Ragged[Tensor]] = field(default_factory=dict)
+    # During a pass: copies on the device, by name, of the fields and of what the model derives from the rest.
+    placed: dict[str, Tensor] = field(default_factory=dict)
+
+    def fields_on(self, device: Device) -> dict[str, Tensor]:
+        """Return the fields on a device, those of ``placed`` where they are there."""
+        return {name: self.placed.get(name, value).to(device) for name, value in self.fields.items()}

@@ -133,6 +133,10 @@ class LateCuda:
         for stream in (*self._streams, self._computing):
             stream.synchronize()
 
+    def empty(self, *sizes: int, pin_memory: bool = False, **named: Any) -> Tensor:
+        """``torch.empty``: torch's own pinned memory is plain here, and not counted."""
+        return torch.empty(*sizes, **named)
+
     def launch(self, *_: Any, **__: Any) -> Tensor:
         """As torch launches a kernel: it raises what CUDA remembers, which forgets it."""
         error, self.last_error = self.last_error, 0
@@ -195,7 +199,7 @@ class LatePlatform(CpuPlatform, CudaPlatform):
 def install(monkeypatch: pytest.MonkeyPatch, refuses: int = 0) -> LateCuda:
     """Make it the device of this process."""
     cuda = LateCuda(refuses)
-    monkeypatch.setattr(rlhf_mcore.platform, "torch", ModuleView(torch, {"cuda": cuda, "ones": cuda.launch}))
+    monkeypatch.setattr(rlhf_mcore.platform, "torch", ModuleView(torch, {"cuda": cuda, "ones": cuda.launch, "empty": cuda.empty}))
     monkeypatch.setattr(cpu, "CpuPlatform", LatePlatform)
     monkeypatch.setattr(Tensor, "copy_", lambda to, source, non_blocking=False: cuda.copy(to, source, non_blocking))
     monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, size: cuda.resize(storage, size))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.mcore.latent import SummedGradient
+from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.parallel.context import to_parts, to_tokens
 
 CHUNK = 64  # tokens whose states are never made: what they read of each other is one triangular system
@@ -106,13 +106,13 @@ class GatedDeltaNet(torch.nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, hidden] (a part of the tokens under sequence parallelism), packed with b = 1. Returns as much, and no bias."""
         mixed, cp = self.in_proj(hidden_states)[0], self._cp.size()  # [s, b, outputs of this rank]
         batch, packed = mixed.size(1), packed_seq_params
-        sizes = [len(mixed) * cp] if packed is None else np.diff(packed.cu_seqlens_q.tolist()).tolist()
+        sizes = [len(mixed) * cp] if packed is None else list(packed.sizes)
         if cp > 1:
             columns = [self._columns(heads) for heads in self._shares]
             by_rank = mixed.index_select(-1, torch.cat(columns).to(mixed.device))

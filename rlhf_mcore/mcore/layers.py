@@ -23,7 +23,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mlp_module_spec_for_backend,
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -46,8 +45,9 @@ from rlhf_mcore.families.base import Family
 from rlhf_mcore.mcore.delta_net import delta_net_spec
 from rlhf_mcore.mcore.latent import LatentAttention, Rotary, local_attention_spec
 from rlhf_mcore.mcore.norms import NormedAdd, ProjectionNorm, RMSNorm
+from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.weights import unwrap
-from rlhf_mcore.parallel.context import chunks_of, gather_context
+from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_ranks
 from rlhf_mcore.platform.megatron_versions import submodules_of
 
 try:
@@ -94,19 +94,21 @@ class SDPACoreAttention(torch.nn.Module):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         """Returns [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
         cp = 1 if self._group is None else self._group.size()
         if self._group is not None:
-            sizes = [len(query) * cp] if packed_seq_params is None else packed_seq_params.cu_seqlens_q.diff().tolist()
-            key, value = (gather_context(x, sizes, self._group, sums_gradient=True) for x in (key, value))
+            order = None if packed_seq_params is None else packed_seq_params.order
+            if order is None:
+                order = order_of_ranks([len(query) * cp], cp).to(query.device)
+            key, value = (gather_context(x, order, self._group, sums_gradient=True) for x in (key, value))
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._attend(q, k, v)  # [b, heads, s, d]
             return out.permute(2, 0, 1, 3).flatten(2)
         # Neighbours of one length are a batch. All are cut at once: the gradient of a slice is as long as what it is cut from.
-        lengths, parts = packed_seq_params.cu_seqlens_q.diff().tolist(), []
+        lengths, parts = packed_seq_params.sizes, []
         runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
         spans = [length * count for length, count in runs]
         cut = query.split([span // cp for span in spans]), key.split(spans), value.split(spans)
@@ -251,7 +253,7 @@ class Router(TopKRouter):
         """Count tokens [n, E], once where activations are recomputed. Megatron's own counts in 16 bits where weights have as many."""
         if self.assigned is not None and torch.is_grad_enabled():
             real = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
-            self.assigned = self.assigned.to(real.device) + real.sum(dim=0)
+            self.assigned = self.assigned + real.sum(dim=0)
 
 
 class _BestExpertOfGroups:

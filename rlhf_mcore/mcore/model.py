@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -24,9 +23,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
-from rlhf_mcore.data.collate import sequence_ids, sequence_sizes
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.latent import set_frequencies
 from rlhf_mcore.mcore.layers import (
     Router,
@@ -44,9 +43,10 @@ from rlhf_mcore.mcore.momentum import Locate
 from rlhf_mcore.mcore.mtp import MTPLearning, add_mtp_layers, mtp_loss, sum_embedding_gradients
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
+from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
 from rlhf_mcore.mcore.weights import local_parameters, mark_tensor_parallel, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
-from rlhf_mcore.parallel.context import gather_context, local_places
+from rlhf_mcore.parallel.context import gather_context
 from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
 from rlhf_mcore.parallel.ragged import take_tokens
 from rlhf_mcore.platform import Platform
@@ -85,6 +85,10 @@ class MegatronModel:
     @property
     def is_last_stage(self) -> bool:
         return self.groups.pp_rank == self.groups.layout.pp - 1
+
+    @property
+    def _inputs(self) -> PassInputs:
+        return PassInputs(self.groups, self.platform, bool(self.aux_loss_coef or self.expert_bias_rate))
 
     def local_parameters(self) -> list[LocalParameter]:
         """Every tensor of the model on this rank. See :func:`rlhf_mcore.mcore.weights.local_parameters`."""
@@ -160,7 +164,7 @@ class MegatronModel:
             # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
             metrics = {"loss": value.detach().clone(), **metrics}
             if self.mtp is not None:
-                added, sums = mtp_loss(self, outputs, microbatch, self._packed(microbatch), self.mtp)
+                added, sums = mtp_loss(self, outputs, microbatch, self._inputs.packed(microbatch), self.mtp)
                 value, metrics = value + added, {**metrics, **sums}
             return value, torch.zeros([], dtype=torch.int), metrics
 
@@ -168,7 +172,8 @@ class MegatronModel:
             chunk.train()
             chunk.zero_grad_buffer()  # type: ignore[operator]
         for router in routers(self.chunks):
-            router.assigned = torch.zeros(router.num_experts) if self.expert_bias_rate else None
+            device = self.platform.device()
+            router.assigned = torch.zeros(router.num_experts, device=device) if self.expert_bias_rate else None
         if self.aux_loss_coef:
             # The load-balancing loss is a mean over the tokens of the update, and its sums begin at zero.
             local = {"tokens": float(sum(sum(m.lengths) for m in microbatches))}
@@ -231,51 +236,47 @@ class MegatronModel:
         With a ``support`` also the log of its mass. Where the microbatch's ``weights``, or ``loss_mask``, are zero there are no
         logits, and all is zero. ``outputs``: of this model's last stage. ``output_weight``: of the output layer; None: the model's.
         """
-        fields, labels = microbatch.fields, self._local(microbatch, microbatch.fields["labels"])
+        placed = microbatch.placed or self._inputs.derive(microbatch)
         chunk = unwrap(self.chunks[-1])
         if (weight := output_weight) is None:
             tied = chunk.share_embeddings_and_output_weights
             weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-        hidden, flat = outputs.reshape(-1, outputs.size(-1)), labels.flatten()
-        counted = fields.get("weights", fields.get("loss_mask"))
-        places, support = None, microbatch.ragged.get("support")
-        order = torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)
-        own = self._local(microbatch, order).flatten()
-        if counted is not None:
-            chosen = self._local(microbatch, counted).flatten().nonzero().flatten()
-            flat, own, places = flat[chosen], own[chosen], chosen.to(hidden.device)
+        hidden, shape = outputs.reshape(-1, outputs.size(-1)), outputs.shape[:2]
+        support = microbatch.ragged.get("support")
+        if support is not None:
+            order = torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)
+            own = self._inputs.of_rank(microbatch, order).flatten()
+            counted = self._inputs.counted(microbatch)
+            support = take_tokens(support, own if counted is None else own[counted])
+        if (places := placed.get("counted")) is not None:
+            places = places.to(hidden.device)
             hidden = hidden.index_select(0, places)
         found = linear_logprobs(
             hidden,
             weight,
-            flat.to(hidden.device),
+            placed["targets"].to(hidden.device),
             vocab_size=self.spec.geometry.vocab_size,
             temperature=temperature,
             group=self.groups.collection.tp,
             chunk_tokens=self.logit_chunk_tokens,
             with_entropy=with_entropy,
-            support=None if support is None else take_tokens(support, own),
+            support=support,
             main_grad=getattr(weight, "main_grad", None),  # Megatron's: what microbatches add up to, in fp32
         )
 
         def whole(values: Tensor) -> Tensor:
             if places is not None:
-                values = values.new_zeros(labels.numel()).index_copy(0, places, values)
-            return self._whole(microbatch, values.view(labels.shape))
+                values = values.new_zeros(shape.numel()).index_copy(0, places, values)
+            return self._whole(microbatch, values.view(shape))
 
         return TokenLogprobs(whole(found.logprobs), *(x if x is None else whole(x) for x in found[1:]))
-
-    def _local(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Of [b, T] values of a microbatch those at this context-parallel rank's places: [b, T / cp]."""
-        cp = self.groups.layout.cp
-        return values if cp == 1 else values[:, local_places(sequence_sizes(microbatch), self.groups.cp_rank, cp)]
 
     def _whole(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """The other way, from all ranks: [b, T], of which all then compute the same loss. A rank's gradient is that of its places."""
         if self.groups.layout.cp == 1:
             return values
-        group = self.groups.collection.cp
-        return gather_context(values.t(), sequence_sizes(microbatch), group, sums_gradient=False).t()
+        order = (microbatch.placed or self._inputs.derive(microbatch))["order"].to(values.device)
+        return gather_context(values.t(), order, self.groups.collection.cp, sums_gradient=False).t()
 
     def _run(
         self, microbatches: Sequence[Microbatch], on_outputs: Callable[..., Any], *, forward_only: bool
@@ -284,7 +285,7 @@ class MegatronModel:
         self.config.finalize_model_grads_func = partial(_finalize, self.mtp is not None)
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
         communicator = P2PCommunicator(pp_group=pgs.pp, config=self.config) if layout.pp > 1 else None
-        with use_groups(self.groups, self.platform):
+        with self._inputs.place(microbatches), use_groups(self.groups, self.platform):
             return schedule(
                 forward_step_func=partial(self._forward_step, on_outputs),
                 data_iterator=[iter(microbatches) for _ in self.chunks],
@@ -301,46 +302,21 @@ class MegatronModel:
     def _forward_step(
         self, on_outputs: Callable[..., Any], iterator: Iterator[Microbatch], chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
-        microbatch, device = next(iterator), self.platform.device()
+        microbatch = next(iterator)
+        padding = microbatch.placed.get("padding")
+        if padding is not None and self.config.sequence_parallel and not unwrap(chunk).pre_process:
+            # Megatron shards the mask on the first stage, where it shards the embeddings, and not on the later ones.
+            padding = padding.chunk(self.groups.layout.tp, dim=1)[self.groups.tp_rank].contiguous()
         output = chunk(
-            input_ids=self._local(microbatch, microbatch.token_ids).to(device),
-            position_ids=self._local(microbatch, microbatch.position_ids).to(device),
+            input_ids=microbatch.placed["token_ids"],
+            position_ids=microbatch.placed["position_ids"],
             attention_mask=None,
-            packed_seq_params=self._packed(microbatch),
-            padding_mask=self._padding(microbatch, unwrap(chunk)).to(device) if self._balances else None,
+            packed_seq_params=self._inputs.packed(microbatch),
+            padding_mask=padding,
         )
         if self.groups.layout.cp > 1 and self.spec.geometry.head != "lm" and unwrap(chunk).post_process:
             output = self._whole(microbatch, output.squeeze(-1)).unsqueeze(-1)
         return output, partial(on_outputs, microbatch)
-
-    def _packed(self, microbatch: Microbatch) -> PackedSeqParams | None:
-        if microbatch.cu_seqlens is None:
-            return None
-        borders, longest = microbatch.cu_seqlens.to(self.platform.device()), microbatch.max_seqlen
-        padded = borders if self.groups.layout.cp > 1 else None  # what Transformer Engine cuts into chunks
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-
-    @property
-    def _balances(self) -> bool:
-        return bool(self.aux_loss_coef or self.expert_bias_rate)
-
-    def _padding(self, microbatch: Microbatch, chunk: GPTModel) -> Tensor:
-        """True at the tokens that routers leave out of the balance, in the shape that this chunk expects."""
-        ids, count = sequence_ids(microbatch)
-        real = torch.tensor(microbatch.lengths + [0] * (count - len(microbatch.lengths)))
-        mask = self._local(microbatch, microbatch.position_ids >= real[ids])
-        if self.config.sequence_parallel and not chunk.pre_process:
-            # Megatron shards the mask on the first stage, where it shards the embeddings, and not on the later ones.
-            mask = mask.chunk(self.groups.layout.tp, dim=1)[self.groups.tp_rank]
-        return mask.contiguous()
 
 
 def _finalize(
@@ -383,9 +359,14 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         ConfigError: the machine has not what ``options.overrides`` need, or Megatron refuses them; or ``options.freeze`` does.
     """
     options.overrides.check(platform)
+    # MTP layers beside a pipeline have an embedding of their own, whose gradient is added to the other one's afterwards.
+    can_overlap = groups.collection.dp_cp.size() > 1 and (options.mtp is None or groups.layout.pp == 1)
+    if platform.name == "cuda" and options.trainable and can_overlap:
+        options = replace(options, overrides=options.overrides.overlapping())
     platform.prepare_megatron()
     if options.overrides.needs_one_shape:
         options.overrides.make_buffers(platform, groups.layout, options.microbatch_tokens, spec.geometry.hidden_size)
+    rotate_packed()
     with use_groups(groups, platform):
         model_parallel_cuda_manual_seed(
             options.seed,
@@ -413,6 +394,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
         for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
             module._maintain_float32_expert_bias()
+        tell_of_padding(module for chunk in chunks for module in chunk.modules())
         # Or Megatron would move it with every gradient, over its globals.
         config.moe_router_enable_expert_bias = False
     if options.trainable and options.overrides.wants("overlap_grad_reduce"):

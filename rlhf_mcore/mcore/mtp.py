@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.multi_token_prediction import (
@@ -31,6 +30,7 @@ from rlhf_mcore.data.collate import one_later
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.layers import layer_spec, norm_and_linear
+from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.platform.megatron_versions import mtp_submodules
 from rlhf_mcore.types import Microbatch, ModelGeometry
@@ -102,7 +102,7 @@ def sum_embedding_gradients(chunks: Iterable[torch.nn.Module], group: dist.Proce
 
 
 def mtp_loss(
-    model: MegatronModel, outputs: Tensor, microbatch: Microbatch, packed: PackedSeqParams | None, learning: MTPLearning
+    model: MegatronModel, outputs: Tensor, microbatch: Microbatch, packed: PackedSequences | None, learning: MTPLearning
 ) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the tokens that MTP layers predict, and its sum with their number.
 
@@ -120,8 +120,8 @@ def mtp_loss(
         hidden = scatter_to_sequence_parallel_region(hidden, group=tp)
     latent = model.spec.geometry.kv_lora_rank > 0  # such attention makes its rotation itself
     found = chunk.mtp(
-        input_ids=microbatch.token_ids.to(device),
-        position_ids=microbatch.position_ids.to(device),
+        input_ids=microbatch.placed["token_ids"],
+        position_ids=microbatch.placed["position_ids"],
         hidden_states=hidden,
         attention_mask=None,
         rotary_pos_emb=None if latent else chunk.rotary_pos_emb(microbatch.max_seqlen, packed_seq=packed is not None),
@@ -134,7 +134,7 @@ def mtp_loss(
         if config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False, group=tp)
         labels, weights = one_later(labels, microbatch), one_later(weights, microbatch)
-        shifted = replace(microbatch, fields={"labels": labels, "weights": weights}, ragged={})
+        shifted = replace(microbatch, fields={"labels": labels, "weights": weights}, ragged={}, placed={})
         logprobs = model.logprobs_and_entropy(
             states.transpose(0, 1), shifted, learning.temperature, with_entropy=False, output_weight=weight
         ).logprobs

@@ -33,13 +33,15 @@ def local_places(sizes: Sequence[int], rank: int, cp: int) -> Tensor:
     return torch.arange(total) + offsets.repeat_interleave(counts, output_size=total)
 
 
-def gather_context(local: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, sums_gradient: bool) -> Tensor:
+def gather_context(local: Tensor, order: Tensor, group: dist.ProcessGroup, *, sums_gradient: bool) -> Tensor:
     """All tokens [sum(sizes), ...] in their order, from those of each rank [sum(sizes) / cp, ...]. Collective over the group.
+
+    ``order``: of ``order_of_ranks``, where the tokens are.
 
     With ``sums_gradient`` each rank does something of its own with them (keys and values): the gradient of a token is the sum over
     ranks. Without, all ranks compute the same loss of them, and each takes the gradient of its own tokens.
     """
-    whole: Tensor = _Gather.apply(local, order_of_ranks(sizes, group.size()).to(local.device), group, sums_gradient)
+    whole: Tensor = _Gather.apply(local, order, group, sums_gradient)
     return whole
 
 

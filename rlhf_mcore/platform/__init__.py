@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -117,6 +118,10 @@ class Platform:
     def copies(self) -> Copies:
         """Copies that follow each other, beside other work of the device."""
         return Copies()
+
+    def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors of the host as they are on the device. The host waits for none of them; what uses them comes after."""
+        return list(tensors)
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """What the device is given inside has this name in its own tools."""
@@ -230,6 +235,15 @@ class CudaPlatform(Platform):
     def copies(self) -> Copies:
         return _CudaCopies()
 
+    def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # In one piece, from pinned memory that torch keeps until the copy is made.
+        starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
+        staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        for tensor, start in zip(tensors, starts, strict=False):
+            _view_of(staged, start, tensor).copy_(tensor)
+        on_device = staged.to(self.device(), non_blocking=True)
+        return [_view_of(on_device, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+
     def range(self, name: str) -> AbstractContextManager[None]:
         found: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
         return found
@@ -270,6 +284,14 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self.forget is not None and not sys.is_finalizing():
             self.forget()
+
+
+_ALIGNMENT = 16  # bytes: of any dtype
+
+
+def _view_of(buffer: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a flat uint8 buffer as a tensor of the dtype and shape of another."""
+    return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class _CudaCopies(Copies):

@@ -27,7 +27,7 @@ class ValueObjective(Objective):
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         values = scalar_outputs(outputs, microbatch)
-        fields = {name: value.to(values.device) for name, value in microbatch.fields.items()}
+        fields = microbatch.fields_on(values.device)
         return value_loss(values, fields["old_values"], fields["returns"], fields["weights"], self.clip)
 
     def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:

@@ -115,11 +115,11 @@ class PolicyObjective(Objective):
         entropy, logprobs = found.entropy, found.logprobs
         if found.log_mass is not None:
             logprobs = logprobs - found.log_mass
-        fields = {name: value.to(logprobs.device) for name, value in microbatch.fields.items()}
+        fields = microbatch.fields_on(logprobs.device)
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
         ids, count = sequence_ids(microbatch)
-        ids = ids.to(logprobs.device)
+        ids = microbatch.placed.get("sequence_ids", ids).to(logprobs.device)
         old = fields.get("old_logprobs")
         if old is None:
             old = logprobs.detach()
@@ -203,7 +203,7 @@ class ImitationObjective(Objective):
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         logprobs = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0, with_entropy=False).logprobs
-        return sft_loss(logprobs, microbatch.fields["weights"].to(logprobs.device))
+        return sft_loss(logprobs, microbatch.fields_on(logprobs.device)["weights"])
 
     def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         return {"loss/sft": sums["loss"], "actor/perplexity": perplexity(sums["nll"] / num_tokens)}

@@ -45,9 +45,9 @@ class PairwiseObjective(Objective):
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         found = scalar_outputs(outputs, microbatch)
-        last = last_positions(microbatch).to(found.device)
+        last = microbatch.placed.get("last_positions", last_positions(microbatch)).to(found.device)
         # A field holds at each position the value of the token after it, so the last token's is one before.
-        weights = microbatch.fields["weights"].to(found.device).flatten()[last - 1]
+        weights = microbatch.fields_on(found.device)["weights"].flatten()[last - 1]
         pairs, scores = weights.view(-1, 2), found.flatten()[last].view(-1, 2)
         loss, metrics = bradley_terry_loss(scores[:, 0], scores[:, 1], pairs[:, 0], centering=self.centering)
         return loss, {**metrics, "pairs": (pairs[:, 0] > 0).sum().float()}

@@ -14,19 +14,18 @@ from tests.e2e.rollout.tiny import EOS, VOCABULARY, save_model
 Seen = list[dict[str, Any]]  # what each rank wrote
 
 
-LAYOUTS = {"two_engines": ("qwen3", 1, ""), "one_engine": ("llama", 2, ""), "ahead": ("llama", 2, ":ahead")}
+LAYOUTS = {"two_engines": ("qwen3", 1), "one_engine": ("llama", 2)}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     """One torchrun for all layouts: imports and process groups cost more than the engines."""
     directories = {name: tmp_path_factory.mktemp(name) for name in LAYOUTS}
-    for name, (family, _, _) in LAYOUTS.items():
+    for name, (family, _) in LAYOUTS.items():
         for letter, seed in (("a", 1), ("b", 2)):
             save_model(directories[name] / letter, family, seed)
     whole = tmp_path_factory.mktemp("engines")
-    layouts = [f"{tp}:{directories[name]}{ahead}" for name, (_, tp, ahead) in LAYOUTS.items()]
-    run_world("e2e.rollout.worker", 2, whole, *layouts, timeout_s=900)
+    run_world("e2e.rollout.worker", 2, whole, *(f"{tp}:{directories[name]}" for name, (_, tp) in LAYOUTS.items()))
     console = (whole / "output.txt").read_text()
     return {name: [read_rank(directory, rank, console) for rank in range(2)] for name, directory in directories.items()}
 
@@ -53,11 +52,6 @@ def seen(request: pytest.FixtureRequest, runs: dict[str, Seen]) -> Seen:
 def test_ranks_know_their_engine(two_engines: Seen, one_engine: Seen) -> None:
     assert [rank["engine"] for rank in two_engines] == [[0, 2, True, -1], [1, 2, True, -1]]
     assert [rank["engine"] for rank in one_engine] == [[0, 1, True, -1], [0, 1, False, -1]]
-
-
-def test_passes_begin_ahead_where_they_are_to(runs: dict[str, Seen]) -> None:
-    passes = {name: [rank["passes at a time"] for rank in seen] for name, seen in runs.items()}
-    assert passes == {"two_engines": [1, 1], "one_engine": [1, 1], "ahead": [2, 2]}
 
 
 def test_only_the_lead_of_an_engine_returns_trajectories(one_engine: Seen) -> None:

@@ -1,7 +1,7 @@
 """Run by torchrun: starts vLLM engines, one layout after the other, tries everything and writes what it saw as JSON.
 
-Layouts are TP:DIRECTORY, or TP:DIRECTORY:ahead for engines that begin passes ahead (ahead.py). DIRECTORY has the models a and b, and
-gets rank<r>.json. Nothing is judged here: test_vllm_engine.py does that.
+Layouts are TP:DIRECTORY. DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here: test_vllm_engine.py
+does that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.rollout import EngineModel, build_engine, vllm_cpu
 from rlhf_mcore.rollout.tool_calls import ToolCallParser, check_tool_parser
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
-from tests.e2e.rollout.ahead import scheduled_ahead
 from tests.e2e.rollout.drawing import (
     drawn_until_empty,
     generate,
@@ -423,7 +421,6 @@ def try_engine(tp: int, directory: Path) -> None:
     seen: dict[str, Any] = {
         "start_s": time.perf_counter() - start,
         "engine": [*astuple(engine.rank), engine.policy_version],
-        "passes at a time": engine._llm.llm_engine.engine_core.engine_core.batch_queue_size,
         "too early": error_of(generate, engine, prompts(1), Sampling(), step=0),
         "parity": check_parity(engine, models, directory_a),
         "norms": check_norms(engine.model),
@@ -458,7 +455,6 @@ def main(_directory: Path, *layouts: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     for layout in layouts:
-        tp, directory, *ahead = layout.split(":")
-        with scheduled_ahead() if ahead else nullcontext():
-            try_engine(int(tp), Path(directory))
+        tp, directory = layout.split(":", 1)
+        try_engine(int(tp), Path(directory))
     dist.destroy_process_group()

@@ -53,12 +53,9 @@ class Trainer:
         )  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=[(GEOMETRY, False), (TIED, False), (GEOMETRY, True)], ids=["untied", "tied", "on a device"])
+@pytest.fixture(params=[GEOMETRY, TIED], ids=["untied", "tied"])
 def trainer(request: pytest.FixtureRequest) -> Trainer:
-    geometry, on_device = request.param
-    if on_device:
-        request.getfixturevalue("late_cuda")
-    return Trainer(geometry)
+    return Trainer(request.param)
 
 
 def engine_of(trainer: Trainer) -> Engine:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf_mcore.mcore.layers import HAVE_TE, SDPACoreAttention, use_te
 from rlhf_mcore.mcore.norms import RMSNorm
+from rlhf_mcore.mcore.packed import PackedSequences
 
 LENGTHS = [5, 1, 7]
 
@@ -98,7 +98,7 @@ def test_packed_and_padded_attention_equal_a_softmax_in_a_loop(heads: int, group
     expected = [slow(*part) for part in parts]
     borders = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q, k, v = (torch.cat(column) for column in zip(*parts, strict=True))
-    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
+    packing = PackedSequences.of(borders, torch.arange(sum(LENGTHS)), LENGTHS, None)
     packed = core()(q, k, v, None, packed_seq_params=packing)
     torch.testing.assert_close(packed.double(), torch.cat(expected), rtol=1e-5, atol=1e-6)
     longest = max(LENGTHS)
@@ -129,7 +129,7 @@ def test_a_packed_sequence_gets_no_gradient_from_another() -> None:
     parts = sequences(2, 1)
     q, k, v = (torch.cat(column).requires_grad_() for column in zip(*parts, strict=True))
     borders = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
+    packing = PackedSequences.of(borders, torch.arange(sum(LENGTHS)), LENGTHS, None)
     core()(q, k, v, None, packed_seq_params=packing)[5:6].sum().backward()  # the sequence of one token
     assert v.grad is not None and v.grad.abs().sum(dim=(1, 2)).nonzero().flatten().tolist() == [5]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,36 @@ def test_a_process_without_a_device_of_its_own_is_refused(claimed: list[int]) ->
     with pytest.raises(ConfigError, match=r"^LOCAL_RANK=4: this machine has 4 GPUs, and each process takes one; start 4 here"):
         CudaPlatform().setup_process(4, 1)
     assert claimed == []
+
+
+def test_what_goes_to_the_device_goes_in_one_copy_and_comes_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[int, bool]] = []
+
+    class OnHost(CudaPlatform):
+        def device(self) -> torch.device:
+            return torch.device("cpu")
+
+    empty, to = torch.empty, torch.Tensor.to
+
+    def pinned(*sizes: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return empty(*sizes, dtype=dtype)
+
+    def moved(tensor: torch.Tensor, *args: Any, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((tensor.nbytes, non_blocking))
+        return to(tensor, *args).clone()
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    sent = [
+        torch.tensor([[True, False, True]]),
+        torch.arange(6).view(2, 3).t(),  # not contiguous
+        torch.zeros(0, 2),
+        torch.tensor(1.5, dtype=torch.float64),
+        torch.tensor([1.0, -2.5], dtype=torch.bfloat16).expand(3, 2),
+    ]
+    found = OnHost().to_device(sent)
+    assert copied == [(16 + 48 + 0 + 16 + 16, True)]
+    for arrived, tensor in zip(found, sent, strict=True):
+        assert arrived.dtype == tensor.dtype and arrived.tolist() == tensor.tolist()
+    assert CudaPlatform.to_device is not CpuPlatform.to_device and CpuPlatform().to_device(sent)[1] is sent[1]

@@ -1,0 +1,68 @@
+"""Packed sequences: what layers ask of them, told beforehand, so that no layer asks the device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's borders of sequences, and what layers here and Transformer Engine would compute of them, waiting for the device."""
+
+    sizes: Sequence[int] = ()  # tokens of each sequence, over all context-parallel ranks
+    order: Tensor | None = None  # with context parallelism: of ``parallel.context.order_of_ranks``
+    pad_between_seqs: bool | None = False  # borders tell of padding as of tokens
+
+    @classmethod
+    def of(cls, borders: Tensor, places: Tensor, sizes: Sequence[int], order: Tensor | None) -> PackedSequences:
+        """Describe sequences on the device.
+
+        Args:
+            borders: [num_sequences + 1] int32, over all context-parallel ranks.
+            places: [N] int64 of this rank's tokens in their sequences.
+            sizes: of the sequences.
+            order: with context parallelism, [sum of sizes] int64.
+        """
+        borders.places = places  # type: ignore[attr-defined]  # goes where Megatron takes the borders
+        padded = None if order is None else borders  # what Transformer Engine cuts into chunks
+        return cls("thd", borders, borders, padded, padded, max(sizes), max(sizes), sizes=sizes, order=order)
+
+
+def rotate_packed() -> None:
+    """Let Megatron rotate packed tokens by their places.
+
+    Its own asks the device for the borders, in every layer for queries and for keys, and cuts the angles for each sequence.
+    """
+    if hasattr(plain := rope_utils._apply_rotary_pos_emb_thd, "__wrapped__"):
+        return
+
+    @wraps(plain)
+    def rotate(
+        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *turns: bool, cp_group: Any = None, **kinds: Any
+    ) -> Tensor:
+        """``t`` [N, heads, dim]; ``freqs`` [longest, 1, 1, dim]."""
+        if (places := getattr(cu_seqlens, "places", None)) is None:
+            return plain(t, cu_seqlens, freqs, *turns, cp_group=cp_group, **kinds)
+        angles = freqs.index_select(0, places)
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *turns, **kinds).squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate
+
+
+def tell_of_padding(modules: Iterable[torch.nn.Module]) -> None:
+    """Let Transformer Engine's attention be told that there is no padding between sequences: it would compare their borders."""
+    for module in modules:
+        if (names := getattr(module, "kept_packed_seq_params", None)) is None:
+            continue
+        attention: Any = type(module).__mro__[1]  # Transformer Engine's own, which takes what Megatron's keeps
+        if "pad_between_seqs" in inspect.signature(attention.forward).parameters:
+            names.add("pad_between_seqs")
