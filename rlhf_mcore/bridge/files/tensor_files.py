@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +109,11 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor; one on a device is copied to the host."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    # Not numpy(): a storage that numpy has been given can never be resized again, so a live one could not leave the device.
+    array: Any = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    array.tensor = flat  # lives as long as what is read of it
+    return memoryview(array).cast("B")
 
 
 @dataclass(frozen=True, slots=True)

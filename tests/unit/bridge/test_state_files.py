@@ -28,7 +28,7 @@ from rlhf_mcore.bridge.files.state_files import (
     state_file,
     writes,
 )
-from rlhf_mcore.bridge.files.tensor_files import FileImage
+from rlhf_mcore.bridge.files.tensor_files import FileImage, bytes_of
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import of_interval
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
@@ -428,3 +428,13 @@ def test_a_kind_that_was_not_saved_is_named(saved: Path) -> None:
         ConfigError, match=r"no master of tensor model.embed_tokens.weight; was model.dtype or the optimizer another"
     ):
         read_all(saved, ("master", "exp_avg"))
+
+
+def test_a_tensor_that_was_written_can_leave_the_device() -> None:
+    """Numpy makes a storage that it is given impossible to resize, for ever."""
+    tensor = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+    data = bytes_of(tensor)
+    assert bytes(data) == b"\xc0\x3f\x00\xc0"  # the upper halves of 0x3fc00000 and 0xc0000000
+    del data
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
