@@ -2,12 +2,14 @@
 """What only a GPU can show, by one command on a machine with one of them:
 
     python tools/gpu_suite.py                     all parts, a Markdown table at the end; results and logs in gpu_suite/
+    python tools/gpu_suite.py --first             the parts that show the most, in five minutes
     python tools/gpu_suite.py --only parity mfu   some parts
     python tools/gpu_suite.py --pack suite.tar.gz one archive of this checkout and the pure-Python packages that it needs
 
 The machine needs torch >= 2.10, transformers, Python 3.11 or 3.12 and no network. Unpack the archive there and run the command in it.
-Without vLLM its parts are skipped by name, and transformers generates. Every part is a process of its own with its own time limit, so
-one that fails hides no other. Without a GPU, or with ``--device cpu``, the same code runs on tiny sizes.
+The parts that show the most come first, and their table is printed when they are done. Without vLLM its parts are skipped by name, and
+transformers generates. Every part is a process of its own with its own time limit, so one that fails hides no other. Without a GPU, or
+with ``--device cpu``, the same code runs on tiny sizes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -32,7 +35,19 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"  # of an unpacked archive
 PACKED = ("rlhf_mcore", "benchmarks", "tools", "configs", "tests/distributed", "tests/gpu")
 PACKED_FILES = ("setup.py", "README.md", "LICENSE", "tests/*.py")
-DISTRIBUTIONS = ("megatron-core", "omegaconf", "antlr4-python3-runtime", "math-verify", "latex2sympy2_extended")
+STANDINS = ROOT / "tools" / "standins"  # for xxhash, which is compiled
+DISTRIBUTIONS = (
+    "megatron-core",
+    "einops",
+    "omegaconf",
+    "antlr4-python3-runtime",
+    "math-verify",
+    "latex2sympy2_extended",
+    "rich",
+    "markdown-it-py",
+    "mdurl",
+    "pygments",
+)
 MAX_ARCHIVE = 40 * 10**6
 BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, of NVIDIA's data sheets
 
@@ -47,6 +62,7 @@ class Part:
     limit_s: int
     run: Callable[[str, Path], Found]
     needs_vllm: bool = False
+    in_process: bool = False  # its models are in the part's own process
 
 
 def row(what: str, measured: object, expected: str = "-", ok: bool | None = None) -> list[str]:
@@ -101,6 +117,73 @@ def parity(device: str, folder: Path) -> Found:
             worst = max(float((torch.tensor(values[k]) - expected[k][0]).abs().max()) for k in values)
             what = f"logprobs of {name}, {'packed' if packing else 'padded'}, from transformers'"
             found.append(row(what, f"{worst:.1e}", "< 1e-3", worst < 1e-3))
+    return found
+
+
+def bf16(device: str, folder: Path) -> Found:
+    """Logprobs in bf16, by Transformer Engine's layers where it is installed and by Megatron's own, against transformers in fp32."""
+    import torch
+
+    from rlhf_mcore.mcore.groups import build_groups
+    from rlhf_mcore.parallel.layout import ParallelLayout
+    from tests.distributed import models
+    from tests.distributed.setting import Settings, batch_for, build, hf_logprobs, load_hf, response_values, rows, start
+
+    platform = start()
+    groups = build_groups(ParallelLayout(1))
+    assert groups is not None
+    has_te = device == "cuda" and find_spec("transformer_engine") is not None
+    found = [] if has_te else [row("Transformer Engine", "skipped: not installed, or no CUDA device")]
+    for name in ("llama", "qwen3_moe"):
+        models.make(name, path := folder / name)
+        with torch.no_grad():
+            expected = torch.cat([hf_logprobs(load_hf(path), line)[0] for line in rows()])
+        for layers in ("te", "local") if has_te else ("local",):
+            _, actor = build(path, groups, platform, Settings(dtype="bf16", layer_spec=layers))
+            batch = batch_for(rows())
+            values = response_values(batch, actor.compute_logprobs(batch))
+            gap = (torch.cat([torch.tensor(values[k]) for k in sorted(values)]) - expected).abs()
+            mean, what = float(gap.mean()), f"bf16 logprobs of {name}, layers {layers}: mean and largest difference"
+            found.append(row(what, f"{mean:.1e}, {float(gap.max()):.1e}", "mean < 3e-2", mean < 3e-2))
+    return found
+
+
+def host_syncs(device: str, folder: Path) -> Found:
+    """The device waits for the host nowhere between the first forward and the last backward pass of an update."""
+    import torch
+
+    if device != "cuda":
+        return [row("host syncs of an update", "skipped: a CPU has none")]
+    model, microbatches, _ = _sized(device, folder)
+    model.add_optimizer(_optimizer())
+
+    def loss(outputs: torch.Tensor, microbatch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -model.logprobs_and_entropy(outputs, microbatch, 1.0, with_entropy=False)[0].mean(), {}
+
+    model.forward_backward(microbatches, loss)  # kernels are chosen and memory is allocated
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    place = "none"
+    try:
+        model.forward_backward(microbatches, loss)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).parent.name}/{Path(frame.filename).name}:{frame.lineno} {frame.line}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [row("first host sync of an update", place, "none", place == "none")]
+
+
+def sleep(device: str, folder: Path) -> Found:
+    """vLLM sleeps at both levels, and has the trainer's weights after it: digests and canary."""
+    found = []
+    for level in (1, 2):
+        own = folder / f"level{level}"
+        own.mkdir()
+        settings = ("rollout.engine=vllm", f"rollout.sleep_level={level}", "bridge.verify=digest", "bridge.canary=true")
+        found += _trained(device, own, "grpo", "rollout.sampling.n=4", *settings, name=f"level {level}")
     return found
 
 
@@ -310,17 +393,22 @@ def benchmarks(device: str, folder: Path) -> Found:
 
 
 PARTS = (
-    Part("machine", 60, machine),
-    Part("parity", 240, parity),
-    Part("grpo", 240, grpo),
-    Part("ppo", 240, ppo),
-    Part("vllm", 300, vllm, needs_vllm=True),
-    Part("resume", 300, resume),
-    Part("mfu", 240, mfu),
-    Part("offload", 180, offload),
-    Part("save", 180, save),
-    Part("benchmarks", 300, benchmarks),
+    Part("machine", 30, machine),
+    Part("bf16", 60, bf16, in_process=True),
+    Part("host_syncs", 60, host_syncs, in_process=True),
+    Part("mfu", 60, mfu, in_process=True),
+    Part("grpo", 90, grpo),
+    Part("sleep", 240, sleep, needs_vllm=True),
+    Part("resume", 240, resume),
+    Part("parity", 90, parity, in_process=True),
+    Part("vllm", 120, vllm, needs_vllm=True),
+    Part("ppo", 120, ppo),
+    Part("offload", 90, offload, in_process=True),
+    Part("save", 90, save, in_process=True),
+    Part("benchmarks", 210, benchmarks),
 )
+FIRST = 5  # parts that show the most
+MEASURED = ("mfu", "grpo", "ppo", "vllm", "sleep", "offload", "save", "benchmarks")  # parts with rows for docs/performance.md
 TOTAL_S = 25 * 60
 
 
@@ -378,8 +466,10 @@ def _metrics(folder: Path, name: str) -> list[dict[str, Any]]:
     return [made for made in map(json.loads, lines) if made["step"] > 0]
 
 
-def _trained(device: str, folder: Path, algorithm: str, *settings: str) -> Found:
+def _trained(device: str, folder: Path, algorithm: str, *settings: str, name: str = "") -> Found:
+    """``name``: of the rows, where it is not that of the algorithm."""
     _data(device, folder)
+    name = name or algorithm
     steps = 4 if device == "cuda" else 2
     seconds = _train(device, folder, algorithm, f"algorithm={algorithm}", f"trainer.num_steps={steps}", *settings)
     made, limit = _metrics(folder, algorithm), 0.1 if device == "cuda" else 1e-3
@@ -387,9 +477,9 @@ def _trained(device: str, folder: Path, algorithm: str, *settings: str) -> Found
     skipped = sum(line["actor/skipped_updates"] for line in made)
     step_s, sync_s, all_made = made[-1]["timing/step_s"], made[-1]["timing/sync_s"], len(made) == steps and not skipped
     return [
-        row(f"{algorithm}: steps, and skipped updates", f"{len(made)}, {skipped:.0f}", f"{steps}, 0", all_made),
-        row(f"{algorithm}: largest logprob difference to the engine", f"{worst:.1e}", f"< {limit:g}", worst < limit),
-        row(f"{algorithm}: whole run, last step, its sync", f"{seconds:.0f} s, {step_s:.2f} s, {sync_s:.3f} s"),
+        row(f"{name}: steps, and skipped updates", f"{len(made)}, {skipped:.0f}", f"{steps}, 0", all_made),
+        row(f"{name}: largest logprob difference to the engine", f"{worst:.1e}", f"< {limit:g}", worst < limit),
+        row(f"{name}: whole run, last step, its sync", f"{seconds:.0f} s, {step_s:.2f} s, {sync_s:.3f} s"),
     ]
 
 
@@ -489,6 +579,8 @@ def run_part(part: Part, device: str, out: Path, limit_s: float) -> Found:
         str(out),
     ]
     paths = [str(ROOT), *([str(SITE)] if SITE.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    if find_spec("xxhash") is None:
+        paths.append(str(STANDINS))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     limit = min(part.limit_s, limit_s)
     with log.open("w") as file:
@@ -515,6 +607,17 @@ def as_table(found: dict[str, Found]) -> str:
         for cells in rows
     ]
     return "\n".join(lines)
+
+
+def as_rows(found: dict[str, Found]) -> str:
+    """What was measured, as rows for docs/performance.md: device, part, what, measured."""
+    device = next((cells[1] for cells in found.get("machine", []) if cells[0] == "device"), "-")
+    return "\n".join(
+        f"| {device} | {name} | {cells[0]} | {cells[1]} |"
+        for name in MEASURED
+        for cells in found.get(name, [])
+        if cells[3] != "WRONG" and not cells[1].startswith("skipped")
+    )
 
 
 def pack(target: Path) -> int:
@@ -558,6 +661,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in PARTS]
     parser.add_argument("--device", choices=("cuda", "cpu"), help="(default: cuda where there is one)")
+    parser.add_argument("--first", action="store_true", help=f"the first parts alone: {', '.join(names[:FIRST])}")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=Path("gpu_suite"), help="results and logs (default: gpu_suite)")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="write the archive instead")
@@ -575,17 +679,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        if part.run in (parity, mfu, offload, save):
+        if part.in_process:
             os.environ.update(alone)
         (args.out / f"{part.name}.json").write_text(json.dumps(part.run(args.device, folder)))
         return 0
     begun, found = time.monotonic(), {}
-    for part in PARTS:
-        if args.only is None or part.name in args.only:
-            print(f"{part.name} ...", file=sys.stderr, flush=True)
-            found[part.name] = run_part(part, args.device, args.out.resolve(), TOTAL_S - (time.monotonic() - begun))
-    print(table := as_table(found))
-    (args.out / "table.md").write_text(table + "\n")
+    wanted = [part for part in PARTS[: FIRST if args.first else None] if args.only is None or part.name in args.only]
+    for part in wanted:
+        print(f"{part.name} ...", file=sys.stderr, flush=True)
+        found[part.name] = run_part(part, args.device, args.out.resolve(), TOTAL_S - (time.monotonic() - begun))
+        (args.out / "table.md").write_text(as_table(found) + "\n")
+        if part is PARTS[FIRST - 1] and part is not wanted[-1]:
+            print(as_table(found), end="\n\n", flush=True)
+    print(as_table(found))
+    if rows := as_rows(found):
+        print(f"\nrows for docs/performance.md:\n\n{rows}")
+        (args.out / "rows.md").write_text(rows + "\n")
     return int(any(cells[3] == "WRONG" for rows in found.values() for cells in rows))
 
 

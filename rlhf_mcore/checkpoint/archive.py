@@ -15,8 +15,6 @@ from operator import and_
 from pathlib import Path
 from typing import cast
 
-import zstandard
-
 from rlhf_mcore.checkpoint.disk import Disk, SaveError, fsync
 from rlhf_mcore.checkpoint.layout import ARCHIVE, MANIFEST, Checkpoint
 from rlhf_mcore.checkpoint.manifest import files_below, hash_content, read_manifest
@@ -54,6 +52,8 @@ def check(archive: Path, checkpoint: Path) -> None:
     Raises:
         SaveError: naming the first file that differs.
     """
+    import zstandard
+
     expected = dict(read_manifest(checkpoint).files)
     with (
         archive.open("rb") as file,
@@ -119,6 +119,8 @@ class Archiver:
 
 
 def _write(checkpoint: Path, target: Path) -> None:
+    import zstandard
+
     # An archive is as private as its most private file.
     mode = reduce(and_, ((checkpoint / name).stat().st_mode for name in files_below(checkpoint)))
     with (

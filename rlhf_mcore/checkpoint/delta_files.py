@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
-import zstandard
 
 from rlhf_mcore.checkpoint.manifest import FileEntry, hash_file
 from rlhf_mcore.config.errors import ConfigError
@@ -94,6 +93,8 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
     Raises:
         ConfigError: the result is not the file that was saved, because the difference or the base is damaged.
     """
+    import zstandard
+
     try:
         content = read_json(index, limits=INDEX, remedy="choose another checkpoint").content
         if content.get("format") != FORMAT or content.get("version") != VERSION:
@@ -138,6 +139,8 @@ def _whole(
     header: bytes, items: list[tuple[Stored, Difference]], data: memoryview, files: _BaseFiles
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a file, from its header and its differences."""
+    import zstandard
+
     yield len(header).to_bytes(8, "little") + header
     for tensor, difference in items:
         assert tensor.name == difference.name, f"{tensor.name} and {difference.name} should be the same tensor"
@@ -154,6 +157,8 @@ def _whole(
 
 def _compress(data: memoryview, tensor: Stored, base: memoryview | None, base_begin: int) -> bytes:
     """One frame: the byte planes of each chunk of the difference."""
+    import zstandard
+
     compressor = zstandard.ZstdCompressor(_LEVEL).compressobj(size=tensor.size)
     out = []
     for begin, end in _chunks(tensor):

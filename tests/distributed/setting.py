@@ -181,6 +181,7 @@ class Settings:
     epochs: int = 1
     logit_chunk_tokens: int | None = None
     mtp: MTPLearning | None = None
+    layer_spec: str = "local"
 
 
 def algorithm(aggregation: str = "token") -> AlgorithmConfig:
@@ -200,7 +201,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
         spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=spec.hf_config.num_nextn_predict_layers))
     options = BuildOptions(
         settings.dtype,
-        "local",
+        settings.layer_spec,
         settings.recompute or RecomputeConfig(),
         True,
         False,

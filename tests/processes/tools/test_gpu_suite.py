@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 import tarfile
 from argparse import ArgumentParser
+from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.commands import ROOT, finished
 
@@ -60,12 +64,67 @@ def test_saves_and_moves_on_the_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "found" / "table.md").read_text() in done.stdout
 
 
+def test_parts_that_show_the_most_come_first_and_all_have_their_time(suite: Any) -> None:
+    limits = [part.limit_s for part in suite.PARTS]
+    assert sum(limits[: suite.FIRST]) <= 5 * 60 and sum(limits) <= suite.TOTAL_S == 25 * 60
+    assert set(suite.MEASURED) <= {part.name for part in suite.PARTS}
+
+
+def test_rows_for_the_page_are_what_was_measured(suite: Any) -> None:
+    found = {
+        "machine": [suite.row("device", "H")],
+        "mfu": [suite.row("tokens/s", 7), suite.row("TFLOP/s", 0, "> 1", ok=False)],
+        "vllm": [suite.row("vllm", "skipped: vLLM is not installed")],
+        "parity": [suite.row("logprobs", "1e-6", "< 1e-3", ok=True)],
+    }
+    assert suite.as_rows(found) == "| H | mfu | tokens/s | 7 |"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that has torch, transformers and what these require, and nothing else."""
+    target = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True)
+    (site,) = target.glob("lib/python*/site-packages")
+    due, seen = ["torch", "transformers"], set[str]()
+    while due:
+        name = re.sub(r"[-_.]+", "-", due.pop()).lower()
+        if name in seen or not (known := list(metadata.distributions(name=name))):
+            continue
+        seen.add(name)
+        required = [Requirement(text) for text in known[0].requires or ()]
+        due += [one.name for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+        for top in {file.parts[0] for file in known[0].files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (site / top).symlink_to(str(known[0].locate_file(top)))
+    assert not {"xxhash", "zstandard", "omegaconf", "einops", "megatron-core"} & seen
+    return target / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def unpacked(suite: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("archive")
+    assert suite.pack(folder / "suite.tar.gz") == 0
+    with tarfile.open(folder / "suite.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "suite"
+
+
+def run_bare(bare: Path, unpacked: Path, *arguments: str) -> str:
+    command = [str(bare), "tools/gpu_suite.py", "--device", "cpu", "--out", "found", *arguments]
+    done = finished(command, unpacked, {**os.environ, "PYTHONPATH": ""})
+    logs = "".join(path.read_text() for path in (unpacked / "found").glob("*.log"))
+    assert done.returncode == 0, done.stdout + logs[-3000:]
+    return done.stdout
+
+
+def test_a_training_out_of_the_archive_on_a_bare_machine(bare: Path, unpacked: Path) -> None:
+    printed = run_bare(bare, unpacked, "--only", "machine", "bf16", "grpo")
+    found = verdicts(printed.partition("\nrows for")[0])
+    assert found == {"machine": ["-"] * 3, "bf16": ["-", "ok", "ok"], "grpo": ["ok", "ok", "-"]}
+    assert "| CPU | grpo | grpo: whole run, last step, its sync |" in (unpacked / "found" / "rows.md").read_text()
+
+
 @pytest.mark.matrix
-def test_all_parts_on_the_cpu_out_of_the_archive(suite: Any, tmp_path: Path) -> None:
-    assert suite.pack(tmp_path / "suite.tar.gz") == 0
-    with tarfile.open(tmp_path / "suite.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    command = [sys.executable, "tools/gpu_suite.py", "--out", "found"]  # on a CPU where there is no GPU
-    done = finished(command, tmp_path / "suite", {**os.environ, "PYTHONPATH": ""})
-    assert done.returncode == 0, done.stdout
-    assert set(verdicts(done.stdout)) == {part.name for part in suite.PARTS}
+def test_all_parts_out_of_the_archive_on_a_bare_machine(suite: Any, bare: Path, unpacked: Path) -> None:
+    printed = run_bare(bare, unpacked)
+    assert set(verdicts(printed.rpartition("\nrows for")[0])) == {part.name for part in suite.PARTS}
