@@ -1,5 +1,5 @@
-"""What vLLM lacks on a CPU: norms by kernels, which it takes on GPUs alone, draws of prompts that are computed in parts,
-the temperature of drafted tokens, and a start beside llvmlite."""
+"""What vLLM lacks on a CPU: norms by kernels, which it takes on GPUs alone, rotations of latent attention's heads, draws of prompts
+that are computed in parts, the temperature of drafted tokens, and a start beside llvmlite."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ def _norm(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tu
     residual = residual.contiguous()
     torch.ops._C.fused_add_rms_norm(x, residual, module.weight, module.variance_epsilon)
     return x, residual
+
+
+def rotate_every_head(model: nn.Module) -> None:
+    """Let rotary embeddings rotate all heads of a query that has them in a dimension of their own, as latent attention's has.
+
+    vLLM 0.32's kernel on a CPU divides the last dimension by the size of a head to count heads. Of a query [tokens, heads, size] it
+    takes one, and the rows that it rotates are not those of the tokens. Its operations in torch are right.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    for layer in model.modules():
+        # vLLM keeps rotations for the next engine of a process.
+        if isinstance(layer, RotaryEmbedding) and getattr(layer._forward_method, "func", None) is not _rotate:
+            layer._forward_method = partial(_rotate, layer, layer._forward_method)
+
+
+def _rotate(module: Any, usual: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+    return (usual if query.dim() == 2 else module.forward_native)(positions, query, key)
 
 
 def spare_generators_of_cut_prompts(runner: Any) -> None:

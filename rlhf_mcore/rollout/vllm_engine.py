@@ -79,6 +79,7 @@ class VLLMEngine(Engine):
             vllm_masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if not self._on_cuda:
             vllm_cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
+            vllm_cpu.rotate_every_head(self.model)
             if cfg.speculative.method != "off":
                 vllm_cpu.verify_drafts_at_their_temperature()
             if model.dtype == "fp32":

@@ -21,6 +21,7 @@ SIZES: dict[str, Any] = dict(
     eos_token_id=1,
     pad_token_id=None,  # transformers gives the embedding of a padding token no gradient
 )
+_ROPE = dict(rope_type="default", rope_theta=10000.0)
 _YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 64}
@@ -31,8 +32,7 @@ _DELTA = dict(
     linear_value_head_dim=64,
     full_attention_interval=2,
 )
-# As the published models: vLLM has kernels of latent attention for their head sizes alone, and its build for CPUs is off by 0.1 nats
-# where the rotation is not stretched.
+# As the published models: vLLM has kernels of latent attention for their head sizes alone.
 _LATENT = dict(
     rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     q_lora_rank=24,
@@ -76,7 +76,8 @@ TINY: dict[str, dict[str, Any]] = {
         rope_parameters={**_YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
     ),
     "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy", "scoring_func": "softmax", "norm_topk_prob": False},
-    "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    # A rotation that is not stretched, as Moonlight's.
+    "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": _ROPE},
     "qwen3_next": {**_SHARED, **_DELTA},
     "qwen3_5_text": {**_DELTA, "linear_num_value_heads": 4},
     "qwen3_5_moe_text": {**_SHARED, **_DELTA},
