@@ -47,9 +47,11 @@ WINDOW = {"sliding_window": 16}
 
 
 def test_no_module_but_a_familys_own_names_it() -> None:
+    # The certificate measures a small model of each: a table of data, of which tests/unit/commands says that none is missing.
+    measured = PACKAGE / "commands" / "certify" / "models.py"
     for path in PACKAGE.rglob("*.py"):
         source = path.read_text()
-        if path.parent.name != "families" and any(name in source for name in FAMILIES):  # to parse takes longer
+        if path.parent.name != "families" and path != measured and any(name in source for name in FAMILIES):  # to parse takes longer
             texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
             assert not texts & set(FAMILIES), path
 
