@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
@@ -23,6 +24,7 @@ from rlhf_mcore.parallel.addresses import listener
 
 NAME = "bound"
 TIMEOUT_S = 300  # for all nodes to arrive
+PASSED_S = 3  # for all to pass the last barrier
 
 
 class NoMeeting(Exception):
@@ -58,6 +60,20 @@ class BoundRendezvous(StaticTCPRendezvous):
         except DistError as error:
             reason = str(error).partition("\n")[0]
             raise NoMeeting(f"node {rank} of {num_nodes} does not meet the others at {address}:{port} ({reason})") from error
+
+    def shutdown(self) -> bool:
+        """Keep the store of the first node until the others have passed torchrun's last barrier, which reads from it.
+
+        The first node passes it first, and the others would print the traceback of a store that is gone.
+        """
+        assert self._store is not None
+        names = [f"{NAME}/passed/{rank}" for rank in range(1, self.world_size)]
+        with suppress(DistError):  # another node has failed: the launcher tells of it
+            if self.rank:
+                self._store.set(names[self.rank - 1], "")
+            elif names:
+                self._store.wait(names, timedelta(seconds=PASSED_S))
+        return True
 
     def get_backend(self) -> str:
         """The name that torchrun knows it by."""

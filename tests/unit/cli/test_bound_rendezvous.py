@@ -1,23 +1,33 @@
-"""The rendezvous of several nodes: both find the same store, which only one address of the first node serves."""
+"""The rendezvous of several nodes: both find the same store, which only one address of the first node serves until nobody reads it."""
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 
 from rlhf_mcore.cli import bound_rendezvous
 from rlhf_mcore.cli.exit_codes import PORT_TAKEN
 from rlhf_mcore.parallel.addresses import free_port, listener
 
 
-def arrive(port: int, rank: int, nodes: int = 2) -> RendezvousInfo:
+def node(port: int, rank: int, nodes: int = 2) -> RendezvousHandler:
     parameters = RendezvousParameters(
         backend="bound", endpoint=f"127.0.0.1:{port}", run_id="job", min_nodes=nodes, max_nodes=nodes, rank=str(rank)
     )
-    return rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
+    return rendezvous_handler_registry.create_handler(parameters)
+
+
+def arrive(port: int, rank: int, nodes: int = 2) -> RendezvousInfo:
+    return node(port, rank, nodes).next_rendezvous()
 
 
 def test_one_node_opens_its_store_at_a_free_port_and_tells_which() -> None:
@@ -52,3 +62,24 @@ def test_fault_26_a_port_that_another_program_has_taken_is_told_from_other_failu
         with pytest.raises(bound_rendezvous.NoMeeting, match=rf"127\.0\.0\.1:{taken} \(Address already in use\)") as raised:
             arrive(taken, 0)
     assert raised.value.code == PORT_TAKEN
+
+
+def test_the_first_node_keeps_its_store_until_the_others_have_passed_the_last_barrier() -> None:
+    bound_rendezvous.register()
+    port = free_port("127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda rank: node(port, rank), (0, 1))
+        leaving = threads.submit(first.shutdown)
+        time.sleep(0.3)
+        assert not leaving.done()
+        assert second.shutdown() and leaving.result(60)
+
+
+def test_a_node_that_is_gone_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound_rendezvous.register()
+    monkeypatch.setattr(bound_rendezvous, "PASSED_S", 0.1)
+    port = free_port("127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        first, _ = threads.map(lambda rank: node(port, rank), (0, 1))
+        assert first.shutdown()
+    assert node(0, 0, nodes=1).shutdown()  # alone it waits for nobody
