@@ -62,6 +62,7 @@ def test_communication_of_tensor_parallel_ranks_may_overlap_computation(workspac
         ("actor.megatron={lr: 0.1}", ["lr=0.1", "optimizer.lr"]),
         ("actor.megatron={hidden_size: 8}", ["hidden_size=8", "config.json"]),
         ("actor.megatron={cuda_graph_impl: local}", ["cuda_graph_impl='local'", "one shape"]),
+        ("actor.megatron={use_megatron_fsdp: true}", ["use_megatron_fsdp=True", "neither the bridge nor checkpoints"]),
         ("actor.megatron={tp_comm_overlap: true}", ["tp_comm_overlap=True", "actor.layout.sequence_parallel=true"]),
         (f"{OVERLAP} trainer.packing=false", ["tp_comm_overlap=True", "trainer.packing=true", "filled up"]),
         (
