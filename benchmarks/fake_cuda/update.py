@@ -13,13 +13,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from megatron.core.distributed import param_and_grad_buffer
-from megatron.core.optimizer import clip_grads
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from benchmarks.fake_cuda.device import CUDA, SYNC, Counts, fake_device
+from benchmarks.fake_cuda.device import Counts, fake_device
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens
@@ -156,8 +154,6 @@ def _stand_ins(counts: Counts) -> Iterator[None]:
         )
         replace(role_model, "broadcast_json", lambda value, source, group: value or {"loss": 1.0})
         replace(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
-        replace(clip_grads, "l2_norm_impl", _norm_of(counts))
-        replace(P2PCommunicator, "_communicate_shapes", _shapes_of(P2PCommunicator._communicate_shapes))
         replace(MegatronModel, "_run", _counted_as(counts, MegatronModel._run))
         counted = _BalancedExperts()
         dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
@@ -167,17 +163,6 @@ def _stand_ins(counts: Counts) -> Iterator[None]:
             token_dispatcher, "maybe_move_tensor_to_cpu", counted.to_host(token_dispatcher.maybe_move_tensor_to_cpu)
         )
         yield
-
-
-def _norm_of(counts: Counts) -> Callable[..., tuple[Tensor, None]]:
-    """Count what Megatron's own norm does without fused kernels: it asks the device for the norm of every parameter."""
-
-    def norm(size: int, flag: Tensor, lists: list[list[Tensor]], *args: Any) -> tuple[Tensor, None]:
-        for _ in lists[0]:
-            counts.add(SYNC)
-        return torch.ones(1, device=CUDA), None
-
-    return norm
 
 
 class _Done:
@@ -192,17 +177,6 @@ def _counted_as(counts: Counts, run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return counted
-
-
-def _shapes_of(communicate: Callable[..., Any]) -> Callable[..., Any]:
-    """Stages that tell each other shapes do so, and get those that all microbatches here have."""
-
-    def shapes(self: P2PCommunicator, send_next: Any, send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
-        communicate(self, send_next, send_prev, recv_prev, recv_next)
-        shape = [TOKENS, 1, self.config.hidden_size]
-        return (shape if recv_prev else None), (shape if recv_next else None)
-
-    return shapes
 
 
 class _BalancedExperts:

@@ -124,7 +124,6 @@ def dry_run(
     scattered = patch.object(mappings, "_reduce_scatter_along_first_dim", _scattered)
     with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, alone, one_by_one, scattered, counted:
         model = build_model(spec, groups, platform, options)
-        model.config.variable_seq_lengths = False
         buffers = [buffer for chunk in model.chunks for buffer in flat_buffers(chunk)]
         weights = sum(buffer.param_data.nbytes for buffer in buffers)
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)

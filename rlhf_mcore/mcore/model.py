@@ -16,7 +16,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -44,6 +43,7 @@ from rlhf_mcore.mcore.mtp import MTPLearning, add_mtp_layers, mtp_loss, sum_embe
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
+from rlhf_mcore.mcore.stages import StageMessages
 from rlhf_mcore.mcore.weights import local_parameters, mark_tensor_parallel, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.context import gather_context
@@ -219,7 +219,9 @@ class MegatronModel:
 
         Collective over the model's ranks.
         """
-        local = sum(router.balance_weight * float(router.balance_sum) for router in routers(self.chunks))
+        held = [(r.balance_weight, r.balance_sum) for r in routers(self.chunks) if isinstance(r.balance_sum, Tensor)]
+        sums = torch.stack([value for _, value in held]).tolist() if held else []
+        local = sum(weight * value for (weight, _), value in zip(held, sums, strict=True))
         return reduce_sums({"balance": local}, self.groups.collection.intra_dist_opt)["balance"]
 
     def logprobs_and_entropy(
@@ -284,7 +286,7 @@ class MegatronModel:
         layout, pgs = self.groups.layout, self.groups.collection
         self.config.finalize_model_grads_func = partial(_finalize, self.mtp is not None)
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
-        communicator = P2PCommunicator(pp_group=pgs.pp, config=self.config) if layout.pp > 1 else None
+        communicator = StageMessages(self.groups, self.config, microbatches) if layout.pp > 1 else None
         with self._inputs.place(microbatches), use_groups(self.groups, self.platform):
             return schedule(
                 forward_step_func=partial(self._forward_step, on_outputs),

@@ -218,13 +218,14 @@ def _parallelism(groups: ModelGroups, dtype: str) -> dict[str, Any]:
         pipeline_dtype=DTYPES[dtype],
         bf16=dtype == "bf16",
         fp16=dtype == "fp16",
-        # Microbatches differ in length, so stages tell each other the shape.
-        variable_seq_lengths=layout.pp > 1,
+        variable_seq_lengths=layout.pp > 1,  # StageMessages knows the shapes
         # variable_seq_lengths is refused with the default dispatcher, in dense models too.
         moe_token_dispatcher_type="alltoall",
         # On gloo both directions of an interleaved exchange share one peer and batched messages are matched in order, so
         # gradients get mixed up silently; unbatched, overlapped sends are matched by group.
         batch_p2p_comm=layout.vpp is None,
+        # It waits for the device because requests of a batch could not be waited for before torch 1.13 (pytorch pull request 82450).
+        batch_p2p_sync=False,
         overlap_p2p_comm=layout.vpp is not None,
         # The loss arrives already divided by the global count: Megatron must neither divide by microbatches nor by ranks.
         calculate_per_token_loss=True,

@@ -141,7 +141,7 @@ def mtp_loss(
         loss = loss - (logprobs * weights.to(device)).sum() * (learning.coef / count)
         nll = nll - logprobs.detach().sum()  # zero where nothing counts
         tokens += int((weights != 0).sum())
-    return loss, {"mtp_nll": nll, "mtp_tokens": torch.tensor(float(tokens))}
+    return loss, {"mtp_nll": nll, "mtp_tokens": nll.new_full((), tokens)}
 
 
 def _embed(embedding: torch.nn.Module, alone: bool, input_ids: Tensor, position_ids: Tensor) -> Tensor:

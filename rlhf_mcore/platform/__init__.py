@@ -80,8 +80,12 @@ class Platform:
 
     def prepare_megatron(self) -> None:
         """Make an imported Megatron-core usable on this device. Called after its modules are imported; idempotent."""
+        from megatron.core import utils
+        from megatron.core.optimizer import clip_grads
         from megatron.core.transformer.moe import moe_utils
 
+        if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+            clip_grads.l2_norm_impl = _norm_of_all
         if not moe_utils.HAVE_TE:
             # Routers ask whether it is None; without Transformer Engine 0.16 does not define it.
             moe_utils.te_general_gemm = None
@@ -337,6 +341,13 @@ def eager_imports() -> Iterator[None]:
     finally:
         torch.compile = decorator
         del os.environ[name]
+
+
+def _norm_of_all(
+    size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *args: Any
+) -> tuple[torch.Tensor, None]:
+    """Compute the norm [1] of all elements, for Megatron without fused kernels: its own reads one number a tensor from the device."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().reshape(1), None
 
 
 def _as_it_is(function: Any = None, **_options: Any) -> Any:

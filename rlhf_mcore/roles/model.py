@@ -396,7 +396,10 @@ class TrainedModel(RoleModel):
         groups = self.model.groups
         sums: dict[str, float] = {}
         if self.model.is_last_stage:
-            local = {name: float(sum(m[name] for m in metrics)) for name in metrics[0]}
+            device = metrics[0]["loss"].device
+            sums_of = (sum(m[name] for m in metrics) for name in metrics[0])
+            values = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in sums_of]
+            local = dict(zip(metrics[0], torch.stack(values).tolist(), strict=True))  # waits for the device once
             sums = reduce_sums(local, groups.collection.dp)
         if groups.layout.pp > 1:
             sums = broadcast_json(sums, groups.layout.pp - 1, groups.collection.pp)

@@ -245,12 +245,13 @@ def test_what_the_families_differ_in(tmp_path: Path, family: str, bias: bool, no
     assert (config.add_qkv_bias, config.qk_layernorm, config.add_bias_linear) == (bias, norm, False)
 
 
-def test_megatron_neither_divides_the_loss_nor_mixes_interleaved_messages(tmp_path: Path) -> None:
+def test_megatron_neither_divides_the_loss_nor_mixes_interleaved_messages_nor_waits_for_messages(tmp_path: Path) -> None:
     write(tmp_path, "llama", num_hidden_layers=4)
     plain = config_for(tmp_path, ParallelLayout(2, pp=2))
     interleaved = config_for(tmp_path, ParallelLayout(2, pp=2, vpp=2))
     assert plain.calculate_per_token_loss and interleaved.calculate_per_token_loss
     assert (plain.batch_p2p_comm, plain.overlap_p2p_comm, plain.variable_seq_lengths) == (True, False, True)
+    assert not plain.batch_p2p_sync
     assert (interleaved.batch_p2p_comm, interleaved.overlap_p2p_comm) == (False, True)
     assert not config_for(tmp_path, ParallelLayout(1)).variable_seq_lengths
 

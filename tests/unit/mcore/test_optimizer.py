@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from rlhf_mcore.config.schema import ScheduleConfig
 from rlhf_mcore.mcore.optimizer import aligned_within, learning_rate
+from rlhf_mcore.platform import current_platform
 from tests.unit.parallel.world import Meeting, ThreadGroup
 
 
@@ -70,3 +73,24 @@ def test_only_megatrons_optimizer_module_sees_other_collectives_and_only_in_the_
     assert seen == [original]
     assert megatron_optimizer.torch is before
     assert (dist.all_gather_object, dist.get_world_size) == original
+
+
+def test_without_fused_kernels_the_norm_of_gradients_is_megatrons_bit_for_bit() -> None:
+    """Megatron's own reads one number a tensor from the device. It makes tensors on CUDA: ``prepare_megatron`` redirects them."""
+    current_platform().prepare_megatron()
+    generator = torch.Generator().manual_seed(0)
+    flag = torch.zeros(1, dtype=torch.int)
+    for count in (1, 2, 7, 40):
+        lists = [[torch.randn(37 * number + 1, generator=generator) * 10.0 ** (number % 5) for number in range(count)]]
+        expected, _ = local_multi_tensor_l2_norm(65536, flag, lists, False)
+        found, _ = clip_grads.l2_norm_impl(65536, flag, lists, False)
+        assert torch.equal(found, expected) and found.shape == (1,)
+    exact, _ = clip_grads.l2_norm_impl(65536, flag, [[torch.tensor([3.0]), torch.tensor([0.0, 4.0])]], False)
+    assert exact.tolist() == [5.0]
+
+
+def test_the_norm_of_gradients_asks_the_device_for_nothing() -> None:
+    """Of meta tensors nobody can read a number."""
+    current_platform().prepare_megatron()
+    found, _ = clip_grads.l2_norm_impl(65536, None, [[torch.ones(3, device="meta"), torch.ones(4, device="meta")]], False)
+    assert found.is_meta and found.shape == (1,)
