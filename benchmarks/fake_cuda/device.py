@@ -239,6 +239,7 @@ def cuda_names(counts: Counts) -> Iterator[None]:
     names: dict[str, Any] = {
         "current_device": lambda: 0,
         "device_count": lambda: 1,
+        "get_device_capability": lambda device=None: (9, 0),
         "synchronize": lambda device=None: counts.add(SYNC),
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +17,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.fake_cuda.device import Counts, fake_device
 from rlhf_mcore.algorithms.registry import find_policy_loss
@@ -52,6 +54,7 @@ class Case:
     critic: bool = False
     packing: bool = True
     recompute: str = "off"
+    delta: bool = False
 
 
 CASES = (
@@ -63,6 +66,7 @@ CASES = (
     Case("context parallel 2", {"cp": 2, "world_size": 2}),
     Case("pipeline 2, first stage", {"pp": 2, "world_size": 2}),
     Case("pipeline 2, last stage", {"pp": 2, "world_size": 2}, rank=1),
+    Case("gated delta nets", delta=True),
     Case("experts", {"world_size": 2}, experts=True),
     Case("experts parallel 2", {"world_size": 2, "ep": 2}, experts=True),
 )
@@ -96,12 +100,18 @@ def _write_config(case: Case, folder: Path, num_layers: int) -> Path:
         tie_word_embeddings=False,
     )
     experts = dict(num_experts=_EXPERTS, num_experts_per_tok=_TOP_K, moe_intermediate_size=64, norm_topk_prob=True)
-    config = (
-        Qwen3MoeConfig(**sizes, **experts, architectures=["Qwen3MoeForCausalLM"])
-        if case.experts
-        else Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"])
-    )
-    path = folder / f"{case.experts}-{num_layers}"
+    config: PretrainedConfig
+    if case.experts:
+        config = Qwen3MoeConfig(**sizes, **experts, architectures=["Qwen3MoeForCausalLM"])
+    elif case.delta:
+        heads = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+        widths = {f"linear_{name}": 16 for name in ("key_head_dim", "value_head_dim")}
+        kinds = ["linear_attention", "full_attention"] * (num_layers // 2)
+        settings = {**sizes, **heads, **widths, "layer_types": kinds}
+        config = Qwen3_5TextConfig(**settings, architectures=["Qwen3_5ForCausalLM"])
+    else:
+        config = Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"])
+    path = folder / f"{case.experts}-{case.delta}-{num_layers}"
     config.save_pretrained(path)
     return path
 
@@ -146,6 +156,8 @@ def _stand_ins(counts: Counts) -> Iterator[None]:
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(owner, name, value))
 
+        stack.enter_context(patch.dict(sys.modules, _linear_attention()))
+        replace(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         replace(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
         replace(
             momentum,
@@ -163,6 +175,27 @@ def _stand_ins(counts: Counts) -> Iterator[None]:
             token_dispatcher, "maybe_move_tensor_to_cpu", counted.to_host(token_dispatcher.maybe_move_tensor_to_cpu)
         )
         yield
+
+
+def _linear_attention() -> dict[str, ModuleType]:
+    """Stand in for flash-linear-attention's kernels, by one operation for each of their inputs. It counts nothing of their own."""
+
+    def convolve(x: Tensor, weight: Tensor, *, activation: str, cu_seqlens: Any, cu_seqlens_cpu: None = None) -> tuple:
+        return x * weight[:, -1], None
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens_cpu: None = None, **_: Any
+    ) -> tuple:
+        return v * (q * k * (g * beta)[..., None]).sum(-1, keepdim=True).to(v.dtype), None
+
+    modules = {name: ModuleType(name) for name in ("fla", "fla.modules", "fla.ops")}
+    for name, kernel, stand_in in (
+        ("fla.modules.convolution", "causal_conv1d", convolve),
+        ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", rule),
+    ):
+        modules[name] = ModuleType(name)
+        setattr(modules[name], kernel, stand_in)
+    return modules
 
 
 class _Done:

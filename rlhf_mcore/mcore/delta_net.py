@@ -1,4 +1,6 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in plain torch: packed or padded, under tensor and context parallelism.
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464): packed or padded, under tensor and context parallelism.
+
+In plain torch, or on CUDA by the kernels of flash-linear-attention where they are installed (``fast_kernels.py``).
 
 Megatron's own layer needs kernels of other packages, and in 0.16 has no packed sequences. Its parameters have the same names.
 """
@@ -6,7 +8,8 @@ Megatron's own layer needs kernels of other packages, and in 0.16 has no packed 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +56,30 @@ def share_heads(num_keys: int, num_values: int, ranks: int) -> list[Heads]:
     return shares
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaKernels:
+    """Kernels of flash-linear-attention, named as there, for ``batch`` rows of one length, or for one row between ``borders``."""
+
+    causal_conv1d: Callable[..., tuple[Tensor, None]]
+    chunk_gated_delta_rule: Callable[..., tuple[Tensor, None]]
+    batch: int = 1
+    borders: Tensor | None = None  # [num_sequences + 1] int32
+
+    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return SiLU of ``causal_convolution``."""
+        out = self.causal_conv1d(self._rows(x), weight, activation="silu", cu_seqlens=self.borders)[0]
+        return out.flatten(0, 1)
+
+    def apply_rule(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Return ``gated_delta_rule`` of queries and keys of any length, in the dtype of ``q``."""
+        rows = map(self._rows, (q, k, v, decay, beta))
+        out = self.chunk_gated_delta_rule(*rows, use_qk_l2norm_in_kernel=True, cu_seqlens=self.borders)[0]
+        return out.flatten(0, 1)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.batch, -1))
+
+
 class GatedDeltaNet(torch.nn.Module):
     """What stands in the place of attention: convolution over the last tokens, a state per head that decays and is corrected, a gate.
 
@@ -61,6 +88,8 @@ class GatedDeltaNet(torch.nn.Module):
 
     Under context parallelism each rank computes some of these heads for all tokens, since a state passes through all of them.
     """
+
+    fla: DeltaKernels | None = None
 
     def __init__(
         self,
@@ -120,7 +149,10 @@ class GatedDeltaNet(torch.nn.Module):
         lengths = np.array(sizes * batch)  # packed, there is one row
         # The rule keeps ten times what goes in, so it runs again in the backward pass.
         rows = mixed.transpose(0, 1).flatten(0, 1)
-        out = checkpoint(self._heads, rows, lengths, use_reentrant=False, preserve_rng_state=False)
+        fla = None
+        if self.fla is not None and self._mine.values:
+            fla = replace(self.fla, batch=batch, borders=None if packed is None else packed.cu_seqlens_q)
+        out = checkpoint(self._heads, rows, lengths, fla, use_reentrant=False, preserve_rng_state=False)
         out = out.unflatten(0, (batch, -1)).transpose(0, 1)
         if cp > 1:
             out = to_tokens(out, [len(heads.values) * self.value_dim for heads in self._shares], sizes, self._cp)
@@ -135,7 +167,7 @@ class GatedDeltaNet(torch.nn.Module):
             begin += count * width
         return torch.cat(parts)
 
-    def _heads(self, mixed: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+    def _heads(self, mixed: Tensor, lengths: NDArray[np.int64], fla: DeltaKernels | None) -> Tensor:
         """[N, outputs of ``in_proj`` that are of the heads of this rank] -> [N, its heads of values * value_dim]."""
         mine, keys, values = self._mine, len(self._mine.keys), len(self._mine.values)
         key_size, value_size = keys * self.key_dim, values * self.value_dim
@@ -144,12 +176,16 @@ class GatedDeltaNet(torch.nn.Module):
         kernels, held = self.conv1d.weight.squeeze(1), slice(mine.values.start, mine.values.stop)
         if self._cp.size() > 1:
             kernels = kernels.index_select(0, self._columns(mine)[:channels].to(kernels.device))
-        qkv = F.silu(causal_convolution(qkv, kernels, lengths))
+        qkv = F.silu(causal_convolution(qkv, kernels, lengths)) if fla is None else fla.convolve(qkv, kernels)
         query, key, value = qkv.split([key_size, key_size, value_size], dim=-1)
-        q, k = (mine.repeat_keys(_unit(x.unflatten(-1, (keys, self.key_dim)))) for x in (query, key))
+        q, k = (x.unflatten(-1, (keys, self.key_dim)) for x in (query, key))
         decay = -self.A_log[held].float().exp() * F.softplus(alpha.float() + self.dt_bias[held].float())
-        by_head = (values, self.value_dim)
-        out = gated_delta_rule(q, k, value.unflatten(-1, by_head), decay, beta.float().sigmoid(), lengths)
+        v, beta = value.unflatten(-1, by_head := (values, self.value_dim)), beta.float().sigmoid()
+        if fla is None:
+            q, k = (mine.repeat_keys(_unit(x)) for x in (q, k))
+            out = gated_delta_rule(q, k, v, decay, beta, lengths)
+        else:
+            out = fla.apply_rule(mine.repeat_keys(q), mine.repeat_keys(k), v, decay, beta)
         out = self._normed(out.to(value.dtype)) * F.silu(gate.float()).unflatten(-1, by_head)
         return out.to(value.dtype).flatten(1)
 

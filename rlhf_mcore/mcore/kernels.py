@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import Adam
 
-from rlhf_mcore.doctor.kernels import FUSED_ADAM, MEGATRON, OURS, TE, TORCH
+from rlhf_mcore.doctor.kernels import FLA, FUSED_ADAM, MEGATRON, OURS, TE, TORCH, VARLEN
+from rlhf_mcore.mcore.delta_net import GatedDeltaNet
 from rlhf_mcore.mcore.layers import SDPACoreAttention, routers
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.mcore.weights import unwrap
 
+Kind = TypeVar("Kind")
 ADAM = Adam.__module__  # of the class that Megatron has found
 
 
@@ -18,13 +22,17 @@ def live_kernels(model: MegatronModel) -> dict[str, str]:
     """By part: looked up in the model itself, and in the config that its code branches on."""
     config, chunk = model.config, unwrap(model.chunks[0])
     fused_rope = config.apply_rope_fusion or config.fused_single_qkv_rope
+    local = _first(chunk, SDPACoreAttention)
+    by_torch = f"{TORCH} {'SDPA' if local is None or local.varlen is None else VARLEN}"
     found = {
-        "attention": f"{TORCH} SDPA" if _has(chunk, SDPACoreAttention) else f"{TE} ({config.attention_backend.name})",
-        "norm": OURS if _has(chunk, RMSNorm) else TE,
+        "attention": by_torch if local is not None else f"{TE} ({config.attention_backend.name})",
+        "norm": OURS if _first(chunk, RMSNorm) is not None else TE,
         "rope": f"{TE}, fused" if fused_rope else MEGATRON,
         "gradient accumulation": "fused" if config.gradient_accumulation_fusion else TORCH,
         "cross entropy": OURS if model.spec.geometry.head == "lm" else "none",
     }
+    if (delta := _first(chunk, GatedDeltaNet)) is not None:
+        found["gated delta nets"] = TORCH if delta.fla is None else FLA
     if config.num_moe_experts:
         kind = config.moe_token_dispatcher_type
         backend = "" if kind != "flex" else f" ({config.moe_flex_dispatcher_backend})"
@@ -35,5 +43,5 @@ def live_kernels(model: MegatronModel) -> dict[str, str]:
     return found
 
 
-def _has(chunk: GPTModel, kind: type) -> bool:
-    return any(isinstance(module, kind) for module in chunk.modules())
+def _first(chunk: GPTModel, kind: type[Kind]) -> Kind | None:
+    return next((module for module in chunk.modules() if isinstance(module, kind)), None)

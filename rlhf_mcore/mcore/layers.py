@@ -66,6 +66,8 @@ class SDPACoreAttention(torch.nn.Module):
     which Megatron's config gives a window, a token sees so many before it.
     """
 
+    varlen: Callable[..., Any] | None = None  # one kernel for all packed sequences (``fast_kernels.py``)
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -107,6 +109,8 @@ class SDPACoreAttention(torch.nn.Module):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._attend(q, k, v)  # [b, heads, s, d]
             return out.permute(2, 0, 1, 3).flatten(2)
+        if self.varlen is not None:
+            return self._attend_packed(query, key, value, packed_seq_params)
         # Neighbours of one length are a batch. All are cut at once: the gradient of a slice is as long as what it is cut from.
         lengths, parts = packed_seq_params.sizes, []
         runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
@@ -117,6 +121,31 @@ class SDPACoreAttention(torch.nn.Module):
             k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (k, v))
             parts.append(self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
+        """By one kernel, to which a rank's two chunks of a sequence are two sequences, whose last query sees the last key."""
+        assert self.varlen is not None
+        borders = seen_borders = packed.cu_seqlens_q
+        longest, parts = packed.max_seqlen_q, 1
+        if self._group is not None:
+            parts = 2 * self._group.size()
+            borders, seen_borders, seen = packed.seen_by_chunks(self._group.rank(), self._group.size())
+            k, v = (x.index_select(0, seen) for x in (k, v))
+        window = (-1 if self._window is None else self._window - 1, 0)
+        shares = q.size(1) != k.size(1)
+        out: Tensor = self.varlen(
+            q,
+            k,
+            v,
+            borders,
+            seen_borders,
+            longest // parts,
+            longest,
+            scale=self._scale,
+            window_size=window,
+            enable_gqa=shares,
+        )
+        return out.flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._group is None:

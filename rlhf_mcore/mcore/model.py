@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.latent import set_frequencies
@@ -396,7 +397,10 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
         for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
             module._maintain_float32_expert_bias()
-        tell_of_padding(module for chunk in chunks for module in chunk.modules())
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        tell_of_padding(modules)
+        if platform.name == "cuda":
+            use_fast_kernels(modules, config)
         # Or Megatron would move it with every gradient, over its globals.
         config.moe_router_enable_expert_bias = False
     if options.trainable and options.overrides.wants("overlap_grad_reduce"):

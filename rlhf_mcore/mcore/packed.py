@@ -9,9 +9,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from rlhf_mcore.parallel.context import chunks_of
 
 
 @dataclass
@@ -21,6 +24,7 @@ class PackedSequences(PackedSeqParams):
     sizes: Sequence[int] = ()  # tokens of each sequence, over all context-parallel ranks
     order: Tensor | None = None  # with context parallelism: of ``parallel.context.order_of_ranks``
     pad_between_seqs: bool | None = False  # borders tell of padding as of tokens
+    seen: tuple[Tensor, Tensor, Tensor] | None = None  # of ``seen_by_chunks``, which all layers share
 
     @classmethod
     def of(cls, borders: Tensor, places: Tensor, sizes: Sequence[int], order: Tensor | None) -> PackedSequences:
@@ -35,6 +39,29 @@ class PackedSequences(PackedSeqParams):
         borders.places = places  # type: ignore[attr-defined]  # goes where Megatron takes the borders
         padded = None if order is None else borders  # what Transformer Engine cuts into chunks
         return cls("thd", borders, borders, padded, padded, max(sizes), max(sizes), sizes=sizes, order=order)
+
+    def seen_by_chunks(self, rank: int, cp: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which tokens the two chunks of each sequence that a context-parallel rank has attend to, under a causal mask.
+
+        Computed on the device, where the host need not wait for it.
+
+        Returns:
+            The borders [2 * num_sequences + 1] int32 of the rank's chunks back to back, those of the tokens that each of them
+            sees, and the places of these tokens [sum(sizes) * (2 * cp + 1) / (2 * cp)] among all.
+        """
+        if self.seen is None:
+            begins, total = self.cu_seqlens_q[:-1], sum(self.sizes) // (2 * cp) * (2 * cp + 1)
+            chunk = self.cu_seqlens_q.diff() // (2 * cp)
+            counts = torch.stack([(number + 1) * chunk for number in chunks_of(rank, cp)], dim=1).flatten()
+            borders, seen = (F.pad(each.cumsum(0, dtype=torch.int32), (1, 0)) for each in (_twice(chunk), counts))
+            offsets = (_twice(begins) - seen[:-1]).repeat_interleave(counts, output_size=total)
+            self.seen = borders, seen, torch.arange(total, device=offsets.device) + offsets
+        return self.seen
+
+
+def _twice(x: Tensor) -> Tensor:
+    """[n] -> [2 * n], each element two times."""
+    return x[:, None].expand(-1, 2).flatten()
 
 
 def rotate_packed() -> None:

@@ -1,0 +1,58 @@
+"""Kernels of CUDA in the place of plain torch, where they are installed and compute the same: decided here, once for each model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet
+from rlhf_mcore.mcore.layers import SDPACoreAttention
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
+    """Give the layers of a model on CUDA the kernels that compute them. With ``deterministic`` they keep torch's."""
+    if config.params_dtype not in HALVES or config.deterministic_mode or torch.cuda.get_device_capability()[0] < 8:
+        return
+    varlen, delta = _varlen_attention(config), _delta_kernels(config)
+    for module in modules:
+        if isinstance(module, SDPACoreAttention):
+            module.varlen = varlen
+        elif isinstance(module, GatedDeltaNet):
+            module.fla = delta
+
+
+def _varlen_attention(config: TransformerConfig) -> Any:
+    """Return torch's attention over packed sequences; None where it does not compute that of a model.
+
+    It has no sinks, and heads of one size for keys and values, up to 256 elements; of 193 to 224 not on every GPU.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    size = config.kv_channels or 0
+    fits = size % 8 == 0 and (size <= 192 or 224 < size <= 256)
+    if not fits or config.multi_latent_attention or config.softmax_type != "vanilla":
+        return None
+    takes = {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    return varlen_attn if takes and torch.backends.cuda.is_flash_attention_available() else None
+
+
+def _delta_kernels(config: TransformerConfig) -> DeltaKernels | None:
+    """Return those of flash-linear-attention, 0.4.2 or later; None where it is not installed."""
+    if not config.linear_key_head_dim or config.linear_key_head_dim > 256:
+        return None
+    try:
+        from fla.modules.convolution import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    if any("cu_seqlens_cpu" not in inspect.signature(x).parameters for x in (causal_conv1d, chunk_gated_delta_rule)):
+        return None
+    return DeltaKernels(causal_conv1d, chunk_gated_delta_rule)
