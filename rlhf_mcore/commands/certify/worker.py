@@ -11,29 +11,41 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.exit_codes import DONE
 from rlhf_mcore.cli.rendezvous import connect
-from rlhf_mcore.platform import DTYPES, current_platform, eager_imports
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.platform import DTYPES, Platform, current_platform, eager_imports
+from rlhf_mcore.protocols import SyncMismatch
+from rlhf_mcore.rollout import Engine, EngineModel, build_engine, preload_engine
+from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.canary import canary_prompts
+from rlhf_mcore.trainer.exchange import RowExchange
+from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.types import Sampling, Score, TrainBatch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module
-
-    from rlhf_mcore.config.schema import Config
-    from rlhf_mcore.platform import Platform
-    from rlhf_mcore.roles.policy import Actor
-    from rlhf_mcore.rollout import Engine
-    from rlhf_mcore.types import TrainBatch
+    from rlhf_mcore.roles.policy import Actor  # which imports Megatron-core
 
 TIMEOUT = timedelta(minutes=5)
-NUM_PROMPTS = 4
+PROMPTS = canary_prompts(4, 7, 90)
 
 
 def preload(_argv: Sequence[str]) -> None:
     """Import what ranks on a CPU will, in the process that they are forks of."""
     from rlhf_mcore.cli.train import quiet
-    from rlhf_mcore.rollout import preload_engine
 
     quiet()
     with eager_imports():
@@ -43,8 +55,6 @@ def preload(_argv: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Certify the cells of a file, and write what was measured beside it. Collective over the world."""
-    import torch.distributed as dist
-
     [order] = sys.argv[1:] if argv is None else argv
     path = Path(order)
     wanted = json.loads(path.read_text(encoding="utf-8"))
@@ -63,14 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], folder: Path) -> Iterator[dict[str, Any]]:
     """A row for every layout. One engine sees the weights of all of them."""
-    from rlhf_mcore.bridge.map.rules import hf_shapes
-    from rlhf_mcore.bridge.run.sync import PlannedBridge
     from rlhf_mcore.cli.models import ModelBuilder
-    from rlhf_mcore.config.derive import resolve
-    from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.parallel.collectives import all_gather_json, world_group
-    from rlhf_mcore.protocols import SyncMismatch
-    from rlhf_mcore.rollout import EngineModel, build_engine
 
     engine: Engine | None = None
     for number, (name, overrides) in enumerate(layouts.items()):
@@ -104,11 +107,6 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
 
     All are against transformers in fp32. ``noise`` is the error of transformers itself in the dtype of the run.
     """
-    import torch
-
-    from rlhf_mcore.parallel.collectives import all_gather_json
-    from rlhf_mcore.trainer.advantages import AdvantageComputer
-
     batch = _rollouts(cfg, engine)
     batch.old_logprobs = actor.compute_logprobs(batch)
     AdvantageComputer(cfg.algorithm)(batch)
@@ -137,16 +135,14 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
 
 def _rollouts(cfg: Config, engine: Engine) -> TrainBatch:
     """Rows that the engines draw, the same under every layout. Their scores alternate, so every group has a gradient."""
-    from rlhf_mcore.trainer.canary import canary_prompts
-    from rlhf_mcore.trainer.exchange import RowExchange
-    from rlhf_mcore.trainer.rollouts import RolloutWorker
-    from rlhf_mcore.types import Sampling, Score
-
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
-    prompts = canary_prompts(NUM_PROMPTS, 7, 90)
-    rollouts = RolloutWorker(engine, engine.rank, lambda rows: [""] * len(rows)).rollouts(prompts, sampling, step=0)
+    rollouts = _worker(engine).rollouts(PROMPTS, sampling, step=0)
     scores = [Score(float(trajectory.sample % 2)) for trajectory in rollouts.trajectories]
-    return RowExchange(sampling.n)(prompts, rollouts.positions, rollouts.trajectories, scores).batch
+    return RowExchange(sampling.n)(PROMPTS, rollouts.positions, rollouts.trajectories, scores).batch
+
+
+def _worker(engine: Engine) -> RolloutWorker:
+    return RolloutWorker(engine, engine.rank, lambda rows: [""] * len(rows))
 
 
 def _transformers(cfg: Config, platform: Platform, dtype: Any) -> Module:
@@ -158,8 +154,6 @@ def _transformers(cfg: Config, platform: Platform, dtype: Any) -> Module:
 
 def _logprobs(model: Module, batch: TrainBatch) -> Tensor:
     """Of the sampled tokens of this rank's rows, one row at a time: no padding, no packing."""
-    import torch
-
     sizes, found = batch.lengths[batch.rows].tolist(), [torch.zeros(0)]
     for ids, mask in zip(batch.token_ids.split(sizes), batch.loss_mask.split(sizes), strict=True):
         tokens = ids.long().to(next(model.parameters()).device)
@@ -171,9 +165,6 @@ def _logprobs(model: Module, batch: TrainBatch) -> Tensor:
 
 def _forward_backward(model: Module, batch: TrainBatch, count: float) -> tuple[Tensor, float]:
     """Logprobs, and the gradient's norm of the policy gradient whose ratios are one. Collective over the world."""
-    import torch
-    import torch.distributed as dist
-
     assert batch.advantages is not None
     logprobs = _logprobs(model, batch)
     (-(logprobs * batch.advantages[batch.loss_mask]).sum() / count + 0 * sum(p.sum() for p in model.parameters())).backward()
@@ -188,15 +179,8 @@ def _forward_backward(model: Module, batch: TrainBatch, count: float) -> tuple[T
 
 def _greedy(engine: Engine) -> list[Any]:
     """What all engines say to fixed prompts, and how likely they think it is. Collective over the world."""
-    from rlhf_mcore.parallel.collectives import all_gather_json
-    from rlhf_mcore.trainer.canary import canary_prompts
-    from rlhf_mcore.trainer.rollouts import RolloutWorker
-    from rlhf_mcore.types import Sampling
-
-    worker = RolloutWorker(engine, engine.rank, lambda rows: [""] * len(rows))
-    drawn = worker.generate(canary_prompts(NUM_PROMPTS, 7, 90), Sampling(temperature=0.0, max_new_tokens=8), step=0)
-    said: list[Any] = all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
-    return said
+    drawn = _worker(engine).generate(PROMPTS, Sampling(temperature=0.0, max_new_tokens=8), step=0)
+    return list(all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn]))
 
 
 def _sleep(platform: Platform, engine: Engine, sync: Callable[[], object]) -> str:
@@ -214,13 +198,6 @@ def _sleep(platform: Platform, engine: Engine, sync: Callable[[], object]) -> st
 
 def _saved(cfg: Config, actor: Actor, folder: Path) -> str:
     """Whether the model that is saved is the one that was loaded, to the last bit of its dtype. Collective over the world."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhf_mcore.bridge.files.export import Exporter
-    from rlhf_mcore.bridge.files.hf_files import HFReader
-    from rlhf_mcore.parallel.collectives import world_group
-
     model = actor.model
     parameters, source = model.local_parameters(), cfg.model.path
     exporter = Exporter(parameters, model.spec.geometry, [source], world_group(), bucket_bytes=1 << 16)
