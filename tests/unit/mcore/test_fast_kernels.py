@@ -300,7 +300,7 @@ def net(model: MegatronModel) -> Iterator[GatedDeltaNet]:
         setattr(found, name, value)
 
 
-def both(net: GatedDeltaNet, hidden: Tensor, packed: PackedSequences | None) -> None:
+def assert_equal_with_kernels(net: GatedDeltaNet, hidden: Tensor, packed: PackedSequences | None) -> None:
     """Compare a net with kernels to itself without them: outputs, and gradients of inputs and weights."""
     results = []
     for kernels in (None, KERNELS):
@@ -320,7 +320,7 @@ def both(net: GatedDeltaNet, hidden: Tensor, packed: PackedSequences | None) -> 
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_net_by_kernels_is_that_of_torch_in_value_and_gradient(net: GatedDeltaNet, packs: bool) -> None:
     hidden = torch.randn(24, 1, net.in_proj.weight.size(1), generator=torch.Generator().manual_seed(1))
-    both(net, hidden if packs else hidden.view(12, 2, -1), packing() if packs else None)
+    assert_equal_with_kernels(net, hidden if packs else hidden.view(12, 2, -1), packing() if packs else None)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
@@ -344,7 +344,7 @@ def test_heads_that_ranks_share_go_to_the_kernels(
         lambda x, widths, sizes, group: F.pad(x, (begin(widths), sum(widths) - begin(widths) - widths[rank])),
     )
     hidden = torch.randn(24, 1, net.in_proj.weight.size(1), generator=torch.Generator().manual_seed(1))
-    both(net, hidden, packing())
+    assert_equal_with_kernels(net, hidden, packing())
 
 
 def test_a_rank_without_heads_calls_no_kernel(net: GatedDeltaNet, monkeypatch: pytest.MonkeyPatch) -> None:
