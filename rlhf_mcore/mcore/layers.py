@@ -123,7 +123,7 @@ class SDPACoreAttention(torch.nn.Module):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
-        """Attend by one kernel. A rank's two chunks of a sequence are two sequences to it; the last query of each sees its last key."""
+        """Attend by one kernel. To it a rank's two chunks of a sequence are two, and the last query of each sees its last key."""
         assert self.varlen is not None
         borders = seen_borders = packed.cu_seqlens_q
         longest, parts = packed.max_seqlen_q, 1
