@@ -31,7 +31,6 @@ COMMANDS = {
     "metrics": "what a metric means, when it is healthy, what to do where it is not",
     "simulate": "schedules of generation and training compared, over a distribution of response lengths",
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
-    "migrate": "carry a configuration of verl or OpenRLHF over",
     "prepare-data": "make training data of GSM8K, MATH, DAPO, OpenAssistant, chats, preference pairs",
     "reward-test": "try the reward on the data: ground truths must be right, other answers must not",
     "serve-reward": "score responses that runs send by HTTP",

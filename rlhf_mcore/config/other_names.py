@@ -1,6 +1,6 @@
 """Keys that people know from other trainers, what they are called here, and which of them have no counterpart.
 
-It is read where a key is unknown. Names in full (``actor_rollout_ref.rollout.n``) are also in the tables of ``config.migration``.
+It is read where a key is unknown. Names in full (``actor_rollout_ref.rollout.n``) are also in the tables of ``config.other_trainers``.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ def _absent(name: str) -> str:
 
 def _in_tables(name: str, *, rows: bool) -> OtherName | None:
     """What the tables of ``rlhf-mcore migrate`` know of a name in full: a key of ours (``rows``), or why there is none."""
-    from rlhf_mcore.config.migration import openrlhf, verl  # which a run without mistakes does not need
+    from rlhf_mcore.config.other_trainers import openrlhf, verl  # which a run without mistakes does not need
 
     first, dot, _ = name.partition(".")
     for table in (verl.TABLE, openrlhf.TABLE):

@@ -15,7 +15,7 @@ import torch
 
 from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions
 from rlhf_mcore.cli import preflight
-from rlhf_mcore.config.migration.sources import read_tree
+from rlhf_mcore.commands.migrate.sources import read_tree
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.data.prepare import read_source

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.migration import openrlhf, sources
-from rlhf_mcore.config.migration.table import Migration, apply
+from rlhf_mcore.commands.migrate import sources
+from rlhf_mcore.config.other_trainers import openrlhf
+from rlhf_mcore.config.other_trainers.table import Migration, apply
 
 IS = "--algo.advantage.is_correction"
 

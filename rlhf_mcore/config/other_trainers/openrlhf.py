@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlhf_mcore.config.migration.table import (
+from rlhf_mcore.config.other_trainers.table import (
     Joint,
     Lost,
     Row,

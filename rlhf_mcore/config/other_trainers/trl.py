@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_mcore.config.choices import TRACKERS
-from rlhf_mcore.config.migration.openrlhf import data_files
-from rlhf_mcore.config.migration.table import Joint, Lost, Row, Table, Values, choose, divided, path
+from rlhf_mcore.config.other_trainers.openrlhf import data_files
+from rlhf_mcore.config.other_trainers.table import Joint, Lost, Row, Table, Values, choose, divided, path
 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _GENERATION = (*_BATCH, "generation_batch_size", "steps_per_generation", "num_iterations")

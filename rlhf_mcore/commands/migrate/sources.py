@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_mcore.commands.migrate.shell_words import named_unknowns
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.migration.shell_words import named_unknowns
 from rlhf_mcore.config.yaml_text import MAX_REFERENCES, count_references, examine, interpolated_texts, load_yaml
 from rlhf_mcore.foreign import shorten
 

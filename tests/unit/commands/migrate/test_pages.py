@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.keys import KEYS
-from rlhf_mcore.config.migration import openrlhf, trl, verl
-from rlhf_mcore.config.migration.table import Table
+from rlhf_mcore.config.other_trainers import openrlhf, trl, verl
+from rlhf_mcore.config.other_trainers.table import Table
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 SHORT = {"actor_rollout_ref.actor.": "ACTOR.", "actor_rollout_ref.rollout.": "ROLLOUT."}

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli import main as main_module
+from rlhf_mcore.commands.migrate import sources
+from rlhf_mcore.commands.migrate.python_script import read_python
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.migration import sources, trl
-from rlhf_mcore.config.migration.python_script import read_python
-from rlhf_mcore.config.migration.table import Migration, apply
+from rlhf_mcore.config.other_trainers import trl
+from rlhf_mcore.config.other_trainers.table import Migration, apply
 from rlhf_mcore.config.validate import validate
 
 SCRIPT = """\

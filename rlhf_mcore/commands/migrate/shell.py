@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from tree_sitter import Language, Node, Parser
 from tree_sitter_bash import language
 
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.migration.shell_words import (
+from rlhf_mcore.commands.migrate.shell_words import (
     Words,
     basename,
     is_unknown,
@@ -25,6 +24,7 @@ from rlhf_mcore.config.migration.shell_words import (
     source_between,
     source_of,
 )
+from rlhf_mcore.config.errors import ConfigError
 
 MAX_SCRIPT = 1 << 20  # characters; published scripts have a few thousand
 MAX_STATEMENTS = 20_000  # executed ones: a loop that waits for something never ends here

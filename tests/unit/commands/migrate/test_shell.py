@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from rlhf_mcore.commands.migrate.shell import read_script
+from rlhf_mcore.commands.migrate.shell_words import named_unknowns
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.migration.shell import read_script
-from rlhf_mcore.config.migration.shell_words import named_unknowns
 
 
 def script_words(script: str) -> list[str]:

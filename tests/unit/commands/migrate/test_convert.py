@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli import main as main_module
+from rlhf_mcore.commands.migrate.convert import migrate
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.migration.convert import migrate
 from rlhf_mcore.config.validate import validate
 
 VERL = """\

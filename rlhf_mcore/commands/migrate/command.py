@@ -1,17 +1,19 @@
-"""``rlhf-mcore migrate SRC -o OUT.yaml``: carry the common part of a configuration of verl, OpenRLHF or TRL over."""
+"""The command: convert, write, report what is missing, and plan."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import Config
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _migrate(source: Path, output: Path, kind: str) -> int:
+    from rlhf_mcore.commands.migrate.convert import migrate, shown, to_text
     from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.config.migration.convert import migrate, shown, to_text
     from rlhf_mcore.config.validate import validate
 
     if output.exists():
@@ -103,7 +105,3 @@ def _plan_text(cfg: Config, command: str) -> str:
         return f"plan: not made; correct what is named above, then `{command}`"
     fits = "" if plan.fits else f"\nplan: {refusal(plan)}; `{command} --suggest` lists layouts that fit"
     return f"plan, for H100 (`{command} --gpu` has others):\n{as_text(plan)}{fits}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,12 +9,13 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from rlhf_mcore.commands.migrate import sources
+from rlhf_mcore.commands.migrate.python_script import read_python
+from rlhf_mcore.commands.migrate.shell import read_script
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaves
-from rlhf_mcore.config.migration import openrlhf, sources, trl, verl
-from rlhf_mcore.config.migration.python_script import read_python
-from rlhf_mcore.config.migration.shell import read_script
-from rlhf_mcore.config.migration.table import Migration, Table, apply
+from rlhf_mcore.config.other_trainers import openrlhf, trl, verl
+from rlhf_mcore.config.other_trainers.table import Migration, Table, apply
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.yaml_text import MAX_BYTES, load_yaml
 from rlhf_mcore.foreign import read_text

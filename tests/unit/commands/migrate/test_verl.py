@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.migration import sources, verl
-from rlhf_mcore.config.migration.table import Migration, apply
+from rlhf_mcore.commands.migrate import sources
+from rlhf_mcore.config.other_trainers import verl
+from rlhf_mcore.config.other_trainers.table import Migration, apply
 
 ACTOR = "actor_rollout_ref.actor."
 
