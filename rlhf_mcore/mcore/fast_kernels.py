@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet
-from rlhf_mcore.mcore.layers import SDPACoreAttention
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -8,8 +8,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import Adam
 
 from rlhf_mcore.doctor.kernels import FLA, FUSED_ADAM, MEGATRON, OURS, TE, TORCH, VARLEN
+from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import GatedDeltaNet
-from rlhf_mcore.mcore.layers import SDPACoreAttention, routers
+from rlhf_mcore.mcore.mixture import routers
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.mcore.weights import unwrap

@@ -23,21 +23,14 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.mcore.attention import set_window_frequencies
+from rlhf_mcore.mcore.ends import ScalarHead, defer_logits, scale_embeddings
 from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.latent import set_frequencies
-from rlhf_mcore.mcore.layers import (
-    Router,
-    ScalarHead,
-    decoder_spec,
-    defer_logits,
-    move_expert_biases,
-    routers,
-    scale_embeddings,
-    set_window_frequencies,
-    use_te,
-)
+from rlhf_mcore.mcore.layers import decoder_spec, use_te
+from rlhf_mcore.mcore.mixture import Router, move_expert_biases, routers
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.momentum import Locate
 from rlhf_mcore.mcore.mtp import MTPLearning, add_mtp_layers, mtp_loss, sum_embedding_gradients

@@ -18,12 +18,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.doctor.kernels import expected_kernels
-from rlhf_mcore.mcore import delta_net, layers
+from rlhf_mcore.mcore import core_attention, delta_net
+from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet, share_heads
 from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.kernels import live_kernels
-from rlhf_mcore.mcore.layers import SDPACoreAttention
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.packed import PackedSequences
@@ -116,7 +116,7 @@ def test_one_kernel_is_the_loop_over_sequences_in_value_and_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The tokens of the other ranks are known: what is gathered is all of them.
-    monkeypatch.setattr(layers, "gather_context", lambda x, order, group, sums_gradient: x)
+    monkeypatch.setattr(core_attention, "gather_context", lambda x, order, group, sums_gradient: x)
     group = SimpleNamespace(size=lambda: cp, rank=lambda: rank)
     config = attention_config(window_size=None if window is None else (window - 1, 0))
     order = order_of_ranks(SIZES, cp) if cp > 1 else None

@@ -16,7 +16,7 @@ from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.doctor.kernels import expected_kernels, kernels_text
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
 from rlhf_mcore.mcore.kernels import live_kernels
-from rlhf_mcore.mcore.layers import Router, routers
+from rlhf_mcore.mcore.mixture import Router, routers
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import unwrap

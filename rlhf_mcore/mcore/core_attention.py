@@ -1,0 +1,147 @@
+"""Core attention over torch's scaled_dot_product_attention: packed or padded, with windows and sinks, on any device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from rlhf_mcore.mcore.packed import PackedSequences
+from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_ranks
+
+
+class SDPACoreAttention(torch.nn.Module):
+    """Causal attention over torch's scaled_dot_product_attention, for padded [s, b, heads, d] and packed [N, heads, d] input.
+
+    Padding is on the right, so the causal mask alone keeps real tokens from seeing it. Under context parallelism a rank has a part of
+    the tokens (``parallel/context.py``): its queries attend to the keys and values of all ranks, which are gathered. In layers to
+    which Megatron's config gives a window, a token sees so many before it.
+    """
+
+    varlen: Callable[..., Any] | None = None  # one kernel for all packed sequences (``fast_kernels.py``)
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__()
+        assert attn_mask_type == AttnMaskType.causal, attn_mask_type
+        self._scale = softmax_scale
+        self._group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] + 1 if has_window else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            held = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(held, dtype=config.params_dtype))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Returns [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
+        cp = 1 if self._group is None else self._group.size()
+        if self._group is not None:
+            order = None if packed_seq_params is None else packed_seq_params.order
+            if order is None:
+                order = order_of_ranks([len(query) * cp], cp).to(query.device)
+            key, value = (gather_context(x, order, self._group, sums_gradient=True) for x in (key, value))
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out = self._attend(q, k, v)  # [b, heads, s, d]
+            return out.permute(2, 0, 1, 3).flatten(2)
+        if self.varlen is not None:
+            return self._attend_packed(query, key, value, packed_seq_params)
+        # Neighbours of one length are a batch. All are cut at once: the gradient of a slice is as long as what it is cut from.
+        lengths, parts = packed_seq_params.sizes, []
+        runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
+        spans = [length * count for length, count in runs]
+        cut = query.split([span // cp for span in spans]), key.split(spans), value.split(spans)
+        for (length, count), q, k, v in zip(runs, *cut, strict=True):
+            q = q.unflatten(0, (count, length // cp)).transpose(1, 2)
+            k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (k, v))
+            parts.append(self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
+        """Attend by one kernel. To it a rank's two chunks of a sequence are two, and the last query of each sees its last key."""
+        assert self.varlen is not None
+        borders = seen_borders = packed.cu_seqlens_q
+        longest, parts = packed.max_seqlen_q, 1
+        if self._group is not None:
+            parts = 2 * self._group.size()
+            borders, seen_borders, seen = packed.seen_by_chunks(self._group.rank(), self._group.size())
+            k, v = (x.index_select(0, seen) for x in (k, v))
+        window = (-1 if self._window is None else self._window - 1, 0)
+        shares = q.size(1) != k.size(1)
+        out: Tensor = self.varlen(
+            q,
+            k,
+            v,
+            borders,
+            seen_borders,
+            longest // parts,
+            longest,
+            scale=self._scale,
+            window_size=window,
+            enable_gqa=shares,
+        )
+        return out.flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._group is None:
+            return self._attend_last(q, k, v)
+        parts = []
+        for part, number in zip(q.chunk(2, dim=2), chunks_of(self._group.rank(), self._group.size()), strict=True):
+            end = (number + 1) * part.size(2)
+            parts.append(self._attend_last(part, k[:, :, :end], v[:, :, :end]))
+        return torch.cat(parts, dim=2)
+
+    def _attend_last(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries of the last tokens, keys and values of all."""
+        shares, total, mask, scale = q.size(1) != k.size(1), k.size(2), None, self._scale
+        before, window = total - q.size(2), self._window or total
+        if before or total > window:
+            mask = (
+                torch.ones(q.size(2), total, dtype=torch.bool, device=q.device).tril(before).triu(before + 1 - window)
+            )
+        if (sinks := self.softmax_offset) is not None:
+            scale = scale or q.size(-1) ** -0.5
+            q, k, v = _with_sinks(q, k, v, sinks / scale)
+            mask = mask if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares
+        )
+        return out if sinks is None else out[:, :, 1:]
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A token in front of [b, heads, s, d], which all see and whose value is zero: its products with queries are ``sinks`` [heads].
+
+    So a head's weights add up to less than one by what it gives to its sink, as OpenAI 2025 (arXiv 2508.10925) has it, in any kernel.
+    """
+    q = torch.cat([q, sinks[None, :, None, None].expand(*q.shape[:-1], 1)], dim=-1)
+    k = F.pad(F.pad(k, (0, 1)), (0, 0, 1, 0))
+    token = torch.zeros(k.size(-1), dtype=k.dtype, device=k.device)
+    token[-1] = 1.0
+    k = torch.cat([token.expand(*k.shape[:2], 1, -1), k[:, :, 1:]], dim=2)
+    return F.pad(q, (0, 0, 1, 0)), k, F.pad(v, (0, 0, 1, 0))

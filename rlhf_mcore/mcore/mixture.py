@@ -1,0 +1,122 @@
+"""Mixtures of experts: a router whose balance does not depend on how ranks share the tokens, and experts in the forms of families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.mcore.weights import unwrap
+
+
+class Router(TopKRouter):
+    """Top-k router with the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6).
+
+    Of a microbatch of n tokens and E experts it is E * sum_e f_e * P_e, with f_e the fraction of the n * top_k assignments that
+    went to expert e and P_e the mean router probability of e; 1 is perfect balance. Microbatches are weighted by n, padding does
+    not count. Megatron's own multiplies by the tokens of one tensor-parallel rank, so its strength depends on the layout.
+
+    ``balance_weight`` (set for each update) multiplies n times the loss; ``balance_sum`` collects this rank's part of n times the
+    loss, over the microbatches since it was last set.
+
+    ``assigned`` [E] counts this rank's tokens by expert over the microbatches of an update; None: they are not counted.
+    """
+
+    balance_weight: float = 0.0
+    balance_sum: float | Tensor = 0.0
+    assigned: Tensor | None = None
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if config.moe_router_num_groups and config.moe_router_score_function == "softmax":
+            if config.moe_router_fusion:
+                raise ConfigError("moe_router_fusion chooses other groups of experts than this model; remove it")
+            self.router_replay = _BestExpertOfGroups()
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """Attach the loss to ``probs`` [n, E]; ``scores_for_aux_loss`` and ``routing_map`` [n, E] are zero at padding."""
+        assigned = routing_map.sum(dim=0).float()
+        dist.all_reduce(assigned, group=self.tp_cp_group)
+        fractions = assigned / assigned.sum().clamp(min=1.0)
+        # Other ranks of the group hold the other tokens, and add their own part of P_e.
+        weighted = self.num_experts * (fractions * scores_for_aux_loss.sum(dim=0)).sum()
+        self.balance_sum = self.balance_sum + weighted.detach()
+        return MoEAuxLossAutoScaler.apply(probs, self.balance_weight * weighted)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count tokens [n, E], once where activations are recomputed. Megatron's own counts in 16 bits where weights have as many."""
+        if self.assigned is not None and torch.is_grad_enabled():
+            real = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
+            self.assigned = self.assigned + real.sum(dim=0)
+
+
+class _BestExpertOfGroups:
+    """Where Megatron asks a replayed routing for experts: those of the groups with the best expert each.
+
+    Megatron's own adds up the scores of as many experts of a group as are taken of one.
+    """
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, compute_topk: Callable[..., tuple]
+    ) -> tuple[Tensor, Tensor]:
+        """Values and numbers [n, topk] of the experts that tokens go to, of ``scores`` [n, experts]."""
+        groups = scores.unflatten(1, (num_groups, -1))
+        best = groups.amax(-1).topk(group_topk, dim=-1).indices
+        chosen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
+        return torch.topk(groups.masked_fill(~chosen[..., None], 0.0).flatten(1), k=topk, dim=1)
+
+
+def move_expert_biases(routers: Iterable[Router], rate: float, group: dist.ProcessGroup) -> None:
+    """Balancing without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1), from the tokens that routers have counted.
+
+    The bias of an expert goes up by ``rate`` where it got fewer tokens than the mean over experts, and down where it got more.
+    ``group`` joins the ranks that hold the same layers, each of which has counted its own tokens. Collective over it.
+    """
+    biases, assigned = [], []
+    for router in routers:
+        assert router.expert_bias is not None and router.assigned is not None
+        biases.append(router.expert_bias)
+        assigned.append(router.assigned)
+    if not biases:  # a stage of dense layers
+        return
+    counts = torch.stack(assigned)
+    dist.all_reduce(counts, group=group)
+    moves = rate * torch.sign(counts.mean(dim=1, keepdim=True) - counts)
+    for bias, move in zip(biases, moves, strict=True):
+        bias.add_(move)
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
+    """The routers of a model's chunks, layer by layer; not those of MTP layers."""
+    for chunk in chunks:
+        yield from (module for module in unwrap(chunk).decoder.modules() if isinstance(module, Router))
+
+
+def taking_turns(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A linear layer whose rows are of gate and linear part in turn: what it returns is all of the gate, then the linear part."""
+
+    class TakingTurns(linear):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+            return tuple(
+                x if x is None else x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in super().forward(*args, **kwargs)
+            )
+
+    return TakingTurns
+
+
+class BiasedExpertOutput(RowParallelLinear):
+    """Megatron adds the bias of an expert, times the expert's weight, to what this returns in place: it must not be a view."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
