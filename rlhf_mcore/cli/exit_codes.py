@@ -7,11 +7,13 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, Reporter
 from rlhf_mcore.cli.terminal import say
@@ -69,6 +71,21 @@ _LIBRARIES = re.compile(r"site-packages|/lib/python3|<frozen")
 def of_process(returncode: int) -> int:
     """A child's return code as a shell would give it: -N (ended by signal N) becomes 128 + N."""
     return 128 - returncode if returncode < 0 else returncode
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the block as an exception does, so that nothing half and nobody is left behind."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def report(error: Exception) -> int:

@@ -30,16 +30,12 @@ from rlhf_mcore.parallel.addresses import LOOPBACK, interface_of, source_address
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
 SHOWN = "--shown"  # to cli/torchrun.py: the start is shown on the terminal
+UNSAVED = "--unsaved"  # to cli/torchrun.py: its ranks have nothing to save, so SIGTERM ends them
 _GRACE_S = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
+ENDED_FROM_OUTSIDE = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 # Exit codes after which nothing is started again: the run asks for that, or it was ended from outside.
-FINAL = (
-    DONE,
-    USER_ERROR,
-    REQUEUE,
-    STOPPED,
-    *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)),
-)
+FINAL = (DONE, USER_ERROR, REQUEUE, STOPPED, *ENDED_FROM_OUTSIDE)
 
 
 def launch(
@@ -60,7 +56,8 @@ def launch(
 
     def attempt(_number: int) -> int:
         is_live = console in ("auto", "rich") and sys.stdout.isatty()
-        options = [*local_rendezvous(), *local_logs(logs, world_size), *([SHOWN] if is_live else [])]
+        ours = [*([SHOWN] if is_live else []), *([UNSAVED] if module != TRAIN else [])]
+        options = [*local_rendezvous(), *local_logs(logs, world_size), *ours]
         command = torchrun_command(options, world_size, arguments, module)
         return run_child(command, child_environment(os.environ, threads_per_rank, nccl_interface=_interface_to(engines)))
 
@@ -182,15 +179,15 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], beside: Ca
             child.send_signal(number)
         return of_process(child.wait())
     finally:
-        _end_rest(others)
+        end_rest(others)
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), SHOW_CURSOR)  # a live display that was killed has hidden it
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _end_rest(others: set[int]) -> None:
-    """Nothing that the child has started stays. What ends by itself, as Ray does with its files, has a moment for it."""
+def end_rest(others: set[int]) -> None:
+    """End what a child has left running, but not ``others``. What ends by itself, as Ray does with its files, has a moment for it."""
     end = time.monotonic() + _GRACE_S
     while not all(map(has_ended, set(children()) - others)) and time.monotonic() < end:
         time.sleep(0.05)

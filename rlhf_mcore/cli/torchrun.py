@@ -1,7 +1,8 @@
 """torchrun with one message for whatever ends a run, the exit code of its cause, and an eye on the ranks' progress.
 
 Ctrl-C ends a run at once unless it trains; then the ranks finish the step and save, and a second one ends it at once. Signals that
-ask a run to save (SIGUSR1, SIGUSR2, SIGTERM) go to the ranks, which answer them between steps. Others end the run.
+ask a run to save (SIGUSR1, SIGUSR2, SIGTERM) go to the ranks, which answer them between steps. Others end the run, and so does SIGTERM
+where ranks save nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rlhf_mcore.cli.exit_codes import (
     of_process,
     report_of_tool,
 )
-from rlhf_mcore.cli.launch import SHOWN
+from rlhf_mcore.cli.launch import SHOWN, UNSAVED
 from rlhf_mcore.cli.progress import working
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
 from rlhf_mcore.cli.terminal import say
@@ -60,8 +61,9 @@ def main(argv: Sequence[str]) -> int:
     end_with_parent(signal.SIGHUP)
     agent = Agent(RankReports(has_ended))
     os.environ.update(agent.reports.environment | {STARTED_BY: str(os.getpid())})
+    agent.saves = UNSAVED not in argv
     agent.handle_signals()
-    is_shown, argv = SHOWN in argv, [word for word in argv if word != SHOWN]
+    is_shown, argv = SHOWN in argv, [word for word in argv if word not in (SHOWN, UNSAVED)]
 
     def shown(what: str) -> contextlib.AbstractContextManager[object]:
         return working(what, console=Console()) if is_shown else contextlib.nullcontext()
@@ -107,13 +109,13 @@ class Agent:
         self.reports = reports
         self.log_dir: Path | None = None
         self.module = ""  # what the ranks run
+        self.saves = True  # whether they answer what asks for a save
         self._interrupted = False
 
     def handle_signals(self) -> None:
         """Take the signals that torchrun is not to take, from now on."""
         signal.signal(signal.SIGINT, self._interrupt)
-        # In a rank SIGTERM is torchrun's way of ending it; asked from outside it means what SIGUSR1 means.
-        signal.signal(signal.SIGTERM, lambda _number, _frame: os.kill(os.getpid(), signal.SIGUSR1))
+        signal.signal(signal.SIGTERM, self._terminate)
         forward_held()
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
@@ -181,6 +183,14 @@ class Agent:
         else:
             lines.append(f"(rank {rank}{phase})")
         say("\n".join(lines), file=sys.stderr)
+
+    def _terminate(self, number: int, _frame: FrameType | None) -> None:
+        # In a rank SIGTERM is torchrun's way of ending it; asked from outside it means what SIGUSR1 means.
+        if self.saves:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return
+        end_all(children())
+        os._exit(128 + number)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         self.reports.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.commands.certify.command import FP32_LIMIT
+from tests.commands import descendants, environment, left_behind, processes_with, started
 
 
 @pytest.mark.slow
@@ -29,3 +31,25 @@ def test_a_dense_family_is_certified(tmp_path: Path) -> None:
     assert document["resume"]["verdict"] == "equal after 4 steps"
     assert document["names"].endswith("all are there")
     assert (tmp_path / "certificate.md").read_text().count("| ok |") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_ranks_and_begins_no_other_family(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "certify", "--quick", "--families", "llama,olmo2", "--out", "out"]
+    own = environment(tmp_path)
+    with started(command, tmp_path, own) as certify:
+        certify.wait_for(lambda: sum(_name_of(pid).startswith("rank ") for pid in descendants(certify.process.pid)) == 2)
+        certify.process.send_signal(number)
+        printed = certify.end(60)
+    assert certify.process.returncode == 128 + number, printed
+    assert "Traceback" not in printed and "agree" not in printed
+    assert processes_with("TMPDIR", own["TMPDIR"]) == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["llama"]
+    assert left_behind(tmp_path) == []
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8")
+    except OSError:  # it has just ended
+        return ""

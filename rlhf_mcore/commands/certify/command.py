@@ -17,6 +17,8 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.observability.files import write_atomically
+from rlhf_mcore.own_processes import adopt_orphans, children
 
 FAILED = 1
 # Of the actor; those that a family or the number of ranks does not allow are left out, by the checks of every run.
@@ -56,7 +58,8 @@ EPILOG = """\
 exit codes:
   0          all agrees
   1          something does not: the table says what, the logs are beside it
-  2          a mistake in the command line"""
+  2          a mistake in the command line
+  128 + N    ended by signal N, with all that it has started; families that were done are in certificate.json"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,17 +85,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / "certificate.json"
         document = _kept(kept, args.keep) | {"machine": _machine(gpus, ranks)}
-        for family in families:
-            began = time.monotonic()
-            document["families"][family] = rows = _family(family, folder / family, ranks, bool(gpus), quick=args.quick)
-            problems = [problem for row in rows for problem in judge(row)]
-            say(f"{family}: {len(rows)} layouts in {time.monotonic() - began:.0f} s, {'; '.join(problems) or 'all agree'}")
-            kept.write_text(json.dumps(document, indent=1), encoding="utf-8")
-        document["resume"] = _resume(families[0], folder / families[0], ranks)
+        with exit_codes.ended_by_signals():
+            for family in families:
+                began = time.monotonic()
+                document["families"][family] = rows = _family(family, folder / family, ranks, bool(gpus), quick=args.quick)
+                problems = [problem for row in rows for problem in judge(row)]
+                say(f"{family}: {len(rows)} layouts in {time.monotonic() - began:.0f} s, {'; '.join(problems) or 'all agree'}")
+                write_atomically(kept, json.dumps(document, indent=1).encode())
+            document["resume"] = _resume(families[0], folder / families[0], ranks)
         say(f"resume: {document['resume']['verdict']}")
         document["names"] = names.as_text(names.check_all())
-        kept.write_text(json.dumps(document, indent=1), encoding="utf-8")
-        (page := folder / "certificate.md").write_text(as_page(document), encoding="utf-8")
+        write_atomically(kept, json.dumps(document, indent=1).encode())
+        write_atomically(page := folder / "certificate.md", as_page(document).encode())
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     say(f"written to {page}")
@@ -147,8 +151,12 @@ def _machine(gpus: Sequence[Any], ranks: int) -> dict[str, str]:
 
 
 def _family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool) -> list[dict[str, Any]]:
-    """The rows of a family, by ranks of their own: what ends them hides no other family."""
-    from rlhf_mcore.cli.launch import launch
+    """Measure the rows of a family by ranks of their own: what ends these hides no other family, but a signal ends the command.
+
+    Raises:
+        SystemExit: a signal came meanwhile, and the ranks are ended.
+    """
+    from rlhf_mcore.cli.launch import ENDED_FROM_OUTSIDE, launch
     from rlhf_mcore.commands.certify.models import make_run
 
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier certificate: its runs would be continued
@@ -165,6 +173,8 @@ def _family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool
     (results := folder / "rows.json").unlink(missing_ok=True)
     (logs := folder / "logs").mkdir(exist_ok=True)
     code = launch([str(order)], ranks, 1, module="rlhf_mcore.commands.certify.worker", logs=logs)
+    if code in ENDED_FROM_OUTSIDE:
+        raise SystemExit(code)
     if code != exit_codes.DONE or not results.is_file():
         return [{"layout": "all", "problem": f"its ranks ended with code {code}, see {logs}"}]
     rows: list[dict[str, Any]] = json.loads(results.read_text(encoding="utf-8"))
@@ -223,9 +233,7 @@ def _resume(family: str, folder: Path, ranks: int) -> dict[str, str]:
     for name, steps in (("whole", 4), ("halves", 2), ("halves", 4)):
         overrides = [*options, f"experiment={name}", f"trainer.num_steps={steps}", f"trainer.world_size={ranks}"]
         command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", str(folder / "run.yaml"), *overrides]
-        with (log := folder / f"{name}-{steps}.log").open("wb") as out:
-            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT).returncode
-        if code:
+        if code := _train(command, log := folder / f"{name}-{steps}.log"):
             return {"what": f"{family}, {layout}", "verdict": f"a run ended with code {code}, see {log}"}
     runs = [folder / "certificate" / name for name in ("whole", "halves")]
     whole, halves = ([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs)
@@ -241,6 +249,21 @@ def _resume(family: str, folder: Path, ranks: int) -> dict[str, str]:
     differing += ["the weights"] if weights[0] != weights[1] else []
     verdict = f"differs: {', '.join(differing[:3])}" if differing else f"equal after {len(whole)} steps"
     return {"what": f"{family}, {layout}", "verdict": verdict}
+
+
+def _train(command: Sequence[str], log: Path) -> int:
+    """Run a command with its output in a file. Returns its exit code; what ends this process ends the command before."""
+    from rlhf_mcore.cli.launch import end_rest
+
+    adopt_orphans()
+    others = set(children())
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return exit_codes.of_process(child.wait())
+    finally:
+        child.kill()
+        end_rest(others)
 
 
 def is_whole(document: dict[str, Any]) -> bool:

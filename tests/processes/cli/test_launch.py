@@ -292,6 +292,31 @@ def test_a_parent_that_has_ended_before_is_noticed() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
 
+@pytest.mark.parametrize(
+    ("saves", "code", "printed"), [(False, 143, b""), (True, 0, b"SIGUSR1\n")], ids=["an evaluation", "a training"]
+)
+def test_sigterm_asks_ranks_to_save_and_ends_those_that_save_nothing(saves: bool, code: int, printed: bytes) -> None:
+    terminated = f"""
+import signal
+from rlhf_mcore.cli.torchrun import Agent
+agent = Agent(None)
+agent.saves = {saves}
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+agent._terminate(signal.SIGTERM, None)
+print(*(number.name for number in signal.sigpending()))
+"""
+    done = subprocess.run([sys.executable, "-c", terminated], stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (code, printed)
+
+
+def test_only_a_training_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Any] = []
+    monkeypatch.setattr(launch, "run_child", lambda command, _: commands.append(command) or 0)
+    launch.launch([], 1, 1)
+    launch.launch([], 1, 1, module="rlhf_mcore.cli.evaluate")
+    assert [launch.UNSAVED in command for command in commands] == [False, True]
+
+
 INTERRUPTED = """
 from rlhf_mcore.cli.rank_reports import RankReports
 from rlhf_mcore.cli.torchrun import Agent

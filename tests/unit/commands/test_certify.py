@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 from rlhf_mcore.cli.main import COMMANDS, module_of
 from rlhf_mcore.commands.certify import command, models, names
 from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.own_processes import has_ended
+from tests.commands import wait_for
 
 GOOD: dict[str, Any] = {
     "layout": "tp2",
@@ -124,6 +127,40 @@ def test_a_page_has_a_row_for_each_layout_and_tells_what_is_wrong() -> None:
 def test_layouts_are_those_that_a_run_may_have(family: str, ranks: int, expected: list[str], tmp_path: Path) -> None:
     layouts, note = command._layouts(models.make_run(family, tmp_path, on_cuda=False), ranks)
     assert (list(layouts), note) == (expected, "")
+
+
+@pytest.mark.parametrize(("code", "ends"), [(129, True), (130, True), (143, True), (1, False), (137, False)])
+def test_a_signal_ends_the_certificate_and_a_failure_is_a_row(
+    code: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *_, **__: code)
+    if ends:
+        with pytest.raises(SystemExit, match=str(code)):
+            command._family("llama", tmp_path / "llama", 1, False, quick=True)
+    else:
+        [row] = command._family("llama", tmp_path / "llama", 1, False, quick=True)
+        assert f"code {code}" in row["problem"]
+
+
+TRAINING = f"""
+import sys
+from pathlib import Path
+from rlhf_mcore.cli import exit_codes, launch
+from rlhf_mcore.commands.certify import command
+launch._GRACE_S = 0.1
+code = 'import subprocess as s, time; print(s.Popen(["sleep", "600"], start_new_session=True).pid, flush=True); time.sleep(600)'
+with exit_codes.ended_by_signals():
+    command._train([{sys.executable!r}, "-c", code], Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_training_that_is_to_be_resumed(number: signal.Signals, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path / "log")]) as certify:
+        wait_for(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text().endswith("\n"))
+        certify.send_signal(number)
+        assert certify.wait(timeout=120) == 128 + number
+    assert has_ended(int((tmp_path / "log").read_text()))
 
 
 @pytest.fixture
