@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from rlhf_mcore.mcore.fixed_order import attend_in_fixed_order
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_ranks
 
@@ -26,7 +27,9 @@ class SDPACoreAttention(torch.nn.Module):
     which Megatron's config gives a window, a token sees so many before it.
     """
 
-    varlen: Callable[..., Any] | None = None  # one kernel for all packed sequences (``fast_kernels.py``)
+    # Chosen in ``fast_kernels.py``:
+    varlen: Callable[..., Any] | None = None  # one kernel for all packed sequences
+    in_fixed_order = False  # whether its sums need one order
 
     def __init__(
         self,
@@ -128,9 +131,8 @@ class SDPACoreAttention(torch.nn.Module):
             scale = scale or q.size(-1) ** -0.5
             q, k, v = _with_sinks(q, k, v, sinks / scale)
             mask = mask if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares
-        )
+        attend = attend_in_fixed_order if self.in_fixed_order else F.scaled_dot_product_attention
+        out = attend(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares)
         return out if sinks is None else out[:, :, 1:]
 
 

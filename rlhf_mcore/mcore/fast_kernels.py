@@ -16,8 +16,13 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
-    """Give the layers of a model on CUDA the kernels that compute them. With ``deterministic`` they keep torch's."""
-    if config.params_dtype not in HALVES or config.deterministic_mode or torch.cuda.get_device_capability()[0] < 8:
+    """Give the layers of a model on CUDA the kernels that compute them. With ``deterministic`` they keep torch's, in a fixed order."""
+    if config.deterministic_mode:
+        for module in modules:
+            if isinstance(module, SDPACoreAttention):
+                module.in_fixed_order = True
+        return
+    if config.params_dtype not in HALVES or torch.cuda.get_device_capability()[0] < 8:
         return
     varlen, delta = _varlen_attention(config), _delta_kernels(config)
     for module in modules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.doctor.kernels import expected_kernels
@@ -201,6 +203,74 @@ def test_an_older_gpu_or_torch_keeps_the_loop(monkeypatch: pytest.MonkeyPatch) -
             assert core.varlen is None
     use_fast_kernels([core], config)
     assert core.varlen is varlen_attn
+
+
+class Attention(torch.autograd.Function):
+    """A stand-in for the kernels of CUDA: its passes note torch's mode, which chooses whether their sums have one order."""
+
+    modes: list[tuple[str, int]]
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        Attention.modes.append(("forward", torch.get_deterministic_debug_mode()))
+        with torch.enable_grad():
+            ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            ctx.out = PLAIN(*ctx.inputs, **options)
+        out: Tensor = ctx.out.detach()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        Attention.modes.append(("backward", torch.get_deterministic_debug_mode()))
+        return *torch.autograd.grad(ctx.out, ctx.inputs, *grads), None
+
+
+PLAIN = F.scaled_dot_product_attention
+STRICT, WARNS = 2, 1  # torch.get_deterministic_debug_mode()
+
+
+@pytest.mark.parametrize("recomputed", [None, True, False], ids=["kept", "recomputed", "recomputed by hooks"])
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+def test_deterministic_attention_is_torchs_in_strict_mode_in_both_passes(
+    softmax_type: str, recomputed: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Attention, "modes", [], raising=False)
+    config = attention_config(deterministic_mode=True, softmax_type=softmax_type, params_dtype=torch.float32)
+    core = SDPACoreAttention(config, 1, AttnMaskType.causal)
+    if core.softmax_offset is not None:
+        torch.nn.init.normal_(core.softmax_offset)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        inputs = [torch.randn(sum(SIZES), n, 8, requires_grad=True) for n in (4, 2, 2)]
+        passed = lambda *x: core(*x, None, packed_seq_params=packing()).exp()  # noqa: E731
+        with warning_only():
+            out = passed(*inputs) if recomputed is None else checkpoint(passed, *inputs, use_reentrant=recomputed)
+            learned = [*inputs, *core.parameters()]
+            for parameter in core.parameters():
+                parameter.grad = None
+            out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+            assert torch.get_deterministic_debug_mode() == WARNS
+        results.append([out.detach(), *(x.grad for x in learned)])
+        use_fast_kernels([core], config)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **options: Attention.apply(q, k, v, options))
+    for found, expected in zip(*results, strict=True):
+        assert found is not None and found.equal(expected) and found.any()
+    assert set(Attention.modes) == {("forward", STRICT), ("backward", STRICT)}
+    Attention.modes.clear()
+    with torch.no_grad(), warning_only():
+        assert passed(*inputs).equal(results[0][0])
+    assert set(Attention.modes) == {("forward", STRICT)}
+
+
+@contextmanager
+def warning_only() -> Iterator[None]:
+    """As ``CudaPlatform.megatron_region`` has it."""
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")
 
 
 # ------------------------------------------------------------------------------------------------------ gated delta nets
