@@ -1,8 +1,8 @@
 """Attention whose sums have one order on CUDA: its passes run in torch's strict deterministic mode.
 
-Elsewhere torch only warns, for not every operation has a deterministic kernel; then flash and memory-efficient attention add gradients
-in any order (torch's ``attention_backward.cu``). In strict mode both have a fixed one, and cuDNN's attention, which has none, is not chosen
-(``sdp_utils.cpp``).
+Elsewhere torch only warns, for not every operation has a deterministic kernel; then flash and memory-efficient attention add
+gradients in any order (torch's ``attention_backward.cu``). In strict mode both have a fixed one, and cuDNN's attention, which has
+none, is not chosen (``sdp_utils.cpp``).
 """
 
 from __future__ import annotations
