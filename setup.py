@@ -83,7 +83,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["rlhf_mcore", "rlhf_mcore.*"]),
-    package_data={"rlhf_mcore": ["py.typed"], "rlhf_mcore.report": ["assets/*"]},
+    package_data={"rlhf_mcore": ["py.typed"], "rlhf_mcore.commands.report": ["assets/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["rlhf-mcore = rlhf_mcore.cli.main:main"]},

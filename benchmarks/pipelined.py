@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.common import report
-from rlhf_mcore.planning.simulate.compare import samples_bound
-from rlhf_mcore.planning.simulate.engine import EngineTimes
-from rlhf_mcore.planning.simulate.lengths import read_lengths
-from rlhf_mcore.planning.simulate.schedule import CONTINUE, Scenario, Schedule, TrainTimes, simulate
+from rlhf_mcore.commands.simulate.compare import samples_bound
+from rlhf_mcore.commands.simulate.engine import EngineTimes
+from rlhf_mcore.commands.simulate.lengths import read_lengths
+from rlhf_mcore.commands.simulate.schedule import CONTINUE, Scenario, Schedule, TrainTimes, simulate
 
 GOAL = 0.95
 LENGTHS = read_lengths("lognormal(5.5,0.3,600)", 600)

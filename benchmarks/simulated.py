@@ -24,13 +24,13 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.asynchronous import LONG_TAIL, SCHEDULES, Workload, make_model, measured, run_directory
 from benchmarks.common import report
+from rlhf_mcore.commands.simulate.compare import configured
+from rlhf_mcore.commands.simulate.lengths import read_lengths
+from rlhf_mcore.commands.simulate.measured import PhaseFit, fit_runs
+from rlhf_mcore.commands.simulate.schedule import simulate
+from rlhf_mcore.commands.simulate.times import MeasuredTimes, Split
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.planning.simulate.compare import configured
-from rlhf_mcore.planning.simulate.lengths import read_lengths
-from rlhf_mcore.planning.simulate.measured import PhaseFit, fit_runs
-from rlhf_mcore.planning.simulate.schedule import simulate
-from rlhf_mcore.planning.simulate.times import MeasuredTimes, Split
 
 GOAL, SIMULATED_STEPS = 0.10, 300
 PARTIAL = {"partial": ["trainer.max_staleness=4"], "partial_2": ["trainer.max_staleness=2"]}

@@ -152,7 +152,9 @@ class LateCuda:
             if not non_blocking:
                 stream.synchronize()
             elif to.numel():
-                assert self.refuses or self._is_pinned(to) or self._is_pinned(source), "slow: no end of the copy is pinned"
+                assert self.refuses or self._is_pinned(to) or self._is_pinned(source), (
+                    "slow: no end of the copy is pinned"
+                )
                 self.num_late += 1
                 poison(to)
                 stream.give(lambda: self._make(stream, to, source))
@@ -173,7 +175,9 @@ class LateCuda:
             poison(torch.empty(0, dtype=torch.uint8).set_(storage))
 
     def _make(self, stream: Stream, to: Tensor, source: Tensor) -> None:
-        assert to.untyped_storage().nbytes() and source.untyped_storage().nbytes(), "memory was freed before a copy of it"
+        assert to.untyped_storage().nbytes() and source.untyped_storage().nbytes(), (
+            "memory was freed before a copy of it"
+        )
         with torch.no_grad():
             (stream.copy_to_host if self._is_pinned(to) else stream.copy_to_device)(to, source)
 
@@ -199,7 +203,9 @@ class LatePlatform(CpuPlatform, CudaPlatform):
 def install(monkeypatch: pytest.MonkeyPatch, refuses: int = 0) -> LateCuda:
     """Make it the device of this process."""
     cuda = LateCuda(refuses)
-    monkeypatch.setattr(rlhf_mcore.platform, "torch", ModuleView(torch, {"cuda": cuda, "ones": cuda.launch, "empty": cuda.empty}))
+    monkeypatch.setattr(
+        rlhf_mcore.platform, "torch", ModuleView(torch, {"cuda": cuda, "ones": cuda.launch, "empty": cuda.empty})
+    )
     monkeypatch.setattr(cpu, "CpuPlatform", LatePlatform)
     monkeypatch.setattr(Tensor, "copy_", lambda to, source, non_blocking=False: cuda.copy(to, source, non_blocking))
     monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, size: cuda.resize(storage, size))

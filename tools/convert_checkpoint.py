@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlhf_mcore.cli.convert import main
+from rlhf_mcore.commands.convert.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -75,7 +75,7 @@ def machine(device: str, folder: Path) -> Found:
     """What it runs on."""
     import torch
 
-    from rlhf_mcore.doctor.kernels import expected_kernels, kernels_text
+    from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 
     on_cuda = device == "cuda"
     name = torch.cuda.get_device_name() if on_cuda else "CPU"
@@ -408,7 +408,16 @@ PARTS = (
     Part("benchmarks", 210, benchmarks),
 )
 FIRST = 5  # parts that show the most
-MEASURED = ("mfu", "grpo", "ppo", "vllm", "sleep", "offload", "save", "benchmarks")  # parts with rows for docs/performance.md
+MEASURED = (
+    "mfu",
+    "grpo",
+    "ppo",
+    "vllm",
+    "sleep",
+    "offload",
+    "save",
+    "benchmarks",
+)  # parts with rows for docs/performance.md
 TOTAL_S = 25 * 60
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from rlhf_mcore.cli.prepare_data import main
+from rlhf_mcore.commands.prepare_data.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,7 +17,7 @@ import rich.console
 from playwright.sync_api import sync_playwright
 from rich.terminal_theme import MONOKAI
 
-from rlhf_mcore.cli.report import main as report
+from rlhf_mcore.commands.report.command import main as report
 from rlhf_mcore.observability.console import Console
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"

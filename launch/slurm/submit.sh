@@ -90,7 +90,7 @@ fi
 
 # What cannot fit is refused now rather than after a night in the queue. Where it can be known: not what other jobs will make.
 if [[ -z "$container$array$dependency" && "${RLHF_MCORE_PLAN:-1}" == 1 && "$dry_run" == 0 ]]; then
-    "$root/launch/node.sh" rlhf_mcore.cli.plan --world-size="$((nodes * ranks))" --gpu="${RLHF_MCORE_GPU:-H100}" \
+    "$root/launch/node.sh" rlhf_mcore.cli.main plan --world-size="$((nodes * ranks))" --gpu="${RLHF_MCORE_GPU:-H100}" \
         "$config" "${overrides[@]}" >/dev/null || exit
 fi
 

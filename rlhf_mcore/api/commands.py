@@ -27,7 +27,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 
 if TYPE_CHECKING:
-    from rlhf_mcore.cli.conversion import Converted
+    from rlhf_mcore.commands.convert.conversion import Converted
     from rlhf_mcore.planning.plan import RunPlan
 
 
@@ -83,7 +83,7 @@ def evaluate(
     check_packages(cfg)
     check_engine(cfg)
     with one_process():
-        from rlhf_mcore.cli.evaluation import run
+        from rlhf_mcore.commands.evaluate.evaluation import run
 
         with rank.no_early_exit():
             made, comparison = run(cfg)
@@ -111,8 +111,8 @@ def convert(
     Raises:
         ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
     """
-    from rlhf_mcore.cli.conversion import Conversion, run
-    from rlhf_mcore.cli.convert import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
+    from rlhf_mcore.commands.convert.command import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
+    from rlhf_mcore.commands.convert.conversion import Conversion, run
 
     allowed = {"source_format": FORMATS, "target_format": TARGETS, "role": ROLES, "dtype": (None, *DTYPES)}
     given = {"source_format": source_format, "target_format": target_format, "role": role, "dtype": dtype}
@@ -149,8 +149,7 @@ def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPl
     Raises:
         ConfigError: a mistake in the configuration, or there is no such device.
     """
-    from rlhf_mcore.cli.plan import device_and_assumptions
-    from rlhf_mcore.planning.inputs import GPUS
+    from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions
     from rlhf_mcore.planning.plan import make_plan
 
     checked_choice("gpu", gpu, tuple(GPUS))

@@ -24,8 +24,8 @@ from rlhf_mcore.checkpoint.disk import Disk, spread
 from rlhf_mcore.checkpoint.formats import VERSION, migrate
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.doctor.machine import has_gpu, processor
 from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
+from rlhf_mcore.machine import has_gpu, processor
 
 FORMAT = "rlhf_mcore.checkpoint"
 FULL = "full"

@@ -59,7 +59,9 @@ class BoundRendezvous(StaticTCPRendezvous):
             )
         except DistError as error:
             reason = str(error).partition("\n")[0]
-            raise NoMeeting(f"node {rank} of {num_nodes} does not meet the others at {address}:{port} ({reason})") from error
+            raise NoMeeting(
+                f"node {rank} of {num_nodes} does not meet the others at {address}:{port} ({reason})"
+            ) from error
 
     def shutdown(self) -> bool:
         """Keep the store of the first node until the others have passed torchrun's last barrier, which reads from it.

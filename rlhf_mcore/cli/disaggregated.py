@@ -70,9 +70,7 @@ def build_disaggregated(
         kept = HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in sent})
     remote = RemoteBridge(
         Side(parameters, NoTarget()),
-        BridgeJob(
-            actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, cfg.bridge.digest_every, live
-        ),
+        BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, cfg.bridge.digest_every, live),
         world_group(),
         fleet,
         address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
@@ -116,7 +114,9 @@ def start(run: RunContext) -> Fleet:
 
         episodes = EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
     plan = FleetPlan(
-        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd(), cfg.deterministic),
+        EngineOrder(
+            rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd(), cfg.deterministic
+        ),
         rollout.num_engines,
         rollout.layout.tp,
         cfg.trainer.threads_per_rank,

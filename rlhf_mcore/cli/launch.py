@@ -59,7 +59,9 @@ def launch(
         ours = [*([SHOWN] if is_live else []), *([UNSAVED] if module != TRAIN else [])]
         options = [*local_rendezvous(), *local_logs(logs, world_size), *ours]
         command = torchrun_command(options, world_size, arguments, module)
-        return run_child(command, child_environment(os.environ, threads_per_rank, nccl_interface=_interface_to(engines)))
+        return run_child(
+            command, child_environment(os.environ, threads_per_rank, nccl_interface=_interface_to(engines))
+        )
 
     code = with_restarts(attempt, max_restarts)
     if code in (REQUEUE, STOPPED):

@@ -1,4 +1,4 @@
-"""The console script ``rlhf-mcore COMMAND ...``. Each command is a module, also ``python -m rlhf_mcore.cli.COMMAND``, or a room.
+"""The console script ``rlhf-mcore COMMAND ...``. Each command has a room in ``commands``, but those that start runs.
 
 Exit codes: 0 done; 2 a mistake of the user (configuration, command line, data), with one readable message; 75 saved and to be
 started again; others are a failure, and 128 + N means that signal N ended the run.
@@ -25,28 +25,12 @@ from rlhf_mcore.foreign import shorten
 
 COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
-    "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",
-    "plan": "memory, traffic and time of a run, before a GPU is asked for",
-    "config": "show a configuration with all that follows from it, compare two, explain a key",
-    "metrics": "what a metric means, when it is healthy, what to do where it is not",
-    "simulate": "schedules of generation and training compared, over a distribution of response lengths",
-    "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
-    "prepare-data": "make training data of GSM8K, MATH, DAPO, OpenAssistant, chats, preference pairs",
-    "reward-test": "try the reward on the data: ground truths must be right, other answers must not",
-    "serve-reward": "score responses that runs send by HTTP",
-    "evaluate": "score a model on held-out prompts, or two side by side",
-    "report": "one HTML file about a run, or about several: health, curves, time, what the model writes",
-    "watch": "the same page in a browser during a run",
-    "rollouts": "list, add, drain or remove the engines of a running job",
-    "pin": "keep a checkpoint of a run under a name",
-    "chat": "talk to a trained model, in a terminal or from a pipe",
-    "push": "upload the trained model of a run to the Hugging Face hub, with a model card",
-    "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
     "completion": "make TAB complete commands, options, keys and values in bash and zsh",
 }
-# Commands with a room of their own: their folders make them known.
+# The others have rooms of their own: their folders make them known.
 ROOMS = {room.name.replace("_", "-") for room in pkgutil.iter_modules(import_module("rlhf_mcore.commands").__path__)}
-COMMANDS |= {name: import_module(f"rlhf_mcore.commands.{name.replace('-', '_')}").SUMMARY for name in sorted(ROOMS)}
+COMMANDS |= {name: import_module(f"rlhf_mcore.commands.{name.replace('-', '_')}").SUMMARY for name in ROOMS}
+COMMANDS = dict(sorted(COMMANDS.items(), key=lambda item: (item[0] != "train", item[0])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def module_of(command: str) -> str:
     """Name the module of a command, which has its ``main`` and its ``_parser``."""
-    return f"rlhf_mcore.{'commands' if command in ROOMS else 'cli'}.{command.replace('-', '_')}"
+    name = command.replace("-", "_")
+    return f"rlhf_mcore.commands.{name}.command" if command in ROOMS else f"rlhf_mcore.cli.{name}"
 
 
 def _parser() -> argparse.ArgumentParser:

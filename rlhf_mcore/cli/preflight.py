@@ -29,9 +29,9 @@ from rlhf_mcore.config.model_files import inspect_model, read_config
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.doctor.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes, processor
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
+from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes, processor
 from rlhf_mcore.observability.files import (
     FullDiskError,
     free_bytes,
@@ -126,7 +126,9 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
     from rlhf_mcore.planning.sync import kv_bytes_per_token
 
     hf_config = read_config(cfg.model.path, "model.path")
-    has_windows = hf_config.content.get("sliding_window") is not None and hf_config.content.get("use_sliding_window", True)
+    has_windows = hf_config.content.get("sliding_window") is not None and hf_config.content.get(
+        "use_sliding_window", True
+    )
     if has_windows or geometry.delta_layers:
         return
     width = 2 if cfg.model.dtype in ("bf16", "fp16") else 4

@@ -50,7 +50,7 @@ LINES, MAX_LINE, MAX_TAIL_BYTES = 20, 200, 1 << 16  # of a killed rank's log
 ENDING = ("SIGHUP", "SIGQUIT")
 INTERRUPTED_IN = {  # what Ctrl-C means that comes before a first step
     "rlhf_mcore.cli.train": "ended before the first step, nothing was to be saved",
-    "rlhf_mcore.cli.evaluate": "what is scored is kept, the same command continues",
+    "rlhf_mcore.commands.evaluate.command": "what is scored is kept, the same command continues",
 }
 _STACKS_S = 2.0  # that ranks get to print their stacks
 

@@ -29,7 +29,7 @@ from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.doctor.kernels import kernels_text
+from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank

@@ -48,7 +48,6 @@ class ConfigError(ValueError):
             lines += f"\n  ... and {len(problems) - _SHOWN} more"
         return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
 
-
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in the place of a traceback: the line of the caller's, and the message."""
         package = str(Path(__file__).resolve().parents[1])

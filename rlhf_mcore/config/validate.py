@@ -200,7 +200,14 @@ def reward_problems(cfg: Config) -> Iterator[str]:
                 yield FileProblem(f"{key} names {name}, which is not set here; export it, or remove it from the list")
     if not grades(cfg):
         default = Config()
-        for key in ("reward.function", "reward.functions", "reward.remote.url", "reward.judge.url", "reward.sources", "reward.rules"):
+        for key in (
+            "reward.function",
+            "reward.functions",
+            "reward.remote.url",
+            "reward.judge.url",
+            "reward.sources",
+            "reward.rules",
+        ):
             if (value := value_of(cfg, key)) and value != value_of(default, key):
                 yield (
                     f"{key} is set, but has no effect with environment.score=environment; remove it, or set environment.score=reward "

@@ -98,7 +98,9 @@ def _template(folder: Path) -> str | None:
         if (folder / "chat_template.jinja").is_file():
             return read_text(folder / "chat_template.jinja", limit=INDEX.num_bytes)
         for name in ("chat_template.json", "tokenizer_config.json"):
-            if (folder / name).is_file() and (found := read_json(folder / name, limits=INDEX).content.get("chat_template")):
+            if (folder / name).is_file() and (
+                found := read_json(folder / name, limits=INDEX).content.get("chat_template")
+            ):
                 return _default_of(found)
     except ConfigError:  # which is reported when the tokenizer is loaded
         return ""
@@ -130,4 +132,6 @@ def _check_syntax(template: str, folder: str) -> None:
             "set data.apply_chat_template=false and give prompts as strings"
         ) from error
     except RecursionError as error:
-        raise ConfigError(f"the chat template of the tokenizer in {folder} is nested too deep; download it again") from error
+        raise ConfigError(
+            f"the chat template of the tokenizer in {folder} is nested too deep; download it again"
+        ) from error

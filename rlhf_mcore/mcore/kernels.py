@@ -7,7 +7,7 @@ from typing import TypeVar
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import Adam
 
-from rlhf_mcore.doctor.kernels import FLA, FUSED_ADAM, MEGATRON, OURS, TE, TORCH, VARLEN
+from rlhf_mcore.expected_kernels import FLA, FUSED_ADAM, MEGATRON, OURS, TE, TORCH, VARLEN
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import GatedDeltaNet
 from rlhf_mcore.mcore.mixture import routers

@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.doctor.kernels import APEX
+from rlhf_mcore.expected_kernels import APEX
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, architecture_name
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.foreign import Fields, shorten

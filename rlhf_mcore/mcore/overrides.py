@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 from megatron.core.transformer.enums import AttnBackend
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.doctor.kernels import APEX
+from rlhf_mcore.expected_kernels import APEX
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import DTYPES, Platform

@@ -79,7 +79,9 @@ def linear_logprobs(
     columns = _Columns.of(group, len(weight), vocab_size, temperature)
     subsets = None if support is None else _Subsets.of(support, hidden.device)
     if len(hidden) > chunk:
-        return TokenLogprobs(*_ChunkedLinear.apply(hidden, weight, labels, columns, chunk, with_entropy, subsets, main_grad))
+        return TokenLogprobs(
+            *_ChunkedLinear.apply(hidden, weight, labels, columns, chunk, with_entropy, subsets, main_grad)
+        )
     return TokenLogprobs(*_KeptLinear.apply(hidden, weight, labels, columns, with_entropy, subsets, main_grad))
 
 

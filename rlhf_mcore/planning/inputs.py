@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from rlhf_mcore.config.derive import longest_example, needs_critic, offloaded_parts
 from rlhf_mcore.config.errors import ConfigError
@@ -229,3 +230,35 @@ class PlanInputs:
     @property
     def available(self) -> int:
         return int(self.gpu.memory_bytes * self.assumed.usable_memory)
+
+
+RATES = [field.name for field in fields(GpuType) if field.name != "name"]
+ASSUMED = [field.name for field in fields(Assumptions)]
+
+
+def device_and_assumptions(name: str, changes: Sequence[str]) -> tuple[GpuType, Assumptions]:
+    """The device and the assumptions with the user's changes.
+
+    Raises:
+        ConfigError: there is no such number, or it cannot have that value.
+    """
+    gpu, assumed = GPUS[name], Assumptions()
+    for change in changes:
+        key, _, text = change.partition("=")
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(f"--set {change!r} is not of the form NAME=NUMBER, as in --set reserve_bytes=2e9")
+        if key not in RATES + ASSUMED:
+            raise ConfigError(f"--set {key}: no such number; there are: {', '.join(RATES + ASSUMED)}")
+        value = type(getattr(gpu if key in RATES else assumed, key))(number)
+        is_share = key in ASSUMED and key not in ("reserve_bytes", "expert_imbalance")
+        if value < 0 or (value == 0 and key != "reserve_bytes") or (is_share and value > 1):
+            bounds = "from 0 on" if key == "reserve_bytes" else "above 0 and at most 1" if is_share else "above 0"
+            raise ConfigError(f"--set {change} is out of range; give a number {bounds}")
+        gpu, assumed = (
+            (replace(gpu, **{key: value}), assumed) if key in RATES else (gpu, replace(assumed, **{key: value}))
+        )
+    return gpu, assumed

@@ -164,7 +164,9 @@ class CudaPlatform(Platform):
     def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None:
         self._is_deterministic = deterministic
         if deterministic:
-            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Megatron refuses Transformer Engine's attention otherwise
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = (
+                "0"  # Megatron refuses Transformer Engine's attention otherwise
+            )
             for name, values in _FIXED_SUMS.items():
                 os.environ.setdefault(name, values[0])
         if local_rank >= (count := torch.cuda.device_count()):

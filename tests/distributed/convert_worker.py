@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from safetensors.torch import load_file, save_file
 
-from rlhf_mcore.cli.convert import main as convert
+from rlhf_mcore.commands.convert.command import main as convert
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.model import MegatronModel, unwrap
 from rlhf_mcore.parallel.collectives import all_gather_json

@@ -149,7 +149,9 @@ def losses_of_schedule(is_first: int) -> dict[str, float]:
     for ours in (False, True):
         config = SimpleNamespace(timers=None, calculate_per_token_loss=ours, num_moe_experts=None, mtp_num_layers=None)
         loss = partial(_outputs, torch.tensor(sums), torch.tensor(0 if ours else count))
-        value, _ = forward_step_calc_loss(None, None, loss, config, None, False, 1, [], cp_group_size=2, is_last_stage=True)
+        value, _ = forward_step_calc_loss(
+            None, None, loss, config, None, False, 1, [], cp_group_size=2, is_last_stage=True
+        )
         found["ours" if ours else "theirs"] = float(value)
     return found
 

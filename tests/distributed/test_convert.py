@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rlhf_mcore.cli.convert import main
+from rlhf_mcore.commands.convert.command import main
 from tests.difference import first_difference
 from tests.distributed.convert_worker import CASES
 from tests.distributed.world import World

@@ -120,7 +120,9 @@ def uninterrupted(workspace: Path) -> Path:
 def test_a_model_compared_with_itself_is_no_better(uninterrupted: Path) -> None:
     (file,) = uninterrupted.glob("comparison-*.json")
     content = json.loads(file.read_text())
-    assert (content["baseline"], content["evaluated"]) == ("copy", "quickstart/model") and content["num_prompts"] == PROMPTS
+    assert (content["baseline"], content["evaluated"]) == ("copy", "quickstart/model") and content[
+        "num_prompts"
+    ] == PROMPTS
     assert content["reward"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     assert (content["reward"]["ties"], content["reward"]["sign_test_p"]) == (PROMPTS, 1.0)
     assert (uninterrupted / "compare" / "samples.jsonl").read_bytes() == (uninterrupted / "samples.jsonl").read_bytes()

@@ -185,18 +185,26 @@ def test_libraries_that_lack_something_do_not_load(tmp_path: Path) -> None:
 
     def loads(folder: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": folder}
-        return subprocess.run([sys.executable, "-c", check[1]], env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, "-c", check[1]], env=environment, capture_output=True, text=True, timeout=120
+        )
 
     assert (done := loads("")).returncode == 0, done.stderr
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()
     (tmp_path / "vllm" / "_C.abi3.so").write_text("no library")
     done = loads(str(tmp_path))
-    assert done.returncode == 1 and done.stderr.startswith("_C.abi3.so: ") and done.stderr.endswith("_C.abi3.so does not load\n")
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("_C.abi3.so: ")
+        and done.stderr.endswith("_C.abi3.so does not load\n")
+    )
 
 
 @pytest.mark.parametrize("stack", ["", "cpu"])
-def test_a_machine_with_a_gpu_is_told_that_the_cpu_stack_does_not_use_it(checkout: Checkout, tmp_path: Path, stack: str) -> None:
+def test_a_machine_with_a_gpu_is_told_that_the_cpu_stack_does_not_use_it(
+    checkout: Checkout, tmp_path: Path, stack: str
+) -> None:
     (tmp_path / "tools").mkdir()
     (smi := tmp_path / "tools" / "nvidia-smi").write_text("#!/bin/sh\n")
     smi.chmod(0o755)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.cli import doctor
+from rlhf_mcore.commands.doctor import command as doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = (ROOT / "launch" / "setup.sh").read_text(encoding="utf-8")

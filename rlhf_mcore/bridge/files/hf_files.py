@@ -190,7 +190,9 @@ def companion_files(sources: Sequence[str | Path]) -> list[Path]:
     directories = [Path(source).resolve() for source in sources]
     places = [[directory for directory in directories if os.path.isfile(directory / name)] for name in COMPANIONS]
     return [
-        inside(holders[0], name, also=_blobs(holders[0])) for name, holders in zip(COMPANIONS, places, strict=True) if holders
+        inside(holders[0], name, also=_blobs(holders[0]))
+        for name, holders in zip(COMPANIONS, places, strict=True)
+        if holders
     ]
 
 

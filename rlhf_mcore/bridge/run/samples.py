@@ -22,7 +22,12 @@ from rlhf_mcore.bridge.map.pieces import Piece
 COUNT = 32
 _UNKNOWN = torch.iinfo(torch.int64).min
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STEPS = (0.0, 0.6180339887, 0.4142135624, 0.7320508076)  # of an axis, in ranges of the one before; fractions of irrational numbers
+_STEPS = (
+    0.0,
+    0.6180339887,
+    0.4142135624,
+    0.7320508076,
+)  # of an axis, in ranges of the one before; fractions of irrational numbers
 _Ints = NDArray[np.int64]
 
 
@@ -42,7 +47,9 @@ class Samples:
         self.names, self._dtypes = list(shapes), dtypes
         self.num_axes = max(map(len, shapes.values()), default=1)
         self.shapes = np.array([_padded(shape, self.num_axes, 1) for shape in shapes.values()], np.int64)
-        self.counts = np.array([max(COUNT, shape[0]) if len(shape) > 2 else COUNT for shape in shapes.values()], np.int64)
+        self.counts = np.array(
+            [max(COUNT, shape[0]) if len(shape) > 2 else COUNT for shape in shapes.values()], np.int64
+        )
         self.firsts = np.concatenate([[0], np.cumsum(self.counts)])
         self._places = {name: number for number, name in enumerate(self.names)}
         self._strata = np.concatenate([_strata(count, self.num_axes) for count in self.counts.tolist()])
@@ -127,7 +134,9 @@ class Drawn:
             self.bits.append(values.view(_BITS[values.element_size()]).to(torch.int64))
 
 
-def differing(samples: Samples, sent: Drawn, received: Drawn, device: torch.device, group: dist.ProcessGroup) -> list[str]:
+def differing(
+    samples: Samples, sent: Drawn, received: Drawn, device: torch.device, group: dist.ProcessGroup
+) -> list[str]:
     """The tensors of which this rank has received other elements than were sent. Collective over the group."""
     known = torch.full((int(samples.firsts[-1]),), _UNKNOWN, dtype=torch.int64, device=device)
     if sent.numbers:

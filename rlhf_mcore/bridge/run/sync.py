@@ -336,7 +336,9 @@ class PlannedBridge:
         mine = differing(held.samples, sent, received, device, self._group)
         wrong = sorted({name for names in all_gather_json(mine, self._group) for name in names})
         if wrong:
-            raise SyncMismatch(f"{len(wrong)} tensors differ after the sync in some of their elements, among them {wrong[0]}")
+            raise SyncMismatch(
+                f"{len(wrong)} tensors differ after the sync in some of their elements, among them {wrong[0]}"
+            )
 
     def _compare_in_full(self, copies: dict[str, Tensor], version: int) -> None:
         """Load the engine again as vLLM does, from gathered tensors: every parameter must come out as the sync has left it."""
@@ -351,7 +353,9 @@ class PlannedBridge:
         made = {name: self._target.model.get_parameter(name).detach().clone() for name in self._map.derived}
         with watching(self._target.model, self._map, check):
             self._target.load_weights(iter(self._gatherer), version=version)
-        wrong += [name for name, tensor in made.items() if not torch.equal(tensor, self._target.model.get_parameter(name))]
+        wrong += [
+            name for name, tensor in made.items() if not torch.equal(tensor, self._target.model.get_parameter(name))
+        ]
         flats = self._map.views(self._target.model)
         for parameter in self._map.direct:
             check(parameter, flats[parameter.name])

@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     families = args.families.split(",") if args.families else list(models.QUICK if args.quick else models.TINY)
     if unknown := [name for name in families if name not in models.TINY]:
         _parser().error(f"--families {unknown[0]}: no such family; there are {', '.join(models.TINY)}")
+    from rlhf_mcore import machine
     from rlhf_mcore.cli.preflight import check_world
-    from rlhf_mcore.doctor import machine
 
     gpus = machine.query_gpus()
     ranks = args.ranks or min(len(gpus), 8) or 2
@@ -117,9 +117,13 @@ def _parser() -> argparse.ArgumentParser:
         + EPILOG,
     )
     parser.add_argument("--quick", action="store_true", help="one family of each kind, two layouts of each")
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes (default: one per GPU, at most 8; 2 on a CPU)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="processes (default: one per GPU, at most 8; 2 on a CPU)"
+    )
     parser.add_argument("--families", metavar="A,B", help="these families only")
-    parser.add_argument("--keep", action="store_true", help="add to the certificate that is there, instead of a new one")
+    parser.add_argument(
+        "--keep", action="store_true", help="add to the certificate that is there, instead of a new one"
+    )
     parser.add_argument(
         "--names", action="store_true", help="only list what we use of the libraries, and what of it is not there"
     )
@@ -135,11 +139,11 @@ def _kept(file: Path, keep: bool) -> dict[str, Any]:
 
 def _machine(gpus: Sequence[Any], ranks: int) -> dict[str, str]:
     """Versions and device, for the head of the page."""
-    from rlhf_mcore.doctor import machine, software
-    from rlhf_mcore.doctor.kernels import expected_kernels, kernels_text
+    from rlhf_mcore import machine
+    from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 
-    wanted = ("torch", "megatron-core", *software.ENGINES, "transformers", "transformer-engine", "ray")
-    versions = software.installed_versions(["rlhf_mcore", *wanted])
+    wanted = ("torch", "megatron-core", *machine.ENGINES, "transformers", "transformer-engine", "ray")
+    versions = machine.installed_versions(["rlhf_mcore", *wanted])
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "device": f"{len(gpus)} x {gpus[0].name}" if gpus else f"CPU, {machine.processor()}",
@@ -274,7 +278,13 @@ def is_whole(document: dict[str, Any]) -> bool:
 
 def as_page(document: dict[str, Any]) -> str:
     """Write the certificate in Markdown."""
-    lines = [_INTRODUCTION, "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in document["machine"].items()), ""]
+    lines = [
+        _INTRODUCTION,
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in document["machine"].items()),
+        "",
+    ]
     head = "| family | layout | dtype | engine | trainer | rollout | both | limit | gradient | sync | sleep | saved | verdict |"
     lines += [head, "---".join("|" * head.count("|"))]
     for family, rows in document["families"].items():

@@ -75,7 +75,12 @@ TINY: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         rope_parameters={**_YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
     ),
-    "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy", "scoring_func": "softmax", "norm_topk_prob": False},
+    "deepseek_v2": {
+        **_LATENT,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+    },
     # A rotation that is not stretched, as Moonlight's.
     "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": _ROPE},
     "qwen3_next": {**_SHARED, **_DELTA},

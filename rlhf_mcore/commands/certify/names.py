@@ -57,7 +57,9 @@ def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
         if not held:
             continue
         others = dict(imports).keys() - dict(held).keys()
-        known = own | _common_words() | {word for name, target in imports if name in others for word in _members(target)}
+        known = (
+            own | _common_words() | {word for name, target in imports if name in others for word in _members(target)}
+        )
         among = sorted({target.partition(".")[0] for _, target in held})
         for attribute in _attributes(tree, dict(imports).keys(), others):
             if attribute not in known:
@@ -70,7 +72,9 @@ def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
 def as_text(uses: list[Use]) -> str:
     """One line for each name that is not there, and a count of all."""
     gone = [f"{use.name} ({use.where}): {use.problem}" for use in uses if use.problem]
-    return "\n".join([*gone, f"{len(uses)} names that we use: {f'{len(gone)} are not there' if gone else 'all are there'}"])
+    return "\n".join(
+        [*gone, f"{len(uses)} names that we use: {f'{len(gone)} are not there' if gone else 'all are there'}"]
+    )
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -120,9 +124,15 @@ def _uses_of(tree: ast.Module, name: str, target: str, where: str) -> Iterator[U
             yield from _keywords(target, [word.arg for word in node.keywords if word.arg], where)
         elif isinstance(node, ast.Call) and len(node.args) > 1 and _root(node.args[0]) == name:
             patched = node.args[1]  # mock.patch.object(name, "attribute", ...), getattr(name, "attribute")
-            if isinstance(patched, ast.Constant) and isinstance(patched.value, str) and isinstance(node.args[0], ast.Name):
+            if (
+                isinstance(patched, ast.Constant)
+                and isinstance(patched.value, str)
+                and isinstance(node.args[0], ast.Name)
+            ):
                 yield Use(f"{target}.{patched.value}", where, _problem(f"{target}.{patched.value}"))
-        elif isinstance(node, ast.ClassDef) and any(isinstance(base, ast.Name) and base.id == name for base in node.bases):
+        elif isinstance(node, ast.ClassDef) and any(
+            isinstance(base, ast.Name) and base.id == name for base in node.bases
+        ):
             for call in ast.walk(node):
                 if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "super()" and call.attr != "__init__":
                     yield Use(f"{target}.{call.attr}", where, _problem(f"{target}.{call.attr}"))
@@ -180,7 +190,11 @@ def _members(target: str) -> set[str]:
     """Attributes of what a module of ours imports from elsewhere, and of the classes in it."""
     with contextlib.suppress(Exception):
         found = _find(target)
-        classes = [value for value in vars(found).values() if isinstance(value, type)] if isinstance(found, ModuleType) else []
+        classes = (
+            [value for value in vars(found).values() if isinstance(value, type)]
+            if isinstance(found, ModuleType)
+            else []
+        )
         return {word for owner in (found, *classes) for word in (*dir(owner), *getattr(owner, "__annotations__", ()))}
     return set()
 

@@ -167,7 +167,9 @@ def _forward_backward(model: Module, batch: TrainBatch, count: float) -> tuple[T
     """Logprobs, and the gradient's norm of the policy gradient whose ratios are one. Collective over the world."""
     assert batch.advantages is not None
     logprobs = _logprobs(model, batch)
-    (-(logprobs * batch.advantages[batch.loss_mask]).sum() / count + 0 * sum(p.sum() for p in model.parameters())).backward()
+    (
+        -(logprobs * batch.advantages[batch.loss_mask]).sum() / count + 0 * sum(p.sum() for p in model.parameters())
+    ).backward()
     total = torch.zeros((), dtype=torch.float64)
     for parameter in model.parameters():
         assert parameter.grad is not None

@@ -165,7 +165,9 @@ class Fleet:
                 raise EnginesLost(f"it was not ready after {START_TIMEOUT_S:.0f} s; is there room for it?")
         elif engine.state == "placing":
             lead, plan = results[0], self._plan
-            meeting = Meeting(lead.address, lead.port, 0, plan.tp, sum((found.devices for found in results), ()), engine.name)
+            meeting = Meeting(
+                lead.address, lead.port, 0, plan.tp, sum((found.devices for found in results), ()), engine.name
+            )
             engine.address, engine.state = lead.address, "starting"
             engine.starting = [
                 process.call("start", plan.order, replace(meeting, rank=rank), plan.threads)

@@ -85,7 +85,10 @@ def test_engines_of_other_machines_are_reached_by_nccl_too(monkeypatch: pytest.M
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert launch.launch([], 1, 1, engines="head:6379") == 0
-    assert (started[0]["NCCL_SOCKET_IFNAME"], started[0]["GLOO_SOCKET_IFNAME"]) == ("eth1", "lo")  # the ranks are all here
+    assert (started[0]["NCCL_SOCKET_IFNAME"], started[0]["GLOO_SOCKET_IFNAME"]) == (
+        "eth1",
+        "lo",
+    )  # the ranks are all here
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     launch.launch([], 1, 1, engines="head:6379")
     assert started[1]["NCCL_SOCKET_IFNAME"] == "ib0"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.cli import simulate
+from rlhf_mcore.commands.simulate import command as simulate
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = f"""
@@ -30,7 +30,7 @@ def run_yaml(workspace: Any) -> str:
 
 def test_schedules_are_compared_without_torch(run_yaml: str, tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom rlhf_mcore.cli.simulate import main\n"
+        "import sys\nfrom rlhf_mcore.commands.simulate.command import main\n"
         f"code = main([{run_yaml!r}, '--devices', '4', '--json', 'out.json', *{LENGTHS!r}])\n"
         "print([m for m in ('torch', 'transformers', 'vllm', 'megatron', 'matplotlib') if m in sys.modules], code, file=sys.stderr)"
     )

@@ -33,14 +33,15 @@ def test_importing_rollout_is_cheap() -> None:
 
 
 def test_verifying_a_checkpoint_imports_nothing_heavy() -> None:
-    code = "import rlhf_mcore.cli.verify_checkpoint, sys; print([m for m in ('torch', 'megatron', 'vllm') if m in sys.modules])"
+    code = "import rlhf_mcore.commands.verify_checkpoint.command, sys\n"
+    code += "print([m for m in ('torch', 'megatron', 'vllm') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_a_quick_doctor_prints_json_and_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom rlhf_mcore.cli.doctor import main\n"
+        "import sys\nfrom rlhf_mcore.commands.doctor.command import main\n"
         f"code = main(['--quick', '--json', '--run-dir', {str(tmp_path)!r}])\n"
         "heavy = [m for m in ('torch', 'transformers', 'vllm', 'megatron', 'numpy') if m in sys.modules]\n"
         "print(heavy, code, file=sys.stderr)"
@@ -64,7 +65,7 @@ def test_a_quick_doctor_prints_json_and_imports_nothing_heavy(tmp_path: Path) ->
 def test_a_plan_needs_neither_weights_nor_prompts_nor_torch(workspace: Any) -> None:
     run_yaml = str(workspace.write("plan.yaml", RUN))
     code = (
-        "import sys\nfrom rlhf_mcore.cli.plan import main\n"
+        "import sys\nfrom rlhf_mcore.commands.plan.command import main\n"
         f"code = main([{run_yaml!r}, '--world-size', '8', '--json', 'actor.layout.tp=2', 'rollout.layout.tp=2'])\n"
         "print([m for m in ('torch', 'transformers', 'vllm', 'megatron') if m in sys.modules], code, file=sys.stderr)"
     )

@@ -21,14 +21,18 @@ RUN_ALL = f"""
 import contextlib, importlib, io, json, resource, sys
 import torch  # first: to name a dtype pickle asks every module before torch for it, and aliases in transformers import torchvision
 torch.save({{"x": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}}, sys.argv[1])
-from rlhf_mcore.cli import conversion, convert, plan, verify_checkpoint
+from rlhf_mcore.cli.main import module_of
+from rlhf_mcore.commands.convert import command as convert
+from rlhf_mcore.commands.convert import conversion
+from rlhf_mcore.commands.plan import command as plan
+from rlhf_mcore.commands.verify_checkpoint import command as verify_checkpoint
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + {EXTRA_BYTES}, used + {EXTRA_BYTES}))
 results = []
 for command, *arguments in json.load(sys.stdin):
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(errors):
-        code = importlib.import_module("rlhf_mcore.cli." + command).main(arguments)
+        code = importlib.import_module(module_of(command)).main(arguments)
     results.append((code, errors.getvalue()))
 print(json.dumps(results))
 """
@@ -67,7 +71,7 @@ def test_commands_end_with_one_message_and_little_memory(tmp_path: Path) -> None
         (["convert", "--from", "fsdp", "--to", "hf", str(quantised), out], "x: a quantised tensor"),
         (["convert", "--from", "fsdp", "--to", "hf", str(liar), out], "refused"),
         (["convert", "--from", "checkpoint", "--to", "hf", str(manifest), out], "manifest.json"),
-        (["verify_checkpoint", str(manifest)], "manifest.json"),
+        (["verify-checkpoint", str(manifest)], "manifest.json"),
     ]
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL, str(quantised / "model_world_size_1_rank_0.pt")],

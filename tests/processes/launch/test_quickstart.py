@@ -57,7 +57,9 @@ def test_without_a_gpu_it_installs_and_trains_as_configured(checkout: Path, tmp_
 
 
 @pytest.mark.parametrize(("devices", "fits"), [("1", "actor.layout.tp=1 trainer.world_size=1 "), ("8", "")])
-def test_where_there_is_a_stack_for_cuda_it_trains_with_that(checkout: Path, tmp_path: Path, devices: str, fits: str) -> None:
+def test_where_there_is_a_stack_for_cuda_it_trains_with_that(
+    checkout: Path, tmp_path: Path, devices: str, fits: str
+) -> None:
     python = program(tmp_path / "cuda" / "python", PYTHON)
     done = run(checkout, tmp_path, "a=b", gpu=True, RLHF_MCORE_PYTHON=str(python), DEVICES=devices)
     assert done.returncode == 0, done.stderr

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.cli.report import main
-from rlhf_mcore.report.server import ReportServer
+from rlhf_mcore.commands.report.command import main
+from rlhf_mcore.commands.report.server import ReportServer
 from tests.commands import ROOT
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")

@@ -18,7 +18,7 @@ from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import recover
 from rlhf_mcore.checkpoint.manifest import hash_file, read_manifest, write_manifest
-from rlhf_mcore.cli.evaluation import checked_folder
+from rlhf_mcore.commands.evaluate.evaluation import checked_folder
 from rlhf_mcore.config.errors import ConfigError
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2"

@@ -21,7 +21,7 @@ from rlhf_mcore.checkpoint.manifest import (
     write_manifest,
 )
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.doctor.machine import has_gpu, processor
+from rlhf_mcore.machine import has_gpu, processor
 from tests.unit.checkpoint.saving import contents, save
 
 

@@ -59,7 +59,9 @@ def test_fault_26_a_port_that_another_program_has_taken_is_told_from_other_failu
     bound_rendezvous.register()
     with listener("127.0.0.1") as other:
         taken = other.getsockname()[1]
-        with pytest.raises(bound_rendezvous.NoMeeting, match=rf"127\.0\.0\.1:{taken} \(Address already in use\)") as raised:
+        with pytest.raises(
+            bound_rendezvous.NoMeeting, match=rf"127\.0\.0\.1:{taken} \(Address already in use\)"
+        ) as raised:
             arrive(taken, 0)
     assert raised.value.code == PORT_TAKEN
 

@@ -62,7 +62,10 @@ def test_a_finished_run_says_so_and_nothing_is_started(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("reward.rules=[math]", "reward has another content than when the checkpoint was written (reward.rules=[final_number] then"),
+        (
+            "reward.rules=[math]",
+            "reward has another content than when the checkpoint was written (reward.rules=[final_number] then",
+        ),
         ("data.train=[train.jsonl,train.jsonl]", "data.train[1] was not there and is train.jsonl"),
     ],
 )
@@ -292,7 +295,11 @@ def test_an_environment_is_loaded_and_a_short_episode_warned_of_before_anything_
 @pytest.mark.parametrize(
     ("gpus", "changes", "message"),
     [
-        (1, ["actor.layout.tp=2"], "trainer.world_size=2: this machine has 1 GPU, and each process takes one; lower it"),
+        (
+            1,
+            ["actor.layout.tp=2"],
+            "trainer.world_size=2: this machine has 1 GPU, and each process takes one; lower it",
+        ),
         (2, ["actor.layout.tp=2"], None),
         (None, ["actor.layout.tp=2"], None),  # nvidia-smi does not tell
         (
@@ -320,7 +327,9 @@ def test_more_processes_than_gpus_are_refused_before_they_start(
     assert message is None or message in errors
 
 
-@pytest.mark.parametrize(("has_driver", "for_cpu", "told"), [(True, True, True), (False, True, False), (True, False, False)])
+@pytest.mark.parametrize(
+    ("has_driver", "for_cpu", "told"), [(True, True, True), (False, True, False), (True, False, False)]
+)
 def test_a_gpu_that_torch_does_not_use_is_told(
     has_driver: bool,
     for_cpu: bool,
@@ -332,4 +341,6 @@ def test_a_gpu_that_torch_does_not_use_is_told(
     for name, value in (("has_gpu", False), ("has_driver", has_driver), ("is_torch_for_cpu", for_cpu)):
         monkeypatch.setattr(f"rlhf_mcore.cli.preflight.{name}", lambda value=value: value)
     assert (train(), len(launched)) == (0, 1)
-    assert ("warning: this machine has a GPU, and the torch that is installed is built for CPUs" in capsys.readouterr().out) == told
+    assert (
+        "warning: this machine has a GPU, and the torch that is installed is built for CPUs" in capsys.readouterr().out
+    ) == told

@@ -30,14 +30,14 @@ GOOD: dict[str, Any] = {
     "sleep": "",
     "saved": "equal",
 }
-LIBRARY = '''
+LIBRARY = """
 class Engine:
     def __init__(self, limit): self.batch_queue = limit
     def step(self): ...
 def make(): ...
 if make is None: from elsewhere import fused
-'''
-OURS = '''
+"""
+OURS = """
 from alib.engine import Engine, make, fused, vanished
 from unittest import mock
 import logging
@@ -54,7 +54,7 @@ def use(engine):
     mock.patch.object(Engine, "forward", None)
     engine.own = 1
     return engine.own + engine.batch_queue + engine.wait_queue
-'''
+"""
 
 
 def test_every_family_has_a_tiny_model() -> None:
@@ -63,8 +63,8 @@ def test_every_family_has_a_tiny_model() -> None:
 
 
 def test_a_room_is_a_command() -> None:
-    assert module_of("certify") == "rlhf_mcore.commands.certify"
-    assert module_of("prepare-data") == "rlhf_mcore.cli.prepare_data"
+    assert module_of("certify") == "rlhf_mcore.commands.certify.command"
+    assert module_of("prepare-data") == "rlhf_mcore.commands.prepare_data.command"
     assert "first thing to run on a cluster" in COMMANDS["certify"]
 
 
@@ -107,7 +107,10 @@ def test_a_page_has_a_row_for_each_layout_and_tells_what_is_wrong() -> None:
     }
     page = command.as_page(document)
     rows = [line for line in page.splitlines() if line.startswith(("| llama", "| olmo2"))]
-    assert rows[0] == "| llama | tp2 | fp32 | vllm | 2.0e-07 | 3.0e-07 | 4.0e-07 | 1.0e-05 | 5.0e-07 | equal |  | equal | ok |"
+    assert (
+        rows[0]
+        == "| llama | tp2 | fp32 | vllm | 2.0e-07 | 3.0e-07 | 4.0e-07 | 1.0e-05 | 5.0e-07 | equal |  | equal | ok |"
+    )
     assert "WRONG: cp2: saved: lm_head.weight differs" in rows[1] and "WRONG: x" in rows[2]
     assert {row.count("|") for row in rows} == {14}
     assert not command.is_whole(document)

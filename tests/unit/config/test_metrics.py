@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.cli.metrics import main
+from rlhf_mcore.commands.metrics.command import main
 from rlhf_mcore.config.keys import DESCRIPTIONS
 from rlhf_mcore.config.metric_rules import RULES
 from rlhf_mcore.config.metrics import METRICS, find_metric

@@ -9,11 +9,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlhf_mcore.cli.prepare_data import main
+from rlhf_mcore.commands.prepare_data.command import main
+from rlhf_mcore.commands.prepare_data.prepare import Options, Report, prepare, read_source, write_splits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.examples import load_examples
-from rlhf_mcore.data.prepare import Options, Report, prepare, read_source, write_splits
 from rlhf_mcore.data.source import load_prompts
 
 Splits = dict[str, list[dict[str, Any]]]

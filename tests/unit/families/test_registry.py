@@ -51,7 +51,9 @@ def test_no_module_but_a_familys_own_names_it() -> None:
     measured = PACKAGE / "commands" / "certify" / "models.py"
     for path in PACKAGE.rglob("*.py"):
         source = path.read_text()
-        if path.parent.name != "families" and path != measured and any(name in source for name in FAMILIES):  # to parse takes longer
+        if (
+            path.parent.name != "families" and path != measured and any(name in source for name in FAMILIES)
+        ):  # to parse takes longer
             texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
             assert not texts & set(FAMILIES), path
 

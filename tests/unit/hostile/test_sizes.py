@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.cli import plan
+from rlhf_mcore.commands.plan import command as plan
 from tests.unit.hostile.test_config_json import QWEN_MOE, write
 
 ROOT = Path(__file__).parents[3]

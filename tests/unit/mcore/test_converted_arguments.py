@@ -14,7 +14,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.safe_globals import SAFE_GLOBALS
 from megatron.core.transformer import TransformerConfig
 
-from rlhf_mcore.cli.convert import main
+from rlhf_mcore.commands.convert.command import main
 from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.distributed.models import make
 from tests.unit.mcore.test_model_spec import config_for

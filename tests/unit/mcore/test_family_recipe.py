@@ -17,7 +17,7 @@ from rlhf_mcore import families
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.cli.convert import main as convert
+from rlhf_mcore.commands.convert.command import main as convert
 from rlhf_mcore.config.model_files import inspect_model, read_geometry
 from rlhf_mcore.data.collate import restore_tokens
 from rlhf_mcore.mcore.groups import ModelGroups

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.doctor.kernels import expected_kernels
+from rlhf_mcore.expected_kernels import expected_kernels
 from rlhf_mcore.mcore import core_attention, delta_net
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet, share_heads

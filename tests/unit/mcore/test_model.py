@@ -164,7 +164,9 @@ def test_chunks_of_logits_round_no_gradient_of_a_bf16_output_layer(
         gradients.append(weight.main_grad.clone())
     whole, chunked = gradients
     # Each is a sum of at most 8 tokens' products, and of gradients of the embedding that are the same in both.
-    torch.testing.assert_close(chunked, whole, rtol=0, atol=8 * torch.finfo(torch.float32).eps * float(whole.abs().max()))
+    torch.testing.assert_close(
+        chunked, whole, rtol=0, atol=8 * torch.finfo(torch.float32).eps * float(whole.abs().max())
+    )
     assert not torch.equal(whole, whole.bfloat16().float()), "nothing was rounded to bf16"
 
 

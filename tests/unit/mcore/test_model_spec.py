@@ -245,7 +245,9 @@ def test_what_the_families_differ_in(tmp_path: Path, family: str, bias: bool, no
     assert (config.add_qkv_bias, config.qk_layernorm, config.add_bias_linear) == (bias, norm, False)
 
 
-def test_megatron_neither_divides_the_loss_nor_mixes_interleaved_messages_nor_waits_for_messages(tmp_path: Path) -> None:
+def test_megatron_neither_divides_the_loss_nor_mixes_interleaved_messages_nor_waits_for_messages(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, "llama", num_hidden_layers=4)
     plain = config_for(tmp_path, ParallelLayout(2, pp=2))
     interleaved = config_for(tmp_path, ParallelLayout(2, pp=2, vpp=2))
@@ -299,7 +301,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (ROPE, "fused_apply_rotary_pos_emb"):
         monkeypatch.setattr(rope_utils, name, object())
     for name in (*PERMUTE, "fused_permute", "fused_sort_chunks_by_index", "fused_unpermute"):
-        monkeypatch.setattr(moe_utils, name, object(), raising=False)  # names that are there with Transformer Engine only
+        monkeypatch.setattr(
+            moe_utils, name, object(), raising=False
+        )  # names that are there with Transformer Engine only
     monkeypatch.setattr(model_spec, "find_spec", lambda name: object())
 
 

@@ -10,10 +10,10 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.cli.evaluated_weights import open_weights
+from rlhf_mcore.commands.evaluate.weights import open_weights
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
-from rlhf_mcore.doctor.kernels import expected_kernels, kernels_text
+from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
 from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.mcore.mixture import Router, routers

@@ -92,5 +92,7 @@ def test_without_fused_kernels_the_norm_of_gradients_is_megatrons_bit_for_bit() 
 def test_the_norm_of_gradients_asks_the_device_for_nothing() -> None:
     """Of meta tensors nobody can read a number."""
     current_platform().prepare_megatron()
-    found, _ = clip_grads.l2_norm_impl(65536, None, [[torch.ones(3, device="meta"), torch.ones(4, device="meta")]], False)
+    found, _ = clip_grads.l2_norm_impl(
+        65536, None, [[torch.ones(3, device="meta"), torch.ones(4, device="meta")]], False
+    )
     assert found.is_meta and found.shape == (1,)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
 
 SETTINGS = {"data": ["a"], "sampling": {"n": 2}}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.observability.evaluations import PartFile
+from rlhf_mcore.commands.evaluate.results import PartFile
 from rlhf_mcore.observability.files import FullDiskError, keep_steps
 from rlhf_mcore.observability.run_directory import RunDirectory, write_rollouts
 from rlhf_mcore.observability.trackers import JsonlTracker, TensorboardTracker, TrackedRun

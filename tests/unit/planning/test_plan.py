@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_mcore.commands.plan.suggest import smallest_world, suggest
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
@@ -15,7 +16,6 @@ from rlhf_mcore.planning.inputs import GIB, GPUS, Assumptions, PlanInputs, roles
 from rlhf_mcore.planning.memory import GENERATE
 from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
 from rlhf_mcore.planning.report import as_text, refusal
-from rlhf_mcore.planning.suggest import smallest_world, suggest
 from rlhf_mcore.planning.timing import FORWARD, TRAIN, TRAIN_RECOMPUTED, _pass
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -61,7 +61,9 @@ def test_deterministic_asks_every_library_before_the_device_is_used(claimed: lis
     with platform.megatron_region():
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.utils.deterministic.fill_uninitialized_memory is False
-    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory is True
+    assert (
+        not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory is True
+    )
 
 
 def test_a_value_of_the_users_stays_and_one_that_leaves_the_order_open_is_told(
@@ -87,7 +89,9 @@ def test_without_it_nothing_is_asked(claimed: list[int]) -> None:
 
 
 def test_a_process_without_a_device_of_its_own_is_refused(claimed: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"^LOCAL_RANK=4: this machine has 4 GPUs, and each process takes one; start 4 here"):
+    with pytest.raises(
+        ConfigError, match=r"^LOCAL_RANK=4: this machine has 4 GPUs, and each process takes one; start 4 here"
+    ):
         CudaPlatform().setup_process(4, 1)
     assert claimed == []
 

@@ -52,7 +52,9 @@ def test_debugging_leaves_the_log_level_alone(monkeypatch: pytest.MonkeyPatch) -
     assert "VLLM_LOGGING_LEVEL" not in os.environ
 
 
-def test_batch_invariance_is_asked_for_where_nccl_can_keep_it_from_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_asked_for_where_nccl_can_keep_it_from_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ask_for_batch_invariance((2, 28, 9))
     assert "VLLM_BATCH_INVARIANT" not in os.environ
     ask_for_batch_invariance((2, 29, 7))
@@ -62,7 +64,9 @@ def test_batch_invariance_is_asked_for_where_nccl_can_keep_it_from_other_process
     assert os.environ["VLLM_BATCH_INVARIANT"] == "0"
 
 
-def test_communicators_with_the_trainer_are_made_without_vllms_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicators_with_the_trainer_are_made_without_vllms_settings_of_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.utils import nccl
 
     monkeypatch.setattr(nccl, "_unpinned_env", None)

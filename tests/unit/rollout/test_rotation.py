@@ -37,7 +37,11 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 def test_heads_in_a_dimension_of_their_own_as_latent_attention_has_them(rotation: nn.Module) -> None:
     torch.manual_seed(0)
-    query, latent, positions = torch.randn(TOKENS, HEADS, 128 + SIZE), torch.randn(TOKENS, 512 + SIZE), torch.arange(3, 8)
+    query, latent, positions = (
+        torch.randn(TOKENS, HEADS, 128 + SIZE),
+        torch.randn(TOKENS, 512 + SIZE),
+        torch.arange(3, 8),
+    )
     expected = rotated(query[..., 128:], positions), rotated(latent[:, None, 512:], positions)
     found = rotation(positions, query[..., 128:], latent[:, 512:].unsqueeze(1))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats.foreign_index import read_index
-from rlhf_mcore.cli.convert import main
+from rlhf_mcore.commands.convert.command import main
 from tests.unit.bridge.formats import foreign
 from tests.unit.bridge.formats.conftest import HFModel
 

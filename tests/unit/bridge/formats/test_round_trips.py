@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.cli.convert import main
+from rlhf_mcore.commands.convert.command import main
 from tests.unit.bridge.formats import foreign
 from tests.unit.bridge.formats.conftest import ALL, HFModel
 

@@ -350,7 +350,10 @@ def test_all_ranks_of_an_engine_are_told_of_all_its_devices() -> None:
 
     machines.spawn = spawn_located
     fleet.tick()
-    assert [engine.told("locate") for engine in machines.engines.values()] == [[("locate", True)], [("locate", False)]] * 2
+    assert [engine.told("locate") for engine in machines.engines.values()] == [
+        [("locate", True)],
+        [("locate", False)],
+    ] * 2
     starts = {name: engine.told("start") for name, engine in machines.engines.items()}
     assert starts == {
         "0.0.0": [("start", order, Meeting("10.0.0.5", 40, 0, 2, ("7", "6"), "0"), 4)],

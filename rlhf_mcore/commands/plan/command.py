@@ -1,0 +1,142 @@
+"""``rlhf-mcore plan CONFIG``: what a run will need, before a GPU is asked for. No torch, no weights, no processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.planning.inputs import ASSUMED, GPUS, RATES, Assumptions, GpuType, device_and_assumptions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan. Returns 0 if everything fits, 2 if something does not or the configuration is wrong."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        return _plan(args)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore plan",
+        "Work out memory per rank and phase, traffic of a sync, microbatches and a rough time of a step. A model is its "
+        "config.json: weights, tokenizer and prompts need not be there (configs/models has some).",
+        examples(
+            "rlhf-mcore plan configs/experiments/llama-3-70b-ppo.yaml",
+            "rlhf-mcore plan my_run.yaml --world-size 16 --gpu A100 --suggest",
+            "rlhf-mcore plan my_run.yaml actor.layout.tp=4 --set reserve_bytes=4e9",
+        )
+        + exit_codes.TOOL_EPILOG,
+        "YAML file, as for train",
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="processes (default: trainer.world_size, or the fewest)"
+    )
+    parser.add_argument("--gpu", default="H100", choices=GPUS, help="kind of device (default: H100)")
+    parser.add_argument("--suggest", action="store_true", help="list layouts that fit, the fastest first")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="run one rank's update through Megatron on fake tensors (no weights, no GPU), and compare its bytes with the formulas",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON; bytes and seconds")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help=f"change the device ({', '.join(RATES)}) or an assumption ({', '.join(ASSUMED)})",
+    )
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rlhf_mcore.config.hub import MODEL_KEYS, localize
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.planning.known_models import described
+
+    if args.trace and args.json:
+        raise ConfigError("--trace prints a table and --json prints none; leave one of them out")
+    gpu, assumed = device_and_assumptions(args.gpu, args.set)
+    cfg = load_config(args.config, args.overrides)
+    localize(cfg, MODEL_KEYS, download=False)  # config.json is enough, and known models need not be here
+    with described(cfg) as notes:
+        for note in notes:
+            say(f"note: {note}", file=sys.stderr)
+        return _plan_described(args, cfg, gpu, assumed)
+
+
+def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed: Assumptions) -> int:
+    from rlhf_mcore.cli.progress import working
+    from rlhf_mcore.config.derive import default_world_size, resolve
+    from rlhf_mcore.config.validate import validate
+    from rlhf_mcore.planning.plan import as_json, make_plan
+    from rlhf_mcore.planning.report import as_text, refusal
+
+    world_size = args.world_size if args.world_size is not None else default_world_size(cfg)
+    if world_size < 1:
+        raise ConfigError(f"--world-size {world_size} is out of range; it must be at least 1")
+    validate(cfg, world_size, check_files=False)
+    cfg = resolve(cfg)
+    plan = make_plan(cfg, world_size, gpu, assumed)
+    suggestions = None
+    if args.suggest:
+        with working("trying layouts"):
+            suggestions = _suggestions(cfg, world_size, gpu, assumed, fits=plan.fits)
+    if args.json:
+        say(json.dumps(as_json(plan) | ({} if suggestions is None else {"suggestions": suggestions}), indent=1))
+    else:
+        say(as_text(plan))
+        if args.trace:
+            warnings.filterwarnings("ignore")  # of Megatron, about kernels that nothing runs on here
+            update = next(phase for phase in plan.phases if phase.phase == "actor update")
+            with working(f"an update of rank {update.rank} on fake tensors"):
+                from rlhf_mcore.commands.plan.trace import traced  # imports torch and Megatron
+
+                table = traced(cfg, world_size, update.rank, plan.dtype, assumed)
+            say(f"\n{table}")
+        _print_suggestions(suggestions)
+    if plan.fits:
+        return exit_codes.DONE
+    hint = "" if args.suggest else "\nLayouts that fit: add --suggest."
+    say(f"error: {refusal(plan)}{hint}", file=sys.stderr)
+    return exit_codes.USER_ERROR
+
+
+def _suggestions(
+    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions, *, fits: bool
+) -> list[dict[str, Any]]:
+    """The fastest layouts that fit, in this world or, where none does, in the next larger one that has one."""
+    from rlhf_mcore.commands.plan.suggest import smallest_world, suggest
+
+    found = [(world_size, suggestion) for suggestion in suggest(cfg, world_size, gpu, assumed=assumed)]
+    if not found and not fits:
+        larger = smallest_world(cfg, world_size, gpu, assumed)
+        found = [larger] if larger else []
+    return [
+        {"world_size": world, "overrides": list(made.overrides), "step_s": made.plan.step_s} for world, made in found
+    ]
+
+
+def _print_suggestions(suggestions: list[dict[str, Any]] | None) -> None:
+    if suggestions is None:
+        return
+    say("\nlayouts that fit, by estimated time of a step:" if suggestions else "\nno layout that was tried fits")
+    for entry in suggestions:
+        say(
+            f"  {entry['step_s']:8.1f} s  {entry['world_size']} processes  {' '.join(entry['overrides']) or '(as it is)'}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""``rlhf-mcore prepare-data SOURCE ... --out DIR``: data sets of other shapes -> parquet files in our schema."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.commands.prepare_data.prepare import TASKS, Options, prepare, read_source, write_splits
+from rlhf_mcore.commands.prepare_data.recipes import RECIPES
+from rlhf_mcore.config.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare data; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return _prepare(args)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore prepare-data",
+        "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data into train.parquet and eval.parquet.",
+        examples(
+            "rlhf-mcore prepare-data gsm8k/train.jsonl --out data/gsm8k",
+            "rlhf-mcore prepare-data pairs.parquet --task preference --out data/pairs",
+        )
+        + exit_codes.TOOL_EPILOG,
+    )
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="file, directory, or id of a data set (needs `datasets`)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--task", choices=TASKS, default="rl", help="what the rows are for (default: rl)")
+    parser.add_argument(
+        "--format", choices=("auto", *RECIPES), default="auto", help="shape of the rows (default: by the first)"
+    )
+    parser.add_argument(
+        "--eval-share", type=_share, default=0.02, metavar="S", help="share of prompts held out (default: 0.02)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message for prompts that have none")
+    parser.add_argument("--tokenizer", metavar="DIR", help="counts tokens, for the report and the two limits below")
+    parser.add_argument("--max-prompt-tokens", type=int, metavar="N")
+    parser.add_argument("--max-response-tokens", type=int, metavar="N", help="of responses that are trained on")
+    parser.add_argument("--lang", metavar="CODE", help="OpenAssistant: only this language")
+    parser.add_argument("--skip-bad", action="store_true", help="leave unusable rows out instead of stopping")
+    parser.add_argument("--subset", metavar="NAME", help="of a data set's id")
+    parser.add_argument("--split", default="train", metavar="NAME", help="of a data set's id (default: train)")
+    return parser
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give a share from 0 to less than 1, as 0.05")
+    return value
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from rlhf_mcore.cli.progress import counted
+
+    if (args.max_prompt_tokens or args.max_response_tokens) and not args.tokenizer:
+        raise ConfigError("--max-prompt-tokens and --max-response-tokens count tokens: name a --tokenizer directory")
+    tokenizer = None
+    if args.tokenizer:
+        from rlhf_mcore.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(args.tokenizer)
+    options = Options(
+        task=args.task,
+        format=args.format,
+        system=args.system,
+        eval_share=args.eval_share,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_response_tokens=args.max_response_tokens,
+        skip_bad=args.skip_bad,
+        lang=args.lang,
+    )
+    rows = chain.from_iterable(read_source(source, subset=args.subset, split=args.split) for source in args.sources)
+    splits, report = prepare(counted(rows, "reading row"), options, tokenizer)
+    say("\n".join(report.lines()))
+    for path in write_splits(splits, args.out):
+        say(f"wrote {path}")
+    return exit_codes.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

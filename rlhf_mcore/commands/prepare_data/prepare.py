@@ -1,0 +1,293 @@
+"""Data sets of other shapes -> train.parquet and eval.parquet in ours: validated, without duplicates, split by hash.
+
+Rows for the three things that can be trained: ``rl`` {data_source, prompt, ability, reward_model, extra_info}, ``sft`` {prompt,
+response} and ``preference`` {prompt, chosen, rejected}; prompts are lists of {role, content}, responses are texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.commands.prepare_data.recipes import RECIPES, PlacedRow, PreparedExample, RowError, recognise
+from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
+from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.data.rendering import Renderer
+from rlhf_mcore.data.tokenizer import token_ids
+from rlhf_mcore.foreign import read_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TASKS = ("rl", "sft", "preference")
+NEEDED = {"rl": (), "sft": ("response",), "preference": ("chosen", "rejected")}
+KINDS = (".parquet", ".jsonl", ".json")
+MAX_JSON_BYTES = 512 * 2**20  # of a file that is one JSON value: it takes ten times that in memory
+SHOWN = 5  # bad rows in a message
+
+
+@dataclass(slots=True)
+class Options:
+    """What is wanted of the data."""
+
+    task: str = "rl"  # rl | sft | preference
+    format: str = "auto"  # a recipe, or auto: by the first row
+    system: str | None = None  # a message of the system before every prompt that has none
+    eval_share: float = 0.02  # of the prompts; which ones depends on their text alone
+    max_prompt_tokens: int | None = None
+    max_response_tokens: int | None = None
+    skip_bad: bool = False  # count rows that cannot be used instead of refusing them
+    lang: str | None = None  # OpenAssistant: only this language
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of the rows."""
+
+    counts: Counter[str] = field(default_factory=Counter)  # in order: read, unusable, incomplete, duplicates, ...
+    sources: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        lines = [f"{count:>9,}  {name}" for name, count in self.counts.items()]
+        lines += [f"           {count:,} from {name}" for name, count in sorted(self.sources.items())]
+        lines += [f"           unusable: {problem}" for problem in self.bad[:SHOWN]]
+        if self.prompt_tokens:
+            ordered = sorted(self.prompt_tokens)
+            figures = (ordered[len(ordered) // 2], ordered[len(ordered) * 95 // 100], ordered[-1])
+            lines.append("           prompt tokens: median {}, 95 % {}, longest {}".format(*figures))
+        return lines
+
+
+def prepare(
+    rows: Iterable[PlacedRow], options: Options, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[dict[str, list[dict[str, Any]]], Report]:
+    """Rows of train and eval ({"train": [...], "eval": [...]}), and what became of the input.
+
+    Raises:
+        ConfigError: rows that cannot be used (with their places), an unknown shape, or nothing left.
+    """
+    report = Report()
+    examples = _usable(rows, options, report)
+    examples = _distinct(examples, options, report)
+    if tokenizer is not None:
+        examples = _short_enough(examples, options, tokenizer, report)
+    splits: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+    for example in examples:
+        # A number in [0, 1) that depends on the prompt alone: all rows of a prompt fall on one side of any split.
+        share = int(prompt_key(example), 16) / 2**64
+        split = "eval" if share < options.eval_share else "train"
+        splits[split].append(_row(example, options.task, split))
+        report.sources[example.data_source] += 1
+    for split, kept in splits.items():
+        report.counts[f"in {split}"] = len(kept)
+    if not any(splits.values()):
+        raise ConfigError("no row is left of the data:\n" + "\n".join(report.lines()))
+    return splits, report
+
+
+def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list[PreparedExample]:
+    found: list[PreparedExample] = []
+    report.counts.update(dict.fromkeys(("rows read", "unusable", "without what the task needs"), 0))
+    for example in _recipe_output(rows, options, report):
+        problem = str(example) if isinstance(example, RowError) else _problem(example)
+        if problem:
+            report.bad.append(problem)
+        elif isinstance(example, PreparedExample):
+            if _fits_task(example, options):
+                if options.system and example.prompt[0]["role"] != "system":
+                    example.prompt = [{"role": "system", "content": options.system}, *example.prompt]
+                found.append(example)
+            else:
+                report.counts["without what the task needs"] += 1
+    report.counts["unusable"] = len(report.bad)
+    if report.bad and not options.skip_bad:
+        listed = shortened(report.bad, SHOWN, "\n  ")
+        raise ConfigError(
+            f"{len(report.bad)} rows cannot be used:\n  {listed}\nMend them, or leave them out with --skip-bad"
+        )
+    return found
+
+
+def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) -> Iterator[PreparedExample | RowError]:
+    def counted() -> Iterator[PlacedRow]:
+        for placed in rows:
+            report.counts["rows read"] += 1
+            yield placed
+
+    stream = counted()
+    first = next(stream, None)
+    if first is None:
+        raise ConfigError("the data has no rows")
+    name = recognise(first[1]) if options.format == "auto" else options.format
+    if name is None:
+        columns = ", ".join(sorted(first[1]))
+        raise ConfigError(
+            f"{first[0]}: rows with the columns {columns} are of no known shape; name one with --format: {', '.join(RECIPES)}"
+        )
+    return RECIPES[name](chain([first], stream))
+
+
+def _problem(example: PreparedExample) -> str | None:
+    texts = [message["content"] for message in example.prompt]
+    if not any(text.strip() for text in texts):
+        return f"{example.place}: the prompt is empty"
+    if example.prompt[-1]["role"] != "user":
+        return f"{example.place}: the prompt does not end with a turn of the user"
+    answers = (example.ground_truth, example.response, example.chosen, example.rejected)
+    for text in (*texts, *(answer for answer in answers if answer is not None)):
+        if bad := BAD_CHARACTERS.search(text):
+            return f"{example.place}: character U+{ord(bad.group()):04X} in {text[:40]!r}"
+    return None
+
+
+def _fits_task(example: PreparedExample, options: Options) -> bool:
+    if options.lang is not None and example.extra.get("lang", options.lang) != options.lang:
+        return False
+    return all(getattr(example, name) for name in NEEDED[options.task])
+
+
+def prompt_key(example: PreparedExample) -> str:
+    """What makes two prompts the same: roles and words, not spacing or case."""
+    turns = [[message["role"], " ".join(message["content"].split()).casefold()] for message in example.prompt]
+    return blake2b(json.dumps(turns).encode(), digest_size=8).hexdigest()
+
+
+def _distinct(examples: Sequence[PreparedExample], options: Options, report: Report) -> list[PreparedExample]:
+    """One of each. A prompt with different ground truths is left out: nobody knows which one is right."""
+    truths: dict[str, set[str]] = {}
+    for example in examples:
+        if options.task == "rl" and example.ground_truth is not None:
+            truths.setdefault(prompt_key(example), set()).add(example.ground_truth)
+    kept: dict[tuple[str, ...], PreparedExample] = {}
+    for example in examples:
+        key = prompt_key(example)
+        if len(truths.get(key, ())) > 1:
+            report.counts["prompts with several answers"] += 1
+            continue
+        kept.setdefault((key, *(getattr(example, name) for name in NEEDED[options.task])), example)
+    contradicting = report.counts.pop("prompts with several answers", 0)
+    report.counts["duplicates"] = len(examples) - len(kept) - contradicting
+    report.counts["with contradicting answers"] = contradicting
+    return list(kept.values())
+
+
+def _short_enough(
+    examples: Sequence[PreparedExample], options: Options, tokenizer: PreTrainedTokenizerBase, report: Report
+) -> list[PreparedExample]:
+    kept = []
+    lengths = _num_tokens([example.prompt for example in examples], tokenizer)
+    for example, length in zip(examples, lengths, strict=True):
+        answers = [getattr(example, name) for name in NEEDED[options.task]]
+        longest = max(map(len, token_ids(tokenizer, answers)), default=0)
+        if length <= (options.max_prompt_tokens or length) and longest <= (options.max_response_tokens or longest):
+            kept.append(example)
+            report.prompt_tokens.append(length)
+    report.counts["too long"] = len(examples) - len(kept)
+    return kept
+
+
+def _num_tokens(prompts: Sequence[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    """As the model will read them: through the tokenizer's chat template where it has one."""
+    if tokenizer.chat_template is None:
+        texts: Iterator[str] = ("\n".join(message["content"] for message in prompt) for prompt in prompts)
+    else:
+        texts = Renderer(tokenizer, "auto").all([(prompt, f"prompt {n}") for n, prompt in enumerate(prompts, start=1)])
+    return (len(token_ids(tokenizer, [text])[0]) for text in texts)
+
+
+def _row(example: PreparedExample, task: str, split: str) -> dict[str, Any]:
+    if task != "rl":
+        return {
+            "data_source": example.data_source,
+            "prompt": example.prompt,
+            **{name: getattr(example, name) for name in NEEDED[task]},
+        }
+    return {
+        "data_source": example.data_source,
+        "prompt": example.prompt,
+        "ability": example.ability,
+        "reward_model": {
+            "style": "rule" if example.ground_truth is not None else "model",
+            "ground_truth": example.ground_truth,
+        },
+        "extra_info": {**example.extra, "id": f"{example.data_source}-{prompt_key(example)}", "split": split},
+    }
+
+
+def write_splits(splits: dict[str, list[dict[str, Any]]], directory: Path) -> list[Path]:
+    """Write ``<split>.parquet`` for every split that has rows; each file appears whole or not at all."""
+    import pyarrow
+    from pyarrow import parquet
+
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for split, rows in splits.items():
+        if rows:
+            temporary, path = directory / f".{split}.parquet.tmp", directory / f"{split}.parquet"
+            parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+            temporary.replace(path)
+            written.append(path)
+    return written
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+def read_source(source: str, *, subset: str | None = None, split: str = "train") -> Iterator[PlacedRow]:
+    """Rows of a file, of all data files under a directory, or of a data set's id (through ``datasets``, if installed).
+
+    Raises:
+        ConfigError: there is nothing of that name, or a file is broken (with its line).
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
+        if not files:
+            raise ConfigError(f"{source}: no {', '.join(KINDS)} file in this directory")
+        for file in files:
+            yield from _read_file(file)
+    elif path.is_file():
+        yield from _read_file(path)
+    else:
+        yield from _read_hub(source, subset, split)
+
+
+def _read_file(file: Path) -> Iterator[PlacedRow]:
+    if file.suffix != ".json":
+        yield from read_rows(file)
+        return
+    try:
+        content = json.loads(
+            read_bytes(file, limit=MAX_JSON_BYTES, remedy="write it as a .jsonl file").decode("utf-8-sig")
+        )
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not valid JSON ({error}); JSON lines belong in a .jsonl file") from error
+    for number, row in enumerate(content if isinstance(content, list) else [content]):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{file}, item {number}: expected a JSON object, found {type(row).__name__}")
+        yield f"{file}, item {number}", row
+
+
+def _read_hub(source: str, subset: str | None, split: str) -> Iterator[PlacedRow]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"{source}: no such file or directory. If it is the id of a data set, `pip install datasets`, or download its "
+            "files and name them here"
+        ) from error
+    try:
+        rows = load_dataset(source, subset, split=split)
+    except Exception as error:
+        raise ConfigError(f"{source}: the data set could not be loaded ({type(error).__name__}: {error})") from error
+    for number, row in enumerate(rows):
+        yield f"{source} ({split}), row {number}", dict(row)

@@ -1,0 +1,134 @@
+"""``rlhf-mcore report RUN [RUN ...]``: one HTML file about a run, or about several side by side. No torch, no network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_mcore.commands.report.server import ReportServer
+
+PORT = 8321
+MAX_ROLLOUTS = 10_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report and print where. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        from rlhf_mcore.cli.progress import working
+        from rlhf_mcore.commands.report.page import page
+        from rlhf_mcore.commands.report.run_data import find_runs, read_run
+        from rlhf_mcore.observability.files import write_atomically
+        from rlhf_mcore.observability.run_directory import METRICS
+        from rlhf_mcore.own_files import check_output
+
+        check_rollouts(args.rollouts)
+        if len(args.run) == 1 and not (args.run[0] / METRICS).is_file() and (runs_inside := find_runs(args.run[0])):
+            if args.out is None:
+                return _serve_index(args.run[0], args.rollouts, args.port)
+            args.run = runs_inside
+        out = args.out or args.run[0] / "report.html"
+        if args.out is None and not args.run[0].is_dir():
+            read_run(args.run[0], 0)  # which tells what is missing
+        check_output("--out", out)
+        with working("reading", len(args.run)) as begin:
+            runs = []
+            for run in args.run:
+                begin(str(run))
+                runs.append(read_run(run, args.rollouts))
+            content = page(runs).encode("utf-8")
+        write_atomically(out, content)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+    say(f"{out} ({len(content) / 1e6:.1f} MB); open it in a browser")
+    for run in runs:
+        if run.num_rollouts > args.rollouts:
+            say(f"{run.name}: {run.num_rollouts} rollouts, of which the page holds about {args.rollouts} (--rollouts)")
+    return exit_codes.DONE
+
+
+def _serve_index(folder: Path, rollouts: int, port: int) -> int:
+    from rlhf_mcore.commands.report.server import ReportServer
+
+    check_port(port)
+    serve(ReportServer([], rollouts, port, folder=folder), f"all runs in {folder}")
+    return exit_codes.DONE
+
+
+def serve(server: ReportServer, what: str) -> None:
+    """Serve until Ctrl-C."""
+    with server:
+        say(f"http://127.0.0.1:{server.server_port}/ shows {what}; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+def check_port(port: int) -> None:
+    """
+    Raises:
+        ConfigError: there can be no such port.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is out of range; give a number from 0 (any free port) to 65535")
+
+
+def check_rollouts(number: int) -> None:
+    """
+    Raises:
+        ConfigError: there can be no such number of rollouts in a page.
+    """
+    if number < 0:
+        raise ConfigError(f"--rollouts {number} is out of range; give 0 or a larger number")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore report",
+        "Write one HTML file about a run, or about several side by side: health, curves, where the time goes, what the model writes, "
+        "and how the configurations differ. It needs no network and may be sent to others. Of a folder of runs it serves a live "
+        "index at http://127.0.0.1:8321/, or with --out writes all of them into one file.",
+        "examples:\n"
+        "  rlhf-mcore report outputs/quickstart/grpo\n"
+        "  rlhf-mcore report outputs/math/a outputs/math/b --out both.html\n"
+        "  rlhf-mcore report outputs/\n\n" + exit_codes.TOOL_EPILOG,
+    )
+    parser.add_argument(
+        "run", type=Path, nargs="+", metavar="RUN", help="directory of a run, which may still be going on, or of many"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: report.html in the directory of the first run"
+    )
+    add_port(parser)
+    add_rollouts(parser)
+    return parser
+
+
+def add_port(parser: argparse.ArgumentParser) -> None:
+    """``--port``, of this command and of ``watch``."""
+    parser.add_argument("--port", type=int, default=PORT, metavar="N", help="0: any free one (default: %(default)s)")
+
+
+def add_rollouts(parser: argparse.ArgumentParser) -> None:
+    """``--rollouts``, of this command and of ``watch``."""
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=MAX_ROLLOUTS,
+        metavar="N",
+        help="of a run, the first and the newest steps' so many (default: %(default)s)",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

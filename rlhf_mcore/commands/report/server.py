@@ -1,0 +1,135 @@
+"""The report over HTTP on the loopback interface: the page, and newer data when files have changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from urllib.parse import quote, unquote
+
+from rlhf_mcore.commands.report.page import as_json, page
+from rlhf_mcore.commands.report.run_data import RunData, find_runs, read_run
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.observability.run_directory import METRICS, ROLLOUTS
+
+LOOPBACK = "127.0.0.1"
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Serves ``/`` and ``/data.json``. A request that names another host is refused: a page elsewhere may not read this one.
+
+    ``folder``: all runs in it are shown instead of ``directories``, those that begin later too: without rollouts, and each with them
+    on a page of its own, ``/run/<path in the folder>/``. A run there that cannot be read is left out.
+
+    Raises:
+        ConfigError: a directory is not that of a run, or the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, directories: Sequence[Path], max_rollouts: int, port: int, *, folder: Path | None = None
+    ) -> None:
+        self._directories = list(directories)
+        self._folder = folder
+        self._max_rollouts = max_rollouts
+        self._lock = Lock()
+        self._read: dict[str, tuple[str, list[RunData]]] = {}  # of an address, the state of its files and its runs
+        self.newest("")
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"--port {port}: {error.strerror}; choose another, or 0 for any free one") from error
+
+    def newest(self, run: str) -> tuple[list[RunData], str]:
+        """The runs, or a single one of the folder, read again if their files have changed, and a tag of their state.
+
+        Raises:
+            ConfigError: they cannot be read, or there is no such run.
+        """
+        with self._lock:
+            places = self._places(run)
+            state = _state(places)
+            if run not in self._read or self._read[run][0] != state:
+                self._read[run] = state, list(self._runs(places, is_index=self._folder is not None and not run))
+            return self._read[run][1], state
+
+    def links(self, runs: Sequence[RunData]) -> list[str]:
+        """Addresses of the pages of single runs, in a folder of runs."""
+        if self._folder is None:
+            return []
+        return [f"/run/{quote(Path(run.path).relative_to(self._folder).as_posix())}/" for run in runs]
+
+    def _places(self, run: str) -> list[Path]:
+        if self._folder is None:
+            return self._directories
+        places = find_runs(self._folder)
+        return [place for place in places if not run or place.relative_to(self._folder).as_posix() == run]
+
+    def _runs(self, places: Sequence[Path], *, is_index: bool) -> Iterator[RunData]:
+        for place in places:
+            try:
+                yield read_run(place, 0 if is_index else self._max_rollouts)
+            except ConfigError:
+                if not is_index:
+                    raise
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that goes away in the middle of an answer is no error; of others the traceback is printed."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+def _state(places: Sequence[Path]) -> str:
+    digest = blake2b(digest_size=12)
+    for directory in places:
+        for path in (directory / METRICS, directory / ROLLOUTS, directory):
+            if path.exists():
+                digest.update(f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}\n".encode())
+    return f'"{digest.hexdigest()}"'
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rsplit(":", 1)[0]
+        if host not in (LOOPBACK, "localhost"):
+            return self.send_error(403, "served to this machine only")
+        place, _, file = unquote(self.path).removeprefix("/").rpartition("/")
+        run = place.removeprefix("run/")
+        if file not in ("", "data.json") or (place and run == place):
+            return self.send_error(404)
+        try:
+            runs, tag = self.server.newest(run)
+        except (ConfigError, OSError) as error:
+            return self.send_error(503, "the run cannot be read now", str(error))
+        if run and not runs:
+            return self.send_error(404)
+        links = self.server.links(runs) if not run else []
+        if not file:
+            return self._send(page(runs, live=True, links=links), "text/html; charset=utf-8", tag)
+        if self.headers.get("If-None-Match") == tag:
+            self.send_response(304)
+            return self.end_headers()
+        return self._send(as_json(runs, links), "application/json", tag)
+
+    def _send(self, text: str, kind: str, tag: str) -> None:
+        content = text.encode("utf-8")
+        self.send_response(200)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(content))),
+            ("ETag", tag),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """The terminal shows the address only."""

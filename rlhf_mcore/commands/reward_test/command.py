@@ -1,0 +1,101 @@
+"""``rlhf-mcore reward-test CONFIG``: whether the reward gives ground truths the full mark, and other answers not. Needs no model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.errors import ConfigError
+
+EPISODES = 8  # of an environment, of each file
+EPILOG = """\
+exit codes:
+  0          all ground truths are right, no empty response and no answer of another row is; an environment takes a turn
+  2          there are disagreements, or a mistake in the configuration, the command line or the data"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try and print. Returns the exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    if args.limit < 1:
+        _parser().error(f"--limit {args.limit}: at least one row has to be tried")
+    try:
+        return _try(args.config, args.overrides, args.limit)
+    except ConfigError as error:
+        return exit_codes.report(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore reward-test",
+        "Score the ground truths of data.train and data.eval as if a model had answered them, in the notations that models use; "
+        "then empty responses, and the answers of other rows. The first must get the full mark, the others must not. Every "
+        "disagreement is printed. An environment is reset for some rows, and takes a turn without a word. No model is loaded.",
+        examples(
+            "rlhf-mcore reward-test configs/quickstart/grpo.yaml",
+            "rlhf-mcore reward-test my_run.yaml reward.function=examples/own_reward.py:grade --limit 200",
+        )
+        + EPILOG,
+        "YAML file: the one of the training run",
+    )
+    parser.add_argument("--limit", type=int, default=50, metavar="N", help="rows of each of the two (default: 50)")
+    return parser
+
+
+def _try(path: str, overrides: Sequence[str], limit: int) -> int:
+    from rlhf_mcore.cli.progress import working
+    from rlhf_mcore.commands.reward_test.environment import try_environment
+    from rlhf_mcore.config.derive import grades, short_episodes
+    from rlhf_mcore.config.hub import DATA_KEYS, localize
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.reward_rules import scores_alone
+    from rlhf_mcore.config.run_kinds import run_kind
+    from rlhf_mcore.config.validate import reward_and_data_problems
+    from rlhf_mcore.rewards.reward import what_scores
+    from rlhf_mcore.rewards.trial import as_text, once_each, read_sample, refuse_unknown_sources, try_reward
+
+    cfg = load_config(path, overrides, without_model=True)
+    localize(cfg, DATA_KEYS)
+    if not run_kind(cfg).generates:
+        raise ConfigError(
+            f"algorithm.kind={cfg.algorithm.kind} has no reward; reward-test is for reinforcement learning"
+        )
+    if problems := list(reward_and_data_problems(cfg)):
+        raise ConfigError.many(problems)
+    reports, failed, episodes = [], list[tuple[str, str]](), 0
+    with working("trying the reward on rows of") as begin:
+        for name in ("data.train", "data.eval"):
+            if not getattr(cfg.data, name.partition(".")[2]):
+                continue
+            begin(name)
+            rows, sources = read_sample(cfg.data, name, limit)
+            if cfg.environment.function is not None:
+                prompts = [row.prompt for row in rows[:EPISODES]]
+                failed, episodes = failed + try_environment(cfg, prompts), episodes + len(prompts)
+            if not grades(cfg):
+                continue
+            if not scores_alone(cfg.reward):
+                refuse_unknown_sources(cfg.reward, sources, name)
+            reports.append(try_reward(cfg.reward, rows, name, sources.total()))
+    texts = [*map(as_text, reports)]
+    if cfg.environment.function is not None:
+        begun = f"environment.function={cfg.environment.function}: {episodes} episodes of a turn without a word"
+        lines = [line for _, line in once_each((place, error, error) for place, error in failed)]
+        texts.append("\n".join([f"{begun}, {len(failed)} failed", *lines]))
+        texts += [f"warning: {warning}"] if (warning := short_episodes(cfg)) else []
+    say("\n\n".join(texts))
+    if failed:
+        say("\nthe environment fails, see above", file=sys.stderr)
+        return exit_codes.USER_ERROR
+    if all(report.is_sound for report in reports):
+        return exit_codes.DONE
+    say(f"\n{what_scores(cfg.reward)} does not agree with the data, see above", file=sys.stderr)
+    return exit_codes.USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""Steps of a trainer and its engines under a schedule, as discrete events.
+
+Step k trains with the weights of version k - 1 on P prompts with G responses each, and its weights are version k. When a version is
+there, groups are started until (oversample + ``max_staleness``) P of them wait for training. A step takes the first P that finish, and
+of more than P that wait already the oldest. One whose oldest token is more than ``max_staleness`` versions old, or may be so when it
+finishes, begins again with new responses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from rlhf_mcore.commands.simulate.engine import Engine, EngineTimes, Group, Request
+
+DRAIN, CONTINUE, RESUBMIT = "drain", "continue", "resubmit"
+TRACED_STEPS = 14
+DrawLengths = Callable[[int], list[int]]  # number of a group -> lengths of its responses
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """``max_staleness`` 0 is synchronous. ``at_publish``, ``oversample``: the configuration's keys of these names."""
+
+    max_staleness: int = 0
+    at_publish: str = DRAIN
+    oversample: float = 1.0
+    colocated: bool = False
+
+    @property
+    def name(self) -> str:
+        if not self.max_staleness:
+            return "synchronous, colocated" if self.colocated else "synchronous, disaggregated"
+        if self.at_publish == DRAIN:
+            return "one step off" if self.max_staleness == 1 else f"staleness {self.max_staleness}, drain"
+        return f"staleness {self.max_staleness}, partial rollouts"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTimes:
+    """Seconds of a step's work beside generation and sync: what it always takes, and what a response token adds."""
+
+    step_s: float
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How many times as long training takes while all engines compute, and their work while the trainer learns.
+
+    Both share a machine's memory, and the trainer's first rank takes in what engines draw; 1: they do not slow each other.
+    """
+
+    train: float = 1.0
+    decode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A step's work and how long its parts take."""
+
+    prompts: int
+    samples: int
+    num_engines: int
+    engine: EngineTimes
+    train: TrainTimes
+    sync_s: float
+    contention: Contention = Contention()
+
+    @property
+    def responses(self) -> int:
+        """Of a step."""
+        return self.prompts * self.samples
+
+
+@dataclass(slots=True)
+class Trace:
+    """What was when, from ``begin`` on. ``running`` are (seconds, sequences in all engines from then on), spans (start, end)."""
+
+    begin: float = 0.0
+    running: list[tuple[float, int]] = field(default_factory=list)
+    training: list[tuple[float, float]] = field(default_factory=list)
+    syncs: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Means over the steps after the first ones, in which the pipeline fills.
+
+    ``staleness``: responses by how many versions their oldest token was behind the weights that were trained.
+    """
+
+    step_s: float
+    samples_per_s: float
+    rollout_busy: float  # share of time in which an engine computes, mean over engines
+    training_busy: float
+    running: float  # sequences of an engine that computes
+    staleness: dict[int, int]
+    staleness_mean: float  # over tokens
+    length_mean: float  # tokens of a response that was trained on; long ones become too old more often
+    redrawn: float  # groups that became too old, for each that was trained on
+    trace: Trace
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens that are trained on. Unlike samples/s it does not rise where long responses are lost."""
+        return self.samples_per_s * self.length_mean
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.staleness)
+
+
+def simulate(scenario: Scenario, schedule: Schedule, draw: DrawLengths, steps: int) -> Outcome:
+    """Play ``steps`` steps after the first ones, which are not counted."""
+    return _Run(scenario, schedule, draw).play(2 * schedule.max_staleness + 2, steps)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What is counted from the beginning, to take differences of."""
+
+    now: float
+    busy_s: float
+    running_s: float
+    training_s: float
+    redrawn: int
+    token_staleness: float
+    tokens: int
+
+
+class _Trainer(Enum):
+    """What the trainer does. It waits in all of these but two, in which it knows how long it will take."""
+
+    WAITING = auto()  # for groups
+    TRAINING = auto()
+    DRAINING = auto()  # the engines finish what is in flight
+    PAUSING = auto()  # they finish a decode step
+    SYNCING = auto()
+
+
+class _Run:
+    def __init__(self, scenario: Scenario, schedule: Schedule, draw: DrawLengths) -> None:
+        self.scenario, self.schedule, self.draw = scenario, schedule, draw
+        self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
+        self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started for a step
+        self.unfinished: dict[int, Group] = {}  # by number
+        self.finished: list[Group] = []
+        self.batch: list[Group] = []  # of the step that is trained
+        self.version = self.drawn = self.started = 0
+        self.trainer_at = math.inf  # when the trainer is done with what it does
+        self.slowdown = 1.0  # of the trainer, while it learns
+        self.state = _Trainer.WAITING
+        self.training_s = self.token_staleness = 0.0
+        self.redrawn = self.tokens = 0
+        self.staleness: Counter[int] = Counter()
+        self.trace = Trace()
+
+    def play(self, uncounted: int, steps: int) -> Outcome:
+        self._fill(0.0)
+        before: _Totals | None = None
+        now = 0.0
+        while self.version < uncounted + steps:
+            if before is None and self.version == uncounted:
+                before = self._totals(now)
+                self.staleness.clear()
+                self.trace.begin = now
+            nexts = [engine.next_at for engine in self.engines]
+            now = min(self.trainer_at, min(nexts))
+            assert now < math.inf, "nothing happens any more"
+            due = [engine for engine, at in zip(self.engines, nexts, strict=True) if at == now]
+            groups = [request.group for engine in due for request in engine.settle()]
+            # Of those that have finished at the same moment the one that was started first is first.
+            for order in sorted({group.order for group in groups if not group.unfinished}):
+                self.finished.append(self.unfinished.pop(order))
+            if self.version <= uncounted + TRACED_STEPS:
+                self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
+            self._trainer(now)
+            self._slow_each_other(now)
+        assert before is not None
+        return self._outcome(before, self._totals(now), steps)
+
+    # ------------------------------------------------------------------------------------------------ engines
+    def _fill(self, now: float) -> None:
+        """Begin with what the new version may sample; each group goes to the engine with the fewest requests."""
+        restarted = self._give_up_old(now)
+        limit = self.groups + self.schedule.max_staleness * self.scenario.prompts
+        free = limit - len(self.unfinished) - len(self.finished) - len(restarted)
+        loads = [engine.load for engine in self.engines]
+        submitted: dict[int, list[Request]] = {}
+        for order in [*restarted, *range(self.started, self.started + free)]:
+            lengths = self.draw(self.drawn)
+            self.drawn += 1
+            group = self.unfinished[order] = Group(len(lengths), self.version, order)
+            number = loads.index(min(loads))
+            loads[number] += len(lengths)
+            submitted.setdefault(number, []).extend(Request(group, length) for length in lengths)
+        self.started += max(0, free)
+        for number, requests in submitted.items():
+            self.engines[number].submit(requests, now)
+
+    def _give_up_old(self, now: float) -> list[int]:
+        """The numbers of groups that are too old. Of an unfinished one the version when it was submitted counts."""
+        oldest = self.version - self.schedule.max_staleness
+        stopped = [group for group in self.unfinished.values() if group.version < oldest]
+        for group in stopped:
+            group.cancelled = True
+            del self.unfinished[group.order]
+        for engine in self.engines if stopped else ():
+            engine.cancel(now)
+        old = [group for group in self.finished if group.oldest < oldest]
+        self.finished = [group for group in self.finished if group.oldest >= oldest]
+        self.redrawn += len(stopped) + len(old)
+        return sorted(group.order for group in (*stopped, *old))
+
+    # ------------------------------------------------------------------------------------------------ the trainer
+    def _trainer(self, now: float) -> None:
+        if self.state is _Trainer.TRAINING and self.trainer_at <= now:
+            self.trace.training[-1] = (self.trace.training[-1][0], now)
+            self.state = _Trainer.DRAINING if self.schedule.at_publish == DRAIN else _Trainer.PAUSING
+            self.trainer_at = math.inf
+        if self.state is _Trainer.DRAINING and not self.unfinished:
+            self.state = _Trainer.PAUSING
+        if self.state is _Trainer.PAUSING:
+            for engine in self.engines:
+                engine.pause(now)
+            if all(engine.paused for engine in self.engines):
+                self.state, self.trainer_at = _Trainer.SYNCING, now + self.scenario.sync_s
+                self.trace.syncs.append((now, self.trainer_at))
+        if self.state is _Trainer.SYNCING and self.trainer_at <= now:
+            self._published(now)
+        if self.state is _Trainer.WAITING:
+            self._train(now)
+
+    def _train(self, now: float) -> None:
+        """Begin the next step if there are groups for it."""
+        if len(self.finished) < self.scenario.prompts:
+            return
+        by_age = sorted(self.finished, key=lambda group: group.oldest)
+        self.batch, self.finished = by_age[: self.scenario.prompts], by_age[self.scenario.prompts :]
+        self.state = _Trainer.TRAINING
+        tokens = sum(group.tokens for group in self.batch)
+        self.slowdown = 1.0  # until ``_slow_each_other``
+        self.trainer_at = now + self.scenario.train.step_s + self.scenario.train.token_s * tokens
+        self.trace.training.append((now, self.trainer_at))
+
+    def _slow_each_other(self, now: float) -> None:
+        """From now on, by who computes: what is left of the trainer's work, and the engines' steps that follow."""
+        contention, learns = self.scenario.contention, self.state is _Trainer.TRAINING
+        if learns and contention.train != 1:
+            busy = sum(bool(engine.running) and not engine.paused for engine in self.engines) / len(self.engines)
+            slowdown = 1 + (contention.train - 1) * busy
+            self.trainer_at = now + (self.trainer_at - now) * slowdown / self.slowdown
+            self.slowdown = slowdown
+        for engine in self.engines if contention.decode != 1 else ():
+            engine.slow(now, contention.decode if learns else 1.0)
+
+    def _published(self, now: float) -> None:
+        self.training_s += self.trace.training[-1][1] - self.trace.training[-1][0]
+        for group in self.batch:
+            self.staleness[self.version - group.oldest] += self.scenario.samples
+            self.token_staleness += self.version * group.tokens - group.version_sum
+            self.tokens += group.tokens
+        self.version += 1
+        self.state = _Trainer.WAITING
+        self.trainer_at = math.inf
+        resubmit = self.schedule.at_publish == RESUBMIT
+        for engine in self.engines:
+            engine.resume(now, self.version, resubmit=resubmit)
+        self._fill(now)
+
+    # ------------------------------------------------------------------------------------------------ counting
+    def _totals(self, now: float) -> _Totals:
+        busy_s = sum(engine.busy_until(now) for engine in self.engines)
+        running_s = sum(engine.sequence_seconds for engine in self.engines)
+        counts = (self.redrawn, self.token_staleness, self.tokens)
+        return _Totals(now, busy_s, running_s, self.training_s, *counts)
+
+    def _outcome(self, before: _Totals, after: _Totals, steps: int) -> Outcome:
+        seconds, trained = after.now - before.now, steps * self.scenario.prompts
+        busy_s = after.busy_s - before.busy_s
+        return Outcome(
+            step_s=seconds / steps,
+            samples_per_s=steps * self.scenario.responses / seconds,
+            rollout_busy=busy_s / seconds / len(self.engines),
+            training_busy=(after.training_s - before.training_s) / seconds,
+            running=(after.running_s - before.running_s) / busy_s if busy_s else 0.0,
+            staleness=dict(sorted(self.staleness.items())),
+            staleness_mean=(after.token_staleness - before.token_staleness) / (after.tokens - before.tokens),
+            length_mean=(after.tokens - before.tokens) / (trained * self.scenario.samples),
+            redrawn=(after.redrawn - before.redrawn) / trained,
+            trace=self.trace,
+        )

@@ -1,0 +1,156 @@
+"""How long the parts of a step take on so many devices: from the planner's estimates, or measured in runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from rlhf_mcore.commands.simulate.engine import EngineTimes
+from rlhf_mcore.commands.simulate.measured import PhaseFit
+from rlhf_mcore.commands.simulate.schedule import Contention, Scenario, Schedule, TrainTimes
+from rlhf_mcore.config.derive import role_layouts
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, engines_apart, roles_of, workload
+from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
+from rlhf_mcore.planning.sync import estimate_seconds
+from rlhf_mcore.planning.timing import decode_step_s, most_running, optimizer_s, phase_seconds, prefill_token_s
+
+_FITTED_AT = 16  # numbers of running sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Devices that generate and devices that train; ``colocated``: the same ones do both."""
+
+    rollout: int
+    training: int
+    colocated: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.training if self.colocated else self.rollout + self.training
+
+
+class Times(Protocol):
+    """Where times come from."""
+
+    @property
+    def source(self) -> str:
+        """Its name for the user."""
+        ...
+
+    def scenario(self, split: Split) -> Scenario:
+        """A step's work on the devices of ``split``.
+
+        Raises:
+            ConfigError: it cannot be done there.
+        """
+        ...
+
+
+def splits(cfg: Config, devices: int, schedule: Schedule) -> list[Split]:
+    """Every way to give ``devices`` to engines and trainer that the layouts of both divide."""
+    tp, unit = cfg.rollout.layout.tp, math.lcm(*(role.model_size for role in role_layouts(cfg)))
+    if schedule.colocated:
+        return [Split(devices, devices, colocated=True)] if devices % math.lcm(tp, unit) == 0 else []
+    return [Split(used, devices - used) for used in range(tp, devices, tp) if (devices - used) % unit == 0]
+
+
+def configured_split(cfg: Config, world_size: int) -> Split:
+    """That of a configuration with so many ranks of the trainer."""
+    if engines_apart(cfg):
+        return Split(cfg.rollout.num_engines * cfg.rollout.layout.tp, world_size)
+    return Split(world_size, world_size, colocated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTimes:
+    """Peaks of a kind of device times assumed efficiencies, as ``rlhf-mcore plan`` has them. ``mean``: tokens of a response."""
+
+    cfg: Config
+    gpu: GpuType
+    assumed: Assumptions
+    mean: float
+
+    @property
+    def source(self) -> str:
+        return f"estimates for {self.gpu.name}"
+
+    def scenario(self, split: Split) -> Scenario:
+        """See ``Times``.
+
+        Raises:
+            ConfigError: a layout does not divide the devices, or an engine's cache does not hold one sequence.
+        """
+        engines = split.rollout // self.cfg.rollout.layout.tp
+        placement = "colocated" if split.colocated else "disaggregated"
+        cfg = replace(self.cfg, rollout=replace(self.cfg.rollout, placement=placement, num_engines=engines))
+        dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
+        work = replace(workload(cfg, self.assumed), response_tokens=self.mean)
+        roles = roles_of(cfg, split.training, dtype)
+        inputs = PlanInputs(cfg, roles, dtype, self.gpu, self.assumed, work, split.training)
+        if kv_tokens(inputs) < work.prompt_tokens + work.response_tokens + state_tokens(inputs):
+            raise ConfigError(
+                f"rollout.gpu_memory_utilization={cfg.rollout.gpu_memory_utilization:g} leaves an engine no cache for a sequence; "
+                "raise it or rollout.layout.tp, see rlhf-mcore plan"
+            )
+        seconds = phase_seconds(inputs, estimate_seconds(cfg, roles[0], self.gpu, self.assumed))
+        always = sum(optimizer_s(inputs, role) for role in roles if role.trained)
+        by_tokens = sum(spent for name, spent in seconds.items() if name not in (GENERATE, SYNC)) - always
+        token_s = by_tokens / work.tokens
+        return Scenario(
+            cfg.trainer.prompts_per_step,
+            cfg.rollout.sampling.n,
+            split.rollout // cfg.rollout.layout.tp,
+            _engine_times(inputs),
+            TrainTimes(always + token_s * work.sequences * work.prompt_tokens, token_s),
+            seconds[SYNC],
+        )
+
+
+def _engine_times(inputs: PlanInputs) -> EngineTimes:
+    """The planner's decode step as a line over the running sequences, which it nearly is."""
+    slots = max(1, int(most_running(inputs)))
+    running = np.unique(np.linspace(1, slots, _FITTED_AT).round())
+    steps = [decode_step_s(inputs, float(count)) for count in running]
+    slope, start = np.polyfit(running, steps, 1) if len(running) > 1 else (0.0, steps[0])
+    if slope < 0 or start < 0:  # bound by arithmetic nearly everywhere
+        start, slope = 0.0, steps[-1] / slots
+    token_s = prefill_token_s(inputs)
+    prompt_s = token_s * inputs.work.prompt_tokens / inputs.cfg.rollout.sampling.n
+    return EngineTimes(float(start), float(slope), prompt_s, token_s, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTimes:
+    """What runs measured, carried over to other lengths and numbers of devices: the part that grows with tokens is divided."""
+
+    cfg: Config
+    fit: PhaseFit
+    runs: Sequence[str]
+
+    @property
+    def source(self) -> str:
+        runs = f"measured in {', '.join(self.runs)}: {self.fit.steps} steps, half of them within {self.fit.error:.1%} of the fit"
+        if (both := self.fit.contention) is None:
+            return runs
+        return f"{runs}; while both compute training takes {both.train:.2f} times as long, decoding {both.decode:.2f}"
+
+    def scenario(self, split: Split) -> Scenario:
+        """See ``Times``."""
+        cfg, fit = self.cfg, self.fit
+        prefix_token_s = fit.prompt_s / cfg.data.max_prompt_tokens
+        return Scenario(
+            cfg.trainer.prompts_per_step,
+            cfg.rollout.sampling.n,
+            split.rollout // cfg.rollout.layout.tp,
+            EngineTimes(fit.step_s, fit.sequence_s, fit.prompt_s, prefix_token_s, cfg.rollout.max_num_seqs),
+            TrainTimes(fit.train_step_s, fit.train_token_s / split.training),
+            fit.sync_s,
+            fit.contention or Contention(),
+        )

@@ -1,0 +1,45 @@
+"""``rlhf-mcore watch RUN [RUN ...]``: the report of runs that are going on, served to a browser on this machine only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.commands.report.command import add_port, add_rollouts, check_port, check_rollouts, serve
+from rlhf_mcore.config.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until Ctrl-C. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        from rlhf_mcore.commands.report.server import ReportServer
+
+        check_rollouts(args.rollouts)
+        check_port(args.port)
+        server = ReportServer(args.run, args.rollouts, args.port)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+    serve(server, ", ".join(map(str, args.run)))
+    return exit_codes.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore watch",
+        "Show the report of runs in a browser while they go on. It is served on the loopback interface only; from another machine "
+        "use ssh -L 8321:127.0.0.1:8321.",
+        "examples:\n  rlhf-mcore watch outputs/quickstart/grpo\n\n" + exit_codes.TOOL_EPILOG,
+    )
+    parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="directory of a run")
+    add_port(parser)
+    add_rollouts(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

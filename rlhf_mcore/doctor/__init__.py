@@ -1,1 +1,0 @@
-"""Checks of a machine and its software before a run. Nothing here but ``network`` imports torch."""

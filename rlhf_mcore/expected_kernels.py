@@ -1,0 +1,35 @@
+"""Which implementation of each hot part a model runs with, in one line: what is to be expected here, without importing any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+TE, TORCH, OURS, MEGATRON = "Transformer Engine", "torch", "rlhf_mcore", "Megatron"
+FLA = "flash-linear-attention"
+VARLEN = "varlen (packed), SDPA (padded)"  # of one kernel for all packed sequences
+APEX = "fused_weight_gradient_mlp_cuda"  # of apex, which adds gradients of weights to fp32 buffers
+FUSED_ADAM = {"transformer_engine": TE, "amp_C": "apex", "apex": "apex"}
+
+
+def kernels_text(parts: Mapping[str, str]) -> str:
+    """One line: part and implementation."""
+    return "kernels: " + ", ".join(f"{part} {kernel}" for part, kernel in parts.items())
+
+
+def expected_kernels(has_gpu: bool) -> dict[str, str]:
+    """Of a run with default settings on this machine."""
+    has_te = find_spec("transformer_engine") is not None
+    fused = [name for module, name in FUSED_ADAM.items() if find_spec(module) is not None]
+    delta = FLA if find_spec("fla") is not None else TORCH
+    return {
+        "attention": TE if has_te else f"{TORCH} {VARLEN if has_gpu else 'SDPA'}",
+        "norm": TE if has_te else OURS,
+        "rope": f"{TE}, fused" if has_te and has_gpu else MEGATRON,
+        "gradient accumulation": "fused" if has_te and has_gpu and find_spec(APEX) is not None else TORCH,
+        "cross entropy": OURS,
+        **({"gated delta nets": delta} if has_gpu else {}),
+        "experts": f"{TE}, grouped" if has_te else "one after the other",
+        "dispatcher": "alltoall",
+        "AdamW": fused[0] if fused and has_gpu else TORCH,
+    }

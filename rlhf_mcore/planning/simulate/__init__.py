@@ -1,1 +1,0 @@
-"""Schedules of generation and training, simulated over a distribution of response lengths. No torch, no processes."""

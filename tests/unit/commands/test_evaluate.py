@@ -1,0 +1,50 @@
+"""``rlhf-mcore evaluate`` before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.cli import main as main_module
+
+
+def test_without_a_checkpoint_it_says_what_is_missing(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_module.main(["evaluate", "run.yaml", "data.eval=[train.jsonl]"]) == 2
+    assert capsys.readouterr().err == (
+        "error: evaluate.checkpoint is not set, and the configuration's own run outputs/rlhf_mcore/default has no checkpoint; "
+        "name a model directory, as in evaluate.checkpoint=DIR\n"
+    )
+
+
+def test_a_directory_in_place_of_the_configuration_is_told_where_it_goes(
+    workspace: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_module.main(["evaluate", "model"]) == 2
+    assert "rlhf-mcore evaluate run.yaml evaluate.checkpoint=model\n" in capsys.readouterr().err
+
+
+def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "rlhf_mcore.cli.launch.launch", lambda *given, logs, console: calls.append((*given, console)) or 7
+    )
+    overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "actor.layout.tp=2"]
+    assert main_module.main(["evaluate", "run.yaml", *overrides]) == 7
+    assert calls == [(["run.yaml", *overrides], 2, 1, "rlhf_mcore.commands.evaluate.command", "auto")]
+
+
+def test_under_torchrun_the_world_is_that_of_the_environment(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "rollout.layout.tp=2"]
+    assert main_module.main(["evaluate", "run.yaml", *overrides]) == 2
+    assert "rollout.layout.tp=2 does not divide the number of processes 3" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""The command: no files but config.json, no torch, exit code 2 where something does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.commands.plan import command as plan
+from rlhf_mcore.planning.inputs import device_and_assumptions
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "configs" / "models" / "Qwen2.5-7B"
+RUN = f"base: {ROOT / 'configs' / 'base.yaml'}\nmodel: {{path: {MODEL}}}\ndata: {{train: [absent.parquet]}}\n"
+
+
+@pytest.fixture
+def run_yaml(workspace: Any) -> str:
+    return str(workspace.write("plan.yaml", RUN))
+
+
+def test_text_has_every_part(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "8", "actor.layout.tp=2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("8 x H100 (79.1 GiB each, 8 a node), bf16: fits\n")
+    for part in ("tp2 pp1 dp4", "generate", "actor update", "sync ", "checkpoint ", "cache ", "step "):
+        assert part in out
+
+
+def test_small_models_are_counted_in_millions(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.write_hf_config(num_key_value_heads=1, intermediate_size=96)
+    assert plan.main(["run.yaml"]) == 0
+    assert re.search(r"^actor +[1-9][0-9]*\.[0-9]{2} M ", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward_model"])
+def test_runs_that_do_not_generate_are_planned(run_yaml: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "8", "--json", "actor.layout.tp=2", f"algorithm={kind}"]) == 0
+    assert [role["name"] for role in json.loads(capsys.readouterr().out)["roles"]] == ["actor"]
+
+
+def test_what_does_not_fit_ends_with_code_2(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "1", "--gpu", "A100-40"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: actor update needs") and "biggest parts" in err and "--suggest" in err
+
+
+def test_suggestions_are_printed_as_overrides(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "1", "--suggest", "--json"]) == 2
+    suggestions = json.loads(capsys.readouterr().out)["suggestions"]
+    assert suggestions and suggestions[0]["world_size"] > 1
+
+
+def test_numbers_of_the_device_can_be_set(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "8", "--set", "memory_bytes=3e10"]) == 2
+    assert plan.main([run_yaml, "--set", "bandwith=1"]) == 2
+    assert "there are: memory_bytes" in capsys.readouterr().err
+    assert plan.main([run_yaml, "--set", "per_node"]) == 2
+    for change in ("per_node=0", "network_bytes_per_s=-1", "train_efficiency=40", "reserve_bytes=-5"):
+        assert plan.main([run_yaml, "--set", change]) == 2
+        assert f"--set {change} is out of range; give a number " in capsys.readouterr().err.splitlines()[-1]
+    assert device_and_assumptions("H100", ["reserve_bytes=0", "expert_imbalance=2"])[1].expert_imbalance == 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "0"], "--world-size 0 is out of range"),
+        (["actor.layout.tp=3", "--world-size", "3"], "actor.layout.tp=3 does not divide num_attention_heads=28"),
+        (["model.path=nowhere"], "model.path=nowhere does not exist"),
+        (["trainer.num_stps=3"], "did you mean trainer.num_steps?"),
+    ],
+)
+def test_mistakes_are_told(
+    run_yaml: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([run_yaml, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_training_still_asks_for_the_files(run_yaml: str) -> None:
+    from rlhf_mcore.config.errors import ConfigError
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.validate import validate
+
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(run_yaml), 8)
+    text = str(caught.value)
+    assert "no *.safetensors" in text and "has no tokenizer" in text and "absent.parquet" in text
+
+
+def test_engines_of_their_own_are_planned_beside_the_trainer(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    apart = ["rollout.placement=disaggregated", "rollout.num_engines=2", "trainer.max_staleness=1"]
+    assert plan.main([run_yaml, "--world-size", "8", "actor.layout.tp=2", *apart]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("8 and 2 of engines x H100") and "generation meanwhile" in out
