@@ -1,8 +1,8 @@
 """What a GRPO rank loads of this package: files and lines, and the seconds that importing them takes.
 
-One step of the quickstart's GRPO on one rank, with rules, one file of data and a local engine. Every module of rlhf_mcore counts that
-the rank's process has imported when the run has ended. The time is that of importing these modules in a process that has imported
-torch, Megatron-core, transformers and vLLM before.
+One step of the quickstart's GRPO on one rank, started by ``rlhf-mcore train``, with rules, one file of data and a local engine. Every
+module of rlhf_mcore counts that the rank's process has imported when the run has ended. The time is that of importing these modules
+in a process that has imported torch, Megatron-core, transformers and vLLM before.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ from benchmarks.ready import CONFIGS, ROOT, SMALL
 
 FILES, LINES = 200, 30_000  # goals
 PACKAGE = "rlhf_mcore"
+START = """
+import sys
+from functools import partial
+from rlhf_mcore.cli import launch, train
+launch.launch = partial(launch.launch, module="weighed")
+sys.exit(train.main(sys.argv[1:]))
+"""
 RANK = """
 import json, sys
 from rlhf_mcore.cli import rank, train
@@ -60,12 +67,11 @@ def loaded_modules(folder: Path) -> dict[str, Path]:
     """The modules that a GRPO rank has imported by the end of its run, in the order in which it imported them."""
     make = [sys.executable, str(ROOT / "tools" / "make_quickstart.py"), "--out", "quickstart", "--fit-steps", "1"]
     run([*make, "--num-layers", "2", "--num-eval", "4"], folder)
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    settings = [*SMALL, "rollout.layout.tp=1", "rollout.sampling.n=2"]
-    script = folder / "rank.py"
-    script.write_text(RANK)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
-    run([*torchrun, str(CONFIGS / "grpo.yaml"), *settings], folder, **world)
+    settings = [*SMALL, "trainer.world_size=1", "rollout.layout.tp=1", "rollout.sampling.n=2"]
+    (folder / "weighed.py").write_text(
+        RANK
+    )  # without a preload: a fork would also count what torchrun's process has imported
+    run([sys.executable, "-c", START, str(CONFIGS / "grpo.yaml"), *settings], folder)
     return {name: Path(file) for name, file in json.loads((folder / "loaded.json").read_text()).items()}
 
 

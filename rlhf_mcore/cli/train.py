@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlhf_mcore.cli import exit_codes, rank
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
@@ -27,20 +27,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_intermixed_args(argv)
     args.overrides += ["logging.console=off"] * args.quiet + ["logging.console=json"] * args.json
     try:
-        return _train(args.config, args.overrides, args.announced, print_config=args.print_config)
+        if args.resolved:
+            return _run_rank(configuration(args), args.announced)
+        return _train(args)
     except ConfigError as error:
         return exit_codes.report(error)
 
 
 def preload(argv: Sequence[str]) -> None:
     """Import what a rank with these arguments will, in the process that it is to be a fork of."""
-    from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.platform import eager_imports
     from rlhf_mcore.rollout import preload_engine
 
-    args = _parser().parse_intermixed_args(argv)
-    cfg = load_config(args.config, args.overrides)
+    cfg = configuration(_parser().parse_intermixed_args(argv))
     quiet()
     with eager_imports():
         import rlhf_mcore.cli.compose  # noqa: F401
@@ -69,25 +69,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     # From the launcher to its ranks: the step after which the run continues, printed already.
     parser.add_argument("--announced", type=int, default=0, help=argparse.SUPPRESS)
+    accept_document(parser)
     return parser
 
 
-def _train(path: str, overrides: Sequence[str], announced: int, *, print_config: bool) -> int:
+def _train(args: argparse.Namespace) -> int:
     from rlhf_mcore.config.derive import epochs_text, resolve
-    from rlhf_mcore.config.hub import localize, notes_of, overrides_of
-    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.document import offer
+    from rlhf_mcore.config.hub import localize, notes_of
     from rlhf_mcore.config.validate import validate
 
-    cfg, world_size = load_config(path, overrides), torchrun_world_size()
-    local = localize(cfg, download=not print_config)
+    cfg, world_size = configuration(args), torchrun_world_size()
+    local = localize(cfg, download=not args.print_config)
     try:
         validate(cfg, world_size)
     except ConfigError:
-        if print_config:
+        if args.print_config:
             show(cfg)  # what is wrong with it is easier to see beside it
         raise
     epochs, cfg = epochs_text(cfg), resolve(cfg)
-    if print_config:
+    if args.print_config:
         show(cfg)
         return exit_codes.DONE
     from rlhf_mcore.cli import preflight
@@ -97,7 +98,12 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     if world_size is None:
         for note in (*notes_of(local), *([epochs] if epochs else [])):
             preflight.say(cfg, note)
-        return _launch(cfg, [path, *overrides, *overrides_of(local)])
+        with offer(cfg) as document:
+            return _launch(cfg, [args.config, *args.overrides, f"--resolved={document}"])
+    return _run_rank(cfg)
+
+
+def _run_rank(cfg: Config, announced: int = 0) -> int:
     quiet()
     from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports

@@ -8,7 +8,6 @@ Only weights in safetensors, JSON, tokenizers and templates are downloaded: noth
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,6 @@ DATA_KEYS = ("data.train", "data.eval")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.")
 _SMALL = ("*.json", "*.jinja", "merges.txt", *TOKENIZER_FILES, *CHAT_TEMPLATE_FILES)
 _IGNORED = ("*/*", "consolidated*")  # copies in other formats, and what is in folders
-_LONGEST_ARGUMENT = 100_000  # Linux takes 131,072 characters
 _SPLITS = {"data.train": ("train",), "data.eval": ("test", "validation", "valid", "dev", "val")}
 
 
@@ -81,12 +79,6 @@ def notes_of(made: Mapping[str, Any]) -> list[str]:
             f"{key}: {one.repo} at {one.revision[:12]}, from the hub's cache" for one in dict.fromkeys(ids) if one
         ]
     return notes
-
-
-def overrides_of(made: Mapping[str, Any]) -> list[str]:
-    """``a.b=c`` arguments that set what ``localize`` has set, for the ranks of a run; one that is too long they look up themselves."""
-    settings = [f"{key}={json.dumps(value)}" for key, value in made.items()]
-    return [setting for setting in settings if len(setting) < _LONGEST_ARGUMENT]
 
 
 def _begun_with(cfg: Config) -> dict[tuple[str, str], str]:

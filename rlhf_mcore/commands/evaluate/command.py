@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes, rank
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
 
 MODULE = "rlhf_mcore.commands.evaluate.command"
 EPILOG = """\
@@ -30,19 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_intermixed_args(argv)
     try:
-        return _evaluate(args.config, args.overrides)
+        return _run_rank(configuration(args)) if args.resolved else _evaluate(args)
     except ConfigError as error:
         return exit_codes.report(error)
 
 
 def preload(argv: Sequence[str]) -> None:
     """Import what a rank with these arguments will, in the process that it is to be a fork of."""
-    from rlhf_mcore.config.load import load_config
     from rlhf_mcore.platform import eager_imports
     from rlhf_mcore.rollout import preload_engine
 
-    args = _parser().parse_intermixed_args(argv)
-    cfg = load_config(args.config, args.overrides)
+    cfg = configuration(_parser().parse_intermixed_args(argv))
     quiet()
     with eager_imports():
         import rlhf_mcore.commands.evaluate.evaluation  # noqa: F401
@@ -50,7 +49,7 @@ def preload(argv: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    return command_parser(
+    parser = command_parser(
         "rlhf-mcore evaluate",
         "Score a model on the prompts of data.eval with the reward of the configuration. evaluate.checkpoint=DIR names "
         "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron; without it the latest "
@@ -64,20 +63,22 @@ def _parser() -> argparse.ArgumentParser:
         + EPILOG,
         "YAML file: the one of the training run will do",
     )
+    accept_document(parser)
+    return parser
 
 
-def _evaluate(path: str, overrides: Sequence[str]) -> int:
+def _evaluate(args: argparse.Namespace) -> int:
     from rlhf_mcore.config.derive import default_world_size, short_episodes
     from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
-    from rlhf_mcore.config.hub import MODEL_KEYS, localize, overrides_of
-    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.hub import MODEL_KEYS, localize
 
-    if os.path.isdir(path):
+    if os.path.isdir(args.config):
         raise ConfigError(
-            f"{path} is a directory, and the configuration comes first: rlhf-mcore evaluate run.yaml evaluate.checkpoint={path}"
+            f"{args.config} is a directory, and the configuration comes first: "
+            f"rlhf-mcore evaluate run.yaml evaluate.checkpoint={args.config}"
         )
-    cfg = load_config(path, overrides)
-    local = localize(cfg, (*MODEL_KEYS, "data.eval"))
+    cfg = configuration(args)
+    localize(cfg, (*MODEL_KEYS, "data.eval"))
     if cfg.evaluate.checkpoint is None:
         cfg.evaluate.checkpoint = default_checkpoint(cfg)
     validate_evaluation(cfg, torchrun_world_size())
@@ -87,6 +88,7 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
     preflight.check_engine(cfg)
     if torchrun_world_size() is None:
         from rlhf_mcore.cli.launch import launch
+        from rlhf_mcore.config.document import offer
         from rlhf_mcore.rewards.trial import check_reward
 
         size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
@@ -97,14 +99,13 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
             say(f"warning: {warning}")
         preflight.check_environment(cfg)
         logs = preflight.logs_directory(cfg)
-        return launch(
-            [path, *overrides, *overrides_of(local)],
-            size,
-            cfg.trainer.threads_per_rank,
-            MODULE,
-            logs=logs,
-            console=shown,
-        )
+        with offer(cfg) as document:
+            arguments = [args.config, *args.overrides, f"--resolved={document}"]
+            return launch(arguments, size, cfg.trainer.threads_per_rank, MODULE, logs=logs, console=shown)
+    return _run_rank(cfg)
+
+
+def _run_rank(cfg: Config) -> int:
     quiet()
     from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports

@@ -12,6 +12,7 @@ import yaml
 
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.cli import train
+from rlhf_mcore.config.document import receive
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -129,6 +130,8 @@ def test_a_good_config_is_launched_with_its_own_arguments(
         engines: str | None,
     ) -> int:
         assert (logs / "launch.json").is_file() and console == "auto" and engines is None
+        handed = receive(arguments.pop().removeprefix("--resolved="))
+        assert (handed.actor.layout.tp, handed.trainer.minibatch_size) == (2, 1)  # the latter is derived
         calls.append((arguments, world_size, threads_per_rank, max_restarts))
         return 9
 

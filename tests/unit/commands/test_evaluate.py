@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli import main as main_module
+from rlhf_mcore.config.document import receive
 
 
 def test_without_a_checkpoint_it_says_what_is_missing(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,9 +27,14 @@ def test_a_directory_in_place_of_the_configuration_is_told_where_it_goes(
 
 def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        "rlhf_mcore.cli.launch.launch", lambda *given, logs, console: calls.append((*given, console)) or 7
-    )
+
+    def launch(arguments: list[str], *others: Any, logs: Any, console: str) -> int:
+        handed = receive(arguments.pop().removeprefix("--resolved="))
+        assert (handed.evaluate.checkpoint, handed.actor.layout.tp) == ("model", 2)
+        calls.append((arguments, *others, console))
+        return 7
+
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", launch)
     overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "actor.layout.tp=2"]
     assert main_module.main(["evaluate", "run.yaml", *overrides]) == 7
     assert calls == [(["run.yaml", *overrides], 2, 1, "rlhf_mcore.commands.evaluate.command", "auto")]

@@ -1,0 +1,72 @@
+"""What a starter hands to its ranks is what it has read: every type of key, secrets with how they were written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.document import offer, receive
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.show import to_yaml
+from tests.commands import ROOT
+
+SETTINGS = [
+    "algorithm=dr_grpo",
+    "reward.rules=[math, {name: format, weight: 0.25}]",
+    "reward.sources={gsm8k: [{name: final_number, weight: 2}], other: [exact]}",
+    "actor.megatron={bucket_size: 7, nested: {list: [1, 2.5, x]}}",
+    "data.eval=[a.jsonl, '${oc.env:PLACE}/b.jsonl']",
+    "experiment=${oc.env:SECRET}",
+    "actor.ranks=[0, 2]",
+    "logging.trackers=[tensorboard]",
+]
+
+RANK = """
+import sys
+from rlhf_mcore.config.document import receive
+print(receive(sys.argv[1]).trainer.num_steps)
+print(*sorted(name for name in sys.modules if name.startswith("rlhf_mcore.config.")))
+"""
+
+
+def test_a_document_is_the_configuration(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s3cret-value")
+    monkeypatch.setenv("PLACE", "/scratch/place")
+    cfg = resolve(load_config("run.yaml", SETTINGS))
+    with offer(cfg) as path:
+        copy = receive(path)
+    assert copy == cfg
+    assert asdict(copy) == asdict(cfg)
+    assert type(copy.reward.sources["gsm8k"][0]) is type(cfg.reward.rules[0])
+    assert (copy.experiment, copy.data.eval[1]) == ("s3cret-value", "/scratch/place/b.jsonl")
+    assert to_yaml(copy) == to_yaml(cfg)
+    assert "s3cret-value" not in to_yaml(copy)
+
+
+def test_a_child_reads_it_without_what_reads_and_checks_files(workspace: Any) -> None:
+    cfg = resolve(load_config("run.yaml", ["trainer.num_steps=17"]))
+    with offer(cfg) as path:
+        done = subprocess.run(
+            [sys.executable, "-c", RANK, path],
+            env={"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    steps, modules = done.stdout.splitlines()
+    assert steps == "17"
+    others = {name for name in modules.split() if not name.startswith("rlhf_mcore.config.schema")}
+    expected = ("assignment", "choices", "document", "errors", "keys", "run_kinds", "show")
+    assert others <= {f"rlhf_mcore.config.{name}" for name in expected}
+
+
+def test_nothing_is_left_when_the_starter_has_gone(workspace: Any) -> None:
+    with offer(load_config("run.yaml")) as path:
+        pass
+    with pytest.raises(FileNotFoundError):
+        receive(path)
