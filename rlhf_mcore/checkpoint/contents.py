@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from rlhf_mcore.checkpoint.delta_files import DATA_SUFFIX, INDEX_SUFFIX
-from rlhf_mcore.checkpoint.layout import CONFIG, DOCUMENTS, MANIFEST, TRAINING
+from rlhf_mcore.checkpoint.layout import CONFIG, DELTA_DATA, DELTA_INDEX, DOCUMENTS, MANIFEST, TRAINING
 from rlhf_mcore.checkpoint.manifest import Problem
 from rlhf_mcore.config.checkpoint_rules import further_models
 from rlhf_mcore.config.errors import ConfigError
@@ -44,7 +43,7 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
             problems += [
                 Problem(name, "absent", f"the manifest does not name it, and {model} needs it")
                 for name in _needed(checkpoint, model, named)
-                if not (name in named or {name + DATA_SUFFIX, name + INDEX_SUFFIX} <= set(named))
+                if not (name in named or {name + DELTA_DATA, name + DELTA_INDEX} <= set(named))
             ]
         except ConfigError as error:
             problems.append(Problem(model, "unreadable", str(error)))

@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.contents import lacking, model_files, model_names
-from rlhf_mcore.checkpoint.delta_files import DATA_SUFFIX, INDEX_SUFFIX, encode_file, restore_file
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.layout import MANIFEST, TRAINING, scan, step_of, transitional_path
+from rlhf_mcore.checkpoint.layout import DELTA_DATA, DELTA_INDEX, MANIFEST, TRAINING, scan, step_of, transitional_path
 from rlhf_mcore.checkpoint.manifest import (
     Base,
     Manifest,
@@ -63,6 +62,8 @@ def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Pat
 
     Every rank does it with the files that it wrote, on its own.
     """
+    from rlhf_mcore.checkpoint.delta_files import encode_file
+
     out = []
     for path in paths:
         name = relative_name(directory, path)
@@ -174,12 +175,14 @@ def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None)
 
 def _restore(source: Path, names: list[str], base: Path | None, out: Path) -> None:
     """Make whole those files that are differences, and link the others."""
+    from rlhf_mcore.checkpoint.delta_files import restore_file
+
     out.mkdir(parents=True)
     for name in names:
-        if name.endswith(INDEX_SUFFIX):
+        if name.endswith(DELTA_INDEX):
             assert base is not None, f"{source / name} has no base"
-            restore_file(source / name, base, out / name.removesuffix(INDEX_SUFFIX))
-        elif not name.endswith(DATA_SUFFIX):
+            restore_file(source / name, base, out / name.removesuffix(DELTA_INDEX))
+        elif not name.endswith(DELTA_DATA):
             _link(source / name, out / name)
 
 

@@ -22,12 +22,11 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
+from rlhf_mcore.checkpoint.layout import DELTA_DATA, DELTA_INDEX
 from rlhf_mcore.checkpoint.manifest import FileEntry, hash_file
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, parse_json, read_json, shorten
 
-DATA_SUFFIX = ".delta"
-INDEX_SUFFIX = ".delta.json"
 FORMAT = "rlhf_mcore.delta"
 VERSION = 1
 
@@ -65,7 +64,7 @@ def encode_file(directory: Path, name: str, base: Path) -> list[Path]:
     path = directory / name
     header, tensors = _read_header(path)
     known = _tensors_of(base, name.split("/")[0])
-    delta, index = path.with_name(path.name + DATA_SUFFIX), path.with_name(path.name + INDEX_SUFFIX)
+    delta, index = path.with_name(path.name + DELTA_DATA), path.with_name(path.name + DELTA_INDEX)
     data, files = _mapped(path), _BaseFiles(base)
     sources = [(tensor, *_namesake(known, tensor)) for tensor in tensors]
     differences = []
@@ -126,7 +125,7 @@ def _restore(index: Path, content: Mapping[str, Any], base: Path, target: Path) 
     """Write the file; what it is, is found out on the way."""
     header = content["header"].encode("utf-8")
     items = list(zip(_parse_header(header, index), (Difference(**item) for item in content["tensors"]), strict=True))
-    data = _mapped(index.with_name(index.name.removesuffix(INDEX_SUFFIX) + DATA_SUFFIX))
+    data = _mapped(index.with_name(index.name.removesuffix(DELTA_INDEX) + DELTA_DATA))
     state, size = xxhash.xxh3_128(), 0
     with target.open("wb") as out:
         for part in _whole(header, items, data, _BaseFiles(base)):

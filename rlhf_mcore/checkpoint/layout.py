@@ -24,6 +24,9 @@ RNG_FILE = "rng.safetensors"
 ROLLOUTS = "rollouts.safetensors"  # where sampling runs ahead: responses that wait to be learned from
 DOCUMENTS = (TRAINER_STATE, DATALOADER, CONFIG, RNG_FILE)
 TRAINING = "training"  # in the directory of a model: what its optimizer needs
+# Of a weight file that is stored as a difference, in the place of the file.
+DELTA_DATA = ".delta"
+DELTA_INDEX = ".delta.json"
 
 _COMMITTED = re.compile(r"checkpoint-(0|[1-9]\d*)")
 _TRANSITIONAL = re.compile(r"\.checkpoint-(0|[1-9]\d*)\.(partial|replaced|removed|full)(-[0-9a-z]+)?")

@@ -34,7 +34,7 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.weights import model_flops
+from rlhf_mcore.planning.counts import model_flops
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing

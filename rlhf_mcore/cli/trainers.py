@@ -33,9 +33,7 @@ from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
-from rlhf_mcore.planning.inputs import GPUS, roles_of
-from rlhf_mcore.planning.plan import with_offload
-from rlhf_mcore.planning.weights import model_flops, mtp_flops
+from rlhf_mcore.planning.counts import model_flops, mtp_flops
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
@@ -150,6 +148,9 @@ def _with_offload(run: RunContext) -> Config:
     smallest = min(all_gather_json(run.platform.memory_bytes() or 0))
     if not smallest:
         return run.cfg
+    from rlhf_mcore.planning.inputs import GPUS, roles_of
+    from rlhf_mcore.planning.plan import with_offload
+
     decided = with_offload(run.cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=smallest))
     keys = {"actor": "actor", "critic": "critic", "reference": "reference", "reward": "reward.model"}
     for role in roles_of(decided, dist.get_world_size(), run.dtype):

@@ -9,9 +9,10 @@ from functools import partial
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
+from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, engine_tp, engines_apart, num_engines, rank_share
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
-from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes, weights_of_pass
+from rlhf_mcore.planning.weights import BYTES, state_bytes, weights_of_pass
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 
 _STATE = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("masters", OPTIMIZER), ("moments", OPTIMIZER))

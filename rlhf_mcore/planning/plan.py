@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.activations import describe
+from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import (
     Assumptions,
     GpuType,
@@ -24,7 +25,7 @@ from rlhf_mcore.planning.inputs import (
 from rlhf_mcore.planning.memory import GENERATE, SYNC, PhaseMemory, kv_tokens, phases, pinned_bytes, state_tokens
 from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, num_devices, plan_sync
 from rlhf_mcore.planning.timing import phase_seconds
-from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, num_parameters, state_bytes
+from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, state_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ import numpy as np
 
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import delta_elements
+from rlhf_mcore.planning.counts import active_parameters, model_flops, mtp_flops
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, engine_tp, num_engines, rank_share
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
-from rlhf_mcore.planning.weights import BYTES, active_parameters, model_flops, mtp_flops, state_bytes
+from rlhf_mcore.planning.weights import BYTES, state_bytes
 
 FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # forward passes that a pass is worth
 _UPDATE_BYTES = 28  # an element of the optimizer: gradient, master and two moments read, three written

@@ -22,9 +22,10 @@ from rlhf_mcore.config.model_files import inspect_model, read_geometry
 from rlhf_mcore.data.collate import restore_tokens
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.sync import destinations
-from rlhf_mcore.planning.weights import num_parameters, state_bytes
+from rlhf_mcore.planning.weights import state_bytes
 from rlhf_mcore.types import Microbatch
 from tests.distributed import models
 from tests.unit.mcore.test_model import LENGTHS, TEMPERATURE, build, expected_logprobs, groups, microbatches

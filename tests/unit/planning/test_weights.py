@@ -12,9 +12,10 @@ from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.counts import active_parameters, num_parameters
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.sync import destinations
-from rlhf_mcore.planning.weights import active_parameters, checkpoint_bytes, num_parameters, state_bytes
+from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
 from rlhf_mcore.types import ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"

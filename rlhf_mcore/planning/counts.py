@@ -1,0 +1,56 @@
+"""Count the parameters of a model and the operations of its passes, from its geometry alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from rlhf_mcore.families import FAMILIES, outer_rules
+from rlhf_mcore.families.base import Rule
+from rlhf_mcore.observability.throughput import ModelFlops
+from rlhf_mcore.types import ModelGeometry
+
+
+@lru_cache(maxsize=64)
+def num_parameters(geometry: ModelGeometry) -> int:
+    """Elements of the Hugging Face model."""
+    first, last = outer_rules(geometry)
+    return _count([first, *last], geometry, geometry.num_experts)
+
+
+@lru_cache(maxsize=64)
+def active_parameters(geometry: ModelGeometry) -> int:
+    """Elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
+    _, last = outer_rules(geometry, tied_head=True)
+    return _count(last, geometry.trunk, geometry.experts_per_token)
+
+
+def model_flops(geometry: ModelGeometry) -> ModelFlops:
+    """Operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
+    logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
+    layer = 2.0 * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
+    state = geometry.delta_value_heads * geometry.delta_key_dim * geometry.delta_value_dim
+    return ModelFlops(
+        token=2.0 * (active_parameters(geometry) - logits) + 6.0 * len(geometry.delta_layers) * state,
+        pair=(geometry.num_attention_layers - len(geometry.window_layers)) * layer,
+        logits=2.0 * logits,
+        window_pair=len(geometry.window_layers) * layer,
+        window=geometry.window,
+    )
+
+
+def mtp_flops(geometry: ModelGeometry) -> ModelFlops:
+    """Of the MTP layers that learn, in the passes of an update: further layers, each with a projection and the output layer."""
+    experts, count = geometry.experts_per_token, geometry.mtp_layers
+    weights = _count([], geometry, experts) - _count([], geometry.trunk, experts)
+    attention = 2 * count * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
+    return ModelFlops(2.0 * weights, float(attention), 2.0 * count * geometry.vocab_size * geometry.hidden_size)
+
+
+def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
+    """Elements of all layers, with so many experts in every mixture, and of ``outer`` rules."""
+    layers = [
+        rule
+        for layer in range(geometry.num_layers + geometry.mtp_layers)
+        for rule in FAMILIES[geometry.family].layer_rules(geometry, layer)
+    ]
+    return sum((num_experts if "{k}" in rule.mcore else 1) * rule.numel(geometry) for rule in (*outer, *layers))
