@@ -67,7 +67,7 @@ def reward_pools(cfg: RewardConfig) -> Pools:
         return cluster
 
     if not dist.is_initialized():
-        return RayPools(connected(cfg.ray.address), cfg.ray.cpus_per_worker)
+        return RayPools(connected(cfg.ray.address).problem, cfg.ray.cpus_per_worker)
     starts = cfg.ray.address is None and os.environ.get("LOCAL_RANK", "0") == "0"
     own = on_every_rank(lambda: connected(None) if starts else None)
     machine = os.environ.get("GROUP_RANK", "0")
@@ -77,4 +77,4 @@ def reward_pools(cfg: RewardConfig) -> Pools:
         os.environ.update(SETTINGS)  # with which the first rank has started it, on the loopback
         address, os.environ[TOKEN_VARIABLE] = next(entry[1:] for entry in told if entry[:1] == [machine])
     cluster = on_every_rank(lambda: own or connected(address))
-    return RayPools(cluster, cfg.ray.cpus_per_worker)
+    return RayPools(cluster.problem, cfg.ray.cpus_per_worker)

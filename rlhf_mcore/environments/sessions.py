@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.worker import KEY
-from rlhf_mcore.rewards.frames import FrameError, encode
-from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, WorkerLimits, default_workers
-from rlhf_mcore.rewards.process import START_TIMEOUT_S, Worker
+from rlhf_mcore.rewards.frames import encode
+from rlhf_mcore.rewards.pools import MAX_LOST_IN_A_ROW, WorkerLimits, default_workers
+from rlhf_mcore.rewards.process import START_TIMEOUT_S, ProcessLost, WorkerProcess
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import EnvironmentConfig
@@ -47,7 +47,9 @@ class Answer:
 class _Host:
     """A process, the calls that wait for it, and those that it was given, with their deadlines."""
 
-    process: Worker
+    process: WorkerProcess
+    deadline: float  # for loading
+    ready: bool = False
     capacity: int = 1
     waiting: deque[int] = field(default_factory=deque)
     calls: dict[int, float] = field(default_factory=dict)
@@ -75,9 +77,13 @@ class Sessions:
     """
 
     def __init__(self, spec: str, options: Mapping[str, Any], limits: WorkerLimits, folder: str | None = None) -> None:
-        memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))
         self.name = f"{KEY}={spec}"
-        order = {"spec": spec, "options": dict(options), "memory_bytes": memory_bytes, "folder": folder or os.getcwd()}
+        order = {
+            "spec": spec,
+            "options": dict(options),
+            "memory_bytes": limits.memory_bytes,
+            "folder": folder or os.getcwd(),
+        }
         self._order = encode(order)
         self._limits = limits
         self._hosts: list[_Host] = []
@@ -94,7 +100,7 @@ class Sessions:
             ConfigError: it cannot be loaded.
         """
         host = self._start()
-        while not host.process.ready:
+        while not host.ready:
             self._round(None)
 
     @property
@@ -128,7 +134,7 @@ class Sessions:
             elif key in host.calls:  # its worker still answers this, or reaches the deadline
                 self._num_calls -= 1
             if session.is_there:
-                host.process.outgoing += encode({"close": key})
+                host.process.send(encode({"close": key}))
 
     def poll(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
         """The answers that have come, by session. Waits for one, where calls are under way, but no longer than ``timeout_s``.
@@ -162,13 +168,13 @@ class Sessions:
         session.host.waiting.append(key)
 
     def _start(self) -> _Host:
-        host = _Host(Worker(self._order, self._limits.env, PROGRAM))
+        host = _Host(WorkerProcess(self._order, self._limits.env, PROGRAM), time.monotonic() + START_TIMEOUT_S)
         self._hosts.append(host)
         return host
 
     def _give_out(self) -> None:
         for host in self._hosts:
-            while host.process.ready and host.waiting and len(host.calls) < host.capacity:
+            while host.ready and host.waiting and len(host.calls) < host.capacity:
                 if host.calls and any(map(self._is_suspect, (host.waiting[0], *host.calls))):
                     break
                 key = host.waiting.popleft()
@@ -178,7 +184,7 @@ class Sessions:
                 if not session.is_there:
                     item |= {"row": session.row, "actions": session.actions}
                     session.is_there, num_calls = True, 1 + len(session.actions)
-                host.process.outgoing += encode(item)
+                host.process.send(encode(item))
                 host.calls[key] = time.monotonic() + self._limits.timeout_s * num_calls
 
     def _is_suspect(self, key: int) -> bool:
@@ -193,14 +199,14 @@ class Sessions:
         for host in self._hosts:
             for descriptor, wanted in host.process.interests():
                 poll.register(descriptor, wanted)
-            deadlines += host.calls.values() if host.process.ready else [host.process.deadline]
+            deadlines += host.calls.values() if host.ready else [host.deadline]
         poll.poll(max(0, math.ceil(1000 * min(min(deadlines) - time.monotonic(), 60.0))))
         for host in list(self._hosts):
             ending = host.process.ending()
             try:
                 messages = host.process.exchange()
-            except FrameError as error:
-                self._lose(host, f"broke its connection ({error})", list(host.calls))
+            except ProcessLost as lost:
+                self._lose(host, lost.cause, list(host.calls))
                 continue
             for message in messages:
                 self._take(host, message)
@@ -209,7 +215,7 @@ class Sessions:
                 continue
             if ending is not None:
                 self._lose(host, ending, list(host.calls))
-            elif not host.process.ready and now >= host.process.deadline:
+            elif not host.ready and now >= host.deadline:
                 self._lose(host, f"took longer than {START_TIMEOUT_S:g} s", [])
             elif late := [key for key, deadline in host.calls.items() if now >= deadline]:
                 cause = f"gave no answer within environment.timeout_s={self._limits.timeout_s:g} s"
@@ -221,7 +227,7 @@ class Sessions:
             host.process.stop()
             raise ConfigError(message["problem"])
         if "ready" in message:
-            host.process.ready, host.capacity = True, MAX_CONCURRENT if message["concurrent"] else 1
+            host.ready, host.capacity = True, MAX_CONCURRENT if message["concurrent"] else 1
         elif "lost" in message:
             cause = f"{message['lost']} (environment.memory_gib={self._limits.memory_gib:g})"
             self._lose(host, cause, [message["session"]])
@@ -241,7 +247,7 @@ class Sessions:
         self._hosts.remove(host)
         host.process.stop()
         tail = f"; it last printed: {host.process.tail.strip()!r}" if host.process.tail.strip() else ""
-        if not host.process.ready:
+        if not host.ready:
             raise ConfigError(f"{self.name} {cause} while it was loaded{tail}: correct the file")
         pending = [key for key in (*host.calls, *host.waiting) if key in self._sessions]
         for key in host.sessions:

@@ -22,7 +22,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.user_functions import load_function, place_of
 from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
-from rlhf_mcore.rewards.worker import end_with, limit_memory, messages_of, number_problem, shown
+from rlhf_mcore.rewards.user_function import number_problem, shown
+from rlhf_mcore.rewards.worker import end_with, limit_memory, messages_of
 
 KEY = "environment.function"
 BUILT_IN = {

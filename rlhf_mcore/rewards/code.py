@@ -6,14 +6,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.answers import fits
 from rlhf_mcore.rewards.code_tests import UNREADABLE, CodeTest, code_of, read_tests, same_output, same_value
-from rlhf_mcore.rewards.pool import WorkerLimits, default_workers
-from rlhf_mcore.rewards.pools import CheckedPool, Pools, local_pool
+from rlhf_mcore.rewards.pools import Pools, WorkerLimits, default_workers, local_pool
 from rlhf_mcore.rewards.symbolic import Verdict
 from rlhf_mcore.sandbox.run import (
     REMEDIES,
@@ -27,6 +26,9 @@ from rlhf_mcore.sandbox.run import (
     site_packages,
 )
 from rlhf_mcore.sandbox.values import from_json, to_json
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rewards.pool import WorkerPool
 
 _SPARE_S = 120.0  # of an item, for starting sandboxes and killing what is in them
 _SPARE_GIB = 2.0  # of a worker, beside what a program may use: tests and outputs
@@ -73,7 +75,7 @@ class CodeGrader:
     ) -> None:
         self._rule, self._cfg, self._workers = rule or RuleConfig("code"), sandbox or SandboxConfig(), workers
         self._pools = pools
-        self._pool: CheckedPool | None = None
+        self._pool: WorkerPool | None = None
 
     def check(self) -> CodeGrader:
         """Raises ConfigError where a machine does not give the isolation that ``reward.sandbox.minimum`` asks for.
@@ -101,10 +103,10 @@ class CodeGrader:
                     verdicts[index] = (0.0, "error")
                 else:
                     asked.setdefault(item, []).append(index)
-        job = self._started().submit(list(asked)) if asked else None
+        collect = self._started().submit(list(asked)) if asked else list
 
         def finish() -> list[Verdict]:
-            for indices, outcome in zip(asked.values(), job.outcomes() if job is not None else [], strict=True):
+            for indices, outcome in zip(asked.values(), collect(), strict=True):
                 assert outcome is not None
                 failure = "timeout" if outcome.timed_out else "error" if outcome.lost else outcome.answer["failure"]
                 for index in indices:
@@ -118,7 +120,7 @@ class CodeGrader:
         if self._pool is not None:
             self._pool.close()
 
-    def _started(self) -> CheckedPool:
+    def _started(self) -> WorkerPool:
         if self._pool is None:
             rule, cfg = self._rule, self._cfg
             level = require_isolation(cfg.minimum).name if self._pools is local_pool else None

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import function_name
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.config.user_functions import OwnFunction
-from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, default_workers
-from rlhf_mcore.rewards.pools import Pool, Pools, local_pool
-from rlhf_mcore.rewards.worker import ASK, Call, load_reward, takes_batches
+from rlhf_mcore.rewards.pools import Collect, Outcome, Pool, Pools, WorkerLimits, default_workers, local_pool
 from rlhf_mcore.types import Score, Trajectory
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rewards.worker import Call
 
 KEY = "reward.function"
 PART = "function."  # begins the names of the parts that functions beside rules are
@@ -31,20 +31,13 @@ class CalledHere:
     def __init__(self, call: Call) -> None:
         self._call, self._thread = call, ThreadPoolExecutor(1, "reward")
 
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> _CallsHere:
-        return _CallsHere([self._thread.submit(self._call, json.loads(item)) for item in items])
+    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
+        calls = [self._thread.submit(self._call, json.loads(item)) for item in items]
+        return lambda: [Outcome(call.result()) for call in calls]
 
     def close(self) -> None:
         """Wait for what is being called."""
         self._thread.shutdown(cancel_futures=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _CallsHere:
-    calls: list[Future[dict[str, Any]]]
-
-    def outcomes(self) -> list[Outcome | None]:
-        return [Outcome(call.result()) for call in self.calls]
 
 
 class PooledReward:
@@ -84,8 +77,8 @@ class PooledReward:
         items = [self._item(each) for each in trajectories]
         if self._batched and items:
             items = [b'{"batch": [' + b", ".join(items) + b"]}"]
-        job = self._pool.submit(items, stop_at_failure=self._on_error == "fail")
-        return lambda: self._scores(trajectories, self._each(job.outcomes(), len(trajectories)))
+        collect = self._pool.submit(items, stop_at_failure=self._on_error == "fail")
+        return lambda: self._scores(trajectories, self._each(collect(), len(trajectories)))
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """``submit``, and wait."""
@@ -96,7 +89,7 @@ class PooledReward:
         self._pool.close()
 
     def _each(self, outcomes: list[Outcome | None], number: int) -> list[Outcome | None]:
-        """An outcome for each of ``number`` responses. What has come of a batch has come of each."""
+        """Return an outcome for each of ``number`` responses. A batch without results is each response's."""
         if not self._batched or not outcomes:
             return outcomes
         whole = outcomes[0]
@@ -113,12 +106,13 @@ class PooledReward:
     def _scores(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None]) -> list[Score]:
         scores, problems = [], []
         for trajectory, outcome in zip(trajectories, outcomes, strict=True):
-            cause = "" if outcome is None else outcome.lost or outcome.answer.get("error", "")
-            if cause:
-                problems.append(f"{self._name} on {_place(trajectory)} {cause}")
-                kind = "timeout" if outcome and outcome.timed_out else "error"
+            if outcome is None:
+                continue
+            if outcome.problem:
+                problems.append(f"{self._name} on {_place(trajectory)} {outcome.problem}")
+                kind = "timeout" if outcome.timed_out else "error"
                 scores.append(Score(0.0, failure=kind, cause=problems[-1]))
-            elif outcome is not None:
+            else:
                 scores.append(Score(outcome.answer["score"], self._parts(outcome.answer)))
         if problems and self._on_error == "fail":
             raise ConfigError(f"{problems[0]}. Correct it, or set reward.on_error=zero to score such a response 0")
@@ -149,11 +143,13 @@ class PooledReward:
 
 
 def function_reward(cfg: RewardConfig, pools: Pools = local_pool) -> PooledReward:
-    """A function, called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``, or for a batch.
+    """Build the reward of a function.
+
+    It is called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``, or for a batch.
 
     Arguments go by keyword if the function has parameters of these four names, so that their order does not matter;
     else by position. They travel as JSON. A dict needs the key "score"; its other numeric entries become parts of the score,
-    the rest is ignored. A function with a parameter ``completions`` scores a batch at once: see ``batches``.
+    the rest is ignored. A function with a parameter ``completions`` scores a batch at once: see ``user_function``.
 
     Args:
         cfg: with ``function`` set to ``path/to/file.py:name``.
@@ -168,7 +164,7 @@ def function_reward(cfg: RewardConfig, pools: Pools = local_pool) -> PooledRewar
 
 
 def added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[float, PooledReward]]:
-    """The weights and functions of ``reward.functions``.
+    """Build the rewards of ``reward.functions``, each with its weight.
 
     Raises:
         ConfigError: as ``function_reward``, naming the entry.
@@ -182,13 +178,13 @@ def added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[
 def _pooled(cfg: RewardConfig, spec: str, key: str, part: str | None, pools: Pools) -> PooledReward:
     name = f"{key}={spec}"
     if isinstance(spec, OwnFunction):
-        call = CalledHere(load_reward(spec, key))
-        return PooledReward(name, call, cfg.on_error, batched=takes_batches(spec.function), part=part)
+        from rlhf_mcore.rewards.user_function import BatchCall, load_reward
+
+        call = load_reward(spec, key)
+        return PooledReward(name, CalledHere(call), cfg.on_error, batched=isinstance(call, BatchCall), part=part)
     limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
     pool = pools(name, "reward", {"spec": spec, "key": key}, limits)
-    pool.check()
-    [answer] = pool.submit([json.dumps(ASK).encode()]).outcomes()
-    return PooledReward(name, pool, cfg.on_error, batched=bool(answer and answer.answer.get("batched")), part=part)
+    return PooledReward(name, pool, cfg.on_error, batched=bool(pool.check().get("batched")), part=part)
 
 
 def _place(trajectory: Trajectory) -> str:
@@ -196,7 +192,7 @@ def _place(trajectory: Trajectory) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy as lists and numbers; they are what parquet files hold."""
+    """Return arrays and numbers of numpy, which parquet files hold, as lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{value!r:.60} is a {type(value).__name__}")

@@ -6,11 +6,11 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.http_pool import HttpPool, Limits, token_of
+from rlhf_mcore.rewards.http_pool import HttpPool
+from rlhf_mcore.rewards.pools import Outcome
 from rlhf_mcore.rewards.wire import WireError, excerpt
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ Give your reasons in a few sentences. Then end with one line, "Score: " and the 
 
 
 def rubric_of(cfg: JudgeConfig) -> str:
-    """The rubric that a configuration names.
+    """Return the rubric that a configuration names.
 
     Raises:
         ConfigError: it cannot be read, is too long, or does not show the response.
@@ -63,20 +63,24 @@ def rubric_of(cfg: JudgeConfig) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A request for a chat completion, and the score that is read from it."""
+class JudgePool(HttpPool):
+    """Asks a judge for a chat completion about each item, and reads the score from it.
 
-    model: str
-    rubric: str
-    pattern: Any  # of google-re2
-    max_score: float
-    max_tokens: int
-    max_answer_bytes: int = 2**20
+    Raises:
+        ConfigError: naming the key of ``reward.judge`` that is wrong.
+    """
+
+    max_answer_bytes = 2**20
+
+    def __init__(self, cfg: JudgeConfig) -> None:
+        assert cfg.model is not None
+        super().__init__("reward.judge", cfg, "/chat/completions")
+        self._model, self._max_tokens, self._max_score = cfg.model, cfg.max_tokens, cfg.max_score
+        self._pattern, self._rubric = _pattern_of(cfg.parse), rubric_of(cfg)
 
     def encode(self, items: Sequence[bytes]) -> bytes:
-        """The request for one item."""
-        (item,) = items
+        """Return the request for one item."""
+        [item] = items
         fields = json.loads(item)
         truth = fields["ground_truth"]
         values = {
@@ -85,57 +89,50 @@ class Chat:
             "ground_truth": truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth),
             "data_source": fields["data_source"],
         }
-        # Replaced in one pass: a response that holds "{ground_truth}" stays what it is.
-        asked = PLACEHOLDER.sub(lambda match: values[match.group(1)], self.rubric)
+        # Replaced in one pass: a response that holds "{ground_truth}" stays as it is.
+        content = PLACEHOLDER.sub(lambda match: values[match.group(1)], self._rubric)
         request = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": asked}],
+            "model": self._model,
+            "messages": [{"role": "user", "content": content}],
             "temperature": 0,
-            "max_tokens": self.max_tokens,
+            "max_tokens": self._max_tokens,
         }
-        return json.dumps(request).encode("ascii", errors="replace")
+        return json.dumps(request).encode("ascii")
 
-    def decode(self, answer: Any, count: int) -> list[dict[str, Any]]:
-        """The grade. An answer without a score in its range gives none."""
+    def decode(self, answer: Any, count: int) -> list[Outcome]:
+        """Return the grade. An answer without a score in its range gives none."""
         try:
             content = answer["choices"][0]["message"]["content"]
         except (LookupError, TypeError) as error:
             raise WireError("is no chat completion") from error
         if not isinstance(content, str):
-            return [{"error": "answered without a text"}]
-        found = [match.group(1) for match in self.pattern.finditer(content)]
-        if not found:
-            return [{"error": f"gave no score that reward.judge.parse finds: {excerpt(content[-200:].encode())}"}]
+            return [Outcome(lost="answered without a text")]
+        content = content.encode(errors="replace").decode()  # without lone surrogates, which RE2 does not take
+        scores = [match.group(1) for match in self._pattern.finditer(content)]
+        if not scores:
+            shown = excerpt(content[-200:].encode())
+            return [Outcome(lost=f"gave no score that reward.judge.parse finds: {shown}")]
         try:
-            score = float(found[-1])
+            score = float(scores[-1])
         except (TypeError, ValueError):
             score = math.nan
-        if not 0 <= score <= self.max_score:
-            problem = f"gave the score {str(found[-1])[:40]!r}, which is not between 0 and reward.judge.max_score={self.max_score:g}"
-            return [{"error": problem}]
-        grade = score / self.max_score
-        return [{"score": grade, "parts": {PART: grade}}]
+        if not 0 <= score <= self._max_score:
+            shown = f"{str(scores[-1])[:40]!r}, which is not between 0 and reward.judge.max_score={self._max_score:g}"
+            return [Outcome(lost=f"gave the score {shown}")]
+        grade = score / self._max_score
+        return [Outcome({"score": grade, "parts": {PART: grade}})]
 
 
-def judge_pool(cfg: JudgeConfig) -> HttpPool:
-    """The client of the judge that a configuration names.
-
-    Raises:
-        ConfigError: naming the key of ``reward.judge`` that is wrong.
-    """
+def _pattern_of(text: str) -> Any:
+    """Compile ``reward.judge.parse``, an expression of google-re2."""
     import re2
 
-    assert cfg.url is not None and cfg.model is not None
     options = re2.Options()
     options.log_errors = False
     try:
-        pattern = re2.compile(cfg.parse, options)
+        pattern = re2.compile(text, options)
     except re2.error as error:
-        raise ConfigError(f"reward.judge.parse={cfg.parse!r} is no expression of RE2 ({error}); correct it") from error
+        raise ConfigError(f"reward.judge.parse={text!r} is no expression of RE2 ({error}); correct it") from error
     if pattern.groups < 1:
-        raise ConfigError(f"reward.judge.parse={cfg.parse!r} has no group; put the number into parentheses")
-    token = token_of(cfg.token_env, "reward.judge.token_env")
-    codec = Chat(cfg.model, rubric_of(cfg), pattern, cfg.max_score, cfg.max_tokens)
-    limits = Limits("reward.judge", 1, cfg.concurrency, cfg.timeout_s, cfg.deadline_s, cfg.retries)
-    url = f"{cfg.url.rstrip('/')}/chat/completions"
-    return HttpPool(f"reward.judge.url={cfg.url}", url, token, codec, limits)
+        raise ConfigError(f"reward.judge.parse={text!r} has no group; put the number into parentheses")
+    return pattern

@@ -17,14 +17,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rlhf_mcore
-from rlhf_mcore.rewards.frames import DISCONNECTED, decode
-
-if TYPE_CHECKING:
-    from rlhf_mcore.rewards.pool import Job
+from rlhf_mcore.rewards.frames import DISCONNECTED, FrameError, decode
 
 # What a program needs to find its files and to print; a user adds names by reward.env.
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -42,8 +40,16 @@ _BOOTSTRAP = (
 )
 
 
-class Worker:
-    """One process, with what it was given and has not answered yet. ``program``: the module whose ``main`` it runs."""
+@dataclass(slots=True)
+class ProcessLost(Exception):
+    """A process has ended or answers no more: its cause in words, or that its time is over."""
+
+    cause: str
+    timed_out: bool = False
+
+
+class WorkerProcess:
+    """One process, which runs ``main`` of the module ``program``. ``order``: a frame that tells it what to load."""
 
     def __init__(self, order: bytes, env: Sequence[str], program: str = "rlhf_mcore.rewards.worker") -> None:
         ours, theirs = socket.socketpair()
@@ -62,43 +68,76 @@ class Worker:
         assert self.process.stdout is not None
         ours.setblocking(False)
         os.set_blocking(self.process.stdout.fileno(), False)
-        self.connection, self.printed = ours, self.process.stdout.fileno()
-        self.exit = os.pidfd_open(self.process.pid)  # readable when the process has ended
-        self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.ready = False
-        self.held: deque[tuple[Job, int]] = deque()  # items, in the order in which they will be answered
-        self.since = 0.0  # when it began with the first of them
-        self.item_s = math.inf  # that its last item took
-        self.outgoing, self.incoming = bytearray(order), bytearray()
+        self._connection, self._printed = ours, self.process.stdout.fileno()
+        self._exit = os.pidfd_open(self.process.pid)  # readable when the process has ended
+        self._outgoing, self._incoming = bytearray(order), bytearray()
+        self._messages: deque[dict[str, Any]] = deque()  # that ``receive`` has not returned yet
+        self._disconnected = False
         self.tail, self._shown_chars = "", 0
 
+    def send(self, frame: bytes) -> None:
+        """Have a frame sent by the next calls of ``exchange``."""
+        self._outgoing += frame
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for a message.
+
+        Raises:
+            ProcessLost: none comes.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._messages:
+            poll = select.poll()
+            for descriptor, wanted in self.interests():
+                poll.register(descriptor, wanted)
+            poll.poll(max(0, math.ceil(1000 * min(deadline - time.monotonic(), 60.0))))
+            ending = self.ending()  # asked before the last messages are read, so that none is lost
+            self._messages += self.exchange()
+            if self._messages:
+                break
+            if ending is not None or self._disconnected:
+                raise ProcessLost(ending or "was disconnected")
+            if time.monotonic() >= deadline:
+                raise ProcessLost("", timed_out=True)
+        return self._messages.popleft()
+
+    def disconnect(self) -> None:
+        """Close the connection, which ends the process group. May be called by another thread than ``receive``."""
+        self._disconnected = True
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def interests(self) -> list[tuple[int, int]]:
-        """Descriptors to wait for, and for what."""
-        wanted = select.POLLIN | (select.POLLOUT if self.outgoing else 0)
-        return [(self.connection.fileno(), wanted), (self.exit, select.POLLIN), (self.printed, select.POLLIN)]
+        """Return the descriptors to wait for, and for what."""
+        wanted = select.POLLIN | (select.POLLOUT if self._outgoing else 0)
+        return [(self._connection.fileno(), wanted), (self._exit, select.POLLIN), (self._printed, select.POLLIN)]
 
     def exchange(self) -> list[dict[str, Any]]:
         """Send and receive what can be without waiting. Returns the messages that have come.
 
         Raises:
-            FrameError: something else has come.
+            ProcessLost: something else has come.
         """
         with suppress(BlockingIOError, ConnectionError):
-            while self.outgoing:
-                del self.outgoing[: self.connection.send(self.outgoing[:_RECEIVE_BYTES])]
+            while self._outgoing:
+                del self._outgoing[: self._connection.send(self._outgoing[:_RECEIVE_BYTES])]
         with suppress(BlockingIOError, ConnectionError):
-            while data := self.connection.recv(_RECEIVE_BYTES):
-                self.incoming += data
+            while data := self._connection.recv(_RECEIVE_BYTES):
+                self._incoming += data
         self._show_printed()
-        if messages := list(decode(self.incoming)):
+        try:
+            messages = list(decode(self._incoming))
+        except FrameError as error:
+            raise ProcessLost(f"broke its connection ({error})") from error
+        if messages:
             self._shown_chars = 0
         return messages
 
     def _show_printed(self) -> None:
-        """Up to a bound for each item, so that nobody's disk is filled; a few reads at a time, so that nobody waits for its end."""
+        """Show it up to a bound for each item, so that no disk is filled; a few reads at a time, so that nobody waits for its end."""
         with suppress(BlockingIOError):
             for _ in range(_READS):
-                text = os.read(self.printed, _RECEIVE_BYTES).decode(errors="replace")
+                text = os.read(self._printed, _RECEIVE_BYTES).decode(errors="replace")
                 self.tail = (self.tail + text)[-_TAIL_CHARS:]
                 room, self._shown_chars = _SHOWN_CHARS - self._shown_chars, self._shown_chars + len(text)
                 sys.stderr.write(text[: max(room, 0)])
@@ -108,7 +147,7 @@ class Worker:
                     )
 
     def ending(self) -> str | None:
-        """How the process has ended, or None. It is not reaped: until ``stop``, its number is not given to another one."""
+        """Return how the process has ended, or None. It is not reaped: until ``stop``, its number is not given to another one."""
         status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return None
@@ -124,7 +163,7 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
-        self.connection.close()
-        os.close(self.exit)
+        self._connection.close()
+        os.close(self._exit)
         assert self.process.stdout is not None
         self.process.stdout.close()

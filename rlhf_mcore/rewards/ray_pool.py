@@ -1,51 +1,51 @@
 """Workers on the machines of a Ray cluster, those without a GPU among them.
 
-A Ray actor holds a pool of one worker (``rlhf_mcore.rewards.pool``), so that a function is run there as it is here: in a process group
-of its own, with its deadline, its memory limit and few variables. An actor that ends, or a machine that is lost, is replaced, and
-what it held is tried elsewhere.
+A Ray actor holds a worker process (``rlhf_mcore.rewards.pool.LocalWorker``), so that a function is run there as it is here: in a
+process group of its own, with its deadline, its memory limit and few variables. An actor that ends, or a machine that is lost, is
+replaced, and the items that it had are tried elsewhere.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from itertools import starmap
+from threading import Event
+from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.pool import Job, Keeper, Outcome, PoolEnded, WorkerLimits, WorkerPool
+from rlhf_mcore.rewards.pool import Interrupted, LocalWorker, PoolEnded, WorkerLost, WorkerPool
+from rlhf_mcore.rewards.pools import Outcome, WorkerLimits
 from rlhf_mcore.rewards.process import START_TIMEOUT_S
 
 _LOOK_S = 1.0  # between two looks at deadlines and at Ray
 
 
-class Connection(Protocol):
-    """A cluster that this process has joined."""
-
-    def problem(self) -> str | None:
-        """Why there is no Ray any more."""
-        ...
-
-
 class RayPools:
-    """Makes the pools of a rank. ``cpus`` is what Ray counts for each worker."""
+    """Makes the pools of a rank.
 
-    def __init__(self, connection: Connection, cpus: float = 1.0) -> None:
-        self.connection, self._cpus = connection, cpus
+    Args:
+        problem: why there is no Ray any more, or None.
+        cpus: that Ray counts for each worker.
+    """
+
+    def __init__(self, problem: Callable[[], str | None], cpus: float = 1.0) -> None:
+        self.problem, self._cpus = problem, cpus
 
     def __call__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
-        """A pool whose workers are actors."""
-        return WorkerPool(name, load, options, limits, partial(RayKeeper, self))
+        """Make a pool whose workers are actors."""
+        variables = {name: os.environ[name] for name in limits.env if name in os.environ}
+        arguments = (name, load, dict(options), asdict(limits), os.getcwd(), variables)
+        worker = partial(RayWorker, name, limits, self.problem, partial(self._start, *arguments))
+        return WorkerPool(name, load, options, limits, worker)
 
-    def host(self, *arguments: Any) -> Any:
-        """An actor that holds a :class:`Host`. It starts when Ray has room for it."""
+    def _start(self, *arguments: Any) -> Any:
+        """Create an actor that holds a :class:`Host`. It starts when Ray has room for it."""
         import ray
 
         return ray.remote(Host).options(num_cpus=self._cpus, max_restarts=0, max_task_retries=0).remote(*arguments)
@@ -66,133 +66,110 @@ class Host:
         with suppress(OSError):
             os.chdir(directory)
         os.environ.update(variables)
-        self._pool = WorkerPool(name, load, options, WorkerLimits(**{**limits, "env": tuple(limits["env"])}))
+        self._worker = LocalWorker(name, load, options, WorkerLimits(**{**limits, "env": tuple(limits["env"])}))
 
-    def check(self) -> str | None:
-        """Why nothing can be loaded, or None."""
+    def load(self) -> str | None:
+        """Load; returns why nothing can be loaded, or None."""
         try:
-            self._pool.check()
+            self._worker.load()
         except ConfigError as error:
             return str(error)
         return None
 
-    def run(self, items: Sequence[bytes]) -> list[tuple[dict[str, Any], str, bool]] | str:
-        """The fields of an outcome for each item, or why nothing can be loaded."""
+    def answers(self, items: Sequence[bytes]) -> list[tuple[dict[str, Any], str, bool]] | str:
+        """Return the fields of an outcome for each item up to one that is lost, or why nothing can be loaded."""
         try:
-            outcomes = self._pool.run(items)
+            return [(each.answer, each.lost, each.timed_out) for each in self._worker.answers(items)]
         except ConfigError as error:
             return str(error)
-        return [(found.answer, found.lost, found.timed_out) for found in outcomes if found is not None]
 
 
-@dataclass(eq=False, slots=True)
-class _Actor:
-    """An actor, with what it was given and has not answered yet."""
+class RayWorker:
+    """An actor, which answers the items that it is given together. It is started again after it was lost.
 
-    actor: Any
-    deadline: float
-    ready: bool = False
-    held: deque[tuple[Job, int]] = field(default_factory=deque)
+    Args:
+        name: what is loaded, for messages.
+        limits: of the pool.
+        problem: why there is no Ray any more, or None.
+        start: creates an actor.
+    """
 
+    def __init__(
+        self, name: str, limits: WorkerLimits, problem: Callable[[], str | None], start: Callable[[], Any]
+    ) -> None:
+        self._name, self._limits, self._problem, self._start = name, limits, problem, start
+        self._actor: Any = None
+        self._changed, self._interrupted = Event(), False
 
-class RayKeeper(Keeper[_Actor]):
-    """Workers are actors, each of which answers its items together."""
+    def load(self) -> None:
+        """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
+        if self._actor is not None:
+            return
+        late = f"got no worker of Ray within {START_TIMEOUT_S:g} s; give Ray more cores, or set reward.ray.cpus_per_worker lower"
+        for is_last in (False, True):
+            self._actor = self._start()
+            try:
+                problem = self._get(self._actor.load.remote(), START_TIMEOUT_S, late)
+                break
+            except WorkerLost as lost:
+                if str(lost) == late:
+                    raise
+                if is_last:
+                    raise WorkerLost(f"{lost} while it was loaded; look at Ray's logs") from lost
+        if problem is not None:
+            raise ConfigError(problem)
 
-    def __init__(self, pools: RayPools, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
-        super().__init__(name, limits)
-        self._pools = pools
-        own = asdict(replace(limits, workers=1, retries=0))  # what is lost there is tried again elsewhere
-        variables = {name: os.environ[name] for name in limits.env if name in os.environ}
-        self._arguments = (name, load, dict(options), own, os.getcwd(), variables)
-        self._events: deque[tuple[_Actor, Future[Any]]] = deque()
+    def answers(self, items: Sequence[bytes]) -> Iterator[Outcome]:
+        """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
+        seconds = len(items) * self._limits.timeout_s + START_TIMEOUT_S
+        self.load()
+        try:
+            answers = self._get(
+                self._actor.answers.remote(list(items)), seconds, "lost its Ray actor, which does not answer"
+            )
+        except WorkerLost as lost:
+            sys.stderr.write(f"{self._name} {lost}; {len(items)} responses go to another one\n")
+            raise
+        if isinstance(answers, str):
+            raise ConfigError(answers)
+        yield from starmap(Outcome, answers)
 
-    def _start(self) -> _Actor:
-        worker = _Actor(self._pools.host(*self._arguments), time.monotonic() + START_TIMEOUT_S)
-        self._workers.append(worker)
-        self._call(worker, worker.actor.check.remote())
-        return worker
+    def interrupt(self) -> None:
+        """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
+        self._interrupted = True
+        self._changed.set()
 
-    def _stop(self, worker: _Actor) -> None:
+    def stop(self) -> None:
+        """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
         import ray
 
+        actor, self._actor = self._actor, None
         with suppress(Exception):  # the actor may be gone
             # At the end of a process Ray would start another cluster, to look for it there.
-            if ray.is_initialized():
-                ray.kill(worker.actor)
+            if actor is not None and ray.is_initialized():
+                ray.kill(actor)
 
-    def _call(self, worker: _Actor, reference: Any) -> None:
-        def note(future: Future[Any]) -> None:
-            self._events.append((worker, future))
-            self._wake()
-
-        reference.future().add_done_callback(note)
-
-    def _free(self) -> _Actor | None:
-        """One that has loaded: until then Ray may have no room for it. As many are started as there are items."""
-        idle = next((worker for worker in self._workers if worker.ready and not worker.held), None)
-        starting = sum(not worker.ready for worker in self._workers)
-        wanted = sum(len(job.waiting) for job in self._jobs) - starting
-        for _ in range(min(self._limits.workers - len(self._workers), wanted)):
-            self._start()
-        return idle
-
-    def _give(self, worker: _Actor, pairs: Sequence[tuple[Job, int]]) -> None:
-        worker.held = deque(pairs)
-        worker.deadline = time.monotonic() + len(pairs) * self._limits.timeout_s + START_TIMEOUT_S
-        self._call(worker, worker.actor.run.remote([job.items[index] for job, index in pairs]))
-
-    def _try_again(self, job: Job, index: int) -> None:
-        job.waiting.appendleft(index)
-
-    def _wait(self) -> None:
-        if not self._events and not self._closing:
-            poll = select.poll()
-            poll.register(self._alarm, select.POLLIN)
-            poll.poll(1000 * _LOOK_S)
-        while self._events:
-            worker, future = self._events.popleft()
-            if worker in self._workers:
-                self._take(worker, future)
-        if problem := self._pools.connection.problem():
-            raise PoolEnded(f"{self._name}: {problem}; start the run again")
-        self._look_at_deadlines()
-
-    def _take(self, worker: _Actor, future: Future[Any]) -> None:
-        """What an actor has answered, or that it has ended."""
-        if future.exception() is not None:
-            self._lose(worker, f"lost its Ray actor ({str(future.exception()).strip().splitlines()[0][:200]})")
-            return
-        if isinstance(problem := future.result(), str):
-            self._discard(worker)
-            raise ConfigError(problem)
-        if not worker.ready:
-            worker.ready = True
-            self._has_loaded()
-            return
-        held, worker.held = worker.held, deque()
-        for (job, index), (answer, lost, timed_out) in zip(held, future.result(), strict=True):
-            (self._lost if lost else self._answered)(job, index, Outcome(answer, lost, timed_out))
-
-    def _look_at_deadlines(self) -> None:
-        now = time.monotonic()
-        for worker in [
-            worker for worker in self._workers if now > worker.deadline and (worker.held or not worker.ready)
-        ]:
-            if worker.ready:
-                self._lose(worker, "lost its Ray actor, which does not answer")
-                continue
-            self._discard(worker)
-            if not self._workers:
-                raise ConfigError(
-                    f"{self._name}: Ray has started no worker within {START_TIMEOUT_S:g} s; give Ray more cores, or set "
-                    "reward.ray.cpus_per_worker lower"
-                )
-
-    def _lose(self, worker: _Actor, cause: str) -> None:
-        self._discard(worker)
-        if worker.held:
-            sys.stderr.write(f"{self._name} {cause}; {len(worker.held)} responses go to another one\n")
-        elif not worker.ready and not self._workers and self._loading:
-            raise ConfigError(f"{self._name} {cause} while it was loaded; look at Ray's logs")
-        for job, index in reversed(worker.held):
-            self._lost(job, index, Outcome(lost=cause))
+    def _get(self, reference: Any, timeout_s: float, late: str) -> Any:
+        """Wait for the result of a call of the actor; ends the actor where there is none."""
+        future, deadline = reference.future(), time.monotonic() + timeout_s
+        future.add_done_callback(lambda _: self._changed.set())
+        try:
+            while not future.done():
+                if self._interrupted:
+                    raise Interrupted
+                if problem := self._problem():
+                    raise PoolEnded(f"{self._name}: {problem}; start the run again")
+                if time.monotonic() > deadline:
+                    raise WorkerLost(late)
+                self._changed.wait(_LOOK_S)
+                self._changed.clear()
+            return future.result()
+        except (Interrupted, PoolEnded, WorkerLost):
+            self.stop()
+            self._interrupted = False
+            raise
+        except Exception as error:
+            self.stop()
+            if problem := self._problem():
+                raise PoolEnded(f"{self._name}: {problem}; start the run again") from error
+            raise WorkerLost(f"lost its Ray actor ({str(error).strip().splitlines()[0][:200]})") from error

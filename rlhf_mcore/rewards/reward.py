@@ -93,10 +93,10 @@ def build_reward(cfg: RewardConfig, pools: Pools = local_pool) -> Graders:
     if cfg.judge.url is None:
         return graders
     from rlhf_mcore.rewards.function import PooledReward
-    from rlhf_mcore.rewards.judge import judge_pool
+    from rlhf_mcore.rewards.judge import JudgePool
 
-    name = f"reward.judge.url={cfg.judge.url}"
-    judge = PooledReward(name, judge_pool(cfg.judge), cfg.on_error, with_prompt=True)
+    pool = JudgePool(cfg.judge)
+    judge = PooledReward(pool.name, pool, cfg.on_error, with_prompt=True)
     return JudgedReward(graders, judge, cfg.judge.weight)
 
 
@@ -107,9 +107,11 @@ def _build_graders(cfg: RewardConfig, pools: Pools) -> Graders:
 
         return function_reward(cfg, pools)
     if cfg.remote.url is not None:
-        from rlhf_mcore.rewards.remote import remote_reward
+        from rlhf_mcore.rewards.function import PooledReward
+        from rlhf_mcore.rewards.remote import ScorePool
 
-        return remote_reward(cfg)
+        pool = ScorePool("reward.remote", cfg.remote, batch_size=cfg.remote.batch_size)
+        return PooledReward(pool.name, pool, cfg.on_error, with_prompt=True)
     return RuleReward(cfg.rules, cfg.workers, cfg.sources, cfg.sandbox, pools)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,10 +30,12 @@ from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.code import require_isolation
 from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
 from rlhf_mcore.rewards.forms import canonical
-from rlhf_mcore.rewards.pool import NoResults, WorkerPool
-from rlhf_mcore.rewards.pools import CheckedPool, Pools, local_pool
+from rlhf_mcore.rewards.pools import NoResults, Pools, local_pool
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
 from rlhf_mcore.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rewards.pool import WorkerPool
 
 ROWS_AT_START = 8
 SCAN_AT_START_S = 1.0
@@ -204,13 +206,13 @@ def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], Non
     """
     if not grades(cfg):
         return None
-    made: list[CheckedPool] = []
+    made: list[WorkerPool] = []
     is_over = Event()
 
-    def pools(*arguments: Any) -> CheckedPool:
+    def pools(*arguments: Any) -> WorkerPool:
         if is_over.is_set():
             raise RuntimeError("nobody waits for the trial any more")
-        made.append(WorkerPool(*arguments))
+        made.append(local_pool(*arguments))
         return made[-1]
 
     def attempt() -> None:

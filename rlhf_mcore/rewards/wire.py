@@ -1,4 +1,4 @@
-"""What a reward server is asked and answers, as JSON. Both sides read each other's texts with suspicion.
+"""The JSON that travels between a reward server and its clients. Both sides check what they get.
 
 {"items": [{"data_source", "solution_str", "ground_truth", "extra_info", "prompt", "seed"}, ...]}
 {"scores": [{"score": 0.5, "parts": {"format": 1.0}} or {"error": "why there is none"}, ...]}
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from rlhf_mcore.rewards.pools import Outcome
 
 MAX_ITEMS = 4096  # of a request
 MAX_ITEM_BYTES = 2**23  # of its JSON, the whole conversation of an episode among it
@@ -21,11 +23,11 @@ _MAX_FLOAT32 = 3.4e38  # scores travel as float32
 
 
 class WireError(ValueError):
-    """A text that is not what was agreed on. The message tells what is wrong with it."""
+    """A text that is not as agreed on. The message has what is wrong with it."""
 
 
 def read_json(text: bytes) -> Any:
-    """A JSON text with finite numbers only.
+    """Parse a JSON text that has finite numbers only.
 
     Raises:
         WireError: it is something else, or nested too deep.
@@ -36,8 +38,8 @@ def read_json(text: bytes) -> Any:
         raise WireError(f"is not JSON ({str(error) or type(error).__name__}): {excerpt(text)}") from error
 
 
-def read_answers(value: Any, count: int) -> list[dict[str, Any]]:
-    """The scores in a server's answer to ``count`` items, each ``{"score", "parts"}`` or ``{"error"}``.
+def read_scores(value: Any, count: int) -> list[Outcome]:
+    """Read the scores in a server's answer to ``count`` items.
 
     Raises:
         WireError: they are not as many, or not finite numbers.
@@ -47,14 +49,14 @@ def read_answers(value: Any, count: int) -> list[dict[str, Any]]:
         raise WireError("has no list 'scores'")
     if len(scores) != count:
         raise WireError(f"has {len(scores)} scores for {count} responses")
-    return [_read_answer(entry, f"scores[{index}]") for index, entry in enumerate(scores)]
+    return [_read_score(entry, f"scores[{index}]") for index, entry in enumerate(scores)]
 
 
 def read_items(value: Any) -> list[dict[str, Any]]:
-    """The items of a request.
+    """Read the items of a request.
 
     Raises:
-        WireError: they are not what the module's description shows.
+        WireError: they are not as the head of this module shows them.
     """
     items = value.get("items") if isinstance(value, Mapping) else None
     if not isinstance(items, list):
@@ -73,31 +75,24 @@ def read_items(value: Any) -> list[dict[str, Any]]:
     return items
 
 
-def request_of(items: Sequence[bytes]) -> bytes:
-    """The request that asks for the scores of items, each a JSON text."""
-    return b'{"items":[' + b",".join(items) + b"]}"
-
-
 def excerpt(text: bytes) -> str:
-    """The beginning of a text, for a message."""
+    """Shorten a text for a message."""
     return repr(text[:200].decode(errors="replace")) + ("..." if len(text) > 200 else "")
 
 
-def _read_answer(entry: Any, where: str) -> dict[str, Any]:
+def _read_score(entry: Any, where: str) -> Outcome:
     if not isinstance(entry, Mapping):
         raise WireError(f"{where} is no object")
     if "error" in entry:
-        return {
-            "error": f"answered {str(entry['error'])[:MAX_ERROR_CHARS]!r}",
-            "timeout": entry.get("kind") == "timeout",
-        }
+        cause = f"answered {str(entry['error'])[:MAX_ERROR_CHARS]!r}"
+        return Outcome(lost=cause, timed_out=entry.get("kind") == "timeout")
     parts = entry.get("parts") or {}
     if not isinstance(parts, Mapping) or len(parts) > _MAX_PARTS:
         raise WireError(f"{where}.parts is no object of at most {_MAX_PARTS} numbers")
     if any(len(name) > _MAX_NAME_CHARS for name in parts):
         raise WireError(f"{where}.parts has a name of more than {_MAX_NAME_CHARS} characters")
-    read = {name: _number(value, f"{where}.parts[{name!r}]") for name, value in parts.items()}
-    return {"score": _number(entry.get("score"), f"{where}.score"), "parts": read}
+    numbers = {name: _number(value, f"{where}.parts[{name!r}]") for name, value in parts.items()}
+    return Outcome({"score": _number(entry.get("score"), f"{where}.score"), "parts": numbers})
 
 
 def _number(value: Any, where: str) -> float:

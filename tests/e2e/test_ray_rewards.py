@@ -33,13 +33,18 @@ HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, groun
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[RayPools]:
+def cluster() -> Iterator[Cluster]:
     """Ray is started once for all tests of this file."""
     cluster = Cluster(None, 1, key="reward.ray.address")
     with ThreadPoolExecutor(1) as thread:
         thread.submit(cluster.connect).result()
-    yield RayPools(cluster)
+    yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="module")
+def pools(cluster: Cluster) -> RayPools:
+    return RayPools(cluster.problem)
 
 
 @pytest.fixture
@@ -130,14 +135,14 @@ def test_fault_32_what_an_actor_held_is_tried_on_another_one(
 
 
 def test_fault_32_what_a_machine_held_that_is_lost_is_tried_on_another_one(
-    reward: Callable[..., PooledReward], tmp_path: Path, pools: RayPools, capfd: pytest.CaptureFixture[str]
+    reward: Callable[..., PooledReward], tmp_path: Path, cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A second node joins. Ray has room for one worker on each; all processes of the second end while both have responses."""
     from ray._private.node import Node  # as ray.cluster_utils does; `ray start` would not stay on the loopback
     from ray._private.parameter import RayParams
 
     cores = 65536  # as many as the first node has
-    place = RayParams(gcs_address=pools.connection.joined, node_ip_address="127.0.0.1", num_cpus=cores)
+    place = RayParams(gcs_address=cluster.joined, node_ip_address="127.0.0.1", num_cpus=cores)
     place.update(object_store_memory=80_000_000, include_log_monitor=False)
     node = Node(place, head=False, shutdown_at_exit=False, spawn_reaper=False)
     try:
@@ -148,7 +153,7 @@ def test_fault_32_what_a_machine_held_that_is_lost_is_tried_on_another_one(
             f"    while len([name for name in os.listdir({str(tmp_path)!r}) if name.startswith('on-')]) < 2: time.sleep(0.01)\n"
             "    time.sleep(0.02); return int(solution_str)"
         )
-        graded = reward(body, RayPools(pools.connection, 40000.0), workers=2)
+        graded = reward(body, RayPools(cluster.problem, 40000.0), workers=2)
         waiting = graded.submit(rows(200))
         wait_for(lambda: len(list(tmp_path.glob("on-*"))) == 2, 60)
         node.kill_all_processes(check_alive=False, allow_graceful=False)

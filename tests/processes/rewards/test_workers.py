@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
 from rlhf_mcore.rewards.function import PooledReward, function_reward
-from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pools import WorkerLimits, default_workers, local_pool
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.commands import wait_for
@@ -218,32 +219,32 @@ def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., Poo
         waits()
 
 
-def test_a_pool_that_is_closed_while_it_clears_its_alarm_ends_at_once(tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "my_reward.py").write_text(HEAD + "return 1")
-    options = {"spec": f"{tmp_path / 'my_reward.py'}:grade", "key": "reward.function"}
-    pool = WorkerPool("a function", "reward", options, WorkerLimits(workers=1))
-    pool.check()
-    clear, ring = os.eventfd_read, os.eventfd_write
-    clearing, closing, rung = Event(), Event(), Event()
+def test_a_pool_that_is_closed_while_it_loads_ends_at_once(tmp_path: Path) -> None:
+    mark = tmp_path / "loading"
+    path = tmp_path / "my_reward.py"
+    path.write_text(f"import time\nopen({str(mark)!r}, 'w').close()\ntime.sleep(10**6)")
+    options = {"spec": f"{path}:grade", "key": "reward.function"}
+    pool = local_pool("a function", "reward", options, WorkerLimits(workers=1))
+    with ThreadPoolExecutor(1) as threads:
+        checked = threads.submit(pool.check)
+        wait_for(mark.exists)
+        pool.close()
+        with pytest.raises(RuntimeError, match="the workers of a function were closed"):
+            checked.result(30)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit([b"{}"])
 
-    def clear_late(alarm: int) -> int:
-        clearing.set()
-        rung.wait(60)
-        return clear(alarm)
 
-    def ring_and_tell(alarm: int, value: int) -> None:
-        ring(alarm, value)
-        if closing.is_set():
-            rung.set()
-
-    monkeypatch.setattr(os, "eventfd_read", clear_late)
-    monkeypatch.setattr(os, "eventfd_write", ring_and_tell)
-    with ThreadPoolExecutor() as threads:
-        threads.submit(pool.check)  # rings, and leaves the pool without work to wait for
-        while not clearing.wait(1.0):  # the pool may have cleared its alarm just before
-            threads.submit(pool.check)
-        closing.set()
-        threads.submit(pool.close).result(30)  # without its alarm the pool looks again after a minute
+def test_ctrl_c_frees_the_worker_of_what_was_waited_for(reward: Callable[..., PooledReward], tmp_path: Path) -> None:
+    mark = tmp_path / "at it"
+    slow = f"open({str(mark)!r}, 'w').close(); time.sleep(10**6)"
+    scored = reward(f"if solution_str == 'slow': {slow}\n    return 1")
+    collect = scored.submit([trajectory("slow")])
+    wait_for(mark.exists)
+    Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        collect()
+    assert scored.score([trajectory("quick")]) == [Score(1.0)]
 
 
 def test_a_group_that_fails_takes_no_other_along(reward: Callable[..., PooledReward]) -> None:

@@ -11,7 +11,7 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import reward_problems
 from rlhf_mcore.environments.episodes import row_of
 from rlhf_mcore.environments.sessions import Sessions
-from rlhf_mcore.rewards.pool import WorkerLimits
+from rlhf_mcore.rewards.pools import WorkerLimits
 from rlhf_mcore.types import LIMITS, Prompt
 
 ROOT = Path(__file__).resolve().parents[3]

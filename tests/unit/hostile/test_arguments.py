@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_mcore.cli import agent, multinode
 from rlhf_mcore.cli.main import main
-from rlhf_mcore.rewards.pool import default_workers
+from rlhf_mcore.rewards.pools import default_workers
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
 LONG = "x" * 5000

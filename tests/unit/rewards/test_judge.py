@@ -87,6 +87,7 @@ def test_a_rubric_of_our_own_shows_everything_and_the_scale() -> None:
     [
         ("It is fine.", "gave no score that reward.judge.parse finds: 'It is fine.'"),
         ("", "gave no score"),
+        ("\ud800 no", "gave no score that reward.judge.parse finds: '? no'"),
         ("Score: 11", "gave the score '11', which is not between 0 and reward.judge.max_score=10"),
         ("Score: -1", "gave the score '-1'"),
         ("Score (0-10): great", "gave no score"),

@@ -1,0 +1,215 @@
+"""A reward function of the user's, as something that takes items: one response, or a batch at once.
+
+A function with a parameter ``completions`` is called for a batch, ``f(completions, prompts, **columns) -> list of scores``, as
+TRL calls it: https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import random
+import reprlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import load_function, place_of
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rewards.worker import Call
+
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+MAX_FLOAT32 = 3.4e38  # scores travel as float32: what overflows there is as useless as inf
+
+
+def load_reward(spec: str, key: str) -> Call:
+    """Make the function ``spec`` take items: an entry for each of ``PARAMETERS``, and "seed"; or ``{"batch": items}``.
+
+    Raises:
+        ConfigError: the file or the function cannot be had, or does not take the four arguments.
+    """
+    try:
+        function = load_function(spec, key)
+    except KeyboardInterrupt as error:
+        raise ConfigError(f"{key} is {spec!r}, but its file raises KeyboardInterrupt: correct the file") from error
+    by_keyword, batched = _takes_keywords(function), _takes_batches(function)
+    if problem := _signature_problem(function, by_keyword or batched):
+        raise ConfigError(f"{key} is {spec!r}, but {problem}")
+    return BatchCall(function, spec) if batched else _ItemCall(function, spec, by_keyword)
+
+
+class _ItemCall:
+    """Calls a function for one response."""
+
+    def __init__(self, function: Callable[..., Any], spec: str, by_keyword: bool) -> None:
+        self._function, self._spec, self._by_keyword = function, spec, by_keyword
+
+    def __call__(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        seed_generators(item["seed"])
+        arguments = {name: item[name] for name in PARAMETERS}
+        try:
+            result = self._function(**arguments) if self._by_keyword else self._function(*arguments.values())
+            problem = result_problem(result)
+            return {"error": f"returned {shown(result)}: {problem}"} if problem else score_of(result)
+        except MemoryError:
+            raise
+        except BaseException as error:  # KeyboardInterrupt too: it is raised by the function, Ctrl-C does not come here
+            return {"error": raised(error, self._spec)}
+
+
+class BatchCall:
+    """Calls a function for ``{"batch": items}``, and returns ``{"results": [...]}``, one for each of them."""
+
+    batched = True
+
+    def __init__(self, function: Callable[..., Any], spec: str) -> None:
+        self._function, self._spec = function, spec
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self._names = [each.name for each in named]
+        self._required = [each.name for each in named if each.default is each.empty]
+
+    def __call__(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        items = item["batch"]
+        seed_generators(items[0]["seed"])
+        columns = columns_of(items)
+        if missing := [name for name in self._required if name not in columns]:
+            names = ", ".join(columns)
+            return {
+                "error": f"needs {missing[0]!r}, and is given {names}: put such a column of the data into extra_info"
+            }
+        try:
+            given = {name: column for name, column in columns.items() if self._takes_all or name in self._names}
+            return _results(self._function(**given), len(items))
+        except MemoryError:
+            raise
+        except BaseException as error:
+            return {"error": raised(error, self._spec)}
+
+
+def columns_of(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Collect what a function is given by keyword: lists with an entry for each response, and where the training is.
+
+    A prompt that is a conversation is a list of messages, and so is the response to it.
+    """
+    extra = list(dict.fromkeys(name for item in items for name in item["extra_info"]))
+    return {
+        **{name: [item["extra_info"].get(name) for item in items] for name in extra},
+        "answer": [item["ground_truth"] for item in items],
+        **{name: [item[name] for item in items] for name in ("data_source", "ground_truth", "extra_info")},
+        "prompts": [item["messages"] or item["prompt"] for item in items],
+        "completions": [
+            [{"role": "assistant", "content": item["solution_str"]}] if item["messages"] else item["solution_str"]
+            for item in items
+        ],
+        "completion_ids": [item["completion_ids"] for item in items],
+        "trainer_state": SimpleNamespace(global_step=max(item["policy_version"] for item in items)),
+    }
+
+
+def _results(result: Any, num_items: int) -> dict[str, Any]:
+    """Read the scores of a batch. An entry None is no score of this function's, and adds nothing."""
+    scores = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(scores, list | tuple) or len(scores) != num_items:
+        return {"error": f"returned {shown(result)}: it must be a list of {num_items} scores, one for each completion"}
+    return {"results": [_result(one) for one in scores]}
+
+
+def _result(one: Any) -> dict[str, Any]:
+    if one is None:
+        return {"score": 0.0, "parts": {}, "applies": False}
+    problem = result_problem(one)
+    return {"error": f"returned {shown(one)} among others: {problem}"} if problem else score_of(one)
+
+
+def raised(error: BaseException, spec: str) -> str:
+    """Describe what a function has done instead of returning."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r}){place_of(error, spec)}"
+    text = traceback.format_exception_only(error)[-1].strip()
+    return f"raised {text[:2000]}{place_of(error, spec)}"
+
+
+def seed_generators(seed: int) -> None:
+    """Give a function that draws random numbers the same ones for a response, in whatever process and order it is scored."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _takes_batches(function: Callable[..., Any]) -> bool:
+    """Return whether a function scores a batch at once: it has a parameter ``completions``."""
+    try:
+        return "completions" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _takes_keywords(function: Callable[..., Any]) -> bool:
+    """Return whether a function knows the arguments by their names: it has one of them at least, and takes the others too."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind(**dict.fromkeys(PARAMETERS))
+    except (TypeError, ValueError):  # ValueError: some builtins have no signature
+        return False
+    return any(name in signature.parameters for name in PARAMETERS)
+
+
+def _signature_problem(function: Callable[..., Any], is_known: bool) -> str | None:
+    """Explain why a function cannot be called with the four arguments; None where it can, or its arguments are known."""
+    code = getattr(function, "__code__", None)
+    where = f", line {code.co_firstlineno}" if code is not None else ""
+    if inspect.iscoroutinefunction(function):
+        return f"it is a coroutine function{where}, which returns no score: make it an ordinary one"
+    if is_known:
+        return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*PARAMETERS)
+    except TypeError as error:
+        return f"its parameters are {signature}{where} ({error}): let it take ({', '.join(PARAMETERS)})"
+    return None
+
+
+def result_problem(result: Any) -> str | None:
+    """Explain what is wrong with a function's result, or return None."""
+    if not isinstance(result, Mapping):
+        return number_problem(result, "the score")
+    if "score" not in result:
+        return "a dict needs the key 'score'"
+    problems = [number_problem(result["score"], "the entry 'score'")]
+    problems += [number_problem(value, f"the entry {key!r}") for key, value in result.items() if _is_number(value)]
+    return next((problem for problem in problems if problem), None)
+
+
+def number_problem(value: Any, what: str) -> str | None:
+    """Explain why a value is no score, or return None."""
+    if not _is_number(value):
+        return f"{what} must be a number"
+    # Compared, not converted: float() of a huge int raises. NaN fails every comparison.
+    return None if -MAX_FLOAT32 <= value <= MAX_FLOAT32 else f"{what} must be finite"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def shown(result: Any) -> str:
+    """Shorten a value for a message."""
+    return f"{reprlib.repr(result)} ({type(result).__name__})"
+
+
+def score_of(result: Any) -> dict[str, Any]:
+    """Read a result that has no problem."""
+    if not isinstance(result, Mapping):
+        return {"score": float(result), "parts": {}}
+    parts = {str(key): float(value) for key, value in result.items() if key != "score" and _is_number(value)}
+    return {"score": float(result["score"]), "parts": parts}
