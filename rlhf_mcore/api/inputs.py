@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_mcore.api.arguments import checked_config, checked_path, refusal, shown
 from rlhf_mcore.api.settings import Config, apply_settings
 from rlhf_mcore.config import schema
-from rlhf_mcore.config.checkpoint_rules import FREE
+from rlhf_mcore.config.differences import FREE
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec

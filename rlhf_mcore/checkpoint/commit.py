@@ -19,7 +19,7 @@ from rlhf_mcore.checkpoint.housekeeping import quarantine
 from rlhf_mcore.checkpoint.layout import LATEST, MANIFEST, checkpoint_path, scan_transitional, transitional_path
 from rlhf_mcore.checkpoint.links import point
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
-from rlhf_mcore.config.checkpoint_rules import PRIVATE, octal_mode
+from rlhf_mcore.config.schema.run import PRIVATE, octal_mode
 
 OWNER_FILE, OWNER_FOLDER = 0o600, 0o700
 

@@ -22,7 +22,7 @@ from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.cli.trainers import build_trainer
-from rlhf_mcore.config.derive import role_layouts
+from rlhf_mcore.config.implied import role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets

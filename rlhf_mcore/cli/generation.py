@@ -16,8 +16,8 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge, SyncsParts, TrainedWeights, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
-from rlhf_mcore.config.rollout_rules import truncates
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.parallel.claims import StoreClaims

@@ -14,8 +14,8 @@ from rich.filesize import decimal
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
-from rlhf_mcore.config.derive import offloaded_parts
-from rlhf_mcore.config.mtp_rules import MODES
+from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.config.implied import offloaded_parts
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,
@@ -148,7 +148,7 @@ class ModelBuilder:
             expert_bias_rate=cfg.moe.expert_bias_rate,
         )
         trained = None
-        if isinstance(cfg, ActorConfig) and cfg.mtp.mode in MODES:
+        if isinstance(cfg, ActorConfig) and cfg.mtp.mode in MTP_TRAINED:
             spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY)))
             generates = run_kind(self.cfg).generates
             temperature = self.cfg.rollout.sampling.temperature if generates else 1.0

@@ -22,12 +22,13 @@ from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.links import best_rule, find_best
 from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.progress import of_run, working
-from rlhf_mcore.config.checkpoint_rules import NEVER, compare_configs, refuse
-from rlhf_mcore.config.derive import max_new_tokens
+from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import max_new_tokens
 from rlhf_mcore.config.model_files import inspect_model, read_config
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.run import NEVER
 from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten

@@ -28,9 +28,9 @@ from rlhf_mcore.checkpoint.registry import Registry, Stateful
 from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.cli.run_context import RunContext
-from rlhf_mcore.config.checkpoint_rules import time_left
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.run import time_left
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states

@@ -119,8 +119,8 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
     """Find mistakes that need no process to be found, then start the ranks."""
     from rlhf_mcore.cli import preflight
     from rlhf_mcore.cli.launch import launch
-    from rlhf_mcore.config.data_files import check_fills_a_step
     from rlhf_mcore.config.derive import default_world_size, short_episodes
+    from rlhf_mcore.config.rules.data import check_fills_a_step
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.data.first_rows import check_first_rows
     from rlhf_mcore.rewards.trial import check_reward

@@ -16,14 +16,13 @@ from rlhf_mcore.cli.models import ModelBuilder
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
-from rlhf_mcore.config.data_files import file_keys, wanted_columns
-from rlhf_mcore.config.derive import grades, longest_example, needs_critic
+from rlhf_mcore.config.data_columns import file_keys, wanted_columns
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import grades, longest_example, needs_critic
 from rlhf_mcore.config.keys import value_of
-from rlhf_mcore.config.reward_rules import scores_alone
+from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
@@ -245,7 +244,11 @@ def _load_data(
 
 def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
     data, reward = run.cfg.data, run.cfg.reward
-    tools = read_tools(run.cfg.environment.tools)
+    tools = []
+    if (path := run.cfg.environment.tools) is not None:
+        from rlhf_mcore.config.tool_schemas import read_tools
+
+        tools = read_tools(path)
     train = load_prompts(data.train, tokenizer, data, tools=tools)
     held_out = load_prompts(data.eval, tokenizer, data, field="data.eval", tools=tools) if data.eval else []
     if not scores_alone(reward) and grades(run.cfg):

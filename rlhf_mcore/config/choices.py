@@ -173,3 +173,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sft": {"kind": "sft", "loss_aggregation": "token"},
     "reward_model": {"kind": "reward_model"},
 }
+
+MTP_TRAINED = ("train", "joint")  # of actor.mtp.mode: the layers learn

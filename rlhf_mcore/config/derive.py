@@ -4,61 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 
-from rlhf_mcore.config.choices import ADVANTAGES, Estimator
 from rlhf_mcore.config.data_rows import count_rows
-from rlhf_mcore.config.reward_rules import any_needs_truth, scores_alone
-from rlhf_mcore.config.rollout_rules import MOST_SUPPORT
+from rlhf_mcore.config.implied import longest_response, max_new_tokens, role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, LayoutConfig
-
-
-@dataclass(frozen=True, slots=True)
-class RoleLayout:
-    """A model that the run builds, as its group of the configuration cuts it."""
-
-    name: str  # the group
-    layout: LayoutConfig
-    ranks: list[int] | None
-
-    @property
-    def model_size(self) -> int:
-        """Ranks that one replica of the model needs; the role's number of ranks is a multiple of it."""
-        cut = self.layout
-        experts = (cut.tp if cut.etp is None else cut.etp) * cut.ep * cut.pp
-        return math.lcm(cut.tp * cut.pp * cut.cp, experts)
-
-
-def longest_example(cfg: Config) -> int:
-    """Most tokens of prompt and response that a supervised run takes."""
-    if cfg.data.max_tokens is not None:
-        return cfg.data.max_tokens
-    room = cfg.trainer.max_tokens_per_microbatch // run_kind(cfg).rows_per_example
-    return room // padded_to(cfg.actor.layout) * padded_to(cfg.actor.layout)
-
-
-def padded_to(layout: LayoutConfig) -> int:
-    """The number of tokens of a microbatch is a multiple of it."""
-    return token_multiple(layout.tp, layout.cp, layout.sequence_parallel)
-
-
-def token_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
-    """Context-parallel ranks have two chunks of every sequence, and under sequence parallelism tensor-parallel ranks share those."""
-    return cp * math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
-
-
-def role_layouts(cfg: Config) -> list[RoleLayout]:
-    """Every role of the run that has a layout of its own."""
-    roles = [RoleLayout("actor", cfg.actor.layout, cfg.actor.ranks)]
-    if not run_kind(cfg).generates:
-        return roles
-    if needs_critic(cfg):
-        roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
-    if cfg.reward.model.path is not None:
-        roles.append(RoleLayout("reward.model", cfg.reward.model.layout, cfg.reward.model.ranks))
-    return roles
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
 
 
 def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:
@@ -177,36 +129,6 @@ def correction_mode(cfg: Config) -> str:
     return cfg.algorithm.rollout_correction.mode or ("token" if cfg.trainer.max_staleness else "off")
 
 
-def needs_critic(cfg: Config) -> bool:
-    """Whether advantages are computed from values."""
-    if not run_kind(cfg).generates:
-        return False
-    if cfg.algorithm.use_critic == "auto":
-        return ADVANTAGES.get(cfg.algorithm.advantage, Estimator()).needs_values
-    return cfg.algorithm.use_critic == "true"
-
-
-def needs_answer(cfg: Config) -> bool:
-    """Whether some grader compares a response with a ground truth from the data."""
-    return grades(cfg) and not scores_alone(cfg.reward) and any_needs_truth(cfg.reward)
-
-
-def grades(cfg: Config) -> bool:
-    """Whether ``reward`` scores responses; else an environment alone does."""
-    return cfg.environment.function is None or cfg.environment.score != "environment"
-
-
-def max_new_tokens(cfg: Config) -> int:
-    """The longest response that training or evaluation asks for."""
-    return max(longest_response(cfg), cfg.evaluate.max_new_tokens or 0)
-
-
-def longest_response(cfg: Config) -> int:
-    """Most tokens of a row of a step after its prompt."""
-    episode = cfg.environment.max_tokens if cfg.environment.function is not None else None
-    return episode or cfg.rollout.sampling.max_new_tokens
-
-
 def short_episodes(cfg: Config) -> str | None:
     """A warning where ``environment.max_tokens`` is not set, so that several turns have the room of one."""
     own, limit = cfg.environment, cfg.rollout.sampling.max_new_tokens
@@ -216,8 +138,3 @@ def short_episodes(cfg: Config) -> str | None:
         f"environment.max_tokens is null, so an episode, what the environment writes included, has at most {limit} tokens, as many as "
         f"one turn (rollout.sampling.max_new_tokens): set it to what environment.max_turns={own.max_turns} turns need"
     )
-
-
-def offloaded_parts(choice: str) -> tuple[str, ...]:
-    """The parts of a trained model that leave the device, of a resolved ``offload`` (auto: none)."""
-    return {"state": ("gradients", "optimizer"), "always": ("gradients", "optimizer", "weights")}.get(choice, ())

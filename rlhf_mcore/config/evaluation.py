@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from os.path import isdir, isfile
 from pathlib import Path
 
-from rlhf_mcore.config.data_files import data_problems
-from rlhf_mcore.config.derive import default_world_size, needs_answer, resolve, role_layouts
+from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.hub_ids import absent_hint
-from rlhf_mcore.config.layouts import layout_problems, model_problems, tensor_cut_problems
+from rlhf_mcore.config.implied import needs_answer, role_layouts
 from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_generator, tokenizer_problems
+from rlhf_mcore.config.rules.data import data_problems
+from rlhf_mcore.config.rules.layouts import layout_problems, model_problems, tensor_cut_problems
+from rlhf_mcore.config.rules.reward import reward_problems
+from rlhf_mcore.config.rules.trainer import microbatch_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
-from rlhf_mcore.config.validate import choice_problems, microbatch_problems, range_problems, reward_problems
+from rlhf_mcore.config.validate import choice_problems, range_problems
 from rlhf_mcore.foreign import INDEX, read_json
 
 CANDIDATES = ("", "actor", "latest/actor")  # an HF directory, a checkpoint of ours, a run directory

@@ -23,18 +23,12 @@ from omegaconf.errors import InterpolationValidationError, OmegaConfBaseExceptio
 
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.interpolation import MAX_REFERENCES, count_references, examine, interpolated_texts
 from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, table_of, type_name, value_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import FromEnvironment, redact_arguments
-from rlhf_mcore.config.yaml_text import (
-    MAX_REFERENCES,
-    Document,
-    count_references,
-    examine,
-    interpolated_texts,
-    read_yaml_text,
-)
+from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
 
 ALLOWED_RESOLVERS = ("oc.env",)

@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.function_digest import function_digest
 from rlhf_mcore.foreign import MissingFile, read_bytes
 
 MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes a hundred times the memory
@@ -35,6 +34,8 @@ class OwnFunction(str):
 
     def fingerprint(self) -> str:
         """Of its name, its code, and what of the user's own that code reads."""
+        from rlhf_mcore.config.function_digest import function_digest
+
         return hashlib.sha256(f"{self} {function_digest(self.function)}".encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from rlhf_mcore.config.data_files import example_contents, row_limits
+from rlhf_mcore.config.data_columns import example_contents, row_limits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.rendering import Renderer

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.data_files import file_keys, row_limits, settings_of
+from rlhf_mcore.config.data_columns import file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import has_column, read_rows, require_column
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import run_kind

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.data_files import file_keys, row_limits, settings_of
+from rlhf_mcore.config.data_columns import file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import (
     RowLimits,
     check_characters,

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from rlhf_mcore.config.derive import longest_example, needs_critic, offloaded_parts
+from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import longest_example, needs_critic, offloaded_parts
 from rlhf_mcore.config.model_files import read_config, read_geometry
-from rlhf_mcore.config.mtp_rules import MODES
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, ReferenceConfig, RewardModelConfig
 from rlhf_mcore.families.mtp import num_mtp_layers
@@ -83,7 +83,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
     trainer, critic, reward = cfg.trainer, cfg.critic, cfg.reward.model
     layout = parallel_layout(cfg.actor.layout, cfg.actor.ranks, world_size, "actor.layout")
     geometry = read_geometry(cfg.model.path, run_kind(cfg).head)
-    if cfg.actor.mtp.mode in MODES:
+    if cfg.actor.mtp.mode in MTP_TRAINED:
         geometry = replace(geometry, mtp_layers=num_mtp_layers(read_config(cfg.model.path, "model.path")))
     if not run_kind(cfg).generates:  # a step is one update of one model
         return [

@@ -11,13 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_rules import (
-    needs_truth,
-    rule_problems,
-    rules_for,
-    rules_of,
-    service_problems,
-)
+from rlhf_mcore.config.reward_sources import needs_truth, rules_for, rules_of
+from rlhf_mcore.config.rules.reward import rule_problems, service_problems
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer

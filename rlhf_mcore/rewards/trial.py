@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_mcore.config.data_files import SCANNED_ROWS, file_keys, row_limits, settings_of
+from rlhf_mcore.config.data_columns import file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import ground_truth, mapping
-from rlhf_mcore.config.derive import grades
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_rules import needs_truth, rules_for, scores_alone
+from rlhf_mcore.config.implied import grades
+from rlhf_mcore.config.reward_sources import needs_truth, rules_for, scores_alone
+from rlhf_mcore.config.rules.data import SCANNED_ROWS
 from rlhf_mcore.config.schema import Config, DataConfig, JudgeConfig, RewardConfig, RuleConfig
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction

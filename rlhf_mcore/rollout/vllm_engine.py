@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.rollout_rules import truncates
+from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout import vllm_cpu, vllm_masks, vllm_reload

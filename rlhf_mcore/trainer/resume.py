@@ -14,9 +14,10 @@ from rlhf_mcore.checkpoint.housekeeping import recover, set_aside, steps_after
 from rlhf_mcore.checkpoint.layout import CONFIG, MANIFEST, linked_checkpoints, scan, without_manifest
 from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
-from rlhf_mcore.config.checkpoint_rules import AUTO, NEVER, compare_configs, refuse
+from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.schema import CheckpointConfig
+from rlhf_mcore.config.schema.run import AUTO, NEVER
 from rlhf_mcore.foreign import SMALL, read_text
 from rlhf_mcore.trainer.inputs import Inputs, changed_inputs, keys_of
 from rlhf_mcore.trainer.run_state import check_counts, read_inputs, read_step

@@ -13,9 +13,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from rlhf_mcore.algorithms.correction import rollout_correction
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.rollout_rules import truncates
 from rlhf_mcore.config.schema import RolloutConfig, RolloutCorrectionConfig, RolloutLayoutConfig, SpeculativeConfig
-from rlhf_mcore.config.schema.rollout import SamplingConfig
+from rlhf_mcore.config.schema.rollout import SamplingConfig, truncates
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.ragged import split_tokens

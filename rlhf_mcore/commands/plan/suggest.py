@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rlhf_mcore.config.derive import balanced_stages, needs_critic
+from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig
 from rlhf_mcore.config.validate import validate

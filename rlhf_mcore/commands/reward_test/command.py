@@ -49,10 +49,11 @@ def _parser() -> argparse.ArgumentParser:
 def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.cli.progress import working
     from rlhf_mcore.commands.reward_test.environment import try_environment
-    from rlhf_mcore.config.derive import grades, short_episodes
+    from rlhf_mcore.config.derive import short_episodes
     from rlhf_mcore.config.hub import DATA_KEYS, localize
+    from rlhf_mcore.config.implied import grades
     from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.config.reward_rules import scores_alone
+    from rlhf_mcore.config.reward_sources import scores_alone
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.config.validate import reward_and_data_problems
     from rlhf_mcore.rewards.reward import what_scores

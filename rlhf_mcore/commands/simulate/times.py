@@ -12,8 +12,8 @@ import numpy as np
 from rlhf_mcore.commands.simulate.engine import EngineTimes
 from rlhf_mcore.commands.simulate.measured import PhaseFit
 from rlhf_mcore.commands.simulate.schedule import Contention, Scenario, Schedule, TrainTimes
-from rlhf_mcore.config.derive import role_layouts
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import role_layouts
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, engines_apart, roles_of, workload
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens

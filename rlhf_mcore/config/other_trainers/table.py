@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlhf_mcore.config.derive import token_multiple
+from rlhf_mcore.config.implied import token_multiple
 from rlhf_mcore.config.keys import KEYS
 
 Values = Mapping[str, Any]  # their dotted keys -> values

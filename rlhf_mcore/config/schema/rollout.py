@@ -365,3 +365,12 @@ class RewardConfig(Group):
     model: RewardModelConfig = group(RewardModelConfig, "a reward model; its score is added")
     remote: RemoteRewardConfig = group(RemoteRewardConfig, "a server that scores responses; it replaces the rules")
     judge: JudgeConfig = group(JudgeConfig, "a language model that grades responses by a rubric; its grade is added")
+
+
+# Most tokens that each token of a rollout is drawn from where top_p or top_k restrict them, but for ties of the last one.
+MOST_SUPPORT = 512
+
+
+def truncates(sampling: SamplingConfig) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary, which is then recorded for the updates."""
+    return sampling.top_p < 1 or sampling.top_k > 0

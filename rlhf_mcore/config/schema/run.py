@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Optional
 
 from rlhf_mcore.config.choices import TRACKERS
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Range, group, key, one_of
 
 MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
+AUTO, NEVER = "auto", "never"  # of checkpoint.resume; the first of checkpoint.save_by, too
+PRIVATE, FILE_MODES = "private", ("0600", "0640", "0644", "0660", "0664")  # of checkpoint.mode
+SLURM_END = "SLURM_JOB_END_TIME"
+_MINUTES = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass
@@ -339,3 +347,35 @@ def wanted_trackers(cfg: LoggingConfig) -> list[str]:
     """Names of the trackers of a run, each once."""
     names = [name for name in cfg.trackers if name != "tensorboard" or cfg.tensorboard is not False]
     return list(dict.fromkeys([*names, *["tensorboard"] * bool(cfg.tensorboard)]))
+
+
+def octal_mode(text: str) -> int | None:
+    """The file mode that a user means, None if it is none of ``FILE_MODES``. YAML takes 0640 without quotes for the number 416."""
+    return next((int(mode, 8) for mode in FILE_MODES if text in (mode, str(int(mode, 8)))), None)
+
+
+def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -> float | None:
+    """Seconds from ``now`` until the job will be ended; None: not known.
+
+    Args:
+        save_by: the key's value: minutes from now, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
+        now: the wall clock when the job was started, in seconds since the epoch.
+        environment: where ``auto`` finds SLURM's end of the job.
+
+    Raises:
+        ConfigError: ``save_by`` is none of these.
+    """
+    if save_by is None:
+        return None
+    if save_by == AUTO:
+        end = environment.get(SLURM_END, "")
+        return float(end) - now if end.isdecimal() else None
+    if _MINUTES.fullmatch(save_by):
+        return 60 * float(save_by)
+    try:
+        return datetime.fromisoformat(save_by).timestamp() - now
+    except ValueError:
+        raise ConfigError(
+            f"checkpoint.save_by={save_by!r} is no time; give minutes from the start, a time like 2026-01-01T00:00, "
+            f"auto ({SLURM_END} where it is set) or null"
+        ) from None

@@ -9,7 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlhf_mcore.config.derive import default_world_size, epochs_text, needs_critic, resolve
+from rlhf_mcore.config.derive import default_world_size, epochs_text, resolve
+from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.load import load_config
 
 PPO = "algorithm=ppo"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_mcore.config.checkpoint_rules import FIXED, compare_configs, refuse
+from rlhf_mcore.config.differences import FIXED, compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.derive import default_world_size, needs_critic, resolve, role_layouts
+from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import needs_critic, role_layouts
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate

@@ -11,10 +11,10 @@ from typing import Any, get_args
 import pytest
 
 from rlhf_mcore.config.choices import PRESETS
-from rlhf_mcore.config.data_files import check_fills_a_step
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group, value_of
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.run_kinds import RUN_KINDS
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.config.schema.key import Choices, Range

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.commands.prepare_data.recipes import RECIPES, PreparedExample, RowError, recognise
-from rlhf_mcore.config.reward_rules import rules_of
+from rlhf_mcore.config.reward_sources import rules_of
 from rlhf_mcore.rewards.code import CodeGrader
 from rlhf_mcore.rewards.code_tests import CodeTest, read_tests
 

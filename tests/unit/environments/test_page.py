@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.validate import reward_problems
+from rlhf_mcore.config.rules.reward import reward_problems
 from rlhf_mcore.environments.episodes import row_of
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.rewards.pools import WorkerLimits

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.config.checkpoint_rules import compare_configs
+from rlhf_mcore.config.differences import compare_configs
 from rlhf_mcore.config.load import SettingReader, load_config
 from tests.unit.hostile.refusals import refusal
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.checkpoint.triggers import SignalRequests
-from rlhf_mcore.config.alarm_rules import alarm_problems
+from rlhf_mcore.config.rules.alarms import alarm_problems
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
 from rlhf_mcore.observability.alarms import AlarmBell, Alarms
 from rlhf_mcore.observability.timers import Timers

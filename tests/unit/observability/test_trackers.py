@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from rlhf_mcore.config.choices import TRACKERS as DECLARED
 from rlhf_mcore.config.choices import Tracker
+from rlhf_mcore.config.rules.run import tracker_problems
 from rlhf_mcore.config.schema import Config, LoggingConfig
 from rlhf_mcore.config.schema.run import wanted_trackers
-from rlhf_mcore.config.validate import tracker_problems
 from rlhf_mcore.observability.files import FullDiskError
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.trackers import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.reward_rules import rule_problems, service_problems
+from rlhf_mcore.config.rules.reward import rule_problems, service_problems
 from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score

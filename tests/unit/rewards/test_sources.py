@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_rules import SOURCES, any_needs_truth, rule_problems, rules_of
+from rlhf_mcore.config.reward_sources import SOURCES, any_needs_truth, rules_of
+from rlhf_mcore.config.rules.reward import rule_problems
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.types import Prompt, Trajectory

@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.derive import RoleLayout, needs_critic, role_layouts
+from rlhf_mcore.config.implied import RoleLayout, needs_critic, role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import shorten

@@ -1,80 +1,21 @@
-"""What has to hold for reward rules, and the rules of well-known data sources."""
+"""Rules among the keys of ``reward``: its rules, functions and servers."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from difflib import get_close_matches
 from urllib.parse import urlsplit
 
-from rlhf_mcore.config.choices import GRADERS, Grader
-from rlhf_mcore.config.keys import walk
-from rlhf_mcore.config.schema import FunctionConfig, RewardConfig, RuleConfig
+from rlhf_mcore.config.choices import GRADERS
+from rlhf_mcore.config.errors import FileProblem
+from rlhf_mcore.config.implied import grades
+from rlhf_mcore.config.keys import value_of, walk
+from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
+from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.config.schema.key import Range
-
-_NUMBER, _MATH = [RuleConfig("final_number")], [RuleConfig("math")]
-_DAPO = [RuleConfig("answer_line", incorrect=-1.0)]
-_CODE, _TENTHS = (
-    [RuleConfig("code")],
-    [RuleConfig("code", partial=True, max_tests=10)],
-)  # the share of the first ten tests
-_THINK_AND_BOX = r"^.*<think>.*</think>.*\\boxed\{.*\}.*$"
-# Names as verl's data preparation and the data sets themselves write them, graded as verl grades them.
-SOURCES: dict[str, list[RuleConfig]] = {
-    **dict.fromkeys(("openai/gsm8k", "gsm8k"), _NUMBER),
-    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math"), _MATH),
-    **dict.fromkeys(("math_dapo", "math_dapo_reasoning", "BytedTsinghua-SIA/DAPO-Math-17k", "aime*"), _DAPO),
-    **dict.fromkeys(("HuggingFaceH4/aime_2024", "Maxwell-Jia/AIME_2024", "math-ai/aime24", "math-ai/aime25"), _MATH),
-    **dict.fromkeys(("opencompass/AIME2025", "yentinglin/aime_2025", "math-ai/amc23", "math-ai/minervamath"), _MATH),
-    "numina_*": _MATH,
-    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _TENTHS),
-    **dict.fromkeys(("openai_humaneval", "mbpp", "livecodebench*"), _CODE),
-    "hiyouga/geometry3k": [RuleConfig("math", 0.9), RuleConfig("regex", 0.1, pattern=_THINK_AND_BOX)],
-}
-
-
-def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) -> Sequence[RuleConfig] | None:
-    """The rules of a data source, or None: those of its own name, else of the longest beginning ("aime*"). The user's table wins."""
-    table = {**SOURCES, **(sources or {})}
-    if source in table:
-        return table[source]
-    beginnings = [name for name in table if name.endswith("*") and source.startswith(name[:-1])]
-    return table[max(beginnings, key=len)] if beginnings else None
-
-
-def rules_for(
-    source: str, rules: Sequence[RuleConfig], sources: Mapping[str, Sequence[RuleConfig]] | None
-) -> Sequence[RuleConfig]:
-    """The rules that score a prompt of a data source: with a table those of the source, maybe none, else ``rules``."""
-    return rules if sources is None else rules_of(source, sources) or ()
-
-
-def rule_tables(cfg: RewardConfig) -> dict[str, Sequence[RuleConfig]]:
-    """Every list of rules that a user wrote, by its key."""
-    if cfg.sources is None:
-        return {"reward.rules": cfg.rules}
-    return {f"reward.sources[{source}]": rules for source, rules in cfg.sources.items()}
-
-
-def needs_truth(rule: RuleConfig) -> bool:
-    """Whether a rule compares a response with a ground truth."""
-    grader = GRADERS.get(rule.name, Grader())
-    return grader.needs_answer and not (rule.name == "regex" and rule.pattern is not None)
-
-
-def any_needs_truth(cfg: RewardConfig) -> bool:
-    """Whether some rule of the configuration does; with a table, the built-in sources do."""
-    return cfg.sources is not None or any(map(needs_truth, cfg.rules))
-
-
-def scores_alone(cfg: RewardConfig) -> bool:
-    """Whether something scores in the place of the rules."""
-    return cfg.function is not None or cfg.remote.url is not None
-
-
-def function_name(function: FunctionConfig) -> str:
-    """What a function among several is called."""
-    return function.name or function.path.rpartition(":")[2].rpartition(".")[2]
+from rlhf_mcore.config.user_functions import function_problems
 
 
 def functions_problems(cfg: RewardConfig) -> Iterator[str]:
@@ -166,3 +107,43 @@ def _problems_of(rule: RuleConfig) -> Iterator[str]:
         yield f"total_s={rule.total_s:g} is below test_s={rule.test_s:g}, which no test can use then; raise it"
     if not rule.scripts:
         yield "scripts=[] names no script; give some, such as [Latin] or [Han]"
+
+
+def reward_problems(cfg: Config) -> Iterator[str]:
+    """What is wrong with what gives scores: functions, rules, servers."""
+    if cfg.reward.function is not None:
+        yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
+    for index, function in enumerate(cfg.reward.functions):
+        yield from map(FileProblem, function_problems(function.path, f"reward.functions[{index}].path"))
+    yield from functions_problems(cfg.reward)
+    yield from rule_problems(cfg.reward)
+    yield from service_problems(cfg.reward)
+    for key, names in {"reward.env": cfg.reward.env, "environment.env": cfg.environment.env}.items():
+        for name in names:
+            if name not in os.environ:
+                yield FileProblem(f"{key} names {name}, which is not set here; export it, or remove it from the list")
+    if not grades(cfg):
+        default = Config()
+        for key in (
+            "reward.function",
+            "reward.functions",
+            "reward.remote.url",
+            "reward.judge.url",
+            "reward.sources",
+            "reward.rules",
+        ):
+            if (value := value_of(cfg, key)) and value != value_of(default, key):
+                yield (
+                    f"{key} is set, but has no effect with environment.score=environment; remove it, or set environment.score=reward "
+                    "(its score alone) or sum (both)"
+                )
+
+
+def ray_problems(cfg: Config) -> Iterator[str]:
+    """Whether workers and engines are in one cluster of Ray, as a process is."""
+    own, engines = cfg.reward.ray.address, cfg.rollout.ray.address
+    if cfg.reward.pool == "ray" and cfg.rollout.placement == "disaggregated" and (own is None or own != engines):
+        yield (
+            f"reward.ray.address={own} and rollout.ray.address={engines}: with rollout.placement=disaggregated workers of rewards and "
+            "engines are in one cluster; set both to its address"
+        )

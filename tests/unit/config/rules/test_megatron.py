@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.megatron_fields import OWNED, megatron_fields
+from rlhf_mcore.config.rules.megatron import OWNED, megatron_fields
 from tests.unit.config.checking import check, only
 
 OVERLAP = "actor.layout.tp=2 actor.layout.sequence_parallel=true actor.megatron.tp_comm_overlap=true"

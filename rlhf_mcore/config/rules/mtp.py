@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
 from rlhf_mcore.config.model_files import read_config, tensor_names
 from rlhf_mcore.config.run_kinds import run_kind
@@ -13,8 +14,6 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import MTP_KEY, num_mtp_layers
 from rlhf_mcore.types import ModelGeometry
-
-MODES = ("train", "joint")  # in which they are
 
 
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
@@ -30,7 +29,7 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
                 f"rollout.speculative.num_tokens={drafts.num_tokens} is neither at most the {count} MTP layers of model.path nor a "
                 f"multiple of {count}; set it to {count}"
             )
-    if mode not in MODES:
+    if mode not in MTP_TRAINED:
         return
     name, keep = f"actor.mtp.mode={mode}", "set it to keep"
     if kind.head != "lm":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_mcore.config.derive import RoleLayout, balanced_stages, default_world_size, needs_critic, role_layouts
+from rlhf_mcore.config.derive import balanced_stages, default_world_size
+from rlhf_mcore.config.implied import RoleLayout, needs_critic, role_layouts
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD

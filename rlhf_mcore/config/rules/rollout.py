@@ -7,18 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
+
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
     from rlhf_mcore.config.schema.rollout import SamplingConfig
 
-# Most tokens that each token of a rollout is drawn from where top_p or top_k restrict them, but for ties of the last one.
-MOST_SUPPORT = 512
 VLLM_LEAST, VLLM_MOST = 0.01, 2.0  # it draws at the former for anything below, and refuses what is above the latter
-
-
-def truncates(sampling: SamplingConfig) -> bool:
-    """Whether tokens are drawn from a part of the vocabulary, which is then recorded for the updates."""
-    return sampling.top_p < 1 or sampling.top_k > 0
 
 
 def _support_problems(sampling: SamplingConfig) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-from rlhf_mcore.config.derive import correction_mode, needs_critic
+from rlhf_mcore.config.derive import correction_mode
+from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.schema import AlgorithmConfig, Config
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.checkpoint_rules import time_left
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema.run import time_left
 from rlhf_mcore.config.validate import validate
 
 

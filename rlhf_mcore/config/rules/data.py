@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from os.path import isfile
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.config.data_columns import (
+    MESSAGES,
+    chosen_columns,
+    example_contents,
+    file_keys,
+    row_limits,
+    settings_of,
+    wanted_columns,
+)
 from rlhf_mcore.config.data_rows import (
     RowLimits,
     checked_prompt,
-    checked_response,
     ground_truth,
     has_column,
     mapping,
     read_rows,
     require_column,
 )
-from rlhf_mcore.config.derive import needs_answer
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.hub_ids import absent_hint
+from rlhf_mcore.config.implied import needs_answer
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, DataConfig
 from rlhf_mcore.config.user_functions import function_problems
 
 ANSWER_COLUMNS = ("reward_model", "answer")
-MESSAGES = "messages"  # a conversation, in the place of a prompt and its only response
 # All rows of ordinary files (GSM8K's 7,473 take a tenth of a second); the ranks find what is wrong further on.
 SCANNED_ROWS = 50_000
 SCAN_S = 1.0
@@ -142,23 +149,14 @@ def check_fills_a_step(data: DataConfig, wanted: int) -> None:
         )
 
 
-def row_limits(data: DataConfig) -> RowLimits:
-    """The bounds of what is read."""
-    return RowLimits(data.max_row_bytes, data.max_rows, data.max_bytes)
-
-
 # ---------------------------------------------------------------------------------------------------------------- columns
-def file_keys(data: DataConfig, files: Sequence[str], field: str) -> list[tuple[str, str | None]]:
-    """The columns of prompt and answer of each file of ``field``, data.train or data.eval."""
-    prompts, answers = (_spread(key, len(files)) for key in _chosen(data, field))
-    return list(zip(prompts, answers, strict=True))
 
 
 def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator[str]:
     """What is wrong with the keys that name the columns of ``files``."""
     if not files:
         return
-    for key, value, nullable in zip(_deciding(data, field), _chosen(data, field), (False, True), strict=True):
+    for key, value, nullable in zip(_deciding(data, field), chosen_columns(data, field), (False, True), strict=True):
         values = value if isinstance(value, list) else [value]
         if not all((isinstance(name, str) and name) or (nullable and name is None) for name in values):
             yield f"{key}={value!r} is not valid; give the name of a column, or a list with one for each file of {field}"
@@ -174,31 +172,12 @@ def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator
             yield f"{key}{unset} names {len(value)} columns for the {number} of {field}; give one for each, or a single one"
 
 
-def _chosen(data: DataConfig, field: str) -> tuple[Any, Any]:
-    if field != "data.eval":
-        return data.prompt_key, data.answer_key
-    prompt = data.prompt_key if data.eval_prompt_key is None else data.eval_prompt_key
-    return prompt, data.answer_key if data.eval_answer_key is None else data.eval_answer_key
-
-
-def settings_of(field: str) -> tuple[str, str]:
-    """The keys that name the columns of ``field`` and of no other files, for messages: data.train has no eval_ before its own."""
-    own = "eval_" if field == "data.eval" else ""
-    return f"data.{own}prompt_key", f"data.{own}answer_key"
-
-
 def _deciding(data: DataConfig, field: str) -> Iterator[str]:
-    """The keys whose values ``_chosen`` returns: of the files of eval, those of train unless their own are set."""
+    """The keys whose values ``chosen_columns`` returns: of the files of eval, those of train unless their own are set."""
     for key in settings_of(field):
         value = getattr(data, key.removeprefix("data."))
         inherited = key.replace("eval_", "")
         yield inherited if value is None and not isinstance(getattr(data, inherited[5:]), list) else key
-
-
-def _spread(value: Any, count: int) -> list[Any]:
-    if not isinstance(value, list):
-        return [value] * count
-    return value if len(value) == count else value[:1] * count
 
 
 def read_columns(file: Path, field: str, limits: RowLimits | None = None) -> list[str]:
@@ -273,36 +252,3 @@ def _example_file_problems(cfg: Config, file: str, field: str, prompt_key: str, 
         checked_prompt(prompt, f"{place}, prompt")
 
     yield from row_problems(file, field, check, limits, deadline)
-
-
-def wanted_columns(cfg: Config, prompt_key: str) -> dict[str, str]:
-    """Columns of an example, by the keys that name them: the prompt, then its responses."""
-    responses = {key: getattr(cfg.data, key.removeprefix("data.")) for key in run_kind(cfg).response_keys}
-    return {"data.prompt_key": prompt_key, **responses}
-
-
-def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str) -> tuple[str, Any, list[str]]:
-    """(place, content of the prompt, responses) of a row; ``columns`` as of ``wanted_columns``.
-
-    Raises:
-        ConfigError: a column is missing, or a response is no text.
-    """
-    (prompt_key, prompt_column), *responses = columns.items()
-    if len(responses) == 1 and MESSAGES in row and responses[0][1] not in row:
-        prompt, answers = _split(row[MESSAGES], f"{place}, column {MESSAGES!r}")
-    else:
-        prompt = require_column(row, prompt_column, place, setting=prompt_key)
-        answers = {column: require_column(row, column, place, setting=key) for key, column in responses}
-    return place, prompt, [checked_response(text, f"{place}, column {column!r}") for column, text in answers.items()]
-
-
-def _split(messages: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
-    """A conversation up to its last message, and this one."""
-    if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], dict):
-        raise ConfigError(f"{place}: expected a list of two or more {{role, content}}, found {messages!r:.80}")
-    last = messages[-1]
-    if last.get("role") != "assistant":
-        raise ConfigError(
-            f"{place}: the last message has to be the assistant's, which is learned; found role {last.get('role')!r}"
-        )
-    return messages[:-1], {MESSAGES: last.get("content")}

@@ -1,0 +1,80 @@
+"""Which columns of which files hold prompts, answers and responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_mcore.config.data_rows import (
+    RowLimits,
+    checked_response,
+    require_column,
+)
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config, DataConfig
+
+MESSAGES = "messages"  # a conversation, in the place of a prompt and its only response
+
+
+def row_limits(data: DataConfig) -> RowLimits:
+    """The bounds of what is read."""
+    return RowLimits(data.max_row_bytes, data.max_rows, data.max_bytes)
+
+
+def file_keys(data: DataConfig, files: Sequence[str], field: str) -> list[tuple[str, str | None]]:
+    """The columns of prompt and answer of each file of ``field``, data.train or data.eval."""
+    prompts, answers = (_spread(key, len(files)) for key in chosen_columns(data, field))
+    return list(zip(prompts, answers, strict=True))
+
+
+def chosen_columns(data: DataConfig, field: str) -> tuple[Any, Any]:
+    if field != "data.eval":
+        return data.prompt_key, data.answer_key
+    prompt = data.prompt_key if data.eval_prompt_key is None else data.eval_prompt_key
+    return prompt, data.answer_key if data.eval_answer_key is None else data.eval_answer_key
+
+
+def settings_of(field: str) -> tuple[str, str]:
+    """The keys that name the columns of ``field`` and of no other files, for messages: data.train has no eval_ before its own."""
+    own = "eval_" if field == "data.eval" else ""
+    return f"data.{own}prompt_key", f"data.{own}answer_key"
+
+
+def _spread(value: Any, count: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    return value if len(value) == count else value[:1] * count
+
+
+def wanted_columns(cfg: Config, prompt_key: str) -> dict[str, str]:
+    """Columns of an example, by the keys that name them: the prompt, then its responses."""
+    responses = {key: getattr(cfg.data, key.removeprefix("data.")) for key in run_kind(cfg).response_keys}
+    return {"data.prompt_key": prompt_key, **responses}
+
+
+def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str) -> tuple[str, Any, list[str]]:
+    """(place, content of the prompt, responses) of a row; ``columns`` as of ``wanted_columns``.
+
+    Raises:
+        ConfigError: a column is missing, or a response is no text.
+    """
+    (prompt_key, prompt_column), *responses = columns.items()
+    if len(responses) == 1 and MESSAGES in row and responses[0][1] not in row:
+        prompt, answers = _split(row[MESSAGES], f"{place}, column {MESSAGES!r}")
+    else:
+        prompt = require_column(row, prompt_column, place, setting=prompt_key)
+        answers = {column: require_column(row, column, place, setting=key) for key, column in responses}
+    return place, prompt, [checked_response(text, f"{place}, column {column!r}") for column, text in answers.items()]
+
+
+def _split(messages: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
+    """A conversation up to its last message, and this one."""
+    if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], dict):
+        raise ConfigError(f"{place}: expected a list of two or more {{role, content}}, found {messages!r:.80}")
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        raise ConfigError(
+            f"{place}: the last message has to be the assistant's, which is learned; found role {last.get('role')!r}"
+        )
+    return messages[:-1], {MESSAGES: last.get("content")}

@@ -1,0 +1,102 @@
+"""What may differ between the configuration of a checkpoint and that of the run which continues from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.choices import ADVANTAGES
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
+from rlhf_mcore.config.run_kinds import RL
+from rlhf_mcore.config.schema import Config, RuleConfig
+
+# Continuing with another value would make a run that is neither the old one nor a new one.
+FIXED = frozenset(name for name, description in DESCRIPTIONS.items() if description.is_fixed)
+# What a release did that did not have the key yet, where that is not the key's default.
+_BEFORE_THE_KEY = {
+    "data.apply_chat_template": "false",
+    "algorithm.bootstrap_truncated": True,
+    "algorithm.kl.clip": None,
+}
+# How a run is saved, shown and resumed may change at any time.
+FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
+
+
+def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """(what cannot be changed, what has changed otherwise) between two configurations in YAML, a line for each key.
+
+    A key that the release which wrote the saved one did not have counts as changed where its value now is not what that release did.
+    ``by_content``: keys that name files whose contents are compared; their paths may change.
+
+    Raises:
+        ConfigError: the saved one is no configuration.
+    """
+    before, now = {**_default_values(), **_BEFORE_THE_KEY}, dict(leaves(_read(current)))
+    before = {key: value for key, value in before.items() if key in now} | dict(leaves(_read(saved)))
+    for tree in (before, now):  # a rule that was saved by a release without some option has that option's default
+        if isinstance(rules := tree.get("reward.rules"), list):
+            tree["reward.rules"] = [
+                {**asdict(RuleConfig()), **rule} if isinstance(rule, dict) else rule for rule in rules
+            ]
+    free = FREE if _has_critic(before) or _has_critic(now) else (*FREE, "critic.")
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(free)]
+    lines = {key: f"{key} was {_show(before, key)} and is {_show(now, key)}" for key in changed}
+    fixed = [key for key in changed if key in FIXED and key not in by_content]
+    return [lines[key] for key in fixed], [lines[key] for key in changed if key not in fixed]
+
+
+def _has_critic(tree: dict[str, Any]) -> bool:
+    """Whether such a run builds a critic (``derive.needs_critic``); without one its keys, which follow from others, do not count."""
+    wanted, estimator = tree.get("algorithm.use_critic"), ADVANTAGES.get(str(tree.get("algorithm.advantage")))
+    return wanted == "true" or (wanted == "auto" and estimator is not None and estimator.needs_values)
+
+
+def further_models(saved: str) -> list[str]:
+    """The models that a checkpoint of a configuration (in YAML) holds beside the actor: a critic, a reference that is refreshed.
+
+    Raises:
+        ConfigError: it is no configuration.
+    """
+    tree = {**_default_values(), **dict(leaves(_read(saved)))}
+    refreshed = tree["algorithm.kl.coef"] and tree["reference.refresh_steps"]
+    held = {"critic": _has_critic(tree), "reference": refreshed}
+    return [name for name, is_held in held.items() if is_held] if tree["algorithm.kind"] == RL.name else []
+
+
+@cache
+def _default_values() -> Mapping[str, Any]:
+    return dict(leaves(asdict(Config())))
+
+
+def refuse(checkpoint: Path, fixed: list[str]) -> None:
+    """Raise if something has changed that cannot be.
+
+    Raises:
+        ConfigError: naming each key, its old and its new value.
+    """
+    if fixed:
+        raise ConfigError.many(
+            [f"{line}; restore it, or start a new experiment (checkpoint: {checkpoint})" for line in fixed]
+        )
+
+
+@lru_cache(maxsize=4)
+def _read(text: str) -> Any:
+    """The tree of a configuration, which nobody changes. A run that resumes asks for the same texts several times."""
+    from rlhf_mcore.config.yaml_text import load_yaml
+
+    try:
+        tree = load_yaml(text, "config.yaml of the checkpoint")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; choose another checkpoint") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("config.yaml of the checkpoint is no configuration; choose another checkpoint")
+    return tree
+
+
+def _show(tree: dict[str, Any], key: str) -> str:
+    return repr(tree[key]) if key in tree else "not there"

@@ -1,0 +1,72 @@
+"""Which rules score a prompt: those of its data source, of which the well-known ones are listed here, or those of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlhf_mcore.config.choices import GRADERS, Grader
+from rlhf_mcore.config.schema import FunctionConfig, RewardConfig, RuleConfig
+
+_NUMBER, _MATH = [RuleConfig("final_number")], [RuleConfig("math")]
+_DAPO = [RuleConfig("answer_line", incorrect=-1.0)]
+_CODE, _TENTHS = (
+    [RuleConfig("code")],
+    [RuleConfig("code", partial=True, max_tests=10)],
+)  # the share of the first ten tests
+_THINK_AND_BOX = r"^.*<think>.*</think>.*\\boxed\{.*\}.*$"
+# Names as verl's data preparation and the data sets themselves write them, graded as verl grades them.
+SOURCES: dict[str, list[RuleConfig]] = {
+    **dict.fromkeys(("openai/gsm8k", "gsm8k"), _NUMBER),
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math"), _MATH),
+    **dict.fromkeys(("math_dapo", "math_dapo_reasoning", "BytedTsinghua-SIA/DAPO-Math-17k", "aime*"), _DAPO),
+    **dict.fromkeys(("HuggingFaceH4/aime_2024", "Maxwell-Jia/AIME_2024", "math-ai/aime24", "math-ai/aime25"), _MATH),
+    **dict.fromkeys(("opencompass/AIME2025", "yentinglin/aime_2025", "math-ai/amc23", "math-ai/minervamath"), _MATH),
+    "numina_*": _MATH,
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _TENTHS),
+    **dict.fromkeys(("openai_humaneval", "mbpp", "livecodebench*"), _CODE),
+    "hiyouga/geometry3k": [RuleConfig("math", 0.9), RuleConfig("regex", 0.1, pattern=_THINK_AND_BOX)],
+}
+
+
+def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) -> Sequence[RuleConfig] | None:
+    """The rules of a data source, or None: those of its own name, else of the longest beginning ("aime*"). The user's table wins."""
+    table = {**SOURCES, **(sources or {})}
+    if source in table:
+        return table[source]
+    beginnings = [name for name in table if name.endswith("*") and source.startswith(name[:-1])]
+    return table[max(beginnings, key=len)] if beginnings else None
+
+
+def rules_for(
+    source: str, rules: Sequence[RuleConfig], sources: Mapping[str, Sequence[RuleConfig]] | None
+) -> Sequence[RuleConfig]:
+    """The rules that score a prompt of a data source: with a table those of the source, maybe none, else ``rules``."""
+    return rules if sources is None else rules_of(source, sources) or ()
+
+
+def rule_tables(cfg: RewardConfig) -> dict[str, Sequence[RuleConfig]]:
+    """Every list of rules that a user wrote, by its key."""
+    if cfg.sources is None:
+        return {"reward.rules": cfg.rules}
+    return {f"reward.sources[{source}]": rules for source, rules in cfg.sources.items()}
+
+
+def needs_truth(rule: RuleConfig) -> bool:
+    """Whether a rule compares a response with a ground truth."""
+    grader = GRADERS.get(rule.name, Grader())
+    return grader.needs_answer and not (rule.name == "regex" and rule.pattern is not None)
+
+
+def any_needs_truth(cfg: RewardConfig) -> bool:
+    """Whether some rule of the configuration does; with a table, the built-in sources do."""
+    return cfg.sources is not None or any(map(needs_truth, cfg.rules))
+
+
+def scores_alone(cfg: RewardConfig) -> bool:
+    """Whether something scores in the place of the rules."""
+    return cfg.function is not None or cfg.remote.url is not None
+
+
+def function_name(function: FunctionConfig) -> str:
+    """What a function among several is called."""
+    return function.name or function.path.rpartition(":")[2].rpartition(".")[2]

@@ -1,0 +1,78 @@
+"""What has to hold among the keys of ``checkpoint``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from os.path import isfile
+from pathlib import Path
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import CheckpointConfig, Config
+from rlhf_mcore.config.schema.run import AUTO, FILE_MODES, NEVER, PRIVATE, octal_mode, time_left
+
+_METRIC = re.compile(r"evaluate/\S+")
+
+
+def checkpoint_problems(cfg: Config) -> Iterator[str]:
+    """Problems with ``cfg.checkpoint`` that a look at one key does not show."""
+    checkpoint = cfg.checkpoint
+    yield from _metric_problems(cfg)
+    yield from _retention_problems(checkpoint)
+    if checkpoint.mode not in (None, PRIVATE) and octal_mode(checkpoint.mode) is None:
+        yield f"checkpoint.mode={checkpoint.mode!r} is not a choice; choose one of: null, {PRIVATE}, {', '.join(FILE_MODES)}"
+    if wrong := [step for step in checkpoint.keep if step < 1]:
+        yield f"checkpoint.keep={checkpoint.keep}: {wrong[0]} is no step; name steps from 1 on"
+    yield from _resume_problems(checkpoint)
+    if checkpoint.save_by is not None:
+        try:
+            time_left(checkpoint.save_by, 0.0, {})
+        except ConfigError as error:
+            yield str(error)
+
+
+def _metric_problems(cfg: Config) -> Iterator[str]:
+    metric = cfg.checkpoint.metric_for_best_model
+    if metric is None:
+        if cfg.checkpoint.load_best_model_at_end:
+            yield (
+                "checkpoint.load_best_model_at_end=True, but checkpoint.metric_for_best_model=null: no metric decides which "
+                "model is the best; name one, evaluate/accuracy for example"
+            )
+        return
+    if not _METRIC.fullmatch(metric):
+        yield (
+            f"checkpoint.metric_for_best_model={metric!r} is no metric of the evaluation; name one, evaluate/accuracy or "
+            "evaluate/reward for example"
+        )
+    if not cfg.data.eval:
+        yield f"checkpoint.metric_for_best_model={metric!r} needs held-out prompts, but data.eval=[]; name files in data.eval"
+
+
+def _retention_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    if checkpoint.save_total_limit is not None:
+        return
+    if checkpoint.archive:
+        yield (
+            "checkpoint.archive=True puts away what retention drops, but checkpoint.save_total_limit=null keeps everything; "
+            "set save_total_limit"
+        )
+    if checkpoint.keep_every is not None:
+        yield (
+            f"checkpoint.keep_every={checkpoint.keep_every} keeps more than save_total_limit does, but "
+            "checkpoint.save_total_limit=null keeps everything; set save_total_limit"
+        )
+
+
+def _resume_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    resume = checkpoint.resume
+    if resume in (AUTO, NEVER):
+        return
+    if not isfile(Path(resume) / "manifest.json"):
+        yield (
+            f"checkpoint.resume={resume!r} is neither auto, never nor a directory with a checkpoint (it has a manifest.json); "
+            "choose one of them"
+        )
+
+
+# ----------------------------------------------------------------- differences to the configuration that a checkpoint holds

@@ -1,0 +1,44 @@
+"""Rules among the keys at the top, and of ``logging``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from os.path import exists, isdir
+from pathlib import Path
+
+from rlhf_mcore.config.choices import TRACKERS
+from rlhf_mcore.config.errors import FileProblem
+from rlhf_mcore.config.keys import value_of
+from rlhf_mcore.config.schema import Config, LoggingConfig
+from rlhf_mcore.config.schema.run import wanted_trackers
+
+
+def path_problems(cfg: Config) -> Iterator[str]:
+    """What is wrong with where the run directory is to be."""
+    for key in ("project", "experiment"):
+        value = value_of(cfg, key)
+        if value in ("", ".", "..") or "/" in value or "\0" in value:
+            yield f"{key}={value!r} is the name of a directory of the run; use a name without slashes"
+    folder = Path(cfg.output_dir).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if exists(parent))
+    if not isdir(existing):
+        yield f"output_dir={cfg.output_dir}: {existing} is a file, not a directory; choose another output_dir"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"output_dir={cfg.output_dir}: {existing} is not writable; choose another output_dir"
+
+
+def tracker_problems(cfg: LoggingConfig) -> Iterator[str]:
+    """Trackers that there are not, or whose package is not installed."""
+    for name in wanted_trackers(cfg):
+        if (declared := TRACKERS.get(name)) is None:
+            meant = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.5)
+            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(TRACKERS)}"
+            yield f"logging.trackers has {name!r}, which is no tracker; {hint}"
+        elif declared.package and find_spec(declared.package) is None:
+            yield FileProblem(
+                f"logging.trackers has {name!r}, and its package {declared.package} is not installed; "
+                f"pip install 'rlhf_mcore[{name}]', or remove it from logging.trackers"
+            )
