@@ -1,25 +1,29 @@
-"""Attention around its core: what families have beside Megatron's."""
+"""Attention around its core: Megatron's layer, and parts that each add one thing to it. Any of them go together.
+
+A part overrides methods of the layer and calls the next ones by ``super()``, which are another part's where a layer has several.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from rlhf_mcore.mcore.latent import Rotary
+from rlhf_mcore.families.base import Family
 from rlhf_mcore.mcore.norms import ProjectionNorm
+from rlhf_mcore.mcore.rotation import Rotary
 
 
-class Attention(SelfAttention):
-    """Megatron's, whose rotation may be another one in some layers."""
+class OwnRotation(SelfAttention):
+    """Rotates queries and keys of some layers by frequencies of their own."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.rotation: Rotary | None = None  # that of the model
+        self.rotation: Rotary | None = None  # None: that of the model
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple:
         if self.rotation is not None and rotary_pos_emb is not None:
@@ -29,8 +33,8 @@ class Attention(SelfAttention):
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
-class GatedAttention(SelfAttention):
-    """Megatron's, whose output is multiplied with gates: where a rank has some heads of a group, it gets the gates of all."""
+class OutputGate(SelfAttention):
+    """Multiplies the output with gates. Of a rank that has some heads of a group Megatron takes the gates of all."""
 
     def get_query_key_value_tensors(self, *args: Any, output_gate: bool = False, **kwargs: Any) -> Any:
         *qkv, gate = super().get_query_key_value_tensors(*args, output_gate=True, **kwargs)
@@ -39,20 +43,32 @@ class GatedAttention(SelfAttention):
         return (*qkv, parts[rank % len(parts)])
 
 
-class ProjectionNormAttention(Attention):
-    """With norms of the whole projections to queries and to keys."""
+class ProjectionNorms(SelfAttention):
+    """Norms the whole projections to queries and to keys. The layer is to be built without norms of heads."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         assert config.num_query_groups is not None
-        self.q_layernorm = ProjectionNorm(config, config.num_attention_heads, self.pg_collection.tp)
-        self.k_layernorm = ProjectionNorm(config, config.num_query_groups, self.pg_collection.tp)
+        tp = self.pg_collection.tp
+        self.q_layernorm = ProjectionNorm(config, config.num_attention_heads, tp)
+        self.k_layernorm = ProjectionNorm(config, config.num_query_groups, tp)
 
 
-def set_window_frequencies(chunk: GPTModel, inv_freq: Tensor | None) -> None:
-    """Give the layers of a chunk that have a window rotary frequencies [head_dim / 2] of their own; None: they have the model's."""
-    rotation = None if inv_freq is None else Rotary(chunk.rotary_pos_emb, inv_freq)
-    for layer in chunk.decoder.layers:
-        windows = chunk.config.window_size, chunk.config.window_attn_skip_freq
-        if rotation is not None and is_layer_window_attention(*windows, layer.layer_number):
-            layer.self_attention.rotation = rotation
+def add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family) -> None:
+    """Add the parts that a family has to a specification of Megatron's attention."""
+    wanted = {
+        OwnRotation: family.windows is not None,
+        OutputGate: config.attention_output_gate,
+        ProjectionNorms: family.norm_of_projections,
+    }
+    if parts := tuple(part for part, is_wanted in wanted.items() if is_wanted):
+        assert attention.module is SelfAttention, f"{attention.module.__name__} takes no parts"
+        attention.module = _compose(parts)
+    if family.norm_of_projections:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = IdentityOp
+
+
+@cache
+def _compose(parts: tuple[type[SelfAttention], ...]) -> type[SelfAttention]:
+    """Return a layer with all of these parts."""
+    return type("And".join(part.__name__ for part in parts), parts, {})

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_mcore.mcore.latent import SummedGradient
 from rlhf_mcore.mcore.packed import PackedSequences
+from rlhf_mcore.mcore.sums import SummedGradient
 from rlhf_mcore.parallel.context import to_parts, to_tokens
 
 CHUNK = 64  # tokens whose states are never made: what they read of each other is one triangular system

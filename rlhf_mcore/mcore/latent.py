@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.common.embeddings import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
-from rlhf_mcore.mcore.weights import transformer_layers
+from rlhf_mcore.mcore.sums import SummedGradient
 from rlhf_mcore.platform.megatron_versions import LayersOfSpec
 
 # Of the norms of latents, whatever the model's other norms have: as in the authors' code and in transformers.
@@ -67,42 +64,6 @@ class LatentAttention(LayersOfSpec, MLASelfAttention):
         rope = self.config.qk_pos_emb_head_dim
         latent, rotated = outputs[0].split([outputs[0].size(-1) - rope, rope], dim=-1)
         return torch.cat([latent, SummedGradient.apply(rotated, self.pg_collection.tp)], dim=-1), outputs[1]
-
-
-class SummedGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over a group. Megatron's own leaves a gradient that is not contiguous as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class Rotary(RotaryEmbedding):
-    """Rotary embeddings of given frequencies; of the kind yarn Megatron asks for the factor of sines and cosines too."""
-
-    def __init__(self, like: RotaryEmbedding, inv_freq: Tensor, scale: float | None = None):
-        super().__init__(2 * len(inv_freq), 1.0, use_cpu_initialization=True, cp_group=like.cp_group)
-        self.inv_freq = inv_freq.to(like.inv_freq.device)
-        self._scale = scale
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)
-        return found if self._scale is None else (found, self._scale)
-
-
-def set_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:
-    """Give all layers of a chunk the rotary frequencies [rope_head_dim / 2] of the Hugging Face model."""
-    factor = scale if chunk.config.rope_type == "yarn" else None
-    for layer in transformer_layers(chunk):
-        attention = layer.self_attention
-        attention.rotary_pos_emb = Rotary(attention.rotary_pos_emb, inv_freq, factor)
 
 
 def local_attention_spec(norm: type[torch.nn.Module], core_attention: type[torch.nn.Module]) -> ModuleSpec:

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from rlhf_mcore.families.base import Family
-from rlhf_mcore.mcore.attention import Attention, GatedAttention, ProjectionNormAttention
+from rlhf_mcore.mcore.attention import add_parts
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import delta_net_spec
 from rlhf_mcore.mcore.latent import LatentAttention, local_attention_spec
@@ -65,9 +65,14 @@ def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: boo
     """One layer: with experts, with a gated delta net."""
     te = use_te(kind)
     spec = (_te_spec if te else _local_spec)(config, family, moe=moe)
-    _adapt(spec.submodules, config, family)
+    layer = spec.submodules
     if delta:
-        _use_delta_net(spec.submodules, te)
+        _use_delta_net(layer, te)
+    else:
+        add_parts(layer.self_attention, config, family)
+    if moe and family.has_stacked_experts:
+        _use_stacked_experts(layer)
+    _place_norms(layer, config, family)
     return spec
 
 
@@ -90,24 +95,19 @@ def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
     layer.self_attention = delta_net_spec(backend.column_parallel_linear(), backend.row_parallel_linear())
 
 
-def _adapt(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:
-    """Give a layer what its family has beside Megatron's: norms of outputs, instead of inputs or too, and its attention."""
+def _use_stacked_experts(layer: TransformerLayerSubmodules) -> None:
+    experts = submodules_of(submodules_of(layer.mlp).experts)
+    experts.linear_fc1 = taking_turns(experts.linear_fc1)
+    if experts.linear_fc2 is RowParallelLinear:
+        experts.linear_fc2 = BiasedExpertOutput
+
+
+def _place_norms(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:
+    """Norm what comes out of attention and MLP, instead of what goes in or too, where a family does."""
     if family.norms == "outputs":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if family.norms != "inputs":
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, {"config": config})
-    if family.windows is not None:
-        layer.self_attention.module = Attention
-    if config.attention_output_gate:
-        layer.self_attention.module = GatedAttention
-    if family.has_stacked_experts:
-        experts = submodules_of(submodules_of(layer.mlp).experts)
-        experts.linear_fc1 = taking_turns(experts.linear_fc1)
-        if experts.linear_fc2 is RowParallelLinear:
-            experts.linear_fc2 = BiasedExpertOutput
-    if family.norm_of_projections:
-        layer.self_attention.module = ProjectionNormAttention
-        layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = IdentityOp
 
 
 def _is_moe(config: TransformerConfig, layer: int) -> bool:

@@ -23,12 +23,10 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.families import FAMILIES
-from rlhf_mcore.mcore.attention import set_window_frequencies
 from rlhf_mcore.mcore.ends import ScalarHead, defer_logits, scale_embeddings
 from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.inputs import PassInputs
-from rlhf_mcore.mcore.latent import set_frequencies
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
 from rlhf_mcore.mcore.mixture import Router, move_expert_biases, routers
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
@@ -37,6 +35,7 @@ from rlhf_mcore.mcore.mtp import MTPLearning, add_mtp_layers, mtp_loss, sum_embe
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
+from rlhf_mcore.mcore.rotation import set_frequencies, set_latent_frequencies
 from rlhf_mcore.mcore.stages import StageMessages
 from rlhf_mcore.mcore.weights import local_parameters, mark_tensor_parallel, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
@@ -445,10 +444,9 @@ def _build_chunk(
         family = FAMILIES[spec.geometry.family]
         add_mtp_layers(chunk, spec.geometry, groups, options.layer_spec, family, alone=options.mtp.alone)
     if spec.geometry.kv_lora_rank:
-        set_frequencies(chunk, spec.inv_freq, spec.rope_scale)
+        set_latent_frequencies(chunk, spec.inv_freq, spec.rope_scale)
     else:
-        chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
-        set_window_frequencies(chunk, spec.window_inv_freq)
+        set_frequencies(chunk, spec.inv_freq, spec.window_inv_freq)
     if first and FAMILIES[spec.geometry.family].scales_embeddings:
         scale_embeddings(chunk.embedding, spec.geometry.hidden_size**0.5)
     mark_tensor_parallel(chunk)

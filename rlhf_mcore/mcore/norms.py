@@ -11,6 +11,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rlhf_mcore.mcore.sums import Sum
 from rlhf_mcore.platform import cpu_kernels
 
 
@@ -55,29 +56,10 @@ class ProjectionNorm(torch.nn.Module):
         wide, held, ranks = x.float(), x.size(-2), self._group.size()
         squares = wide.pow(2).sum((-2, -1), keepdim=True)
         if ranks > 1:  # a head that several ranks have is counted as often
-            squares = _Sum.apply(squares, self._group) * (self.num_heads / (held * ranks))
+            squares = Sum.apply(squares, self._group) * (self.num_heads / (held * ranks))
         normed = wide * torch.rsqrt(squares / self.weight.numel() + self.eps)
         first = self._group.rank() * self.num_heads // ranks
         return self.weight.view(self.num_heads, -1)[first : first + held] * normed.to(x.dtype)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over a group, of which each rank makes another use: so gradients are summed too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 class NormedAdd(torch.nn.Module):

@@ -1,0 +1,43 @@
+"""Rotary frequencies of the Hugging Face model, which its layers rotate queries and keys by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from rlhf_mcore.mcore.weights import transformer_layers
+
+
+class Rotary(RotaryEmbedding):
+    """Rotary embeddings of given frequencies; of the kind yarn Megatron asks for the factor of sines and cosines too."""
+
+    def __init__(self, like: RotaryEmbedding, inv_freq: Tensor, scale: float | None = None):
+        super().__init__(2 * len(inv_freq), 1.0, use_cpu_initialization=True, cp_group=like.cp_group)
+        self.inv_freq = inv_freq.to(like.inv_freq.device)
+        self._scale = scale
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        return found if self._scale is None else (found, self._scale)
+
+
+def set_frequencies(chunk: GPTModel, inv_freq: Tensor, window_inv_freq: Tensor | None) -> None:
+    """Give a chunk rotary frequencies [rotated elements / 2], and its layers that have a window ones of their own (None: the same)."""
+    chunk.rotary_pos_emb.inv_freq = inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
+    rotation = None if window_inv_freq is None else Rotary(chunk.rotary_pos_emb, window_inv_freq)
+    windows = chunk.config.window_size, chunk.config.window_attn_skip_freq
+    for layer in chunk.decoder.layers:
+        if rotation is not None and is_layer_window_attention(*windows, layer.layer_number):
+            layer.self_attention.rotation = rotation
+
+
+def set_latent_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:
+    """Give all layers of a chunk, which rotate by themselves, the frequencies [rope_head_dim / 2]."""
+    factor = scale if chunk.config.rope_type == "yarn" else None
+    for layer in transformer_layers(chunk):
+        attention = layer.self_attention
+        attention.rotary_pos_emb = Rotary(attention.rotary_pos_emb, inv_freq, factor)
