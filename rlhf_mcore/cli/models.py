@@ -29,7 +29,6 @@ from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
-from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import on_every_rank
@@ -153,6 +152,8 @@ class ModelBuilder:
             generates = run_kind(self.cfg).generates
             temperature = self.cfg.rollout.sampling.temperature if generates else 1.0
             alone = cfg.mtp.mode == "train"
+            from rlhf_mcore.mcore.mtp import MTPLearning
+
             options = replace(options, mtp=MTPLearning(alone, 1.0 if alone else cfg.mtp.loss_coef, temperature))
         if isinstance(cfg, ActorConfig) and cfg.freeze:
             trained = trained_names(spec.geometry, cfg.freeze)

@@ -1,12 +1,15 @@
 """Model families, one module each. A module of this package that has a ``FAMILY`` is one; nothing else names it.
 
-Nothing here imports torch, so that configuration can ask for a family's sizes and refusals.
+A module is found by its name, which is transformers' ``model_type`` and the name of the architecture in small letters, and imported
+when it is asked for. Nothing here imports torch, so that configuration can ask for a family's sizes and refusals.
 """
 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 from rlhf_mcore.families.base import DECODER, EXPERT_BIAS, HIDDEN, ONE, VOCAB, Family, Rule
@@ -28,22 +31,53 @@ HEADS = {
     "token": Head("ForTokenClassification", (_SCORE, Rule("output_layer.bias", "replicated", {"score.bias": (ONE,)}))),
     "sequence": Head("ForSequenceClassification", (_SCORE,)),
 }
-FAMILIES: dict[str, Family] = {}
-ARCHITECTURES: dict[str, tuple[Family, str]] = {}  # architecture of a Hugging Face config -> family and kind of head
 # Stands for an architecture that is not supported, where only sizes under the usual keys are asked for.
 UNSUPPORTED = Family("unsupported", "", DECODER)
 
 
-def discover() -> None:
-    """Make the families of this package known, by their names and by their architectures."""
-    for module in pkgutil.iter_modules(__path__):
-        family: Family | None = getattr(import_module(f"{__name__}.{module.name}"), "FAMILY", None)
-        if family is not None:
-            FAMILIES[family.name] = family
-            ARCHITECTURES.update({family.architecture + head.suffix: (family, kind) for kind, head in HEADS.items()})
+@cache
+def _modules(*paths: str) -> tuple[str, ...]:
+    return tuple(module.name for module in pkgutil.iter_modules(paths))
 
 
-discover()
+class _Families(Mapping[str, Family]):
+    """Families by name."""
+
+    def __getitem__(self, name: str) -> Family:
+        if name in _modules(*__path__):
+            family: Family | None = getattr(import_module(f"{__name__}.{name}"), "FAMILY", None)
+            if family is not None:
+                return family
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in _modules(*__path__) if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Architectures(Mapping[str, tuple[Family, str]]):
+    """Families and kinds of head by the architectures of Hugging Face configs."""
+
+    def __getitem__(self, architecture: str) -> tuple[Family, str]:
+        for kind, head in HEADS.items():
+            stem = architecture.removesuffix(head.suffix)
+            for name in _modules(*__path__) if stem != architecture else ():
+                if name.removesuffix("_text").replace("_", "") == stem.lower().replace("_", ""):
+                    family = FAMILIES.get(name)
+                    if family is not None and family.architecture == stem:
+                        return family, kind
+        raise KeyError(architecture)
+
+    def __iter__(self) -> Iterator[str]:
+        return (family.architecture + head.suffix for family in FAMILIES.values() for head in HEADS.values())
+
+    def __len__(self) -> int:
+        return len(FAMILIES) * len(HEADS)
+
+
+FAMILIES, ARCHITECTURES = _Families(), _Architectures()
 
 
 def outer_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[Rule, list[Rule]]:

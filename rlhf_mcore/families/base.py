@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_mcore.families.delta import DeltaNet
-from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
 from rlhf_mcore.families.refusals import rotation_problems, unsupported_keys, window_problems
 from rlhf_mcore.families.sizes import (
     head_dim,
@@ -24,9 +22,13 @@ from rlhf_mcore.families.sizes import (
     rotary,
     size,
 )
-from rlhf_mcore.families.windows import Windows
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.types import ModelGeometry
+
+if TYPE_CHECKING:
+    from rlhf_mcore.families.delta import DeltaNet
+    from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
+    from rlhf_mcore.families.windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,9 +457,8 @@ class Family:
 
     def _absent_ffn(self, hf_config: Fields) -> int | None:
         """Of a family whose layers all have experts, and whose config.json has no size of another MLP."""
-        mixture = self.mixture
-        is_all = isinstance(mixture, Mixture) and mixture.shared_ffn and not mixture.has_dense_layers
-        return size(hf_config, "moe_intermediate_size") if is_all else None
+        replaces = self.mixture is not None and self.mixture.replaces_mlp
+        return size(hf_config, "moe_intermediate_size") if replaces else None
 
     def _has_qk_norm(self, hf_config: Fields) -> bool:
         return bool(self.qk_norm_key) and hf_config.flag(self.qk_norm_key, default=False)

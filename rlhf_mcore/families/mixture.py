@@ -21,6 +21,11 @@ class Mixture:
     renormalises: bool = False  # where that is absent
     shared_ffn: int = 0  # intermediate size of the shared expert, where its key is absent; 0: a family without one
 
+    @property
+    def replaces_mlp(self) -> bool:
+        """Whether config.json has no size of another MLP."""
+        return bool(self.shared_ffn) and not self.has_dense_layers
+
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
         """Fields of a geometry."""
         shared = size(hf_config, "shared_expert_intermediate_size", self.shared_ffn) if self.shared_ffn else 0
@@ -66,6 +71,7 @@ class SigmoidMixture:
     """
 
     states_groups: bool = False
+    replaces_mlp: ClassVar[bool] = False
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
         """Fields of a geometry: none where all layers are dense."""

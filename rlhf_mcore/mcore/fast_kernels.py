@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
-from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet
+
+if TYPE_CHECKING:
+    from rlhf_mcore.mcore.delta_net import DeltaKernels
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -24,12 +26,17 @@ def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConf
         return
     if config.params_dtype not in HALVES or torch.cuda.get_device_capability()[0] < 8:
         return
-    varlen, delta = _varlen_attention(config), _delta_kernels(config)
+    modules, varlen = list(modules), _varlen_attention(config)
     for module in modules:
         if isinstance(module, SDPACoreAttention):
             module.varlen = varlen
-        elif isinstance(module, GatedDeltaNet):
-            module.fla = delta
+    if config.linear_key_head_dim:
+        from rlhf_mcore.mcore.delta_net import GatedDeltaNet
+
+        delta = _delta_kernels(config.linear_key_head_dim)
+        for module in modules:
+            if isinstance(module, GatedDeltaNet):
+                module.fla = delta
 
 
 def _varlen_attention(config: TransformerConfig) -> Any:
@@ -49,9 +56,9 @@ def _varlen_attention(config: TransformerConfig) -> Any:
     return varlen_attn if takes and torch.backends.cuda.is_flash_attention_available() else None
 
 
-def _delta_kernels(config: TransformerConfig) -> DeltaKernels | None:
-    """Return those of flash-linear-attention, 0.4.2 or later; None where it is not installed."""
-    if not config.linear_key_head_dim or config.linear_key_head_dim > 256:
+def _delta_kernels(key_dim: int) -> DeltaKernels | None:
+    """Return those of flash-linear-attention, 0.4.2 or later; None where it is not installed, or has none for heads of this size."""
+    if key_dim > 256:
         return None
     try:
         from fla.modules.convolution import causal_conv1d
@@ -60,4 +67,6 @@ def _delta_kernels(config: TransformerConfig) -> DeltaKernels | None:
         return None
     if any("cu_seqlens_cpu" not in inspect.signature(x).parameters for x in (causal_conv1d, chunk_gated_delta_rule)):
         return None
+    from rlhf_mcore.mcore.delta_net import DeltaKernels
+
     return DeltaKernels(causal_conv1d, chunk_gated_delta_rule)

@@ -9,8 +9,6 @@ from megatron.core.optimizer import Adam
 
 from rlhf_mcore.expected_kernels import FLA, FUSED_ADAM, MEGATRON, OURS, TE, TORCH, VARLEN
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
-from rlhf_mcore.mcore.delta_net import GatedDeltaNet
-from rlhf_mcore.mcore.mixture import routers
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.mcore.weights import unwrap
@@ -32,9 +30,14 @@ def live_kernels(model: MegatronModel) -> dict[str, str]:
         "gradient accumulation": "fused" if config.gradient_accumulation_fusion else TORCH,
         "cross entropy": OURS if model.spec.geometry.head == "lm" else "none",
     }
-    if (delta := _first(chunk, GatedDeltaNet)) is not None:
-        found["gated delta nets"] = TORCH if delta.fla is None else FLA
+    if config.linear_attention_freq:
+        from rlhf_mcore.mcore.delta_net import GatedDeltaNet
+
+        if (delta := _first(chunk, GatedDeltaNet)) is not None:
+            found["gated delta nets"] = TORCH if delta.fla is None else FLA
     if config.num_moe_experts:
+        from rlhf_mcore.mcore.mixture import routers
+
         kind = config.moe_token_dispatcher_type
         backend = "" if kind != "flex" else f" ({config.moe_flex_dispatcher_backend})"
         grouped = config.moe_grouped_gemm and next(routers(model.chunks), None) is not None

@@ -16,7 +16,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mlp_module_spec_for_backend,
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -31,9 +30,6 @@ from megatron.core.transformer.transformer_layer import (
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.mcore.attention import add_parts
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
-from rlhf_mcore.mcore.delta_net import delta_net_spec
-from rlhf_mcore.mcore.latent import LatentAttention, local_attention_spec
-from rlhf_mcore.mcore.mixture import BiasedExpertOutput, Router, taking_turns
 from rlhf_mcore.mcore.norms import NormedAdd, RMSNorm
 from rlhf_mcore.platform.megatron_versions import submodules_of
 
@@ -70,8 +66,10 @@ def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: boo
         _use_delta_net(layer, te)
     else:
         add_parts(layer.self_attention, config, family)
-    if moe and family.has_stacked_experts:
-        _use_stacked_experts(layer)
+    if moe:
+        from rlhf_mcore.mcore.mixture import use_mixture
+
+        use_mixture(layer.mlp, family)
     _place_norms(layer, config, family)
     return spec
 
@@ -86,6 +84,8 @@ def norm_and_linear(kind: str) -> tuple[type[torch.nn.Module], type[torch.nn.Mod
 
 
 def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
+    from rlhf_mcore.mcore.delta_net import delta_net_spec
+
     backend: Any = LocalSpecProvider()
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -93,13 +93,6 @@ def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
 
         layer.input_layernorm, backend = TENorm, TESpecProvider()
     layer.self_attention = delta_net_spec(backend.column_parallel_linear(), backend.row_parallel_linear())
-
-
-def _use_stacked_experts(layer: TransformerLayerSubmodules) -> None:
-    experts = submodules_of(submodules_of(layer.mlp).experts)
-    experts.linear_fc1 = taking_turns(experts.linear_fc1)
-    if experts.linear_fc2 is RowParallelLinear:
-        experts.linear_fc2 = BiasedExpertOutput
 
 
 def _place_norms(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:
@@ -127,9 +120,9 @@ def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleS
         multi_latent_attention=config.multi_latent_attention,
     )
     if config.multi_latent_attention:
+        from rlhf_mcore.mcore.latent import LatentAttention
+
         spec.submodules.self_attention.module = LatentAttention
-    if moe:
-        submodules_of(spec.submodules.mlp).router = Router
     if family.norms == "outputs":  # and none is a part of the linear layers
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
@@ -143,10 +136,11 @@ def _local_spec(config: TransformerConfig, family: Family, *, moe: bool) -> Modu
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     if moe:  # one expert after the other
         mlp = get_moe_module_spec_for_backend(backend, config.num_moe_experts, moe_grouped_gemm=False)
-        submodules_of(mlp).router = Router
     else:
         mlp = get_mlp_module_spec_for_backend(backend=backend)
     if config.multi_latent_attention:
+        from rlhf_mcore.mcore.latent import local_attention_spec
+
         attention = local_attention_spec(RMSNorm, SDPACoreAttention)
     else:
         submodules = SelfAttentionSubmodules(

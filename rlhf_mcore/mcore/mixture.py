@@ -8,13 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families.base import Family
 from rlhf_mcore.mcore.weights import unwrap
+from rlhf_mcore.platform.megatron_versions import submodules_of
 
 
 class Router(TopKRouter):
@@ -100,6 +102,24 @@ def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
     """The routers of a model's chunks, layer by layer; not those of MTP layers."""
     for chunk in chunks:
         yield from (module for module in unwrap(chunk).decoder.modules() if isinstance(module, Router))
+
+
+def keep_biases_whole(modules: Iterable[torch.nn.Module]) -> None:
+    """Keep the biases of experts in fp32, where the weights of a model have been made 16 bits."""
+    for module in modules:
+        if isinstance(module, Router):
+            module._maintain_float32_expert_bias()
+
+
+def use_mixture(mlp: ModuleSpec, family: Family) -> None:
+    """Give a specification of Megatron's mixture the router, and experts in the form of a family."""
+    parts = submodules_of(mlp)
+    parts.router = Router
+    if family.has_stacked_experts:
+        experts = submodules_of(parts.experts)
+        experts.linear_fc1 = taking_turns(experts.linear_fc1)
+        if experts.linear_fc2 is RowParallelLinear:
+            experts.linear_fc2 = BiasedExpertOutput
 
 
 def taking_turns(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import (
@@ -24,14 +24,11 @@ from torch import Tensor
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.mcore.ends import ScalarHead, defer_logits, scale_embeddings
-from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
-from rlhf_mcore.mcore.mixture import Router, move_expert_biases, routers
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.momentum import Locate
-from rlhf_mcore.mcore.mtp import MTPLearning, add_mtp_layers, mtp_loss, sum_embedding_gradients
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
@@ -47,6 +44,10 @@ from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.parts import Gradients, Part
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable
 from rlhf_mcore.types import LocalParameter, Microbatch
+
+if TYPE_CHECKING:
+    from rlhf_mcore.mcore.mixture import Router
+    from rlhf_mcore.mcore.mtp import MTPLearning
 
 Metrics = dict[str, Tensor]
 # Both are called on the last pipeline stage only, with the model's outputs for one microbatch.
@@ -86,6 +87,14 @@ class MegatronModel:
     def local_parameters(self) -> list[LocalParameter]:
         """Every tensor of the model on this rank. See :func:`rlhf_mcore.mcore.weights.local_parameters`."""
         return local_parameters(self.chunks, self.groups.layout)
+
+    def _routers(self) -> Iterator[Router]:
+        """Return the routers of all layers but MTP layers; of a dense model none, which does not load them."""
+        if not self.spec.geometry.num_experts:
+            return iter(())
+        from rlhf_mcore.mcore.mixture import routers
+
+        return routers(self.chunks)
 
     def add_optimizer(self, cfg: OptimizerConfig, locate: Locate = lambda *_: []) -> None:
         """The weights must be loaded: master weights are copied from them. Collective over the model's ranks."""
@@ -157,6 +166,8 @@ class MegatronModel:
             # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
             metrics = {"loss": value.detach().clone(), **metrics}
             if self.mtp is not None:
+                from rlhf_mcore.mcore.mtp import mtp_loss
+
                 added, sums = mtp_loss(self, outputs, microbatch, self._inputs.packed(microbatch), self.mtp)
                 value, metrics = value + added, {**metrics, **sums}
             return value, torch.zeros([], dtype=torch.int), metrics
@@ -164,14 +175,14 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()  # type: ignore[operator]
-        for router in routers(self.chunks):
+        for router in self._routers():
             device = self.platform.device()
             router.assigned = torch.zeros(router.num_experts, device=device) if self.expert_bias_rate else None
         if self.aux_loss_coef:
             # The load-balancing loss is a mean over the tokens of the update, and its sums begin at zero.
             local = {"tokens": float(sum(sum(m.lengths) for m in microbatches))}
             num_tokens = reduce_sums(local, self.groups.collection.dp)["tokens"]
-            for router in routers(self.chunks):
+            for router in self._routers():
                 router.balance_weight = self.aux_loss_coef / max(num_tokens, 1.0)
                 router.balance_sum = 0.0
         with self._gathering_weights():
@@ -204,7 +215,9 @@ class MegatronModel:
         outcome = self.optimizer.step(lr)
         self._has_stale_weights |= outcome.updated and self.overrides.wants("overlap_param_gather")
         if outcome.updated and self.expert_bias_rate:
-            move_expert_biases(routers(self.chunks), self.expert_bias_rate, self.groups.collection.tp_dp_cp)
+            from rlhf_mcore.mcore.mixture import move_expert_biases
+
+            move_expert_biases(self._routers(), self.expert_bias_rate, self.groups.collection.tp_dp_cp)
         return outcome
 
     def load_balance(self) -> float:
@@ -212,7 +225,7 @@ class MegatronModel:
 
         Collective over the model's ranks.
         """
-        held = [(r.balance_weight, r.balance_sum) for r in routers(self.chunks) if isinstance(r.balance_sum, Tensor)]
+        held = [(r.balance_weight, r.balance_sum) for r in self._routers() if isinstance(r.balance_sum, Tensor)]
         sums = torch.stack([value for _, value in held]).tolist() if held else []
         local = sum(weight * value for (weight, _), value in zip(held, sums, strict=True))
         return reduce_sums({"balance": local}, self.groups.collection.intra_dist_opt)["balance"]
@@ -320,6 +333,8 @@ def _finalize(
     """Reduce gradients. The losses are divided by the global count already, so the token count is not passed to Megatron."""
     finalize_model_grads(chunks, None, **kwargs)
     if copies_embedding:
+        from rlhf_mcore.mcore.mtp import sum_embedding_gradients
+
         sum_embedding_gradients(chunks, kwargs["pg_collection"].embd)
 
 
@@ -387,11 +402,15 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         if options.freeze is not None:
             options.freeze(chunks)
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
-        for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
-            module._maintain_float32_expert_bias()
         modules = [module for chunk in chunks for module in chunk.modules()]
+        if spec.geometry.num_experts:
+            from rlhf_mcore.mcore.mixture import keep_biases_whole
+
+            keep_biases_whole(modules)
         tell_of_padding(modules)
         if platform.name == "cuda":
+            from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
+
             use_fast_kernels(modules, config)
         # Or Megatron would move it with every gradient, over its globals.
         config.moe_router_enable_expert_bias = False
@@ -441,6 +460,8 @@ def _build_chunk(
     elif last:
         defer_logits(chunk.output_layer, groups.collection.tp)
     if options.mtp is not None:
+        from rlhf_mcore.mcore.mtp import add_mtp_layers
+
         family = FAMILIES[spec.geometry.family]
         add_mtp_layers(chunk, spec.geometry, groups, options.layer_spec, family, alone=options.mtp.alone)
     if spec.geometry.kv_lora_rank:

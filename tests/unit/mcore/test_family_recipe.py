@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,21 +38,16 @@ pytestmark = [
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines of the recipe's module, which is found among the families as if it were a file of the package."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Adding a model family")[2]
     name, text = re.findall(r"rlhf_mcore/families/(\w+)\.py`:\n\n```python\n(.*?)```", page, re.S)[0]
     assert name == "seed_oss" and name not in families.FAMILIES
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / f"{name}.py").write_text(text)
-    before = dict(families.FAMILIES), dict(families.ARCHITECTURES)
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "more")])
-    families.discover()
     monkeypatch.setitem(models.MODELS, name, (SeedOssForCausalLM, SeedOssConfig, {}))
-    yield text.splitlines()
-    for known, old in zip((families.FAMILIES, families.ARCHITECTURES), before, strict=True):
-        known.clear()
-        known.update(old)
+    return text.splitlines()
 
 
 def test_a_cousin_is_one_file_of_a_few_lines(recipe: list[str], tmp_path: Path, groups: ModelGroups) -> None:
