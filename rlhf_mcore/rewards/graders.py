@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.choices import registering
@@ -34,9 +34,11 @@ from rlhf_mcore.rewards.answers import (
 )
 from rlhf_mcore.rewards.forms import canonical, is_same, names_differ, read_answer
 from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, parse_number
-from rlhf_mcore.rewards.pools import Pools, local_pool
+from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
 from rlhf_mcore.rewards.shape import Language, Length, Pattern
-from rlhf_mcore.rewards.symbolic import Equivalence, Verdict
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rewards.symbolic import Equivalence
 
 __all__ = [
     "GRADERS",
@@ -173,6 +175,8 @@ class MathGrader:
             elif is_same(*forms, ask=lambda *_: True):
                 open_questions.setdefault((truth, answer), []).append(index)
         if open_questions and self._equivalence is None:
+            from rlhf_mcore.rewards.symbolic import Equivalence
+
             self._equivalence = Equivalence(self._workers, self._pools)
         judged = self._equivalence.submit(list(open_questions)) if self._equivalence is not None else list
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MAX_LOST_IN_A_ROW = 10  # after so many items without an answer, the others would be waited for in vain
 MAX_WORKERS = 8  # by default; a function that waits for a server wants more
 
+Verdict = tuple[float, "str | None"]  # a grade, and why there is none: timeout | error
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:

@@ -16,8 +16,7 @@ from rlhf_mcore.config.rules.reward import rule_problems, service_problems
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
-from rlhf_mcore.rewards.pools import Pools, local_pool
-from rlhf_mcore.rewards.symbolic import Verdict
+from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 

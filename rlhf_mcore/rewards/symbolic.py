@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.rewards.pools import Pools, WorkerLimits, default_workers, local_pool
+from rlhf_mcore.rewards.pools import Pools, Verdict, WorkerLimits, default_workers, local_pool
 
 if TYPE_CHECKING:
     from rlhf_mcore.rewards.worker import Call
@@ -29,8 +29,6 @@ _EXPLOSIVE = re.compile(
     r"|[0-9]{4}[\s)}]*!|!\s*[)}]*\s*!"
     r"|binom\s*\{?\s*[0-9]{5}"
 )
-
-Verdict = tuple[float, "str | None"]  # 1 or 0, and why there is none: timeout | error
 
 
 class Equivalence:

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -28,8 +28,6 @@ from rlhf_mcore.config.rules.data import SCANNED_ROWS
 from rlhf_mcore.config.schema import Config, DataConfig, JudgeConfig, RewardConfig, RuleConfig
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
-from rlhf_mcore.rewards.code import require_isolation
-from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
 from rlhf_mcore.rewards.forms import canonical
 from rlhf_mcore.rewards.pools import NoResults, Pools, local_pool
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
@@ -276,7 +274,7 @@ def _check_reward(cfg: Config, name: str, pools: Pools) -> str | None:
         )
     found = (
         f"{what_scores(cfg.reward)} gives none of {len(report.tried)} ground truths of {name} the full mark; the first is "
-        f"{_short(first.prompt.ground_truth)} ({first.place})"
+        f"{shortened(first.prompt.ground_truth)} ({first.place})"
     )
     if opaque:
         return f"{found}. If it expects another form than usual, all is well; `rlhf-mcore reward-test` shows what it was given"
@@ -287,13 +285,16 @@ def _check_reward(cfg: Config, name: str, pools: Pools) -> str | None:
 
 
 def _refuse_unreadable_tests(cfg: RewardConfig, rows: Sequence[Row], name: str) -> None:
+    if scores_alone(cfg):
+        return
     problems = []
-    for row in rows:
-        if not scores_alone(cfg) and any(rule.name == "code" for rule in _comparing(cfg, row.prompt)):
-            try:
-                read_tests(row.prompt.ground_truth)
-            except UNREADABLE as error:
-                problems.append(f"{row.place}: {_short(row.prompt.ground_truth)} ({error})")
+    for row in [row for row in rows if any(rule.name == "code" for rule in _comparing(cfg, row.prompt))]:
+        from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
+
+        try:
+            read_tests(row.prompt.ground_truth)
+        except UNREADABLE as error:
+            problems.append(f"{row.place}: {shortened(row.prompt.ground_truth)} ({error})")
     if problems:
         raise ConfigError(
             f"{len(problems)} of {len(rows)} rows of {name} that were tried have no tests that the reward rule code can read; the "
@@ -307,6 +308,8 @@ def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) 
     prompts = (Prompt("", 0, [], "", data_source=source) for source in sources.elements())
     check_sources(prompts, cfg.sources, name)
     if any(rule.name == "code" for source in sources for rule in rules_for(source, cfg.rules, cfg.sources)):
+        from rlhf_mcore.rewards.code import require_isolation
+
         require_isolation(cfg.sandbox.minimum)
 
 
@@ -321,68 +324,8 @@ def answered_text(rows: Sequence[Row], name: str) -> str | None:
     )
 
 
-def as_text(report: Report, shown: int = 10) -> str:
-    """A table of the data sources, and the first disagreements under it."""
-    header = ("data source", "rows", "truth right", "empty right", "others right", "no score")
-    table: list[tuple[str, ...]] = [header]
-    for source in sorted({row.prompt.data_source for row in report.rows}):
-        held, tried, wrong, empty, others = (
-            [row for row in rows if row.prompt.data_source == source]
-            for rows in (report.rows, report.tried, report.wrong_truths, report.paid_empty, report.paid_others)
-        )
-        scores = [score for row in held for score in (row.truth, row.empty, row.other) if score is not None]
-        right = f"{len(tried) - len(wrong)} of {len(tried)}" if tried else "not known"
-        without = sum(score.failure is not None for score in scores)
-        table.append((source, *map(str, (len(held), right, len(empty), len(others), without))))
-    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-    lines = [f"{report.key}: {len(report.rows)} of {report.seen} rows", ""]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    if warning := answered_text(report.rows, report.key):
-        lines += ["", f"warning: {warning}"]
-    if report.tops and not report.is_sound:
-        tops = ", ".join(f"{top:g}" + f" ({source})" * (len(report.tops) > 1) for source, top in report.tops.items())
-        lines += ["", f"right is the highest score that a ground truth has: {tops}"]
-    lines += _disagreements("ground truths that are not right", report.wrong_truths, "truth", shown)
-    lines += _disagreements("empty responses that are right", report.paid_empty, "empty", shown)
-    lines += _disagreements("answers of other rows that are right", report.paid_others, "other", shown)
-    return "\n".join(lines)
-
-
-def _disagreements(title: str, rows: Sequence[Row], kind: str, shown: int) -> Iterator[str]:
-    if rows:
-        yield f"\n{title} ({len(rows)}):"
-    told: list[tuple[str, str, str]] = []
-    for row in rows:
-        score = getattr(row, kind)
-        said = "" if kind == "empty" else f", response {_short(getattr(row, f'{kind}_text'))}"
-        parts = "".join(f", {name} {value:g}" for name, value in score.parts.items())
-        cause, error = "", ""
-        if score.failure:
-            cause = f" ({score.cause or score.failure})"
-            error = cause.replace(repr(row.prompt.prompt_id), "")
-        text = f"ground truth {_short(row.prompt.ground_truth)}{said}: {score.value:g}{parts}{cause}"
-        told.append((row.place, text, error))
-    lines = once_each(told)
-    yield from (f"  {line}" for _, line in lines[:shown])
-    if rest := sum(count for count, _ in lines[shown:]):
-        yield f"  and {rest} more"
-
-
-def once_each(found: Iterable[tuple[str, str, str]]) -> list[tuple[int, str]]:
-    """Lines of rows, each with the number of rows that it is of: where an error repeats, one line, which tells of the first row.
-
-    ``found``: a row's place, what is told of it, and by what it is the same error as another's ("": none).
-    """
-    groups: dict[str | int, list[tuple[str, str]]] = {}
-    for number, (place, text, error) in enumerate(found):
-        groups.setdefault(error or number, []).append((place, text))
-    return [
-        (len(rows), f"{f'{len(rows)} rows, the first is ' if len(rows) > 1 else ''}{rows[0][0]}: {rows[0][1]}")
-        for rows in groups.values()
-    ]
-
-
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """Return a value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"
 

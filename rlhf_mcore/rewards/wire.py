@@ -13,8 +13,6 @@ from typing import Any
 
 from rlhf_mcore.rewards.pools import Outcome
 
-MAX_ITEMS = 4096  # of a request
-MAX_ITEM_BYTES = 2**23  # of its JSON, the whole conversation of an episode among it
 MAX_ANSWER_BYTES = 2**15  # of one score
 MAX_ERROR_CHARS = 2000
 _MAX_PARTS = 64
@@ -50,29 +48,6 @@ def read_scores(value: Any, count: int) -> list[Outcome]:
     if len(scores) != count:
         raise WireError(f"has {len(scores)} scores for {count} responses")
     return [_read_score(entry, f"scores[{index}]") for index, entry in enumerate(scores)]
-
-
-def read_items(value: Any) -> list[dict[str, Any]]:
-    """Read the items of a request.
-
-    Raises:
-        WireError: they are not as the head of this module shows them.
-    """
-    items = value.get("items") if isinstance(value, Mapping) else None
-    if not isinstance(items, list):
-        raise WireError("has no list 'items'")
-    if len(items) > MAX_ITEMS:
-        raise WireError(f"has {len(items)} items; {MAX_ITEMS} are the most")
-    for index, item in enumerate(items):
-        if not isinstance(item, Mapping):
-            raise WireError(f"items[{index}] is no object")
-        if not isinstance(item.get("solution_str"), str):
-            raise WireError(f"items[{index}] has no text 'solution_str'")
-        if not isinstance(item.get("data_source", ""), str) or not isinstance(item.get("prompt", ""), str):
-            raise WireError(f"items[{index}]: 'data_source' and 'prompt' have to be texts")
-        if not isinstance(item.get("extra_info", {}), Mapping):
-            raise WireError(f"items[{index}]: 'extra_info' has to be an object")
-    return items
 
 
 def excerpt(text: bytes) -> str:

@@ -35,10 +35,22 @@ def test_a_dense_family_is_certified(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all_ranks_and_begins_no_other_family(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "certify", "--quick", "--families", "llama,olmo2", "--out", "out"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf_mcore.cli.main",
+        "certify",
+        "--quick",
+        "--families",
+        "llama,olmo2",
+        "--out",
+        "out",
+    ]
     own = environment(tmp_path)
     with started(command, tmp_path, own) as certify:
-        certify.wait_for(lambda: sum(_name_of(pid).startswith("rank ") for pid in descendants(certify.process.pid)) == 2)
+        certify.wait_for(
+            lambda: sum(_name_of(pid).startswith("rank ") for pid in descendants(certify.process.pid)) == 2
+        )
         certify.process.send_signal(number)
         printed = certify.end(60)
     assert certify.process.returncode == 128 + number, printed

@@ -88,9 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with exit_codes.ended_by_signals():
             for family in families:
                 began = time.monotonic()
-                document["families"][family] = rows = _family(family, folder / family, ranks, bool(gpus), quick=args.quick)
+                document["families"][family] = rows = _family(
+                    family, folder / family, ranks, bool(gpus), quick=args.quick
+                )
                 problems = [problem for row in rows for problem in judge(row)]
-                say(f"{family}: {len(rows)} layouts in {time.monotonic() - began:.0f} s, {'; '.join(problems) or 'all agree'}")
+                say(
+                    f"{family}: {len(rows)} layouts in {time.monotonic() - began:.0f} s, {'; '.join(problems) or 'all agree'}"
+                )
                 write_atomically(kept, json.dumps(document, indent=1).encode())
             document["resume"] = _resume(families[0], folder / families[0], ranks)
         say(f"resume: {document['resume']['verdict']}")

@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.cli.progress import working
     from rlhf_mcore.commands.reward_test.environment import try_environment
+    from rlhf_mcore.commands.reward_test.report import as_text, once_each
     from rlhf_mcore.config.derive import short_episodes
     from rlhf_mcore.config.hub import DATA_KEYS, localize
     from rlhf_mcore.config.implied import grades
@@ -57,7 +58,7 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.config.validate import reward_and_data_problems
     from rlhf_mcore.rewards.reward import what_scores
-    from rlhf_mcore.rewards.trial import as_text, once_each, read_sample, refuse_unknown_sources, try_reward
+    from rlhf_mcore.rewards.trial import read_sample, refuse_unknown_sources, try_reward
 
     cfg = load_config(path, overrides, without_model=True)
     localize(cfg, DATA_KEYS)

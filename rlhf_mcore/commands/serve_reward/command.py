@@ -57,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env: str | None) -> None:
     from rlhf_mcore.cli.reward_pools import reward_pools
+    from rlhf_mcore.commands.serve_reward.server import RewardServer, check_host, serve
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.rewards.http_pool import token_of
     from rlhf_mcore.rewards.reward import build_reward, what_scores
-    from rlhf_mcore.rewards.server import RewardServer, check_host, serve
 
     cfg = load_config(path, overrides, without_model=True).reward  # a file may have nothing but the reward
     token = token_of(token_env, "--token-env")

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.commands.serve_reward.server import RewardServer, check_host
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig, RuleConfig
 from rlhf_mcore.rewards import http_pool
 from rlhf_mcore.rewards.reward import build_reward
-from rlhf_mcore.rewards.server import RewardServer, check_host
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
 from tests.unit.rewards.http_server import (

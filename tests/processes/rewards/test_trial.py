@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli.main import main
+from rlhf_mcore.commands.reward_test.report import as_text
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config, DataConfig, RewardConfig, RuleConfig
 from rlhf_mcore.rewards import trial
-from rlhf_mcore.rewards.trial import Report, as_text, check_reward, read_sample, try_reward
+from rlhf_mcore.rewards.trial import Report, check_reward, read_sample, try_reward
 from rlhf_mcore.sandbox.processes import descendants
 
 NUMBERS = ["42", "7", "1,234", "-3", "0.5", "18", "19", "20"]

@@ -253,7 +253,9 @@ def test_deterministic_attention_is_torchs_in_strict_mode_in_both_passes(
             assert torch.get_deterministic_debug_mode() == WARNS
         results.append([out.detach(), *(x.grad for x in learned)])
         use_fast_kernels([core], config)
-        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **options: Attention.apply(q, k, v, options))
+        monkeypatch.setattr(
+            F, "scaled_dot_product_attention", lambda q, k, v, **options: Attention.apply(q, k, v, options)
+        )
     for found, expected in zip(*results, strict=True):
         assert found is not None and found.equal(expected) and found.any()
     assert set(Attention.modes) == {("forward", STRICT), ("backward", STRICT)}

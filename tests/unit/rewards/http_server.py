@@ -13,9 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
+from rlhf_mcore.commands.serve_reward.server import RewardServer
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.rewards.reward import build_reward
-from rlhf_mcore.rewards.server import RewardServer
 from rlhf_mcore.types import Score, Trajectory
 
 

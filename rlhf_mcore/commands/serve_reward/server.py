@@ -1,4 +1,4 @@
-"""A reward behind HTTP: ``POST /score`` as ``rlhf_mcore.rewards.wire`` describes it, and ``GET /health``."""
+"""Serve a reward over HTTP: ``POST /score`` as ``rlhf_mcore.rewards.wire`` describes it, and ``GET /health``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.wire import MAX_ERROR_CHARS, WireError, read_items, read_json
+from rlhf_mcore.rewards.reward import text_only
+from rlhf_mcore.rewards.wire import MAX_ERROR_CHARS, WireError, read_json
 from rlhf_mcore.types import Prompt, Score
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import RewardFunction
 
 MAX_REQUEST_BYTES = 2**26
-MAX_REQUESTS = 64  # that are scored at a time; others are asked to come again
+MAX_ITEMS = 4096  # of a request
+MAX_REQUESTS = 64  # that are scored at a time; others are asked to try again
 BODY_TIMEOUT_S = 60.0  # for a client to send a request
 
 
@@ -55,7 +57,7 @@ class RewardServer:
         self._threads = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="score")
 
     def application(self) -> web.Application:
-        """What an HTTP server runs."""
+        """Build what an HTTP server runs."""
         application = web.Application(client_max_size=MAX_REQUEST_BYTES)
         application.add_routes([web.post("/score", self._score), web.get("/health", self._health)])
         return application
@@ -89,8 +91,6 @@ class RewardServer:
         return web.json_response({"scores": [_answer(score) for score in scores]})
 
     def _scores(self, items: Sequence[Mapping[str, Any]]) -> list[Score]:
-        from rlhf_mcore.rewards.reward import text_only
-
         rows = []
         for number, item in enumerate(items):
             # A function that draws random numbers is seeded by the prompt's name: the same for the same response.
@@ -101,6 +101,29 @@ class RewardServer:
             prompt.extra_info = dict(item.get("extra_info", {}))
             rows.append(text_only(prompt, item["solution_str"]))
         return self._reward.score(rows) if rows else []
+
+
+def read_items(value: Any) -> list[dict[str, Any]]:
+    """Read the items of a request.
+
+    Raises:
+        WireError: they are not as the head of this module shows them.
+    """
+    items = value.get("items") if isinstance(value, Mapping) else None
+    if not isinstance(items, list):
+        raise WireError("has no list 'items'")
+    if len(items) > MAX_ITEMS:
+        raise WireError(f"has {len(items)} items; {MAX_ITEMS} are the most")
+    for index, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise WireError(f"items[{index}] is no object")
+        if not isinstance(item.get("solution_str"), str):
+            raise WireError(f"items[{index}] has no text 'solution_str'")
+        if not isinstance(item.get("data_source", ""), str) or not isinstance(item.get("prompt", ""), str):
+            raise WireError(f"items[{index}]: 'data_source' and 'prompt' have to be texts")
+        if not isinstance(item.get("extra_info", {}), Mapping):
+            raise WireError(f"items[{index}]: 'extra_info' has to be an object")
+    return items
 
 
 def serve(server: RewardServer, host: str, port: int, tell: Callable[[str], None]) -> None:
