@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 F = TypeVar("F")
 
@@ -63,10 +66,10 @@ class Grader:
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A place where metrics go beside metrics.jsonl (``observability/trackers.py``)."""
+    """A place where metrics go beside metrics.jsonl."""
 
-    package: str = ""  # that has to be installed, by ``pip install rlhf_mcore[<name of the tracker>]``
-    module: str = ""  # that is imported, where it is not the package
+    package: str  # that has to be installed, by ``pip install rlhf_mcore[<name of the tracker>]``
+    class_path: str  # under rlhf_mcore.observability.services; it is made with an ``observability.trackers.TrackedRun``
 
 
 ADVANTAGES = {
@@ -101,12 +104,12 @@ GRADERS = {
     "code": Grader(options=("partial", "max_tests", "test_s", "total_s")),
 }
 TRACKERS = {
-    "tensorboard": Tracker("tensorboard", "torch.utils.tensorboard"),
-    "wandb": Tracker("wandb"),
-    "mlflow": Tracker("mlflow"),
-    "trackio": Tracker("trackio"),
-    "comet": Tracker("comet_ml"),
-    "swanlab": Tracker("swanlab"),
+    "tensorboard": Tracker("tensorboard", "tensorboard:TensorboardTracker"),
+    "wandb": Tracker("wandb", "wandb:WandbTracker"),
+    "mlflow": Tracker("mlflow", "mlflow:MlflowTracker"),
+    "trackio": Tracker("trackio", "trackio:TrackioTracker"),
+    "comet": Tracker("comet_ml", "comet:CometTracker"),
+    "swanlab": Tracker("swanlab", "swanlab:SwanlabTracker"),
 }
 
 # What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
@@ -175,3 +178,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 MTP_TRAINED = ("train", "joint")  # of actor.mtp.mode: the layers learn
+
+
+def find_trackers() -> dict[str, EntryPoint]:
+    """Return where the class of each tracker is: of those above, and of those that installed packages bring."""
+    from importlib.metadata import EntryPoint, entry_points  # takes a while, and no other choice needs it
+
+    group, folder = "rlhf_mcore.trackers", "rlhf_mcore.observability.services"
+    points = {name: EntryPoint(name, f"{folder}.{declared.class_path}", group) for name, declared in TRACKERS.items()}
+    for point in entry_points(group=group):
+        points.setdefault(point.name, point)
+    return points

@@ -31,7 +31,9 @@ PROFILE = "profile"
 TRACKED_AS = "tracker_run_id"  # what trackers know the run by: in a file, for a run that is resumed
 MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
 _REMEDY = "move the file away: the run's record then begins anew"
-OWN_DIRECTORIES = (ROLLOUTS, *TRACKERS, LOGS, PROFILE, "archive", "quarantine", "pins")
+OTHER_TRACKERS = "trackers"  # a folder for each that another package brings
+_RECORDS = (ROLLOUTS, *TRACKERS, OTHER_TRACKERS)  # folders that go with the metrics
+OWN_DIRECTORIES = (*_RECORDS, LOGS, PROFILE, "archive", "quarantine", "pins")
 
 
 class DirectoryLock:
@@ -140,13 +142,12 @@ class RunDirectory:
         (self.path / TRACKED_AS).unlink(missing_ok=True)
         if self.metrics_path.exists() and not self.metrics_path.stat().st_size:
             self.metrics_path.unlink()
-            for name in TRACKERS:
+            for name in (*TRACKERS, OTHER_TRACKERS):
                 shutil.rmtree(self.path / name, ignore_errors=True)
-        folders = (ROLLOUTS, *TRACKERS)
-        names = ([f"metrics.{n}.jsonl", *(f"{folder}.{n}" for folder in folders)] for n in count(1))
+        names = ([f"metrics.{n}.jsonl", *(f"{folder}.{n}" for folder in _RECORDS)] for n in count(1))
         kept = ([self.path / name for name in group] for group in names)
         metrics, *set_aside = next(paths for paths in kept if not any(path.exists() for path in paths))
-        for folder, aside in zip(folders, set_aside, strict=True):
+        for folder, aside in zip(_RECORDS, set_aside, strict=True):
             if (self.path / folder).is_dir():
                 (self.path / folder).rename(aside)
         return self.metrics_path.rename(metrics) if self.metrics_path.exists() else None

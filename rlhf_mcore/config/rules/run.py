@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from os.path import exists, isdir
 from pathlib import Path
 
-from rlhf_mcore.config.choices import TRACKERS
+from rlhf_mcore.config.choices import TRACKERS, find_trackers
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.schema import Config, LoggingConfig
@@ -33,12 +33,12 @@ def path_problems(cfg: Config) -> Iterator[str]:
 def tracker_problems(cfg: LoggingConfig) -> Iterator[str]:
     """Trackers that there are not, or whose package is not installed."""
     for name in wanted_trackers(cfg):
-        if (declared := TRACKERS.get(name)) is None:
-            meant = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.5)
-            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(TRACKERS)}"
+        if name not in TRACKERS and name not in (known := find_trackers()):
+            meant = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(known)}"
             yield f"logging.trackers has {name!r}, which is no tracker; {hint}"
-        elif declared.package and find_spec(declared.package) is None:
+        elif name in TRACKERS and find_spec(package := TRACKERS[name].package) is None:
             yield FileProblem(
-                f"logging.trackers has {name!r}, and its package {declared.package} is not installed; "
+                f"logging.trackers has {name!r}, and its package {package} is not installed; "
                 f"pip install 'rlhf_mcore[{name}]', or remove it from logging.trackers"
             )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-_BLOCK = re.compile(r"^`(\S+\.py)`(?:, in `(\w+)`)?:\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^(?:In .*, )?`(\S+\.py)`(?:, in `(\w+)`)?:\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 USE_ALL = """
 import json, pathlib
@@ -48,7 +48,7 @@ print(json.dumps({
     "package": rlhf_mcore.__file__,
     "loss": loss.item(), "gradient": logprobs.grad.tolist()[0],
     "grades": [grade("it is 42.", "42"), grade("it is 41.", "42")],
-    "csv": pathlib.Path("p/e/csv/metrics.csv").read_text(),
+    "csv": pathlib.Path("p/e/trackers/csv/metrics.csv").read_text(),
 }))
 """
 
@@ -61,10 +61,10 @@ def recipe(title: str) -> str:
 
 
 def follow(copy: Path, section: str) -> None:
-    """Add each block to the file that the page names: at the end of the table or class it names, else of the file."""
+    """Add each block to the file that the page names, a new one too: at the end of the table or class it names, else of the file."""
     for name, inside, code in _BLOCK.findall(section):
         file = copy / name
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
         start = re.search(rf"^(class )?{inside}\b", text, re.MULTILINE) if inside else None
         if start is None:
             file.write_text(f"{text}\n\n{code}", encoding="utf-8")
@@ -84,6 +84,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "docs" / "configuration.md", folder / "docs")
     for title in ("A policy loss", "A grader", "A tracker"):
         follow(folder, recipe(title))
+    (group, line), *others = re.findall(r'^\[project\.entry-points\."(\S+)"\]\n(.*)', recipe("A tracker"), re.MULTILINE)
+    assert not others
+    installed = folder / "my_trackers-1.dist-info"  # as pip makes it of the page's pyproject.toml
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-trackers\nVersion: 1\n", encoding="utf-8")
+    (installed / "entry_points.txt").write_text(f"[{group}]\n{line.replace(chr(34), '')}\n", encoding="utf-8")
     return folder
 
 
@@ -118,7 +124,5 @@ def test_the_pages_name_what_is_added(copy: Path) -> None:
         "  # policy_loss: ppo_clip # loss of the policy: ppo_clip | gspo | cispo | vanilla | path/to/file.py:name\n"
         in base
     )
-    assert "where metrics go too: tensorboard, wandb, mlflow, trackio, comet, swanlab, csv" in base
     assert "`cispo`, `vanilla` or `path/to/file.py:name`" in page
     assert "`contains`" in next(line for line in page.splitlines() if line.startswith("| `reward.rules[*].name` |"))
-    assert "swanlab, csv" in next(line for line in page.splitlines() if line.startswith("| `logging.trackers` |"))

@@ -11,7 +11,8 @@ import pytest
 from rlhf_mcore.commands.evaluate.results import PartFile
 from rlhf_mcore.observability.files import FullDiskError, keep_steps
 from rlhf_mcore.observability.run_directory import RunDirectory, write_rollouts
-from rlhf_mcore.observability.trackers import JsonlTracker, TensorboardTracker, TrackedRun
+from rlhf_mcore.observability.services.tensorboard import TensorboardTracker
+from rlhf_mcore.observability.trackers import JsonlTracker, TrackedRun
 from tests.small_disk import small_disk
 
 SIZE = 256 * 1024

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,19 +13,18 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from rlhf_mcore.config.choices import TRACKERS as DECLARED
-from rlhf_mcore.config.choices import Tracker
+from rlhf_mcore.config.choices import TRACKERS
 from rlhf_mcore.config.rules.run import tracker_problems
 from rlhf_mcore.config.schema import Config, LoggingConfig
 from rlhf_mcore.config.schema.run import wanted_trackers
+from rlhf_mcore.observability import trackers
 from rlhf_mcore.observability.files import FullDiskError
 from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.services.tensorboard import TensorboardTracker
 from rlhf_mcore.observability.trackers import (
-    TRACKERS,
     BackgroundTracker,
     JsonlTracker,
     MultiTracker,
-    TensorboardTracker,
     TrackedRun,
     build_trackers,
 )
@@ -163,8 +163,8 @@ class Misbehaving:
 def test_whatever_a_tracker_does_is_one_warning(
     fails_in: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DECLARED, "bad", Tracker("no_such_package" if fails_in == "import" else ""))
-    monkeypatch.setitem(TRACKERS, "bad", Misbehaving)
+    path = "no_such_package:Tracker" if fails_in == "import" else f"{__name__}:Misbehaving"
+    monkeypatch.setattr(trackers, "find_trackers", lambda: {"bad": EntryPoint("bad", path, "any")})
     monkeypatch.setattr(Misbehaving, "fails_in", fails_in)
     monkeypatch.setattr(Misbehaving, "released", Event())
     warnings: list[str] = []
@@ -180,12 +180,9 @@ def test_whatever_a_tracker_does_is_one_warning(
 
 def test_a_run_keeps_its_id_until_it_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[TrackedRun] = []
-
-    class Noting(Misbehaving):
-        def __init__(self, run: TrackedRun) -> None:
-            made.append(run)
-
-    monkeypatch.setitem(TRACKERS, "tensorboard", Noting)
+    monkeypatch.setattr(Misbehaving, "__init__", lambda self, run: made.append(run))
+    noting = EntryPoint("tensorboard", f"{__name__}:Misbehaving", "any")
+    monkeypatch.setattr(trackers, "find_trackers", lambda: {"tensorboard": noting})
     cfg, run = (
         Config(project="p", experiment="e", output_dir=str(tmp_path)),
         RunDirectory.create(str(tmp_path), "p", "e"),
@@ -203,7 +200,6 @@ def test_a_run_keeps_its_id_until_it_begins_anew(tmp_path: Path, monkeypatch: py
 
 
 def test_trackers_are_known_and_their_packages_are_installed_before_anything_starts() -> None:
-    assert set(TRACKERS) == set(DECLARED)
     logging = LoggingConfig(trackers=["tensorboard", "wandbb", "swanlab"])
     assert list(tracker_problems(logging)) == [
         "logging.trackers has 'wandbb', which is no tracker; did you mean wandb?",
@@ -217,10 +213,16 @@ def test_trackers_are_known_and_their_packages_are_installed_before_anything_sta
     assert earlier == [["wandb", "tensorboard"], []]
 
 
+@pytest.mark.parametrize("name", TRACKERS)
+def test_the_class_of_a_tracker_is_where_its_declaration_tells(name: str) -> None:
+    pytest.importorskip(TRACKERS[name].package)
+    assert {"log", "close"} <= vars(trackers.find_trackers()[name].load()).keys()
+
+
 def test_several_trackers_are_all_told_and_all_closed() -> None:
-    trackers = [FakeTracker(), FakeTracker(fails=True), FakeTracker()]
-    multi = MultiTracker(trackers)
+    fakes = [FakeTracker(), FakeTracker(fails=True), FakeTracker()]
+    multi = MultiTracker(fakes)
     multi.log(1, {"a": 1})
     with pytest.raises(OSError, match="cannot close"):
         multi.close()
-    assert [tracker.events for tracker in trackers] == [[(1, {"a": 1}), "closed"]] * 3
+    assert [fake.events for fake in fakes] == [[(1, {"a": 1}), "closed"]] * 3
