@@ -6,9 +6,9 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +24,12 @@ class Ragged(Generic[Array]):
     """Any number of values for each of N tokens, or none: those of token k follow those of the tokens before it."""
 
     counts: Array  # [N] int32
-    values: Array  # [sum of counts]
+    values: Array  # [sum of counts, ...]
+
+
+# What there is of each of N tokens, in numpy where engines draw and in torch where models learn: [N, ...], or any number of values.
+Recorded = Union["NDArray[Any]", "Ragged[NDArray[Any]]"]
+Field = Union["Tensor", "Ragged[Tensor]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +227,9 @@ class Completion:
     trajectory: Trajectory | None = None
     num_cached: int | None = None
     support: Ragged[NDArray[np.int32]] | None = None
+    fields: Mapping[str, Recorded] = field(
+        default_factory=dict
+    )  # what else the engine recorded of the N tokens, by name
 
 
 LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of turns of the policy, of time
@@ -281,6 +289,7 @@ class Trajectory:
     support: Ragged[NDArray[np.int32]] | None = (
         None  # as a completion's; tokens that the policy has not sampled have none
     )
+    fields: Mapping[str, Recorded] = field(default_factory=dict)  # those of completions; zeros, or no values, elsewhere
 
     @property
     def sampled_ids(self) -> NDArray[np.int32]:
@@ -350,6 +359,8 @@ class TrainBatch:
     versions: Tensor | None = None
     # Ids int32 of the tokens that top-k and top-p had left to draw each sampled token from; no ids: from all. None: all tokens so
     support: Ragged[Tensor] | None = None
+    # By name, what else engines have recorded of the tokens, and roles computed: losses and estimators declare which of it they read.
+    fields: dict[str, Field] = field(default_factory=dict)
     policy_version: int = 0  # of the weights at the start of the step's updates
     ref_logprobs: Tensor | None = (
         None  # [N] float32, as all that follow zero outside loss_mask; of all tokens of the vocabulary
@@ -373,6 +384,33 @@ class TrainBatch:
     def num_rows(self) -> int:
         """B."""
         return len(self.lengths)
+
+    def field_of_tokens(self, name: str) -> Field:
+        """Return a field by its name: one of ``fields``, or of the optional ones above.
+
+        Raises:
+            KeyError: the batch has no such field.
+        """
+        value = self.fields[name] if name in self.fields else getattr(self, name) if name in TOKEN_FIELDS else None
+        if value is None:
+            raise KeyError(name)
+        return value
+
+
+# Those of a TrainBatch that are of its tokens.
+TOKEN_FIELDS = (
+    *(
+        "rollout_logprobs",
+        "turn_rewards",
+        "versions",
+        "support",
+        "ref_logprobs",
+        "old_logprobs",
+        "log_mass",
+        "old_values",
+    ),
+    *("correction", "rewards", "advantages", "returns"),
+)
 
 
 @dataclass(slots=True)

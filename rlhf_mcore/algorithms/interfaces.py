@@ -5,18 +5,22 @@ A function of a user's own file has the same signature as the ones here: see doc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.choices import registering
+from rlhf_mcore.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_mcore.algorithms.rows import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
+    from rlhf_mcore.types import Field, TrainBatch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class AdvantageInputs:
     old_values: Tensor | None = None  # [N] float32: value of the state before a token; with a critic
     # [B] float32: value of the state after the last token; with bootstrap_truncated
     bootstrap_values: Tensor | None = None
+    fields: Mapping[str, Field] = field(default_factory=dict)  # [N, ...] by name, those that the estimator ``reads``
 
 
 @dataclass(slots=True)
@@ -59,6 +64,9 @@ class LossInputs:
     weights: Tensor
     sequence_ids: Tensor  # int64: which sequence of the microbatch a token belongs to, 0 <= id < num_sequences
     num_sequences: int
+    fields: Mapping[str, Field] = field(
+        default_factory=dict
+    )  # by name, those that the loss ``reads``, [..., k] or ragged
 
 
 AdvantageEstimator = Callable[[AdvantageInputs, "AlgorithmConfig"], Advantages]
@@ -71,3 +79,38 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {}
 # Decorators: the function is the one that ``algorithm.advantage: name`` or ``algorithm.policy_loss: name`` chooses.
 advantage_estimator = registering(ADVANTAGE_ESTIMATORS, choices.ADVANTAGES)
 policy_loss = registering(POLICY_LOSSES, choices.POLICY_LOSSES)
+
+
+def reads(*names: str) -> Callable[[F], F]:
+    """Declare the fields of tokens that a loss or an estimator reads, beside those that all are given: ``@reads("teacher_logprobs")``.
+
+    They arrive in ``fields`` of its inputs: what engines have recorded, what roles computed, or an optional field of
+    :class:`~rlhf_mcore.types.TrainBatch`.
+    """
+
+    def declare(function: F) -> F:
+        function.reads = names  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def fields_read(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names that ``reads`` has declared for a function."""
+    return getattr(function, "reads", ())
+
+
+def pick_fields(batch: TrainBatch, function: Callable[..., Any], chosen_by: str) -> dict[str, Field]:
+    """Return the fields of a batch that a function reads.
+
+    Raises:
+        ConfigError: the batch lacks one; ``chosen_by`` is the setting that has chosen the function.
+    """
+    try:
+        return {name: batch.field_of_tokens(name) for name in fields_read(function)}
+    except KeyError as error:
+        there = ", ".join(batch.fields) or "none"
+        raise ConfigError(
+            f"{chosen_by} reads {error.args[0]!r} of every token, which no role computes and no engine records here "
+            f"(there is: {there}); choose another function, or configure the role that computes it"
+        ) from None

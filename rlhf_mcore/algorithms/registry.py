@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import TYPE_CHECKING, TypeVar
 
 # Importing a module adds its functions to the tables.
@@ -49,6 +50,7 @@ def _find(table: dict[str, F], name: str, key: str) -> F:
 def _checked(function: AdvantageEstimator, name: str) -> AdvantageEstimator:
     """A user's estimator whose result is checked at once."""
 
+    @wraps(function)
     def estimate(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
         result = function(inputs, cfg)
         if not isinstance(result, Advantages):

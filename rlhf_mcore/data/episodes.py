@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, replace
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -13,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_mcore.types import Completion, Prompt, Ragged, Score, Trajectory, Turn
+from rlhf_mcore.types import Completion, Field, Prompt, Ragged, Recorded, Score, Trajectory, Turn
 
-_SUPPORT = ("support_counts", "support_ids")  # in a file of trajectories, where there is a support
+# Names in a file of trajectories: the two parts of a support, and the beginning of those of fields that engines recorded.
+_SUPPORT = ("support_counts", "support_ids")
+_FIELD, _COUNTS, _VALUES = "field.", "counts.", "values."
 
 
 def episode(
@@ -30,8 +33,8 @@ def episode(
     ``rewards``: of each completion, where turns have their own.
 
     Raises:
-        ValueError: the prompt has no tokens, so that nothing predicts the first token of the policy; or the number of logprobs of a
-            completion is not that of its tokens.
+        ValueError: the prompt has no tokens, so that nothing predicts the first token of the policy; the number of logprobs of a
+            completion, or of what else the engine recorded, is not that of its tokens; or completions have different fields.
     """
     where = f"prompt {prompt.prompt_id!r}, sample {sample}"
     stop = len(prompt.prompt_ids)
@@ -68,21 +71,65 @@ def episode(
         num_prefilled=num_prefilled,
         num_cached=num_cached,
         support=_support(len(prompt.prompt_ids), written),
+        fields=_fields(where, len(prompt.prompt_ids), written),
     )
 
 
 def _support(prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]) -> Ragged[NDArray[np.int32]] | None:
     """Of an episode: that of the policy's tokens, and none of the prompt's and the environment's. None where no engine recorded it."""
-    counts, values = [np.zeros(prompt_tokens, np.int32)], [np.zeros(0, np.int32)]
+    none = Ragged(np.zeros(0, np.int32), np.zeros(0, np.int32))
+    parts: list[Recorded] = [_blank(none, prompt_tokens)]
     for part in written:
         if not isinstance(part, Completion):
-            counts.append(np.zeros(len(part), np.int32))
+            parts.append(_blank(none, len(part)))
         elif part.support is None:
             return None
         else:
-            counts.append(part.support.counts)
-            values.append(part.support.values)
-    return Ragged(np.concatenate(counts), np.concatenate(values))
+            parts.append(part.support)
+    joined = _joined(parts)
+    assert isinstance(joined, Ragged)
+    return joined
+
+
+def _fields(where: str, prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]) -> dict[str, Recorded]:
+    """What an engine recorded of the policy's tokens of an episode, and blanks for the prompt's and the environment's."""
+    completions = [part for part in written if isinstance(part, Completion)]
+    names = completions[0].fields.keys() if completions else ()
+    for completion in completions:
+        if completion.fields.keys() != names:
+            raise ValueError(f"{where}: the engine recorded {sorted(names)} and then {sorted(completion.fields)}")
+        for name, values in completion.fields.items():
+            if _num_tokens(values) != len(completion.token_ids):
+                raise ValueError(
+                    f"{where}: the engine gave {name} of {_num_tokens(values)} tokens for {len(completion.token_ids)} response tokens"
+                )
+    fields = {}
+    for name in names:
+        like = completions[0].fields[name]
+        parts = [part.fields[name] if isinstance(part, Completion) else _blank(like, len(part)) for part in written]
+        fields[name] = _joined([_blank(like, prompt_tokens), *parts])
+    return fields
+
+
+def _num_tokens(values: Recorded) -> int:
+    return len(values.counts if isinstance(values, Ragged) else values)
+
+
+def _blank(like: Recorded, num_tokens: int) -> Recorded:
+    """Zeros for so many tokens, or no values, in the form of ``like``."""
+    if isinstance(like, Ragged):
+        return Ragged(np.zeros(num_tokens, np.int32), like.values[:0])
+    return np.zeros((num_tokens, *like.shape[1:]), like.dtype)
+
+
+def _joined(parts: Sequence[Recorded]) -> Recorded:
+    """Fields of tokens back to back."""
+    if isinstance(parts[0], Ragged):
+        ragged = [part for part in parts if isinstance(part, Ragged)]
+        return Ragged(
+            np.concatenate([part.counts for part in ragged]), np.concatenate([part.values for part in ragged])
+        )
+    return np.concatenate([part for part in parts if not isinstance(part, Ragged)])
 
 
 def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -100,6 +147,28 @@ def flat_support(trajectories: Sequence[Trajectory]) -> Ragged[Tensor]:
     counts = [np.zeros(len(t.token_ids), np.int32) if t.support is None else t.support.counts for t in trajectories]
     values = [none if t.support is None else t.support.values for t in trajectories]
     return Ragged(*(torch.from_numpy(np.concatenate([none, *parts])) for parts in (counts, values)))
+
+
+def recorded_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
+    """What engines recorded of the tokens of trajectories, back to back, by name: [N, ...], or ragged.
+
+    Raises:
+        ValueError: two trajectories do not have the same fields.
+    """
+    names = trajectories[0].fields.keys() if trajectories else ()
+    if other := next((t for t in trajectories if t.fields.keys() != names), None):
+        raise ValueError(
+            f"prompt {other.prompt.prompt_id!r}, sample {other.sample}: engines recorded {sorted(other.fields)} of its tokens, and "
+            f"{sorted(names)} of others"
+        )
+    fields: dict[str, Field] = {}
+    for name in names:
+        joined = _joined([t.fields[name] for t in trajectories])
+        if isinstance(joined, Ragged):
+            fields[name] = Ragged(torch.from_numpy(joined.counts), torch.from_numpy(joined.values))
+        else:
+            fields[name] = torch.from_numpy(joined)
+    return fields
 
 
 def token_versions(trajectories: Sequence[Trajectory]) -> Tensor:
@@ -137,6 +206,11 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
     if any(t.support is not None for _, t in rows):
         support = flat_support([t for _, t in rows])
         flat |= dict(zip(_SUPPORT, (support.counts.numpy(), support.values.numpy()), strict=True))
+    for name, values in recorded_fields([t for _, t in rows]).items():
+        if isinstance(values, Ragged):
+            flat |= {_COUNTS + name: values.counts.numpy(), _VALUES + name: values.values.numpy()}
+        else:
+            flat[_FIELD + name] = values.numpy()
     return safetensors.numpy.save(flat, metadata={"records": json.dumps(records)})
 
 
@@ -148,13 +222,14 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
     """
     try:
         flat = safetensors.numpy.load(content)
-        support = Ragged(*(flat.pop(name) for name in _SUPPORT)) if _SUPPORT[0] in flat else None
-        ends = [] if support is None else [0, *support.counts.cumsum(dtype=np.int64).tolist()]
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         records = json.loads(header["__metadata__"]["records"])
-        found: dict[int, list[Trajectory]] = {}
+        lengths = [record["length"] for record in records]
+        supports = _cut(Ragged(*(flat.pop(name) for name in _SUPPORT)), lengths) if _SUPPORT[0] in flat else []
+        recorded = _recorded_of_rows(flat, lengths)
+        groups: dict[int, list[Trajectory]] = {}
         start = 0
-        for record in records:
+        for number, record in enumerate(records):
             own = slice(start, start := start + record["length"])
             prompt = prompts[record["group"]]
             if "prompt" in record:
@@ -171,16 +246,42 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
                 response_text=record["text"],
                 finish_reason=record["finish_reason"],
                 score=Score(**score) if (score := record.get("score")) else None,
-                support=support and Ragged(support.counts[own], support.values[ends[own.start] : ends[own.stop]]),
+                support=supports[number] if supports else None,
+                fields={name: parts[number] for name, parts in recorded.items()},
             )
-            found.setdefault(record["group"], []).append(trajectory)
+            groups.setdefault(record["group"], []).append(trajectory)
     except (safetensors.SafetensorError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"it holds no trajectories ({type(error).__name__}: {error})") from error
-    if support is not None and (len(ends) != start + 1 or ends[-1] != len(support.values)):
-        raise ValueError(f"it names {ends[-1]} tokens that were drawn from and holds another number of them")
-    if any(start != len(field) for field in flat.values()):
+    if any(start != len(values) for values in flat.values()):
         raise ValueError(f"it names {start} tokens and holds another number of them")
-    return found
+    return groups
+
+
+def _recorded_of_rows(flat: dict[str, NDArray[Any]], lengths: Sequence[int]) -> dict[str, list[Any]]:
+    """Fields that engines recorded, row by row; counts and values leave ``flat``."""
+    recorded: dict[str, list[Any]] = {}
+    for name in list(flat):
+        if name.startswith(_FIELD):
+            recorded[name.removeprefix(_FIELD)] = np.split(flat[name], np.cumsum(lengths)[:-1])
+        elif name.startswith(_COUNTS):
+            own = name.removeprefix(_COUNTS)
+            recorded[own] = _cut(Ragged(flat.pop(name), flat.pop(_VALUES + own)), lengths)
+    return recorded
+
+
+def _cut(values: Ragged[NDArray[Any]], lengths: Sequence[int]) -> list[Ragged[NDArray[Any]]]:
+    """Rows of ``lengths`` tokens each.
+
+    Raises:
+        ValueError: it is of another number of tokens, or has another number of values than it counts.
+    """
+    if len(values.counts) != sum(lengths) or values.counts.sum() != len(values.values):
+        raise ValueError(
+            f"it counts {values.counts.sum()} values of {sum(lengths)} tokens and holds another number of them"
+        )
+    counts = np.split(values.counts, np.cumsum(lengths)[:-1])
+    parts = np.split(values.values, np.cumsum([part.sum() for part in counts])[:-1])
+    return [Ragged(*part) for part in zip(counts, parts, strict=True)]
 
 
 def turn_rewards(trajectories: Sequence[Trajectory]) -> Tensor:

@@ -30,9 +30,8 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
 from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_rows, rows_by_rank
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.types import LocalParameter, Microbatch, Ragged, TrainBatch
+from rlhf_mcore.types import Field, LocalParameter, Microbatch, Ragged, TrainBatch
 
-Field = Tensor | Ragged[Tensor]  # of the tokens of rows
 Update = Callable[[], dict[str, float]]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.algorithms.correction import RATIO_MODES, factors_of_microbatch
-from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss
+from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss, fields_read, pick_fields
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
@@ -19,8 +19,8 @@ from rlhf_mcore.data.collate import sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
 from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.roles.model import Field, Objective, RoleModel, TrainedModel, Update
-from rlhf_mcore.types import Microbatch, Ragged, TrainBatch
+from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update
+from rlhf_mcore.types import Field, Microbatch, Ragged, TrainBatch
 
 
 def logprobs_of(
@@ -102,7 +102,10 @@ class PolicyObjective(Objective):
         }
         if batch.old_logprobs is None and self.algorithm.rollout_correction.mode in RATIO_MODES:
             optional["rollout_logprobs"] = batch.rollout_logprobs
-        return {"advantages": batch.advantages} | {name: value for name, value in optional.items() if value is not None}
+        declared = pick_fields(batch, self.policy_loss, f"algorithm.policy_loss={self.algorithm.policy_loss}")
+        return {"advantages": batch.advantages, **declared} | {
+            name: value for name, value in optional.items() if value is not None
+        }
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         """Weighted sums throughout. Without ``old_logprobs`` the policy before the update is the present one: every ratio is 1.
@@ -137,6 +140,7 @@ class PolicyObjective(Objective):
             weights=corrected,
             sequence_ids=ids,
             num_sequences=count,
+            fields={name: (microbatch.ragged | fields)[name] for name in fields_read(self.policy_loss)},
         )
         policy, metrics = self.policy_loss(inputs, cfg)
         loss = policy

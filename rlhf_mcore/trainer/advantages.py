@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from rlhf_mcore.algorithms.correction import rollout_correction, staleness_factors, takes_part
-from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs
+from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs, pick_fields
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.kl_controller import KLController, build_kl_controller
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
@@ -101,6 +101,7 @@ class AdvantageComputer:
         inputs = AdvantageInputs(
             rewards, batch.loss_mask, rows, batch.group_ids, batch.truncated, batch.old_values, batch.bootstrap_values
         )
+        inputs.fields = pick_fields(batch, self.estimate, f"algorithm.advantage={self.cfg.advantage}")
         found = self.estimate(inputs, self.cfg)
         batch.advantages, batch.returns = found.advantages, found.returns
         if batch.old_values is None or found.returns is None:

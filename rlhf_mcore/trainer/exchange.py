@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,13 @@ import xxhash
 from torch import Tensor
 
 from rlhf_mcore.config.errors import shortened
-from rlhf_mcore.data.episodes import flat_fields, flat_support, token_versions, turn_rewards
+from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.ragged import Move, move_ragged, split_tokens
 from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
-from rlhf_mcore.types import FAILURES, Prompt, Ragged, Score, TrainBatch, Trajectory
+from rlhf_mcore.types import FAILURES, Field, Prompt, Ragged, Score, TrainBatch, Trajectory
 
 
 @dataclass(slots=True)
@@ -121,14 +122,22 @@ def exchange_rows(
 
     Raises:
         LostTrajectory: the ranks together do not have each of the B rows once, or a row is not what it was when it has arrived.
-        RuntimeError: a row has no finite score.
+        RuntimeError: a row has no finite score, or engines recorded other fields of it than of others.
     """
     num_rows, sent, support = len(group_ids), flat_fields(trajectories), flat_support(trajectories)
+    recorded: dict[str, Field] = {}
+    problem = ""
+    try:
+        recorded = recorded_fields(trajectories)
+    except ValueError as error:
+        problem = str(error)  # for all ranks
     if asynchronous:
         sent["versions"] = token_versions(trajectories)
     facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), _optional(t)) for t in trajectories]
     mine = torch.tensor(facts, dtype=torch.int64).reshape(-1, 5)
-    digests = row_digests(sent, mine[:, 0].tolist(), support)
+    digests = row_digests(
+        sent, mine[:, 0].tolist(), {_OWN + name: field for name, field in recorded.items()} | {"support": support}
+    )
     table = all_gather_rows(torch.cat([torch.from_numpy(numbers)[:, None], mine, digests[:, None]], dim=1))
     scores = all_gather_rows(scores)
     order = table[:, 0].argsort(stable=True)
@@ -148,8 +157,18 @@ def exchange_rows(
     own_support = None
     if (optional & _SUPPORTED).any():
         own_support = move_ragged(support, lengths.numpy(), holders.numpy(), owned, move)
+    own_fields: dict[str, Field] = {}
+    if (optional & _RECORDED).any():
+        recorded = _as_everywhere(recorded, problem, draws=bool(trajectories))
+        tensors = {own: values for own, values in recorded.items() if isinstance(values, Tensor)}
+        own_fields |= move(tensors, lengths.numpy(), holders.numpy(), owned)
+        for own, values in recorded.items():
+            if isinstance(values, Ragged):
+                own_fields[own] = move_ragged(values, lengths.numpy(), holders.numpy(), owned, move)
     checked = {name: values for name, values in moved.items() if name != "turn_rewards"}
-    changed = rows[row_digests(checked, lengths[rows].tolist(), own_support) != digests[rows]].tolist()
+    others = {_OWN + name: field for name, field in own_fields.items()}
+    arrived = row_digests(checked, lengths[rows].tolist(), others | ({"support": own_support} if own_support else {}))
+    changed = rows[arrived != digests[rows]].tolist()
     if lost := sorted(row for found in all_gather_json(changed) for row in found):
         raise LostTrajectory(
             f"{len(lost)} trajectories have arrived at another rank as something else than was sent, the first is that of "
@@ -169,29 +188,61 @@ def exchange_rows(
         turn_rewards=moved.get("turn_rewards"),
         versions=moved.get("versions"),
         support=own_support,
+        fields=own_fields,
     )
 
 
-_REWARDED, _SUPPORTED = 1, 2  # what a row may have beside its tokens: rewards of turns, a support
+# What a row may have beside its tokens: rewards of turns, a support, what engines recorded.
+_REWARDED, _SUPPORTED, _RECORDED = 1, 2, 4
+_OWN = "recorded "  # before the name of a field that an engine recorded, where it is beside ours
 
 
 def _optional(trajectory: Trajectory) -> int:
     rewarded = any(turn.reward for turn in trajectory.turns)
-    return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None)
+    recorded = _RECORDED * bool(trajectory.fields)
+    return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None) + recorded
 
 
-def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int], support: Ragged[Tensor] | None = None) -> Tensor:
-    """Hash of all fields [N] of each row, whose tokens are back to back: [rows] int64. A row without a support has none in it."""
-    flat = [fields[name].numpy() for name in sorted(fields)]
-    supports = None if support is None else split_tokens(support, lengths)
+def _as_everywhere(recorded: dict[str, Field], problem: str, *, draws: bool) -> dict[str, Field]:
+    """The fields that every rank has, of no tokens where this one draws nothing. Collective over the world.
+
+    Raises:
+        RuntimeError: on every rank, rows have different fields, or a rank has a problem.
+    """
+
+    def form(field: Field) -> list[Any]:
+        values = field.values if isinstance(field, Ragged) else field
+        return [isinstance(field, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape[1:])]
+
+    ranks = all_gather_json([problem, {name: form(recorded[name]) for name in sorted(recorded)} if draws else None])
+    if problems := [of_rank for of_rank, _ in ranks if of_rank]:
+        raise RuntimeError(problems[0])
+    forms, *others = [of_rank for _, of_rank in ranks if of_rank is not None]
+    if different := [other for other in others if other != forms]:
+        raise RuntimeError(f"engines recorded different fields of their tokens: {forms} and {different[0]}")
+    if draws:
+        return recorded
+    blanks: dict[str, Field] = {}
+    for name, (is_ragged, dtype, shape) in forms.items():
+        values = torch.zeros(0, *shape, dtype=getattr(torch, dtype))
+        blanks[name] = Ragged(torch.zeros(0, dtype=torch.int32), values) if is_ragged else values
+    return blanks
+
+
+def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int], others: Mapping[str, Field]) -> Tensor:
+    """Hash all fields of each row, whose tokens are back to back: [rows] int64. Ragged ones without a value leave no trace."""
+    tensors = dict(fields) | {name: field for name, field in others.items() if isinstance(field, Tensor)}
+    flat = [tensors[name].numpy() for name in sorted(tensors)]
+    ragged = [split_tokens(field, lengths) for _, field in sorted(others.items()) if isinstance(field, Ragged)]
     digests, start = np.empty(len(lengths), np.uint64), 0
     for row, length in enumerate(lengths):
         digest = xxhash.xxh3_64()
         for values in flat:
             digest.update(values[start : start + length].tobytes())
-        if supports is not None and len(supports[row].values):
-            digest.update(supports[row].counts.numpy().tobytes())
-            digest.update(supports[row].values.numpy().tobytes())
+        for parts in ragged:
+            if len(parts[row].values):
+                digest.update(parts[row].counts.numpy().tobytes())
+                digest.update(parts[row].values.numpy().tobytes())
         digests[row], start = digest.intdigest(), start + length
     return torch.from_numpy(digests.view(np.int64))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rlhf_mcore.types import Prompt, Score, TrainBatch, Trajectory
+    from rlhf_mcore.types import Field, Prompt, Score, TrainBatch, Trajectory
 
 
 class PromptSource(Protocol):
@@ -78,6 +78,8 @@ class Roles:
     reference: ReferenceModel | None = None
     warmup_steps: int = 0
     refresh_steps: int = 0
+    # What further models compute of the tokens of a batch before it is learned from, by the field that it fills: [N, ...]. Collective.
+    computes: Mapping[str, Callable[[TrainBatch], Field]] = field(default_factory=dict)
 
 
 class Source(Protocol):

@@ -137,6 +137,9 @@ class PolicyLearner:
                 if roles.refresh_steps and step > 1 and (step - 1) % roles.refresh_steps == 0:
                     roles.reference.refresh(roles.actor)
                 batch.ref_logprobs = roles.reference.compute_logprobs(batch)
+        for name, compute in roles.computes.items():
+            with timed(name):
+                batch.fields[name] = compute(batch)
         if roles.critic is not None:
             with timed("values"):
                 batch.old_values, batch.bootstrap_values = roles.critic.compute_values(batch)
