@@ -6,7 +6,6 @@ secrets in it. Ranks open it by the starter's process id, and import the schema,
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,31 +13,43 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import fit, types_of
 from rlhf_mcore.config.show import FromEnvironment
 
-Place = list[str | int]
+_ENVIRONMENT = "!environment"  # a text from there, and how it was written
+
+
+class _Dumper(yaml.SafeDumper):
+    """Plain values, and texts from the environment."""
+
+
+class _Loader(yaml.SafeLoader):
+    """What ``_Dumper`` writes."""
+
+
+_Dumper.add_representer(
+    FromEnvironment, lambda dumper, text: dumper.represent_sequence(_ENVIRONMENT, [str(text), text.shown])
+)
+_Loader.add_constructor(_ENVIRONMENT, lambda loader, node: FromEnvironment(*loader.construct_sequence(node)))
 
 
 @contextmanager
 def offer(cfg: Config) -> Iterator[Path]:
     """Offer ``cfg`` to processes that this one starts. Yields the path that they call ``receive`` with."""
-    tree = asdict(cfg)
-    document = {"values": tree, "environment": list(_from_environment(tree, []))}
     with os.fdopen(os.memfd_create("rlhf_mcore-config"), "w", encoding="utf-8") as file:
-        json.dump(document, file)
+        yaml.dump(asdict(cfg), file, _Dumper)
         file.flush()
         yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 def receive(path: str | Path) -> Config:
     """Build the configuration that the starter of this process offers."""
-    document = json.loads(Path(path).read_text(encoding="utf-8"))
-    for place, shown in document["environment"]:
-        _mark(document["values"], place, shown)
     cfg = Config()
-    _assign(cfg, document["values"])
+    text = Path(path).read_text(encoding="utf-8")
+    _assign(cfg, yaml.load(text, _Loader))  # noqa: S506 (a SafeLoader with one more tag)
     return cfg
 
 
@@ -49,18 +60,3 @@ def _assign(group: Any, values: dict[str, Any]) -> None:
             _assign(inner, value)
         else:
             vars(group)[name] = fit(value, types[name])
-
-
-def _from_environment(value: Any, place: Place) -> Iterator[tuple[Place, str]]:
-    """Places of texts that came from the environment, each with what is shown of it."""
-    if isinstance(value, FromEnvironment):
-        yield place, value.shown
-    elif isinstance(value, dict | list):
-        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _from_environment(child, [*place, name])
-
-
-def _mark(tree: Any, place: Place, shown: str) -> None:
-    for name in place[:-1]:
-        tree = tree[name]
-    tree[place[-1]] = FromEnvironment(tree[place[-1]], shown)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_parser import parse
+
+from rlhf_mcore.config.yaml_text import interpolated_texts
 
 MAX_INTERPOLATED_CHARACTERS = 2000
 MAX_REFERENCES = 200  # of one value, those of the values that it refers to included
@@ -22,8 +26,7 @@ def examine(value: Any) -> Interpolated:
     """What a value refers to.
 
     Raises:
-        ValueError: it is too long or too deep, or a reference is put together from others.
-        OmegaConfBaseException: it cannot be parsed.
+        ValueError: it is too long or too deep, cannot be parsed, or a reference is put together from others.
     """
     found = Interpolated(set(), [])
     for text in interpolated_texts(value):
@@ -35,6 +38,8 @@ def examine(value: Any) -> Interpolated:
             pending: list[Any] = [parse(text)]
         except RecursionError as error:
             raise ValueError("${...} is nested too deep") from error
+        except OmegaConfBaseException as error:
+            raise ValueError(str(error)) from error
         while pending:
             node = pending.pop()
             if hasattr(node, "resolverName"):
@@ -48,18 +53,6 @@ def examine(value: Any) -> Interpolated:
     return found
 
 
-def interpolated_texts(value: Any) -> Iterator[str]:
-    """The texts in a value that have something to resolve."""
-    if isinstance(value, str) and "${" in value:
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from interpolated_texts(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from interpolated_texts(item)
-
-
 def count_references(key: str, references: Mapping[str, list[str]], known: dict[str, int]) -> int:
     """References that have to be followed to resolve ``key``; at most about ``MAX_REFERENCES`` are counted.
 
@@ -69,17 +62,63 @@ def count_references(key: str, references: Mapping[str, list[str]], known: dict[
         known[key] = 1  # while it is counted: ends a cycle
         total = 0
         for reference in references.get(key, ()):
-            # Each leading dot is one group up. Places in lists are left out.
-            name = reference.lstrip(".")
-            dots = len(reference) - len(name)
-            name = name.partition("[")[0]
-            target = ".".join([*key.split(".")[:-dots], name]) if dots else name
-            total += 1 + sum(
-                count_references(other, references, known)
-                for other in references
-                if other == target or other.startswith((f"{target}.", f"{target}["))
-            )
+            total += 1 + sum(count_references(other, references, known) for other in _meant(key, reference, references))
             if total > MAX_REFERENCES:
                 break
         known[key] = total
     return known[key]
+
+
+def resolution_order(references: Mapping[str, list[str]]) -> list[str]:
+    """The keys of ``references``, each after those that it refers to; of a cycle in any order."""
+    order: dict[str, bool] = {}
+
+    def visit(key: str) -> None:
+        if key not in order:
+            order[key] = False  # ends a cycle
+            for reference in references[key]:
+                for other in _meant(key, reference, references):
+                    visit(other)
+            del order[key]
+            order[key] = True
+
+    for key in references:
+        visit(key)
+    return list(order)
+
+
+def _meant(key: str, reference: str, keys: Iterable[str]) -> list[str]:
+    """Which of ``keys`` a reference in the value of ``key`` reads: one key, or all in a group. Places in lists are left out."""
+    name = reference.lstrip(".")
+    dots = len(reference) - len(name)  # each is one group up
+    name = name.partition("[")[0]
+    target = ".".join([*key.split(".")[:-dots], name]) if dots else name
+    return [other for other in keys if other == target or other.startswith((f"{target}.", f"{target}["))]
+
+
+class Tree:
+    """Values by their dotted keys, some of which refer to others.
+
+    ``defaults`` has all keys, ``written`` those that refer.
+    """
+
+    def __init__(self, defaults: dict[str, Any], written: Mapping[str, Any]) -> None:
+        self._tree = OmegaConf.create(defaults)
+        for key, value in written.items():
+            self.set(key, value)
+
+    def set(self, key: str, value: Any) -> None:
+        """Put a value at a key."""
+        OmegaConf.update(self._tree, key, value, merge=False)
+
+    def resolve(self, key: str) -> Any:
+        """The value at a key as plain lists and tables, without references.
+
+        Raises:
+            ValueError: it does not resolve; the message is one line.
+        """
+        try:
+            value = OmegaConf.select(self._tree, key)
+            return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, RecursionError) as error:
+            raise ValueError(str(error).partition("\n")[0]) from error

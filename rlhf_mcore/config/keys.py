@@ -57,6 +57,12 @@ def value_of(cfg: Any, key: str) -> Any:
     return cfg
 
 
+def owner_of(cfg: Any, key: str) -> tuple[Any, str]:
+    """The group that holds a dotted key, and the key's name in it."""
+    group, _, name = key.rpartition(".")
+    return (value_of(cfg, group) if group else cfg), name
+
+
 def table_of(key: str) -> str | None:
     """The key whose value is a table of a user's own names, if ``key`` is a name in it (``actor.megatron.bucket_size``)."""
     while "." in key:

@@ -6,6 +6,7 @@ on what a document stands for, and are checked before it is built.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,15 @@ def _reason(error: Exception) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------- interpolations
+
+
+def interpolated_texts(value: Any) -> Iterator[str]:
+    """The texts in a value that have something to resolve."""
+    if isinstance(value, str) and "${" in value:
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from interpolated_texts(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from interpolated_texts(item)

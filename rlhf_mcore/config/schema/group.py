@@ -7,7 +7,7 @@ a number may have, and how keys go together, is validation's to say.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from numbers import Integral, Real
@@ -49,24 +49,29 @@ def types_of(kind: type) -> dict[str, Any]:
     return {item.name: Any | None if item.name in nullable else hints[item.name] for item in fields(kind)}
 
 
-def fit(value: Any, hint: Any) -> Any:
-    """The value as one of a key's type.
+def fit(value: Any, hint: Any, single: Callable[[Any, Any], Any] | None = None) -> Any:
+    """The value as one of a key's type. ``single`` converts what is neither a list nor a table, as ``load.from_text`` does.
 
     Raises:
         TypeError, ValueError, OverflowError: it is none.
     """
-    origin, inner = get_origin(hint), get_args(hint)
+    origin, inner, single = get_origin(hint), get_args(hint), single or _assigned
     if NoneType in inner:
-        return None if value is None else fit(value, next(kind for kind in inner if kind is not NoneType))
+        return None if value is None else fit(value, next(kind for kind in inner if kind is not NoneType), single)
     if origin is list:
-        return _fit_list(value, inner[0])
+        return [fit(item, inner[0], single) for item in _items(value)]
     if origin is dict:
         items = _as(Mapping, value).items()
-        return {_as(str, name): plain(held) if inner[1] is Any else fit(held, inner[1]) for name, held in items}
-    if hint is Any:  # the columns of files, of which some may have none
-        return value if isinstance(value, str) else _fit_list(value, Optional[str])
+        return {_as(str, name): plain(held) if inner[1] is Any else fit(held, inner[1], single) for name, held in items}
     if is_dataclass(hint):
-        return _fit_group(value, hint)
+        return _fit_group(value, hint, single)
+    return single(value, hint)
+
+
+def _assigned(value: Any, hint: Any) -> Any:
+    """A single value that was assigned in Python: of the key's type already, or a number of another library."""
+    if hint is Any:  # the columns of files, of which some may have none
+        return value if isinstance(value, str) else fit(value, list[Optional[str]])
     if hint is str:
         return value if isinstance(value, str) else os.fspath(_as(os.PathLike, value))
     value = unboxed(value)
@@ -81,7 +86,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     if depth > _MAX_DEPTH:
         raise ValueError("it is nested too deep")
     if isinstance(value, Mapping):
-        return {_as(str, name): plain(held, depth + 1) for name, held in value.items()}
+        return {_as((str, int, float), name): plain(held, depth + 1) for name, held in value.items()}
     if isinstance(value, list | tuple):
         return [plain(held, depth + 1) for held in value]
     if isinstance(value, os.PathLike):
@@ -94,22 +99,26 @@ def unboxed(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def _fit_list(value: Any, kind: Any) -> list[Any]:
+def _items(value: Any) -> list[Any] | tuple[Any, ...]:
+    """What a list is made of; a single value is a list of it."""
     if isinstance(value, str | os.PathLike | Mapping) or is_dataclass(value):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        value = _as(list, value.tolist() if hasattr(value, "tolist") else value)
-    return [fit(item, kind) for item in value]
+        return [value]
+    if isinstance(value, list | tuple):
+        return value
+    return list(_as(list, value.tolist() if hasattr(value, "tolist") else value))
 
 
-def _fit_group(value: Any, kind: Any) -> Any:
+def _fit_group(value: Any, kind: Any, single: Callable[[Any, Any], Any]) -> Any:
     """An item of a list may be a table, or the text of its first key: ``[math, {name: format, weight: 0.1}]``."""
     if isinstance(value, kind):
         return value
+    types = types_of(kind)
     if isinstance(value, str) and not is_tree(kind):
         return kind(value)
-    if isinstance(value, Mapping) and not is_tree(kind) and value.keys() <= types_of(kind).keys():
-        return kind(**value)
+    if isinstance(value, Mapping) and not is_tree(kind) and value.keys() <= types.keys():
+        if single is _assigned:  # as when each is assigned, which names the key that does not fit
+            return kind(**value)
+        return kind(**{name: fit(child, types[name], single) for name, child in value.items()})
     raise TypeError
 
 

@@ -22,6 +22,7 @@ SETTINGS = [
     "actor.megatron={bucket_size: 7, nested: {list: [1, 2.5, x]}}",
     "data.eval=[a.jsonl, '${oc.env:PLACE}/b.jsonl']",
     "experiment=${oc.env:SECRET}",
+    "environment.options={levels: {1: 0.5}, odd: '1.10'}",
     "actor.ranks=[0, 2]",
     "logging.trackers=[tensorboard]",
 ]
@@ -44,6 +45,7 @@ def test_a_document_is_the_configuration(workspace: Any, monkeypatch: pytest.Mon
     assert asdict(copy) == asdict(cfg)
     assert type(copy.reward.sources["gsm8k"][0]) is type(cfg.reward.rules[0])
     assert (copy.experiment, copy.data.eval[1]) == ("s3cret-value", "/scratch/place/b.jsonl")
+    assert copy.environment.options == {"levels": {1: 0.5}, "odd": "1.10"}
     assert to_yaml(copy) == to_yaml(cfg)
     assert "s3cret-value" not in to_yaml(copy)
 

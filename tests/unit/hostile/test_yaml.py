@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.differences import compare_configs
-from rlhf_mcore.config.load import SettingReader, load_config
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.settings import SettingReader
 from tests.unit.hostile.refusals import refusal
 
 

@@ -1,0 +1,217 @@
+"""What a user has set: keys, values and places, in the order of files and overrides.
+
+The value of a text field is the text as it was written: YAML would turn ``off`` into False, ``1.10`` into 1.1 and ``1e3`` into 1000.0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml  # type: ignore[import-untyped]
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, table_of
+from rlhf_mcore.config.other_names import hint, is_foreign_group
+from rlhf_mcore.config.show import redact_arguments
+from rlhf_mcore.config.yaml_text import Document, read_yaml_text
+from rlhf_mcore.foreign import shorten
+
+MAX_FILES = 32  # a configuration and all that it is based on
+BASE_KEY = "base"
+_NULL = "tag:yaml.org,2002:null"
+_REFERENCE = re.compile(r"\$\{[^:{}]+\}")
+_SUGGESTIONS = 20  # looking for the key that a misspelt one means takes milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key that a user has set. ``place`` is where, for messages ("configs/a.yaml:7", "override")."""
+
+    key: str
+    value: Any
+    place: str
+
+    @property
+    def source(self) -> str:
+        """The file, or the command line."""
+        return "" if self.place.startswith("override ") else self.place.rpartition(":")[0]
+
+
+class SettingReader:
+    """Collects settings, and problems instead of stopping at the first one."""
+
+    def __init__(self) -> None:
+        self.settings: list[Setting] = []
+        self.problems: list[str] = []
+        self._num_files = self._num_unknown = 0
+
+    def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
+        """Take the settings of a file, after those of the files named by its ``base``.
+
+        ``chain`` holds the files that led here. The text of broken files is reported in ``problems``.
+        """
+        real = os.path.realpath(path)
+        if real in chain:
+            names = " -> ".join(os.path.basename(name) for name in (*chain, real))
+            self.problems.append(f"{path}: {BASE_KEY} files form a cycle ({names}); remove one {BASE_KEY} entry")
+            return
+        self._num_files += 1
+        if self._num_files > MAX_FILES:
+            if self._num_files == MAX_FILES + 1:
+                self.problems.append(f"{path}: more than {MAX_FILES} files by way of {BASE_KEY}; put them together")
+            return
+        try:
+            document = Document(read_yaml_text(path, "config file"), str(path), is_file=True)
+            self._take_document(document, path, (*chain, real))
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+    def read_override(self, text: str) -> None:
+        """Take one ``a.b=c`` of the command line; ``c`` is YAML."""
+        key, equals, value = text.partition("=")
+        name = f"override {shorten(redact_arguments([text])[0], 200)!r}"
+        if not equals or not key.strip():
+            self.problems.append(f"{name} is not of the form key=value, as in trainer.num_steps=10")
+            return
+        try:
+            document = Document(value, name)
+            node = document.root or yaml.ScalarNode(_NULL, "")
+            self._take(document, key.strip(), node)
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+    def _take_document(self, document: Document, path: Path, chain: tuple[str, ...]) -> None:
+        if document.root is None:
+            return
+        if not isinstance(document.root, yaml.MappingNode):
+            raise ConfigError(f"{path}: expected keys and values at the top, as in 'seed: 1'")
+        items = dict(_items(document, document.root))
+        if BASE_KEY in items:
+            for base in _base_files(document, items.pop(BASE_KEY)):
+                self.read_file(path.parent / base, chain)
+        for key, node in items.items():
+            self._take(document, key, node)
+
+    def _take(self, document: Document, key: str, node: yaml.Node) -> None:
+        is_null = isinstance(node, yaml.ScalarNode) and node.tag == _NULL
+        if (table := table_of(key)) is not None:
+            value = document.value(node)
+            for name in reversed(key[len(table) + 1 :].split(".")):
+                value = {name: value}
+            self.settings.append(Setting(table, value, document.place(node)))
+        elif key not in KEYS:
+            self._take_unknown(document, key, node)
+        elif not is_group(key):
+            self._take_leaf(document, key, node)
+        elif key == "algorithm" and isinstance(node, yaml.ScalarNode) and not is_null:
+            self._take(document, "algorithm.preset", node)
+        elif isinstance(node, yaml.MappingNode):
+            for name, child in _items(document, node):
+                self._take(document, f"{key}.{name}", child)
+        elif not is_null:  # an empty group is a group whose keys are all commented out
+            names = ", ".join(known for known in KEYS if known.rpartition(".")[0] == key)
+            self.problems.append(f"{document.place(node)}: {key} is a group, not a value; set one of its keys: {names}")
+
+    def _take_unknown(self, document: Document, key: str, node: yaml.Node) -> None:
+        """Report a key, or those in it where it is no group that a name of ours is near to."""
+        suggest, holds_keys = self._num_unknown < _SUGGESTIONS, isinstance(node, yaml.MappingNode) and bool(node.value)
+        if suggest and holds_keys and is_foreign_group(key[:100]):
+            for name, child in _items(document, node):
+                self._take(document, f"{key}.{name}", child)
+            return
+        self._num_unknown += 1
+        problem = f"{document.place(node)}: unknown key {shorten(key, 100)}; "
+        self.problems.append(problem + (hint(key[:100], holds_keys=holds_keys) if suggest else "correct or remove it"))
+
+    def _take_leaf(self, document: Document, key: str, node: yaml.Node) -> None:
+        node = _written_out(node, KEYS[key])
+        unknown = list(_unknown_item_keys(document, key, node))
+        if unknown:
+            self.problems.extend(unknown)
+            return
+        items = node.value if isinstance(node, yaml.SequenceNode) else []
+        if item_type(KEYS[key]) in (str, int, float) and not all(isinstance(item, yaml.ScalarNode) for item in items):
+            self.problems.append(
+                f"{document.place(node)}: {key} is a list of single values; write each of them plainly"
+            )
+            return
+        self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
+
+
+def _written_out(node: yaml.Node, hint: Any) -> yaml.Node:
+    """A list with the brackets that a single item may leave out, and its rules with the ``name:`` that may be left out.
+
+    A reference to another key (``${data.train}``) may stand for the whole list.
+    """
+    is_null = isinstance(node, yaml.ScalarNode) and node.tag == _NULL
+    kinds = {get_origin(kind): kind for kind in (hint, *get_args(hint))}
+    if is_null or (isinstance(node, yaml.ScalarNode) and _REFERENCE.fullmatch(node.value)):
+        return node
+    if list in kinds:
+        item = item_type(kinds[list])
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        first = next(iter(item_keys(kinds[list])), None)
+        named = items if first is None else [_named(one, first) for one in items]
+        is_single = not isinstance(node, yaml.MappingNode) or is_dataclass(item)
+        return yaml.SequenceNode("tag:yaml.org,2002:seq", named, node.start_mark) if is_single else node
+    if dict in kinds and isinstance(node, yaml.MappingNode):
+        pairs = [(name, _written_out(value, get_args(kinds[dict])[1])) for name, value in node.value]
+        return yaml.MappingNode(node.tag, pairs, node.start_mark)
+    return node
+
+
+def _named(item: yaml.Node, key: str) -> yaml.Node:
+    """``final_number`` is short for ``{name: final_number}``, where ``name`` is the first key of such an item."""
+    if not isinstance(item, yaml.ScalarNode) or item.tag == _NULL:
+        return item
+    text = "tag:yaml.org,2002:str"
+    pair = (yaml.ScalarNode(text, key, item.start_mark), yaml.ScalarNode(text, item.value, item.start_mark))
+    return yaml.MappingNode("tag:yaml.org,2002:map", [pair], item.start_mark)
+
+
+def _value(document: Document, node: yaml.Node, hint: Any) -> Any:
+    """The value of a node that is meant for a field of type ``hint``."""
+    if is_text(hint) and isinstance(node, yaml.ScalarNode) and node.tag != _NULL:
+        return node.value
+    if isinstance(node, yaml.SequenceNode) and item_type(hint) is not None:
+        return [_value(document, item, item_type(hint)) for item in node.value]
+    return document.value(node)
+
+
+def _items(document: Document, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
+    seen: dict[str, str] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{document.place(key_node)}: a key has to be a name, as in 'seed: 1'")
+        key = str(key_node.value)
+        if key in seen:
+            where = f"(also at {seen[key]})"
+            raise ConfigError(f"{document.place(key_node)}: key {shorten(key)!r} appears twice {where}; keep one")
+        seen[key] = document.place(key_node)
+        yield key, value_node
+
+
+def _unknown_item_keys(document: Document, key: str, node: yaml.Node) -> Iterator[str]:
+    allowed = item_keys(KEYS[key])
+    if not allowed or not isinstance(node, yaml.SequenceNode):
+        return
+    for index, item in enumerate(node.value):
+        names = [name for name, _ in _items(document, item)] if isinstance(item, yaml.MappingNode) else []
+        for name in names:
+            if name not in allowed:
+                yield f"{document.place(item)}: unknown key {key}[{index}].{shorten(name, 100)}; there are: {', '.join(allowed)}"
+
+
+def _base_files(document: Document, node: yaml.Node) -> list[str]:
+    value = _value(document, node, str)
+    files = [value] if isinstance(value, str) else value
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise ConfigError(
+            f"{document.place(node)}: {BASE_KEY}={shorten(value)} must be a file, or a list of files, beside this one"
+        )
+    return files
