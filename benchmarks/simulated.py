@@ -28,7 +28,7 @@ from rlhf_mcore.commands.simulate.compare import configured
 from rlhf_mcore.commands.simulate.lengths import read_lengths
 from rlhf_mcore.commands.simulate.measured import PhaseFit, fit_runs
 from rlhf_mcore.commands.simulate.schedule import simulate
-from rlhf_mcore.commands.simulate.times import MeasuredTimes, Split
+from rlhf_mcore.commands.simulate.times import Split, measured_times
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 
@@ -95,7 +95,7 @@ def predict(directory: Path, found: dict[str, list[Rates]]) -> None:
 def simulated(run: Path, synchronous: Path, fit: PhaseFit, workload: Workload) -> Rates:
     cfg = resolve(load_config(run / "config.yaml"))
     lengths = read_lengths(str(synchronous), cfg.rollout.sampling.max_new_tokens)
-    scenario = MeasuredTimes(cfg, fit, [run.name]).scenario(Split(1, 1))
+    scenario = measured_times(cfg, fit, [run.name]).scenario(Split(1, 1))
     outcome = simulate(scenario, configured(cfg), lengths.draw(workload.samples, 0), SIMULATED_STEPS)
     return {
         "predicted_samples_per_s": round(outcome.samples_per_s, 2),

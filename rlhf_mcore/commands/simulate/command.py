@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
@@ -15,9 +14,6 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.own_files import check_output
 from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions
-
-if TYPE_CHECKING:
-    from rlhf_mcore.commands.simulate.times import Times
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +91,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from rlhf_mcore.commands.simulate.measured import fit_runs
     from rlhf_mcore.commands.simulate.picture import check_can_draw, draw
     from rlhf_mcore.commands.simulate.report import WIDTH, tables
-    from rlhf_mcore.commands.simulate.times import MeasuredTimes, PlannedTimes, configured_split, splits
+    from rlhf_mcore.commands.simulate.times import configured_split, measured_times, planned_times, splits
     from rlhf_mcore.observability.files import pretty_json, write_atomically
     from rlhf_mcore.planning.sync import num_devices
 
@@ -106,11 +102,10 @@ def _simulate(args: argparse.Namespace) -> int:
     fit = fit_runs([Path(run) for run in args.run]) if args.run else None
     source = args.lengths or (fit.source if fit is not None else "")
     lengths = read_lengths(source, cfg.rollout.sampling.max_new_tokens)
-    times: Times
     if fit is not None:
-        times = MeasuredTimes(cfg, fit, args.run)
+        times = measured_times(cfg, fit, args.run)
     else:
-        times = PlannedTimes(cfg, *device_and_assumptions(args.gpu, args.set), lengths.mean)
+        times = planned_times(cfg, *device_and_assumptions(args.gpu, args.set), lengths.mean)
     own, devices = configured(cfg), args.devices or num_devices(cfg, world_size)
     own_split = configured_split(cfg, world_size)
     wanted = {schedule: splits(cfg, devices, schedule) for schedule in schedules(cfg, bounds)}

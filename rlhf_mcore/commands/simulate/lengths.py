@@ -140,67 +140,55 @@ def rollout_lengths(lines: Iterable[Fields]) -> list[int]:
 
 
 def _file(path: Path) -> Lengths:
+    """Numbers of a file: one a line, or the first of COLUMNS of JSON lines or of a parquet file."""
+    where = f"--lengths {path}"
     if path.suffix == ".parquet":
-        return _parquet(path)
-    if path.suffix == ".jsonl":
-        return _checked(path, _json_numbers(path))
-    text = read_text(path, limit=_MAX_BYTES, where=f"--lengths {path}", remedy=_REMEDY)
-    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-    return _checked(path, ((f"line {number}", line) for number, line in lines if line))
+        open_file(path, where=where, remedy=_REMEDY).close()
+        return _checked(path, "row", _column(path, where))
+    text = read_text(path, limit=_MAX_BYTES, where=where, remedy=_REMEDY)
+    if path.suffix == ".jsonl" and text.lstrip().startswith("{"):
+        return _checked(path, "line", _fields(path))
+    return _checked(path, "line", ((n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()))
 
 
-def _json_numbers(path: Path) -> Iterator[tuple[str, object]]:
-    """Numbers of a file of JSON lines: bare ones, or those of the first of COLUMNS that an object has."""
-    text = read_text(path, limit=_MAX_BYTES, where=f"--lengths {path}", remedy=_REMEDY)
-    if not text.lstrip().startswith("{"):
-        yield from (
-            (f"line {number}", line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()
-        )
-        return
+def _fields(path: Path) -> Iterator[tuple[int, object]]:
     for number, line in enumerate(read_lines(path, _REMEDY), 1):
         name = next((name for name in COLUMNS if name in line), None)
         if name is None:
             raise ConfigError(f"--lengths {path}, line {number}: none of {', '.join(COLUMNS)} is in it; rename the key")
-        yield f"line {number}", line.content[name]
+        yield number, line.content[name]
 
 
-def _checked(path: Path, numbers: Iterable[tuple[str, object]]) -> Lengths:
+def _column(path: Path, where: str) -> Iterator[tuple[int, object]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            name = next((name for name in COLUMNS if name in columns), None)
+            if name is not None:
+                batches = file.iter_batches(columns=[name])
+                yield from enumerate((length for batch in batches for length in batch[0].to_pylist()), 1)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(f"{where}: no readable parquet file ({shorten(str(error), 200)}); {_REMEDY}") from error
+    if name is None:
+        shown = shorten(", ".join(columns), 200)
+        raise ConfigError(f"{where}: none of {', '.join(COLUMNS)} is among its columns ({shown}); rename one")
+
+
+def _checked(path: Path, unit: str, numbers: Iterable[tuple[int, object]]) -> Lengths:
     values = []
     for place, given in numbers:
         try:
             value = float(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else math.nan
         except (ValueError, OverflowError):
             value = math.nan
-        if not (value == math.floor(value) if math.isfinite(value) else False) or not 1 <= value <= MAX_LENGTH:
+        if not value.is_integer() or not 1 <= value <= MAX_LENGTH:
             raise ConfigError(
-                f"--lengths {path}, {place}: {shorten(given)} is no length; lengths are whole numbers from 1 to {MAX_LENGTH}"
+                f"--lengths {path}, {unit} {place}: {shorten(given)} is no length; lengths are whole numbers from 1 to {MAX_LENGTH}"
             )
         values.append(int(value))
         if len(values) > _MAX_COUNT:
             raise ConfigError(f"--lengths {path}: more than {_MAX_COUNT:,} lengths; give a sample of them")
     return np.array(values, dtype=np.int64)
-
-
-def _parquet(path: Path) -> Lengths:
-    import pyarrow
-    from pyarrow import parquet
-
-    open_file(path, where=f"--lengths {path}", remedy=_REMEDY).close()
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = [name for name in COLUMNS if name in file.schema_arrow.names]
-            if not names:
-                raise ConfigError(
-                    f"--lengths {path}: none of {', '.join(COLUMNS)} is among its columns "
-                    f"({shorten(', '.join(file.schema_arrow.names), 200)}); rename one"
-                )
-            if file.metadata.num_rows > _MAX_COUNT:
-                raise ConfigError(f"--lengths {path}: more than {_MAX_COUNT:,} lengths; give a sample of them")
-            column = file.read(columns=names[:1]).column(0).to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"--lengths {path}: no readable parquet file ({shorten(str(error), 200)}); {_REMEDY}"
-        ) from error
-    return _checked(path, ((f"row {number}", value) for number, value in enumerate(column, 1)))

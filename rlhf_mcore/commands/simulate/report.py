@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.box import SIMPLE
 from rich.table import Table
 
 from rlhf_mcore.commands.simulate.compare import Comparison, Row
 from rlhf_mcore.commands.simulate.schedule import Schedule
+from rlhf_mcore.commands.simulate.times import Split
 
 WIDTH = 150  # of a terminal; a narrower one breaks lines
-_COLUMNS = (
-    "devices",
-    "step",
-    "samples/s",
-    "speedup",
-    "engines\nbusy",
-    "trainer\nbusy",
-    "running\non each",
-    "staleness\nmean / max",
-    "tokens of\na response",
-    "too\nold",
-    "of\nbound",
-)
+# Title of a column -> its cell, of a row and the tokens/s of the first row.
+_COLUMNS: dict[str, Callable[[Row, float], str]] = {
+    "devices": lambda row, _: str(row.split.devices) if row.split.colocated else _divided(row.split),
+    "step": lambda row, _: f"{row.outcome.step_s:.3g} s",
+    "samples/s": lambda row, _: f"{row.outcome.samples_per_s:.4g}",
+    "speedup": lambda row, first: f"{row.outcome.tokens_per_s / first:.2f}",
+    "engines\nbusy": lambda row, _: f"{row.outcome.rollout_busy:.0%}",
+    "trainer\nbusy": lambda row, _: f"{row.outcome.training_busy:.0%}",
+    "running\non each": lambda row, _: f"{row.outcome.running:.0f}",
+    "staleness\nmean / max": lambda row, _: f"{row.outcome.staleness_mean:.2f} / {row.outcome.staleness_max}",
+    "tokens of\na response": lambda row, _: f"{row.outcome.length_mean:.4g}",
+    "too\nold": lambda row, _: f"{row.outcome.redrawn:.1%}",
+    "of\nbound": lambda row, _: f"{row.outcome.samples_per_s / row.bound:.0%}",
+}
 
 
 def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
@@ -39,7 +41,7 @@ def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
     first = comparison.rows[0].outcome.tokens_per_s
     for row in comparison.rows:
         mark = " *" if row.schedule == own else ""
-        table.add_row(row.schedule.name + mark, *_cells(row, first))
+        table.add_row(row.schedule.name + mark, *(cell(row, first) for cell in _COLUMNS.values()))
     yield table
     if any(row.schedule == own for row in comparison.rows):
         yield "* the configuration's own"
@@ -49,21 +51,8 @@ def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
         yield _by_split(comparison)
 
 
-def _cells(row: Row, first: float) -> tuple[str, ...]:
-    outcome, split = row.outcome, row.split
-    return (
-        str(split.devices) if split.colocated else f"{split.rollout} + {split.training}",
-        f"{outcome.step_s:.3g} s",
-        f"{outcome.samples_per_s:.4g}",
-        f"{outcome.tokens_per_s / first:.2f}",
-        f"{outcome.rollout_busy:.0%}",
-        f"{outcome.training_busy:.0%}",
-        f"{outcome.running:.0f}",
-        f"{outcome.staleness_mean:.2f} / {outcome.staleness_max}",
-        f"{outcome.length_mean:.4g}",
-        f"{outcome.redrawn:.1%}",
-        f"{outcome.samples_per_s / row.bound:.0%}",
-    )
+def _divided(split: Split) -> str:
+    return f"{split.rollout} + {split.training}"
 
 
 def _by_split(comparison: Comparison) -> Table:
@@ -82,5 +71,5 @@ def _by_split(comparison: Comparison) -> Table:
     by_name = {name: {row.split: row.outcome.samples_per_s for row in rows} for name, rows in apart.items()}
     for split in sorted({split for rows in by_name.values() for split in rows}, key=lambda split: split.rollout):
         cells = [f"{rows[split]:.4g}" if split in rows else "" for rows in by_name.values()]
-        table.add_row(f"{split.rollout} + {split.training}", *cells)
+        table.add_row(_divided(split), *cells)
     return table

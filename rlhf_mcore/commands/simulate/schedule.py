@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from rlhf_mcore.commands.simulate.engine import Engine, EngineTimes, Group, Request
 
@@ -132,16 +131,6 @@ class _Totals:
     tokens: int
 
 
-class _Trainer(Enum):
-    """What the trainer does. It waits in all of these but two, in which it knows how long it will take."""
-
-    WAITING = auto()  # for groups
-    TRAINING = auto()
-    DRAINING = auto()  # the engines finish what is in flight
-    PAUSING = auto()  # they finish a decode step
-    SYNCING = auto()
-
-
 class _Run:
     def __init__(self, scenario: Scenario, schedule: Schedule, draw: DrawLengths) -> None:
         self.scenario, self.schedule, self.draw = scenario, schedule, draw
@@ -149,44 +138,45 @@ class _Run:
         self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started for a step
         self.unfinished: dict[int, Group] = {}  # by number
         self.finished: list[Group] = []
-        self.batch: list[Group] = []  # of the step that is trained
+        self.now = 0.0
         self.version = self.drawn = self.started = 0
         self.trainer_at = math.inf  # when the trainer is done with what it does
-        self.slowdown = 1.0  # of the trainer, while it learns
-        self.state = _Trainer.WAITING
+        self.learns, self.slowdown = False, 1.0  # the trainer
         self.training_s = self.token_staleness = 0.0
         self.redrawn = self.tokens = 0
         self.staleness: Counter[int] = Counter()
         self.trace = Trace()
 
     def play(self, uncounted: int, steps: int) -> Outcome:
-        self._fill(0.0)
+        self._fill()
+        trainer = self._train()
+        may_go_on = next(trainer)
         before: _Totals | None = None
-        now = 0.0
         while self.version < uncounted + steps:
             if before is None and self.version == uncounted:
-                before = self._totals(now)
+                before = self._totals()
                 self.staleness.clear()
-                self.trace.begin = now
+                self.trace.begin = self.now
             nexts = [engine.next_at for engine in self.engines]
-            now = min(self.trainer_at, min(nexts))
-            assert now < math.inf, "nothing happens any more"
-            due = [engine for engine, at in zip(self.engines, nexts, strict=True) if at == now]
+            self.now = min(self.trainer_at, min(nexts))
+            assert self.now < math.inf, "nothing happens any more"
+            due = [engine for engine, at in zip(self.engines, nexts, strict=True) if at == self.now]
             groups = [request.group for engine in due for request in engine.settle()]
             # Of those that have finished at the same moment the one that was started first is first.
             for order in sorted({group.order for group in groups if not group.unfinished}):
                 self.finished.append(self.unfinished.pop(order))
             if self.version <= uncounted + TRACED_STEPS:
-                self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
-            self._trainer(now)
-            self._slow_each_other(now)
+                self.trace.running.append((self.now, sum(len(engine.running) for engine in self.engines)))
+            while may_go_on():
+                may_go_on = next(trainer)
+            self._slow_each_other()
         assert before is not None
-        return self._outcome(before, self._totals(now), steps)
+        return self._outcome(before, self._totals(), steps)
 
     # ------------------------------------------------------------------------------------------------ engines
-    def _fill(self, now: float) -> None:
+    def _fill(self) -> None:
         """Begin with what the new version may sample; each group goes to the engine with the fewest requests."""
-        restarted = self._give_up_old(now)
+        restarted = self._give_up_old()
         limit = self.groups + self.schedule.max_staleness * self.scenario.prompts
         free = limit - len(self.unfinished) - len(self.finished) - len(restarted)
         loads = [engine.load for engine in self.engines]
@@ -200,9 +190,9 @@ class _Run:
             submitted.setdefault(number, []).extend(Request(group, length) for length in lengths)
         self.started += max(0, free)
         for number, requests in submitted.items():
-            self.engines[number].submit(requests, now)
+            self.engines[number].submit(requests, self.now)
 
-    def _give_up_old(self, now: float) -> list[int]:
+    def _give_up_old(self) -> list[int]:
         """The numbers of groups that are too old. Of an unfinished one the version when it was submitted counts."""
         oldest = self.version - self.schedule.max_staleness
         stopped = [group for group in self.unfinished.values() if group.version < oldest]
@@ -210,74 +200,68 @@ class _Run:
             group.cancelled = True
             del self.unfinished[group.order]
         for engine in self.engines if stopped else ():
-            engine.cancel(now)
+            engine.cancel(self.now)
         old = [group for group in self.finished if group.oldest < oldest]
         self.finished = [group for group in self.finished if group.oldest >= oldest]
         self.redrawn += len(stopped) + len(old)
         return sorted(group.order for group in (*stopped, *old))
 
     # ------------------------------------------------------------------------------------------------ the trainer
-    def _trainer(self, now: float) -> None:
-        if self.state is _Trainer.TRAINING and self.trainer_at <= now:
-            self.trace.training[-1] = (self.trace.training[-1][0], now)
-            self.state = _Trainer.DRAINING if self.schedule.at_publish == DRAIN else _Trainer.PAUSING
+    def _train(self) -> Iterator[Callable[[], bool]]:
+        """Play the trainer's steps. Yields what it waits for."""
+        scenario = self.scenario
+        while True:
+            yield lambda: len(self.finished) >= scenario.prompts
+            by_age = sorted(self.finished, key=lambda group: group.oldest)
+            batch, self.finished = by_age[: scenario.prompts], by_age[scenario.prompts :]
+            begun, self.learns, self.slowdown = self.now, True, 1.0
+            tokens = sum(group.tokens for group in batch)
+            self.trainer_at = self.now + scenario.train.step_s + scenario.train.token_s * tokens
+            yield self._is_done
+            self.learns, self.trainer_at = False, math.inf
+            self.training_s += self.now - begun
+            self.trace.training.append((begun, self.now))
+            if self.schedule.at_publish == DRAIN:
+                yield lambda: not self.unfinished
+            for engine in self.engines:  # each finishes its decode step
+                engine.pause(self.now)
+            yield lambda: all(engine.paused for engine in self.engines)
+            self.trainer_at = self.now + scenario.sync_s
+            self.trace.syncs.append((self.now, self.trainer_at))
+            yield self._is_done
             self.trainer_at = math.inf
-        if self.state is _Trainer.DRAINING and not self.unfinished:
-            self.state = _Trainer.PAUSING
-        if self.state is _Trainer.PAUSING:
-            for engine in self.engines:
-                engine.pause(now)
-            if all(engine.paused for engine in self.engines):
-                self.state, self.trainer_at = _Trainer.SYNCING, now + self.scenario.sync_s
-                self.trace.syncs.append((now, self.trainer_at))
-        if self.state is _Trainer.SYNCING and self.trainer_at <= now:
-            self._published(now)
-        if self.state is _Trainer.WAITING:
-            self._train(now)
+            self._publish(batch)
 
-    def _train(self, now: float) -> None:
-        """Begin the next step if there are groups for it."""
-        if len(self.finished) < self.scenario.prompts:
-            return
-        by_age = sorted(self.finished, key=lambda group: group.oldest)
-        self.batch, self.finished = by_age[: self.scenario.prompts], by_age[self.scenario.prompts :]
-        self.state = _Trainer.TRAINING
-        tokens = sum(group.tokens for group in self.batch)
-        self.slowdown = 1.0  # until ``_slow_each_other``
-        self.trainer_at = now + self.scenario.train.step_s + self.scenario.train.token_s * tokens
-        self.trace.training.append((now, self.trainer_at))
+    def _is_done(self) -> bool:
+        return self.trainer_at <= self.now
 
-    def _slow_each_other(self, now: float) -> None:
+    def _slow_each_other(self) -> None:
         """From now on, by who computes: what is left of the trainer's work, and the engines' steps that follow."""
-        contention, learns = self.scenario.contention, self.state is _Trainer.TRAINING
-        if learns and contention.train != 1:
+        contention = self.scenario.contention
+        if self.learns and contention.train != 1:
             busy = sum(bool(engine.running) and not engine.paused for engine in self.engines) / len(self.engines)
             slowdown = 1 + (contention.train - 1) * busy
-            self.trainer_at = now + (self.trainer_at - now) * slowdown / self.slowdown
+            self.trainer_at = self.now + (self.trainer_at - self.now) * slowdown / self.slowdown
             self.slowdown = slowdown
         for engine in self.engines if contention.decode != 1 else ():
-            engine.slow(now, contention.decode if learns else 1.0)
+            engine.slow(self.now, contention.decode if self.learns else 1.0)
 
-    def _published(self, now: float) -> None:
-        self.training_s += self.trace.training[-1][1] - self.trace.training[-1][0]
-        for group in self.batch:
+    def _publish(self, batch: list[Group]) -> None:
+        for group in batch:
             self.staleness[self.version - group.oldest] += self.scenario.samples
             self.token_staleness += self.version * group.tokens - group.version_sum
             self.tokens += group.tokens
         self.version += 1
-        self.state = _Trainer.WAITING
-        self.trainer_at = math.inf
-        resubmit = self.schedule.at_publish == RESUBMIT
         for engine in self.engines:
-            engine.resume(now, self.version, resubmit=resubmit)
-        self._fill(now)
+            engine.resume(self.now, self.version, resubmit=self.schedule.at_publish == RESUBMIT)
+        self._fill()
 
     # ------------------------------------------------------------------------------------------------ counting
-    def _totals(self, now: float) -> _Totals:
-        busy_s = sum(engine.busy_until(now) for engine in self.engines)
+    def _totals(self) -> _Totals:
+        busy_s = sum(engine.busy_until(self.now) for engine in self.engines)
         running_s = sum(engine.sequence_seconds for engine in self.engines)
         counts = (self.redrawn, self.token_staleness, self.tokens)
-        return _Totals(now, busy_s, running_s, self.training_s, *counts)
+        return _Totals(self.now, busy_s, running_s, self.training_s, *counts)
 
     def _outcome(self, before: _Totals, after: _Totals, steps: int) -> Outcome:
         seconds, trained = after.now - before.now, steps * self.scenario.prompts

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -36,21 +35,15 @@ class Split:
         return self.training if self.colocated else self.rollout + self.training
 
 
-class Times(Protocol):
-    """Where times come from."""
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Where times come from: a name for the user, and a step's work on the devices of a split.
 
-    @property
-    def source(self) -> str:
-        """Its name for the user."""
-        ...
+    ``scenario`` raises ConfigError where that cannot be done there.
+    """
 
-    def scenario(self, split: Split) -> Scenario:
-        """A step's work on the devices of ``split``.
-
-        Raises:
-            ConfigError: it cannot be done there.
-        """
-        ...
+    source: str
+    scenario: Callable[[Split], Scenario]
 
 
 def splits(cfg: Config, devices: int, schedule: Schedule) -> list[Split]:
@@ -68,49 +61,36 @@ def configured_split(cfg: Config, world_size: int) -> Split:
     return Split(world_size, world_size, colocated=True)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTimes:
-    """Peaks of a kind of device times assumed efficiencies, as ``rlhf-mcore plan`` has them. ``mean``: tokens of a response."""
+def planned_times(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float) -> Times:
+    """Estimate from peaks of a device and assumed efficiencies, as ``rlhf-mcore plan`` does. ``mean``: tokens of a response."""
+    return Times(f"estimates for {gpu.name}", lambda split: _planned(cfg, gpu, assumed, mean, split))
 
-    cfg: Config
-    gpu: GpuType
-    assumed: Assumptions
-    mean: float
 
-    @property
-    def source(self) -> str:
-        return f"estimates for {self.gpu.name}"
-
-    def scenario(self, split: Split) -> Scenario:
-        """See ``Times``.
-
-        Raises:
-            ConfigError: a layout does not divide the devices, or an engine's cache does not hold one sequence.
-        """
-        engines = split.rollout // self.cfg.rollout.layout.tp
-        placement = "colocated" if split.colocated else "disaggregated"
-        cfg = replace(self.cfg, rollout=replace(self.cfg.rollout, placement=placement, num_engines=engines))
-        dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
-        work = replace(workload(cfg, self.assumed), response_tokens=self.mean)
-        roles = roles_of(cfg, split.training, dtype)
-        inputs = PlanInputs(cfg, roles, dtype, self.gpu, self.assumed, work, split.training)
-        if kv_tokens(inputs) < work.prompt_tokens + work.response_tokens + state_tokens(inputs):
-            raise ConfigError(
-                f"rollout.gpu_memory_utilization={cfg.rollout.gpu_memory_utilization:g} leaves an engine no cache for a sequence; "
-                "raise it or rollout.layout.tp, see rlhf-mcore plan"
-            )
-        seconds = phase_seconds(inputs, estimate_seconds(cfg, roles[0], self.gpu, self.assumed))
-        always = sum(optimizer_s(inputs, role) for role in roles if role.trained)
-        by_tokens = sum(spent for name, spent in seconds.items() if name not in (GENERATE, SYNC)) - always
-        token_s = by_tokens / work.tokens
-        return Scenario(
-            cfg.trainer.prompts_per_step,
-            cfg.rollout.sampling.n,
-            split.rollout // cfg.rollout.layout.tp,
-            _engine_times(inputs),
-            TrainTimes(always + token_s * work.sequences * work.prompt_tokens, token_s),
-            seconds[SYNC],
+def _planned(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float, split: Split) -> Scenario:
+    engines = split.rollout // cfg.rollout.layout.tp
+    placement = "colocated" if split.colocated else "disaggregated"
+    cfg = replace(cfg, rollout=replace(cfg.rollout, placement=placement, num_engines=engines))
+    dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
+    work = replace(workload(cfg, assumed), response_tokens=mean)
+    roles = roles_of(cfg, split.training, dtype)
+    inputs = PlanInputs(cfg, roles, dtype, gpu, assumed, work, split.training)
+    if kv_tokens(inputs) < work.prompt_tokens + work.response_tokens + state_tokens(inputs):
+        raise ConfigError(
+            f"rollout.gpu_memory_utilization={cfg.rollout.gpu_memory_utilization:g} leaves an engine no cache for a sequence; "
+            "raise it or rollout.layout.tp, see rlhf-mcore plan"
         )
+    seconds = phase_seconds(inputs, estimate_seconds(cfg, roles[0], gpu, assumed))
+    always = sum(optimizer_s(inputs, role) for role in roles if role.trained)
+    by_tokens = sum(spent for name, spent in seconds.items() if name not in (GENERATE, SYNC)) - always
+    token_s = by_tokens / work.tokens
+    return Scenario(
+        cfg.trainer.prompts_per_step,
+        cfg.rollout.sampling.n,
+        engines,
+        _engine_times(inputs),
+        TrainTimes(always + token_s * work.sequences * work.prompt_tokens, token_s),
+        seconds[SYNC],
+    )
 
 
 def _engine_times(inputs: PlanInputs) -> EngineTimes:
@@ -126,31 +106,23 @@ def _engine_times(inputs: PlanInputs) -> EngineTimes:
     return EngineTimes(float(start), float(slope), prompt_s, token_s, slots)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredTimes:
-    """What runs measured, carried over to other lengths and numbers of devices: the part that grows with tokens is divided."""
+def measured_times(cfg: Config, fit: PhaseFit, runs: Sequence[str]) -> Times:
+    """Carry what runs measured over to other lengths and numbers of devices: the part that grows with tokens is divided."""
+    source = f"measured in {', '.join(runs)}: {fit.steps} steps, half of them within {fit.error:.1%} of the fit"
+    if (both := fit.contention) is not None:
+        source += f"; while both compute training takes {both.train:.2f} times as long, decoding {both.decode:.2f}"
+    prefix_token_s = fit.prompt_s / cfg.data.max_prompt_tokens
+    engine = EngineTimes(fit.step_s, fit.sequence_s, fit.prompt_s, prefix_token_s, cfg.rollout.max_num_seqs)
 
-    cfg: Config
-    fit: PhaseFit
-    runs: Sequence[str]
-
-    @property
-    def source(self) -> str:
-        runs = f"measured in {', '.join(self.runs)}: {self.fit.steps} steps, half of them within {self.fit.error:.1%} of the fit"
-        if (both := self.fit.contention) is None:
-            return runs
-        return f"{runs}; while both compute training takes {both.train:.2f} times as long, decoding {both.decode:.2f}"
-
-    def scenario(self, split: Split) -> Scenario:
-        """See ``Times``."""
-        cfg, fit = self.cfg, self.fit
-        prefix_token_s = fit.prompt_s / cfg.data.max_prompt_tokens
+    def scenario(split: Split) -> Scenario:
         return Scenario(
             cfg.trainer.prompts_per_step,
             cfg.rollout.sampling.n,
             split.rollout // cfg.rollout.layout.tp,
-            EngineTimes(fit.step_s, fit.sequence_s, fit.prompt_s, prefix_token_s, cfg.rollout.max_num_seqs),
+            engine,
             TrainTimes(fit.train_step_s, fit.train_token_s / split.training),
             fit.sync_s,
             fit.contention or Contention(),
         )
+
+    return Times(source, scenario)
