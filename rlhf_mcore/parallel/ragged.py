@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from rlhf_mcore.parallel.rows import Rows, move_rows
 from rlhf_mcore.types import Ragged
-
-# As ``move_rows``: fields, lengths, holders, wanted rows of every rank -> fields of this rank's rows.
-Move = Callable[[Mapping[str, Tensor], Rows, Rows, Sequence[Rows]], dict[str, Tensor]]
 
 
 def split_tokens(field: Ragged[Tensor], lengths: Sequence[int]) -> list[Ragged[Tensor]]:
@@ -34,16 +31,14 @@ def take_tokens(field: Ragged[Tensor], places: Tensor) -> Ragged[Tensor]:
     return Ragged(taken.to(field.counts.dtype), field.values[sources])
 
 
-def move_ragged(
-    field: Ragged[Tensor], lengths: Rows, holders: Rows, wanted: Sequence[Rows], move: Move = move_rows
-) -> Ragged[Tensor]:
+def move_ragged(field: Ragged[Tensor], lengths: Rows, holders: Rows, wanted: Sequence[Rows]) -> Ragged[Tensor]:
     """Send rows of a ragged field from the ranks that hold them to those that need them, as ``move_rows``. Collective over the world.
 
     How many values a row has is known to the rank that holds it, and with its counts to those that need it.
     """
-    counts = move({"counts": field.counts}, lengths, holders, wanted)["counts"]
+    counts = move_rows({"counts": field.counts}, lengths, holders, wanted)["counts"]
     rank, totals = dist.get_rank(), np.zeros_like(lengths)
     for rows, held in ((np.flatnonzero(holders == rank), field.counts), (wanted[rank], counts)):
         totals[rows] = [int(part.sum()) for part in held.split(lengths[rows].tolist())]
-    values = move({"values": field.values}, totals, holders, wanted)["values"]
+    values = move_rows({"values": field.values}, totals, holders, wanted)["values"]
     return Ragged(counts, values)

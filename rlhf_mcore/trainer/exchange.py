@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
-from rlhf_mcore.parallel.ragged import Move, move_ragged, split_tokens
+from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
 from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
@@ -47,14 +47,13 @@ class ScoreFacts:
 
 @dataclass(frozen=True, slots=True)
 class RowExchange:
-    """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it, by ``move``.
+    """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it.
 
     ``asynchronous``: tokens may be older than the weights that learn from them, so the policy version of each travels too.
     ``on_error``: what becomes of prompts with a response that has no score.
     """
 
     samples_per_prompt: int
-    move: Move = move_rows
     asynchronous: bool = False
     on_error: OnError = field(default_factory=OnError)
 
@@ -99,7 +98,7 @@ class RowExchange:
             place, sample = divmod(row, num_samples)
             return f"prompt {prompts[place].prompt_id!r}, sample {sample}"
 
-        batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.move, self.asynchronous)
+        batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.asynchronous)
         return Exchanged(batch, list(prompts), facts)
 
 
@@ -109,7 +108,6 @@ def exchange_rows(
     scores: Tensor,
     group_ids: Tensor,
     name: Callable[[int], str] = "row {}".format,
-    move: Move = move_rows,
     asynchronous: bool = False,
 ) -> TrainBatch:
     """Rows ``numbers`` (ascending), which this rank has drawn, and those of all other ranks as a batch. Collective over the world.
@@ -153,18 +151,18 @@ def exchange_rows(
     owners = owners_of(lengths.numpy(), world_size)
     owned = rows_by_rank(owners, world_size)
     rows = torch.from_numpy(owned[dist.get_rank()])
-    moved = move(sent, lengths.numpy(), holders.numpy(), owned)
+    moved = move_rows(sent, lengths.numpy(), holders.numpy(), owned)
     own_support = None
     if (optional & _SUPPORTED).any():
-        own_support = move_ragged(support, lengths.numpy(), holders.numpy(), owned, move)
+        own_support = move_ragged(support, lengths.numpy(), holders.numpy(), owned)
     own_fields: dict[str, Field] = {}
     if (optional & _RECORDED).any():
         recorded = _as_everywhere(recorded, problem, draws=bool(trajectories))
         tensors = {own: values for own, values in recorded.items() if isinstance(values, Tensor)}
-        own_fields |= move(tensors, lengths.numpy(), holders.numpy(), owned)
+        own_fields |= move_rows(tensors, lengths.numpy(), holders.numpy(), owned)
         for own, values in recorded.items():
             if isinstance(values, Ragged):
-                own_fields[own] = move_ragged(values, lengths.numpy(), holders.numpy(), owned, move)
+                own_fields[own] = move_ragged(values, lengths.numpy(), holders.numpy(), owned)
     checked = {name: values for name, values in moved.items() if name != "turn_rewards"}
     others = {_OWN + name: field for name, field in own_fields.items()}
     arrived = row_digests(checked, lengths[rows].tolist(), others | ({"support": own_support} if own_support else {}))

@@ -185,7 +185,9 @@ def test_fault_25_a_lost_or_doubled_trajectory_is_an_error(fault: str) -> None:
 
 @pytest.mark.usefixtures("rank_threads")
 @pytest.mark.parametrize("fault", ["swapped", "one bit"])
-def test_fault_25_a_row_that_is_lost_between_ranks_is_named_on_all_of_them(fault: str) -> None:
+def test_fault_25_a_row_that_is_lost_between_ranks_is_named_on_all_of_them(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     positions, trajectories = [0, 1, 2, 3], [trajectory(PROMPTS[place], 0, 5) for place in range(4)]
     four = [*PROMPTS[:3], prompt(3, length=1)]
     trajectories[3] = trajectory(four[3], 0, 5)
@@ -199,10 +201,12 @@ def test_fault_25_a_row_that_is_lost_between_ranks_is_named_on_all_of_them(fault
                 moved["rollout_logprobs"].view(torch.int32)[-1] ^= 1
         return moved
 
+    monkeypatch.setattr("rlhf_mcore.trainer.exchange.move_rows", move)
+
     def body(group: ThreadGroup) -> str:
         rank = group.rank()
         with pytest.raises(LostTrajectory) as raised:
-            RowExchange(1, move)(four, [positions[rank]], [trajectories[rank]], [Score(0.0)])
+            RowExchange(1)(four, [positions[rank]], [trajectories[rank]], [Score(0.0)])
         return str(raised.value)
 
     for message in run_ranks(4, body):

@@ -62,7 +62,7 @@ def test_an_episode_has_the_support_of_the_policys_tokens_alone() -> None:
 
 @pytest.mark.usefixtures("rank_threads")
 @pytest.mark.parametrize("fault", ["", "one id", "one count"])
-def test_rows_arrive_with_their_supports_or_are_named(fault: str) -> None:
+def test_rows_arrive_with_their_supports_or_are_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank has a row without one: of a run that was resumed with top_p."""
     trajectories = [drawn(each) for each in PROMPTS]
     trajectories[3] = replace(trajectories[3], support=None)
@@ -76,10 +76,12 @@ def test_rows_arrive_with_their_supports_or_are_named(fault: str) -> None:
             moved["counts"][-4:] = moved["counts"][-4:].roll(1)
         return moved
 
+    monkeypatch.setattr("rlhf_mcore.parallel.ragged.move_rows", move)
+
     def body(group: ThreadGroup) -> Any:
         rank = group.rank()
         try:
-            batch = RowExchange(1, move)(PROMPTS, [rank], [trajectories[rank]], [Score(0.0)]).batch
+            batch = RowExchange(1)(PROMPTS, [rank], [trajectories[rank]], [Score(0.0)]).batch
         except LostTrajectory as error:
             return str(error)
         assert batch.support is not None
