@@ -112,9 +112,9 @@ TRACKERS = {
     "swanlab": Tracker("swanlab", "swanlab:SwanlabTracker"),
 }
 
-# What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
 ENVIRONMENTS = ("tools", "gymnasium", "openenv", "verifiers")  # that need no file of the user's
 
+# What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), eq. 3-4: group-normalised advantage, mean per sequence, k3 KL
     # in the loss.

@@ -28,7 +28,10 @@ NUM_TOKENS, MAX_NEW_TOKENS = 8, 4  # of a prompt, and of a response, at most
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """``sampling`` has the temperature at which ``actor`` computes logprobs, and draws from the whole vocabulary."""
+    """Compare engines with the trainer: both must give the tokens of a few short responses the same logprobs.
+
+    ``sampling`` has the temperature at which ``actor`` computes logprobs, and draws from the whole vocabulary.
+    """
 
     worker: RolloutWorker
     target: WeightTarget
@@ -38,7 +41,7 @@ class Canary:
     tolerance: float
 
     def check(self, version: int) -> None:
-        """Generate a response on every engine and let the trainer score it. Collective over the world.
+        """Generate responses on all engines and let the trainer score them. Collective over the world.
 
         Raises:
             SyncMismatch: as ``score``.
@@ -46,7 +49,7 @@ class Canary:
         self.score(version, self.draw(version))
 
     def draw(self, version: int) -> list[Trajectory]:
-        """Generate a response on every engine; those of this rank. Collective over the world."""
+        """Generate responses to the canary's prompts, each on one engine; returns those of this rank. Collective over the world."""
         engine = self.worker.engine
         mine = [self.prompts[place] for place in range(engine.engine_index, len(self.prompts), engine.num_engines)]
         return self.worker.generate(mine, self.sampling, step=version)
