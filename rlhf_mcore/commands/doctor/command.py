@@ -20,8 +20,7 @@ from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.commands.doctor import hardware, software, storage
-from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, worst
-from rlhf_mcore.commands.doctor.isolation import check_isolation
+from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, judge, worst
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.sandbox.run import machine_level
 
@@ -59,7 +58,7 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
     yield hardware.check_memory()
     yield hardware.check_shared_memory(bool(gpus))
     yield from hardware.check_limits(machine.has_infiniband())
-    yield check_isolation(machine_level())
+    yield hardware.check_isolation(machine_level())
     yield from storage.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
 
 
@@ -122,15 +121,7 @@ def _start_ranks(args: argparse.Namespace) -> list[Finding]:
         code = launch(["--traffic-file", str(out)], args.ranks, 1, module="rlhf_mcore.commands.doctor.command")
         if code == exit_codes.DONE and out.is_file():
             return [Finding(**entry) for entry in json.loads(out.read_text(encoding="utf-8"))["findings"]]
-    return [
-        Finding(
-            "network",
-            "error",
-            f"{args.ranks} ranks ended with code {code}",
-            "runs with several processes do not start",
-            "read the message above; look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and that ports are free",
-        )
-    ]
+    return [judge("network", "error", f"{args.ranks} ranks ended with code {code}", "ranks do not start")]
 
 
 def _as_rank(args: argparse.Namespace) -> list[Finding] | None:
@@ -155,7 +146,7 @@ def _as_rank(args: argparse.Namespace) -> list[Finding] | None:
         nodes = [str(name) for name in all_gather_json(node)]
         if len(nodes) > 1:
             backend = "nccl" if platform.name == "cuda" else "gloo"
-            findings += network.judge(network.measure(platform, MESSAGE_BYTES[backend]), backend, nodes)
+            findings += network.judge_traffic(network.measure(platform, MESSAGE_BYTES[backend]), backend, nodes)
         return findings if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()

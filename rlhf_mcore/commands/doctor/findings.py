@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlhf_mcore.commands.doctor.troubles import TROUBLES
+
 SEVERITIES = ("ok", "note", "warning", "error")  # by rising badness; a note is worth knowing and costs nothing
 
 
@@ -23,6 +25,14 @@ class Finding:
     def __post_init__(self) -> None:
         assert self.severity in SEVERITIES, self.severity
         assert self.severity in ("ok", "note") or (self.consequence and self.remedy), self.check
+
+
+def judge(check: str, severity: str, found: str, trouble: str = "", **values: object) -> Finding:
+    """Make a finding. A bad one has the consequence and the remedy of its ``trouble``, or of its check, filled with ``values``."""
+    if severity in ("ok", "note"):
+        return Finding(check, severity, found)
+    consequence, remedy = (text.format(**values) for text in TROUBLES[trouble or check])
+    return Finding(check, severity, found, consequence, remedy)
 
 
 def worst(findings: Iterable[Finding]) -> str:

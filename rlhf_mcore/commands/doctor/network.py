@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.commands.doctor.findings import Finding
+from rlhf_mcore.commands.doctor.findings import Finding, judge
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import Platform
 
@@ -66,29 +66,17 @@ def _shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
         work.wait()
 
 
-def judge(traffic: Traffic, backend: str, nodes: Sequence[str]) -> Iterator[Finding]:
+def judge_traffic(traffic: Traffic, backend: str, nodes: Sequence[str]) -> Iterator[Finding]:
     """What the traffic means for a run. ``nodes`` are host names by rank."""
-    name = f"{backend}, {len(nodes)} ranks"
     found = f"all-reduce {traffic.latency_s * 1e6:.0f} us, bus {traffic.bus_bytes_per_s / 1e9:.2f} GB/s"
     links = traffic.link_bytes_per_s
     slowest = min(range(len(links)), key=lambda rank: links[rank])
-    between = f"rank {slowest} on {nodes[slowest]} to rank {(slowest + 1) % len(nodes)} on {nodes[(slowest + 1) % len(nodes)]}"
-    yield Finding(name, "ok", f"{found}; slowest link {links[slowest] / 1e9:.2f} GB/s")
+    following, shown = (slowest + 1) % len(nodes), f"{links[slowest] / 1e9:.2f} GB/s"
+    yield judge(f"{backend}, {len(nodes)} ranks", "ok", f"{found}; slowest link {shown}")
     if backend == "nccl" and links[slowest] < _SLOW_GPU_LINK:
-        yield Finding(
-            "network",
-            "warning",
-            f"{between}: {links[slowest] / 1e9:.2f} GB/s",
-            "syncs, pipeline exchanges and gradient reductions wait for this link",
-            "look for 'via NET/Socket' in NCCL_DEBUG=INFO: InfiniBand or NVLink is not used; set NCCL_IB_HCA or NCCL_SOCKET_IFNAME",
-        )
+        between = f"rank {slowest} on {nodes[slowest]} to rank {following} on {nodes[following]}"
+        yield judge("network", "warning", f"{between}: {shown}")
     if traffic.clock_spread_s > _SPREAD_S:
-        yield Finding(
-            "clocks of the ranks",
-            "warning",
-            f"{traffic.clock_spread_s:.1f} s apart",
-            "times in logs and traces of different nodes cannot be compared",
-            "synchronise the clocks (chrony or ntpd)",
-        )
+        yield judge("clocks of the ranks", "warning", f"{traffic.clock_spread_s:.1f} s apart")
     else:
-        yield Finding("clocks of the ranks", "ok", f"{traffic.clock_spread_s * 1e3:.1f} ms apart at most")
+        yield judge("clocks of the ranks", "ok", f"{traffic.clock_spread_s * 1e3:.1f} ms apart at most")

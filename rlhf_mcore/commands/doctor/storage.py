@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_mcore.commands.doctor.findings import Finding
+from rlhf_mcore.commands.doctor.findings import Finding, judge
 
 GIB = 1 << 30
 _SLOW = 200e6  # bytes/s
@@ -35,15 +35,9 @@ def check_storage(run_dir: Path, probe_bytes: int) -> Iterator[Finding]:
     try:
         measured = probe(existing, probe_bytes)
     except OSError as error:
-        yield Finding(
-            "run directory",
-            "error",
-            f"{existing}: {error.strerror or error}",
-            "nothing can be saved",
-            "choose another output_dir",
-        )
+        yield judge("run directory", "error", f"{existing}: {error.strerror or error}")
         return
-    yield from judge(existing, measured, judge_speed=probe_bytes >= _TELLING_BYTES)
+    yield from judge_disk(existing, measured, judge_speed=probe_bytes >= _TELLING_BYTES)
 
 
 def probe(folder: Path, num_bytes: int) -> DiskProbe:
@@ -78,40 +72,17 @@ def _commit(scratch: Path) -> tuple[float, float]:
     return elapsed, (scratch / "old").stat().st_mtime - time.time()
 
 
-def judge(folder: Path, measured: DiskProbe, *, judge_speed: bool = True) -> Iterator[Finding]:
+def judge_disk(folder: Path, measured: DiskProbe, *, judge_speed: bool = True) -> Iterator[Finding]:
     """What a probe means for a run."""
     room = f"{measured.free_bytes / GIB:.0f} GiB free at {folder}"
-    if measured.free_bytes < 20 * GIB:
-        yield Finding(
-            "disk space",
-            "warning",
-            room,
-            "a full checkpoint takes 14 bytes a parameter: 98 GB for 7B",
-            "choose an output_dir with more room, or set checkpoint.save_total_limit",
-        )
-    else:
-        yield Finding("disk space", "ok", room)
+    yield judge("disk space", "warning" if measured.free_bytes < 20 * GIB else "ok", room)
     speed = f"write {measured.bytes_per_s / 1e6:.0f} MB/s, commit {measured.commit_s * 1e3:.1f} ms"
-    if judge_speed and measured.bytes_per_s < _SLOW:
-        minutes = 98e9 / measured.bytes_per_s / 60
-        yield Finding(
-            "disk speed",
-            "warning",
-            speed,
-            f"one process writes a checkpoint of 7B (98 GB) in {minutes:.0f} min",
-            "use a parallel file system or a local disk as output_dir, and checkpoint.async_save",
-        )
+    if judge_speed:
+        severity = "warning" if measured.bytes_per_s < _SLOW else "ok"
+        yield judge("disk speed", severity, speed, minutes=98e9 / measured.bytes_per_s / 60)
     else:
-        yield Finding(
-            "disk speed", "ok", speed if judge_speed else f"{speed} (a short write; without --quick a long one)"
-        )
+        yield judge("disk speed", "ok", f"{speed} (a short write; without --quick a long one)")
     if abs(measured.skew_s) > _SKEW_S:
-        yield Finding(
-            "clock",
-            "warning",
-            f"the file system's clock differs by {measured.skew_s:+.1f} s",
-            "checkpoints and logs look older or newer than they are",
-            "synchronise the clocks (chrony or ntpd)",
-        )
+        yield judge("clock", "warning", f"the file system's clock differs by {measured.skew_s:+.1f} s")
     else:
-        yield Finding("clock", "ok", f"within {_SKEW_S:.0f} s of the file system's")
+        yield judge("clock", "ok", f"within {_SKEW_S:.0f} s of the file system's")

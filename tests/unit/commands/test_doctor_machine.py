@@ -14,14 +14,16 @@ from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, worst
 from rlhf_mcore.commands.doctor.hardware import (
     check_cores,
     check_gpus,
+    check_isolation,
     check_memory,
     check_products,
     check_shared_memory,
     locked_memory,
     open_files,
 )
-from rlhf_mcore.commands.doctor.storage import DiskProbe, check_storage, judge
+from rlhf_mcore.commands.doctor.storage import DiskProbe, check_storage, judge_disk
 from rlhf_mcore.machine import processor
+from rlhf_mcore.sandbox.run import Level
 
 SMI = """\
 NVIDIA H100 80GB HBM3, 81559, 4, 575.57.08, 0
@@ -84,6 +86,9 @@ def test_shared_memory_of_an_unconfigured_container_is_an_error(monkeypatch: pyt
     monkeypatch.setattr(os, "statvfs", lambda path: docker_default)
     finding = check_shared_memory(has_gpu=False)
     assert finding.severity == "error" and "--shm-size" in finding.remedy
+    monkeypatch.undo()
+    absent = check_shared_memory(has_gpu=False, path="/no/such/place")
+    assert absent.severity == "error" and "/no/such/place" in absent.found and "--shm-size" in absent.remedy
 
 
 def test_memory(tmp_path: Path) -> None:
@@ -114,6 +119,25 @@ def test_kinds_of_processors(tmp_path: Path) -> None:
     assert "MKL_CBWR is COMPATIBLE here" in check_products({"MKL_CBWR": "COMPATIBLE"}, "a kind").found
 
 
+@pytest.mark.parametrize(
+    ("level", "severity"),
+    [
+        (Level("namespaces", ("namespaces", "Landlock 7", "seccomp", "rlimits")), "ok"),
+        (Level("namespaces", ("namespaces", "rlimits"), ("seccomp: no libseccomp.so.2",)), "note"),
+        (
+            Level("filters", ("Landlock 4", "seccomp", "rlimits"), ("namespaces: unshare: Operation not permitted",)),
+            "note",
+        ),
+        (Level("rlimits", ("rlimits",), ("filters: Landlock: not in this kernel",)), "warning"),
+    ],
+)
+def test_how_bad_a_level_is(level: Level, severity: str) -> None:
+    finding = check_isolation(level)
+    assert (finding.check, finding.severity) == ("sandbox", severity)
+    assert all(text in finding.found for text in (level.name, *level.walls, *level.missing))
+    assert ("reward.sandbox.minimum=filters" in finding.consequence) == (severity == "warning")
+
+
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     found = by_check(check_storage(tmp_path / "not" / "yet" / "there", 1 << 20))
     assert set(found) == {"disk space", "disk speed", "clock"}
@@ -127,14 +151,14 @@ def test_a_directory_that_cannot_be_written_is_an_error() -> None:
 
 def test_slow_full_and_skewed_disks() -> None:
     bad = DiskProbe(free_bytes=5 << 30, bytes_per_s=50e6, commit_s=0.1, skew_s=-60.0)
-    found = by_check(judge(Path("/scratch"), bad))
+    found = by_check(judge_disk(Path("/scratch"), bad))
     assert {name: f.severity for name, f in found.items()} == dict.fromkeys(
         ("disk space", "disk speed", "clock"), "warning"
     )
     assert "98 GB) in 33 min" in found["disk speed"].consequence  # 98e9 / 50e6 / 60 = 32.7
     good = DiskProbe(free_bytes=5 << 40, bytes_per_s=1e9, commit_s=0.001, skew_s=0.01)
-    assert {f.severity for f in judge(Path("/scratch"), good)} == {"ok"}
-    assert by_check(judge(Path("/s"), bad, judge_speed=False))["disk speed"].severity == "ok"
+    assert {f.severity for f in judge_disk(Path("/scratch"), good)} == {"ok"}
+    assert by_check(judge_disk(Path("/s"), bad, judge_speed=False))["disk speed"].severity == "ok"
     assert storage.GIB == 1 << 30
 
 

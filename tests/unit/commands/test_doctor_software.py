@@ -11,12 +11,12 @@ from packaging.requirements import Requirement
 from rlhf_mcore.commands.doctor import software
 from rlhf_mcore.commands.doctor.findings import Finding
 from rlhf_mcore.commands.doctor.software import (
-    Kernels,
     check_imports,
     check_kernels,
     check_transformer_engine,
     check_versions,
 )
+from rlhf_mcore.commands.doctor.troubles import TROUBLES
 
 WANTED = [
     Requirement(line)
@@ -96,11 +96,15 @@ def test_transformer_engine_outside_of_megatrons_range_is_a_warning() -> None:
 
 
 def test_kernels_are_missed_on_gpus_only() -> None:
-    kernels = [Kernels("here", "json", "-", "-"), Kernels("gone", "no_such_module_here", "slow", "install it")]
+    kernels = {"here": "json", "flash-attn": "no_such_module_here"}
     assert [f.severity for f in check_kernels(True, kernels)] == ["ok", "warning"]
     assert [f.severity for f in check_kernels(False, kernels)] == ["ok", "note"]
     missing = list(check_kernels(True, kernels))[1]
-    assert (missing.consequence, missing.remedy) == ("slow", "install it")
+    assert "slower" in missing.consequence and "pip install flash-attn" in missing.remedy
+
+
+def test_every_library_of_fused_kernels_has_a_remedy() -> None:
+    assert software.FUSED.keys() <= TROUBLES.keys()
 
 
 def test_a_broken_import_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
