@@ -32,16 +32,17 @@ def adopt_orphans() -> None:
 
 
 def children() -> Iterator[int]:
-    """Ids of the processes whose parent is this one."""
+    """Yield the ids of the processes whose parent is this one."""
     for folder in Path("/proc").glob("[0-9]*"):
-        if (found := _status(int(folder.name))) is not None and int(found[1]) == os.getpid():
+        status = _status(int(folder.name))
+        if status is not None and int(status[1]) == os.getpid():
             yield int(folder.name)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or only waits for its parent to read its exit code."""
-    found = _status(pid)
-    return found is None or found[0] == "Z"
+    """Return whether a process is gone, or only waits for its parent to read its exit code."""
+    status = _status(pid)
+    return status is None or status[0] == "Z"
 
 
 def end_all(pids: Iterable[int]) -> None:
@@ -59,7 +60,7 @@ def end_all(pids: Iterable[int]) -> None:
 
 
 def _status(pid: int) -> list[str] | None:
-    """[state, parent, ...] of a process."""
+    """Read [state, parent, ...] of a process; None where it is gone."""
     try:
         # pid (name) state parent ...; the name may hold anything
         return (

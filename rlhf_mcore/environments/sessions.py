@@ -137,7 +137,7 @@ class Sessions:
                 host.process.send(encode({"close": key}))
 
     def poll(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
-        """The answers that have come, by session. Waits for one, where calls are under way, but no longer than ``timeout_s``.
+        """Return the answers that have come, by session. Waits for one while calls are under way, no longer than ``timeout_s``.
 
         Raises:
             ConfigError: the class cannot be loaded, or call after call is lost.
@@ -188,7 +188,7 @@ class Sessions:
                 host.calls[key] = time.monotonic() + self._limits.timeout_s * num_calls
 
     def _is_suspect(self, key: int) -> bool:
-        """Whether a call was there when processes were lost, and others too: it is made alone, so that the guilty one is known."""
+        """Return whether a call was there when processes were lost, among others: it is made alone, so that the guilty one shows."""
         session = self._sessions.get(key)
         return session is not None and session.tries > self._limits.retries
 
@@ -274,7 +274,7 @@ def _stop(hosts: list[_Host], owner: int) -> None:
 
 
 def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessions:
-    """Of the configured class, for one of ``num_engines`` that may share a machine."""
+    """Make sessions of the configured class, for one of ``num_engines`` that may share a machine."""
     assert own.function is not None
     workers = own.workers or default_workers(num_engines)
     limits = WorkerLimits(workers, own.timeout_s, own.memory_gib, tuple(own.env))

@@ -22,7 +22,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.user_functions import load_function, place_of
 from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
-from rlhf_mcore.rewards.user_function import number_problem, shown
+from rlhf_mcore.rewards.user_function import number_problem, shorten
 from rlhf_mcore.rewards.worker import end_with, limit_memory, messages_of
 
 KEY = "environment.function"
@@ -59,9 +59,9 @@ def main(descriptor: int) -> None:
         return
     sys.path.append(os.getcwd())
     try:
-        made = load_environment(order["spec"])
+        kind = load_environment(order["spec"])
         options = order["options"]
-        made(**options)  # what is wrong with the options is found now
+        kind(**options)  # what is wrong with the options is found now
     except ConfigError as error:
         connection.sendall(encode({"problem": str(error)}))
         return
@@ -71,13 +71,13 @@ def main(descriptor: int) -> None:
             encode({"problem": f"{KEY}={order['spec']} with environment.options={redact(options)} raises {text}"})
         )
         return
-    concurrent = any(inspect.iscoroutinefunction(getattr(made, name, None)) for name in ("reset", "step"))
+    concurrent = any(inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step"))
     connection.sendall(encode({"ready": True, "concurrent": concurrent}))
-    asyncio.run(_serve(connection, Environments(lambda: made(**options), order["spec"])))
+    asyncio.run(_serve(connection, Environments(lambda: kind(**options), order["spec"])))
 
 
 def load_environment(spec: str) -> Callable[..., Any]:
-    """The class that ``environment.function`` names.
+    """Load the class that ``environment.function`` names.
 
     Raises:
         ConfigError: it cannot be had, or has no ``reset`` and ``step``.
@@ -87,13 +87,13 @@ def load_environment(spec: str) -> Callable[..., Any]:
 
         module, _, name = BUILT_IN[spec].partition(":")
         return getattr(import_module(module), name)
-    made = load_function(spec, KEY)
-    missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
-    if not inspect.isclass(made) or missing:
-        what = f"no method {' and no method '.join(missing)}" if inspect.isclass(made) else "is no class"
-        has = "has " if inspect.isclass(made) else ""
+    kind = load_function(spec, KEY)
+    missing = [name for name in ("reset", "step") if not callable(getattr(kind, name, None))]
+    if not inspect.isclass(kind) or missing:
+        what = f"no method {' and no method '.join(missing)}" if inspect.isclass(kind) else "is no class"
+        has = "has " if inspect.isclass(kind) else ""
         raise ConfigError(f"{KEY} is {spec!r}, but it {has}{what}: it needs reset(row, seed) and step(action)")
-    return made
+    return kind
 
 
 async def _serve(connection: socket.socket, environments: Environments) -> None:
@@ -103,9 +103,9 @@ async def _serve(connection: socket.socket, environments: Environments) -> None:
 
     async def answer(item: Mapping[str, Any]) -> None:
         try:
-            found = await environments.answer(item)
+            reply = await environments.answer(item)
         except MemoryError:
-            found = {"lost": "ran out of memory"}
+            reply = {"lost": "ran out of memory"}
         if os.getpid() != process:  # the environment has forked, and this is the child, which answers nothing
             os._exit(0)
         for stream in (sys.stdout, sys.stderr):
@@ -115,10 +115,10 @@ async def _serve(connection: socket.socket, environments: Environments) -> None:
             return
         try:
             async with sending:
-                await loop.sock_sendall(connection, encode({"session": item["session"], **found}))
+                await loop.sock_sendall(connection, encode({"session": item["session"], **reply}))
         except OSError:
             os._exit(DISCONNECTED)
-        if "lost" in found:
+        if "lost" in reply:
             os._exit(0)
 
     while data := await loop.sock_recv(connection, _RECEIVE_BYTES):
@@ -144,7 +144,7 @@ class Environments:
         self._sessions: dict[int, _Session] = {}
 
     async def answer(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """What came of a message: ``{"messages", "reward", "done"}``, or ``{"error"}``."""
+        """Answer a message: ``{"messages", "reward", "done"}``, or ``{"error"}``."""
         try:
             return await self._answer(item)
         except MemoryError:
@@ -159,22 +159,22 @@ class Environments:
         if "close" in item:
             session = self._sessions.pop(item["close"], None)
             if session is not None and hasattr(session.environment, "close"):
-                await self._called(session, "close")
+                await self._call(session, "close")
             return {}
-        found: dict[str, Any] = {}
+        reply: dict[str, Any] = {}
         if "row" in item:
             session = self._sessions[item["session"]] = _Session(self._make(), item["seed"])
-            observation = await self._called(session, "reset", item["row"], item["seed"])
-            found = self._checked(session, "reset", observation, (observation, 0.0, False))
+            observation = await self._call(session, "reset", item["row"], item["seed"])
+            reply = self._reply(session, "reset", observation, (observation, 0.0, False))
         for action in item["actions"]:
-            if "error" in found:
+            if "error" in reply:
                 break
             session = self._sessions[item["session"]]
-            result = await self._called(session, "step", action)
-            found = self._checked(session, "step", result, result)
-        return found
+            result = await self._call(session, "step", action)
+            reply = self._reply(session, "step", result, result)
+        return reply
 
-    async def _called(self, session: _Session, method: str, *arguments: Any) -> Any:
+    async def _call(self, session: _Session, method: str, *arguments: Any) -> Any:
         # What an environment draws from the shared generators does not depend on the sessions beside it.
         random.seed(f"{session.seed} {session.turns}")
         if "numpy" in sys.modules:
@@ -184,36 +184,36 @@ class Environments:
         return await result if inspect.isawaitable(result) else result
 
     @staticmethod
-    def _checked(session: _Session, method: str, given: Any, result: Any) -> dict[str, Any]:
+    def _reply(session: _Session, method: str, given: Any, result: Any) -> dict[str, Any]:
         if not isinstance(result, (tuple, list)) or len(result) != 3:
-            return {"error": f"returned {shown(given)} from {method}: return observation, reward, done"}
+            return {"error": f"returned {shorten(given)} from {method}: return observation, reward, done"}
         observation, reward, done = result
         reward = 0.0 if reward is None else reward
         if problem := number_problem(reward, "the reward"):
-            return {"error": f"returned {shown(given)} from {method}: {problem}"}
+            return {"error": f"returned {shorten(given)} from {method}: {problem}"}
         messages = messages_of_observation(observation)
         if messages is None:
-            return {"error": f"returned the observation {shown(observation)} from {method}: it must be {_MESSAGES}"}
+            return {"error": f"returned the observation {shorten(observation)} from {method}: it must be {_MESSAGES}"}
         special = bool(getattr(session.environment, "special_tokens", False))
         return {"messages": messages, "reward": float(reward), "done": bool(done), "special": special}
 
 
 def messages_of_observation(observation: Any) -> list[dict[str, str]] | None:
-    """An observation as messages, or None where it is none. NUL and lone surrogates become U+FFFD."""
+    """Read an observation as messages; None where it is none. NUL and lone surrogates become U+FFFD."""
     if observation is None or observation == "":
         return []
     if isinstance(observation, str):
         observation = {"role": "user", "content": observation}
-    held = [observation] if isinstance(observation, Mapping) else observation
-    if not isinstance(held, (list, tuple)):
+    messages = [observation] if isinstance(observation, Mapping) else observation
+    if not isinstance(messages, (list, tuple)):
         return None
-    found = []
-    for message in held:
+    checked = []
+    for message in messages:
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             return None
         if _ROLE.fullmatch(message["role"]) is None:
             return None
-        found.append({"role": str(message["role"]), "content": _NO_TEXT.sub("\ufffd", message["content"])})
-    return found
+        checked.append({"role": str(message["role"]), "content": _NO_TEXT.sub("\ufffd", message["content"])})
+    return checked

@@ -51,7 +51,7 @@ _IS_NONE = re.compile(
 
 
 def fits(response: str) -> bool:
-    """Whether a response is short enough to be looked at."""
+    """Return whether a response is short enough to be looked at."""
     return len(response) <= MAX_RESPONSE_CHARS
 
 
@@ -77,8 +77,8 @@ def last_box(text: str) -> tuple[int, int] | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the balanced ``\boxed{...}`` that opens last, or None."""
-    found = last_box(text)
-    return None if found is None else text[found[0] : found[1]]
+    box = last_box(text)
+    return None if box is None else text[box[0] : box[1]]
 
 
 def marked_lines(text: str) -> list[tuple[int, str]]:
@@ -87,7 +87,7 @@ def marked_lines(text: str) -> list[tuple[int, str]]:
 
 
 def marked_numbers(text: str) -> Iterator[tuple[int, Fraction]]:
-    """The numbers among them, the last one first: ``#### 2. Solve`` is a heading and no number, and neither is ``#### 18 or 19``."""
+    """Yield the numbers among them, the last one first: neither ``#### 2. Solve``, a heading, nor ``#### 18 or 19`` is a number."""
     for start, line in reversed(marked_lines(text)):
         number = _number_of_line(line)
         if number is not None:
@@ -100,21 +100,21 @@ def answer_lines(text: str) -> list[tuple[int, str]]:
 
 
 def marked_number(text: str) -> Fraction | None:
-    r"""The number behind a ``####``, or the content of the last box where that is a number; the later of the two."""
-    found, box = next(marked_numbers(text), None), last_box(text)
-    if box is not None and (found is None or box[0] > found[0]):
+    r"""Return the number behind a ``####``, or the content of the last box where that is a number; the later of the two."""
+    marked, box = next(marked_numbers(text), None), last_box(text)
+    if box is not None and (marked is None or box[0] > marked[0]):
         number = number_of(text[box[0] : box[1]])
         if number is not None:
             return number
-    return None if found is None else found[1]
+    return None if marked is None else marked[1]
 
 
 def last_answer(text: str) -> str | None:
-    """What is marked last: a number behind ``####``, a box, a line ``Answer:``; without any, what is behind the last ``####``."""
+    """Return what is marked last: a number behind ``####``, a box, a line ``Answer:``; else what is behind the last ``####``."""
     lines = marked_lines(text)
-    found = next(((start, line) for start, line in reversed(lines) if _number_of_line(line) is not None), None)
+    number = next(((start, line) for start, line in reversed(lines) if _number_of_line(line) is not None), None)
     box = last_box(text)
-    candidates = [each for each in (found, *answer_lines(text)[-1:]) if each is not None]
+    candidates = [each for each in (number, *answer_lines(text)[-1:]) if each is not None]
     if box is not None:
         candidates.append((box[0], text[box[0] : box[1]]))
     if not candidates:
@@ -123,7 +123,7 @@ def last_answer(text: str) -> str | None:
 
 
 def chosen_letters(text: str) -> str:
-    """The options that a response chooses, sorted ("B", "AC"), or "".
+    """Return the options that a response chooses, sorted ("B", "AC"), or "".
 
     They are what it marks last: in ``<answer>``, a box, behind ``Answer:``; else what follows the last "answer is", "option" or
     "choice"; else the whole text where that is nothing but a choice. "B", "(b)", "**B.** Paris", "A, C" and "A and C" are choices,
@@ -145,7 +145,7 @@ def chosen_letters(text: str) -> str:
 
 
 def letters_of(answer: str) -> str:
-    """The letters A to J that an answer is, sorted; "" where it is something else."""
+    """Return the letters A to J that an answer is, sorted; "" where it is something else."""
     if len(answer) > MAX_LINE_CHARS:
         return ""
     answer = " ".join(_CHOICE_NOISE.sub("", answer).split())
@@ -160,19 +160,19 @@ def letters_of(answer: str) -> str:
 
 
 def within(answer: str) -> str:
-    """The content of the box in an answer, where there is one."""
+    """Return the content of the box in an answer, or the answer where there is none."""
     inner = last_boxed(answer)
     return answer if inner is None else inner
 
 
 def number_of(text: str) -> Fraction | None:
-    r"""The number that an answer is in whatever notation (``x = 45``, ``\dfrac12``, ``18\text{ dollars}``), or None."""
+    r"""Return the number that an answer is in whatever notation (``x = 45``, ``\dfrac12``, ``18\text{ dollars}``), or None."""
     number = parse_number(text)
     return read_answer(text).value if number is None else number
 
 
 def _number_of_line(line: str) -> Fraction | None:
-    """The number that a marked line gives as the answer. Words may follow it, but none that make another number of it."""
+    """Return the number that a marked line gives as the answer. Words may follow it, but none that make another number of it."""
     line = line[label.end() :] if (label := _LABEL.match(line)) else line
     if not _DIGIT.search(line) or "boxed" in line:
         return None
@@ -190,12 +190,14 @@ def _number_of_line(line: str) -> Fraction | None:
             return number
         line = line[: remark.start()]
     left, _, right = line.rpartition("=")
-    found = leading_number(right.strip())
-    if found is None or not _NAMES_OR_COMPUTES.fullmatch(left) or _DIGIT.search(found[1]):
+    leading = leading_number(right.strip())
+    if leading is None or not _NAMES_OR_COMPUTES.fullmatch(left) or _DIGIT.search(leading[1]):
         return None
-    words = found[1].rstrip().removesuffix(".").rstrip(" ,;")
+    words = leading[1].rstrip().removesuffix(".").rstrip(" ,;")
     return (
-        found[0] if not words or (words[0] == " " and _PROSE.fullmatch(words) and not is_other_number(words)) else None
+        leading[0]
+        if not words or (words[0] == " " and _PROSE.fullmatch(words) and not is_other_number(words))
+        else None
     )
 
 

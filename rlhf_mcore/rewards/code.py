@@ -36,7 +36,7 @@ _LEAST_OUTPUT, _MOST_OUTPUT = 2**20, 2**26  # bytes that a program may print
 
 
 def require_isolation(minimum: str) -> Level:
-    """What isolation this machine gives.
+    """Find out what isolation this machine gives.
 
     Raises:
         ConfigError: naming ``reward.sandbox.minimum``: it gives less.
@@ -77,21 +77,21 @@ class CodeGrader:
         self._pool: WorkerPool | None = None
 
     def check(self) -> CodeGrader:
-        """Raises ConfigError where a machine does not give the isolation that ``reward.sandbox.minimum`` asks for.
+        """Check that this machine gives the isolation that ``reward.sandbox.minimum`` asks for; raises ConfigError where not.
 
         That is this one, or where Ray starts a worker. Every worker in a cluster finds out for itself when it loads.
         """
         if self._pools is local_pool:
             require_isolation(self._cfg.minimum)
         else:
-            self._started().check()
+            self._start().check()
         return self
 
     def __call__(self, response: str, ground_truth: Any) -> float:
         return self.submit([(response, ground_truth)])()[0][0]
 
     def submit(self, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-        """For each response and ground truth the grade. "error" stands beside a 0 where tests cannot be read or run."""
+        """Begin to grade. "error" stands beside a 0 where tests cannot be read or run."""
         verdicts: list[Verdict] = [(0.0, None)] * len(pairs)
         asked: dict[bytes, list[int]] = {}
         for index, (response, truth) in enumerate(pairs):
@@ -102,7 +102,7 @@ class CodeGrader:
                     verdicts[index] = (0.0, "error")
                 else:
                     asked.setdefault(item, []).append(index)
-        collect = self._started().submit(list(asked)) if asked else list
+        collect = self._start().submit(list(asked)) if asked else list
 
         def finish() -> list[Verdict]:
             for indices, outcome in zip(asked.values(), collect(), strict=True):
@@ -119,7 +119,7 @@ class CodeGrader:
         if self._pool is not None:
             self._pool.close()
 
-    def _started(self) -> WorkerPool:
+    def _start(self) -> WorkerPool:
         if self._pool is None:
             rule, cfg = self._rule, self._cfg
             level = require_isolation(cfg.minimum).name if self._pools is local_pool else None
@@ -162,7 +162,7 @@ class Judge:
 
 
 def load_code(**options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """A judge of items ``{"code", "truth"}``: ``{"grade", "failure"}``. ``options``: those of ``Judge``."""
+    """Make a judge of items ``{"code", "truth"}``: ``{"grade", "failure"}``. ``options``: those of ``Judge``."""
     judge = Judge(**options)
     level = judge.level or require_isolation(judge.minimum).name
     packages = site_packages() if judge.packages else []

@@ -29,7 +29,7 @@ class CodeTest:
 
 
 def code_of(response: str) -> str:
-    """The last fenced block in Python, else the last fenced block, else the whole response. The last fence may be left open."""
+    """Return the last fenced block in Python, else the last fenced block, else the whole response. The last fence may be left open."""
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(response):
@@ -46,7 +46,7 @@ def code_of(response: str) -> str:
 
 
 def read_tests(truth: Any) -> list[CodeTest]:
-    """The tests of a ground truth, or of its JSON text, in any of these forms::
+    """Read the tests of a ground truth, or of its JSON text, in any of these forms::
 
         {"inputs": [...], "outputs": [...]}, with "fn_name": of that function     APPS, TACO, verl
         [{"input", "output", "testtype", "metadata": {"func_name"}}, ...]          LiveCodeBench
@@ -120,7 +120,7 @@ def _of_program(given: Any, expected: Any) -> CodeTest:
 
 
 def _of_function(name: str, given: Any, expected: Any) -> CodeTest:
-    """Arguments are a list, or a text with the JSON of one on each line; the value is itself, or its JSON."""
+    """Make a test of a function. Arguments are a list, or the JSON of one on each line; the value is itself, or its JSON."""
     arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
     if isinstance(given, str) and isinstance(expected, str):
         expected = json.loads(expected)
@@ -136,7 +136,7 @@ def _with_int_keys(value: Any) -> Any:
 
 # ----------------------------------------------------------------------------------------------------------- comparison
 def same_output(printed: str, expected: str) -> bool:
-    """Line by line, without blank lines and whitespace at their ends; decimals within a tolerance, integers exactly."""
+    """Compare line by line, without blank lines and whitespace at their ends; decimals within a tolerance, integers exactly."""
     ours, theirs = ([line for raw in text.split("\n") if (line := raw.strip())] for text in (printed, expected))
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
@@ -157,7 +157,7 @@ def _same_number(ours: str, theirs: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether a function's value is the expected one, or that alone in a list, as APPS writes it. Tuples are lists."""
+    """Return whether a function's value is the expected one, or that alone in a list, as APPS writes it. Tuples are lists."""
     value, expected = _plain(value), _plain(expected)
     return _equal(value, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(value, expected[0]))
 

@@ -94,7 +94,7 @@ class Answer:
 
 @lru_cache(maxsize=1024)
 def read_answer(text: str) -> Answer:
-    """The form of an answer in LaTeX or plain text."""
+    """Read the form of an answer in LaTeX or plain text."""
     if len(text) > MAX_ANSWER_CHARS or text.count("{") > MAX_BRACES or _depth(text) > MAX_DEPTH:
         return Answer("text", "".join(text.split()))
     # Before anything is dropped, so that a number is read as parse_number reads it.
@@ -105,7 +105,7 @@ def read_answer(text: str) -> Answer:
 
 
 def canonical(text: str) -> str:
-    r"""The one spelling of an answer: "1/2" for ``\dfrac12``, ``\frac{1}{2}``, 0.5 and ``x = 1/2``; "" for nothing.
+    r"""Return the one spelling of an answer: "1/2" for ``\dfrac12``, ``\frac{1}{2}``, 0.5 and ``x = 1/2``; "" for nothing.
 
     Units, currency, percent signs and degrees are dropped; a list without brackets and a set are sorted. A comma is a
     thousands separator only where it groups three digits, and no list is around it.
@@ -115,7 +115,7 @@ def canonical(text: str) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- reading
 def _read(text: str) -> Answer:
-    """The form of plain text."""
+    """Read the form of plain text."""
     answer = _quantity(text)
     if answer is not None:
         return answer
@@ -145,7 +145,7 @@ def _read(text: str) -> Answer:
 
 
 def _quantity(text: str) -> Answer | None:
-    """The number that plain text is, with a percent sign or a unit."""
+    """Return the number that plain text is, with a percent sign or a unit."""
     rest, is_percent = without_percent(unwrapped(text))
     number, factor = without_unit(rest)
     value = read_number(number)
@@ -171,7 +171,7 @@ def _collection(brackets: str, parts: list[Answer], text: str, marks: tuple[str,
 
 
 def _leaf(text: str) -> Answer:
-    """What is neither a number nor a collection."""
+    """Read what is neither a number nor a collection."""
     if text.startswith("{") and text.endswith("}") and _is_balanced(text[1:-1]):
         return _read(text[1:-1].strip())
     if (match := _MATRIX.fullmatch(text)) is not None and r"\begin" not in match[1]:
@@ -198,7 +198,7 @@ def _leaf(text: str) -> Answer:
 
 
 def _is_mathematics(text: str) -> bool:
-    """Whether plain text is a formula throughout, as far as can be seen: known commands, single letters, digits, signs."""
+    """Return whether plain text is a formula throughout, as far as can be seen: known commands, single letters, digits, signs."""
     if _NO_MATHEMATICS.fullmatch("".join(text.split())) or _BETWEEN_DIGITS.search(text) or text.count("|") % 2:
         return False
     place, has_matrix = 0, r"\begin{vmatrix}" in text
@@ -216,13 +216,13 @@ def _is_mathematics(text: str) -> bool:
 
 
 def _spell(text: str) -> str:
-    """A leaf without spaces but between digits, its fractions as a/b."""
+    """Write a leaf without spaces but between digits, its fractions as a/b."""
     text = _SPACE.sub(lambda match: " " * bool(match[1]), _fractions(text).strip())
     return text.lower() if _WORDS.fullmatch(text) else text
 
 
 def _letters(text: str) -> set[str]:
-    """The letters of LaTeX that are variables, or constants such as e."""
+    """Return the letters of LaTeX that are variables, or constants such as e."""
     return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text)))
 
 
@@ -244,7 +244,7 @@ def _fractions(text: str) -> str:
 
 
 def _argument(text: str, start: int) -> tuple[str, int]:
-    """What a TeX command at ``start`` takes as its next argument, and where that ends."""
+    """Return what a TeX command at ``start`` takes as its next argument, and where that ends."""
     while start < len(text) and text[start].isspace():
         start += 1
     if text[start : start + 1] == "\\":
@@ -270,7 +270,7 @@ def _is_balanced(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """The elements of a list, cut at the commas that no bracket is around."""
+    """Cut a list into its elements, at the commas that no bracket is around."""
     cuts: list[int] = []
     if not _depths(text, cuts.append):
         return [text]
@@ -278,15 +278,15 @@ def _split(text: str) -> list[str]:
     return parts if all(part.strip() for part in parts) else [text]
 
 
-def _depths(text: str, found: Callable[[int], None]) -> bool:
-    """Call ``found`` with the place of every comma outside brackets. Returns whether brackets are balanced, of any kinds."""
+def _depths(text: str, at_comma: Callable[[int], None]) -> bool:
+    """Call ``at_comma`` with the place of every comma outside brackets. Returns whether brackets are balanced, of any kinds."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
         if depth < 0:
             return False
         if letter == "," and depth == 0:
-            found(place)
+            at_comma(place)
     return depth == 0
 
 
@@ -295,7 +295,7 @@ Ask = Callable[[str, str], bool]  # whether two expressions, relations or equati
 
 
 def is_same(truth: Answer, answer: Answer, ask: Ask) -> bool:
-    """Whether two answers are mathematically the same. Whatever needs a solver is asked of ``ask``.
+    """Return whether two answers are mathematically the same. Whatever needs a solver is asked of ``ask``.
 
     With a constant ``ask`` the result is what is certain: True in spite of False, or False in spite of True.
     """
@@ -322,13 +322,13 @@ def is_same(truth: Answer, answer: Answer, ask: Ask) -> bool:
 
 
 def names_differ(truth: Answer, answer: Answer) -> bool:
-    """Whether answers give values to different variables: x = 3 and y = 3."""
+    """Return whether answers give values to different variables: x = 3 and y = 3."""
     ours, theirs = truth.name.lower(), answer.name.lower()
     return ours != theirs and len(ours) == len(theirs) == 1
 
 
 def _are_equations(truth: Answer, answer: Answer) -> bool:
-    """Whether two answers may be one equation: x = 3 is a value, and no equation of it is its solution."""
+    """Return whether two answers may be one equation: x = 3 is a value, and no equation of it is its solution."""
     return all(
         each.kind == "equation" or (each.name and each.kind == "expression" and each.has_variables)
         for each in (truth, answer)
@@ -345,13 +345,13 @@ def _are_equal_numbers(truth: Answer, answer: Answer) -> bool:
 
 
 def _is_other_case(truth: Answer, answer: Answer) -> bool:
-    """Whether a letter is a capital in one answer, and none in the other."""
+    """Return whether a letter is a capital in one answer, and none in the other."""
     ours, theirs = ({*_letters(each.source), *_COMMAND.findall(each.source)} for each in (truth, answer))
     return bool({name.lower() for name in ours - theirs} & {name.lower() for name in theirs - ours})
 
 
 def _is_range(answer: Answer) -> bool:
-    """Whether an answer is an interval, a union of some, or a relation that says the same."""
+    """Return whether an answer is an interval, a union of some, or a relation that says the same."""
     return (
         answer.kind == "relation"
         or answer.brackets in _ORDERED[:4]
@@ -360,7 +360,7 @@ def _is_range(answer: Answer) -> bool:
 
 
 def _are_same_collections(truth: Answer, answer: Answer, ask: Ask) -> bool:
-    ours, theirs = _assigned(truth), _assigned(answer)
+    ours, theirs = _assignments(truth), _assignments(answer)
     if ours is not None and theirs is not None:
         return ours.keys() == theirs.keys() and all(is_same(ours[name], theirs[name], ask) for name in ours)
     if (ours is None) != (theirs is None):
@@ -375,8 +375,8 @@ def _are_same_collections(truth: Answer, answer: Answer, ask: Ask) -> bool:
     return _are_matched(truth.parts, answer.parts, ask)
 
 
-def _assigned(answer: Answer) -> dict[str, Answer] | None:
-    """The values of several variables, x = 1, y = 2, by name; None: it is something else."""
+def _assignments(answer: Answer) -> dict[str, Answer] | None:
+    """Return the values of several variables, x = 1, y = 2, by name; None: it is something else."""
     if answer.brackets == "()" and answer.name.startswith("("):
         return dict(zip(answer.name[1:-1].split(","), answer.parts, strict=False))
     names = [part.name for part in answer.parts]
@@ -385,7 +385,7 @@ def _assigned(answer: Answer) -> dict[str, Answer] | None:
 
 
 def _are_matched(ours: Sequence[Answer], theirs: Sequence[Answer], ask: Ask) -> bool:
-    """Whether every element is the same as one of the other collection, each of another one (Kuhn's augmenting paths)."""
+    """Return whether every element is the same as one of the other collection, each of another one (Kuhn's augmenting paths)."""
     if len(ours) != len(theirs):
         return False
     taken: dict[int, int] = {}  # of theirs, by which of ours

@@ -1,4 +1,4 @@
-"""How a pool and its workers talk over a socket: JSON texts, each behind its length. Nothing is pickled."""
+"""Frames of the sockets between a pool and its workers: JSON texts, each behind its length. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class FrameError(ValueError):
 
 
 def pack(text: bytes) -> bytes:
-    """One frame that holds a JSON text."""
+    """Make a frame of a JSON text."""
     if len(text) > MAX_FRAME_BYTES:
         raise FrameError(f"a message of {len(text)} bytes is longer than {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(text)) + text
 
 
 def encode(value: Any) -> bytes:
-    """One frame that holds a JSON-able value. Pure ASCII, so that lone surrogates travel too."""
+    """Make a frame of a value. It is pure ASCII, so that lone surrogates travel too."""
     return pack(json.dumps(value).encode("ascii"))
 
 
 def decode(buffer: bytearray) -> Iterator[Any]:
-    """The values of all whole frames at the start of ``buffer``, which are taken out of it.
+    """Take all whole frames from the start of ``buffer``, and yield their values.
 
     Raises:
         FrameError: they are not frames.

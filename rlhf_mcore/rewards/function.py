@@ -81,7 +81,7 @@ class PooledReward:
         return lambda: self._scores(trajectories, self._each(collect(), len(trajectories)))
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """``submit``, and wait."""
+        """Submit, and wait."""
         return self.submit(trajectories)()
 
     def close(self) -> None:

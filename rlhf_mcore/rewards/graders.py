@@ -78,14 +78,14 @@ _MAX_TRUTH_BITS = 4096  # of an int: str() of a huge one raises
 
 @grader("exact_match")
 def exact_match(response: str, ground_truth: Any) -> float:
-    """1 if the response equals the ground truth up to whitespace around it. An empty ground truth matches nothing."""
+    """Grade 1 if the response equals the ground truth up to whitespace around it. An empty ground truth matches nothing."""
     truth = _truth_text(ground_truth)
     return float(bool(truth) and fits(response) and response.strip() == truth)
 
 
 @grader("final_number")
 def final_number(response: str, ground_truth: Any) -> float:
-    r"""1 if the response's answer is a number equal to the ground truth.
+    r"""Grade 1 if the response's answer is a number equal to the ground truth.
 
     The answer is the number behind the last ``####`` that has one, or the content of the last ``\boxed{}`` where that is a number;
     the later of the two. Units, currency, thousands separators, ``%`` and a trailing dot do not count; equality is exact
@@ -101,7 +101,7 @@ def final_number(response: str, ground_truth: Any) -> float:
 
 @grader("boxed")
 def boxed(response: str, ground_truth: Any) -> float:
-    r"""1 if the content of the response's last balanced ``\boxed{}`` is the ground truth in another spelling (see ``canonical``).
+    r"""Grade 1 if the content of the last balanced ``\boxed{}`` is the ground truth in another spelling (see ``canonical``).
 
     An empty box matches nothing.
     """
@@ -110,7 +110,7 @@ def boxed(response: str, ground_truth: Any) -> float:
 
 @grader("answer_line")
 def answer_line(response: str, ground_truth: Any) -> float:
-    """1 if what follows the last ``Answer:``, on its line, is the ground truth in another spelling (see ``canonical``).
+    """Grade 1 if what follows the last ``Answer:``, on its line, is the ground truth in another spelling (see ``canonical``).
 
     It is what the prompts of DAPO-Math-17k (Yu et al. 2025, arXiv 2503.14476) ask for.
     """
@@ -120,7 +120,7 @@ def answer_line(response: str, ground_truth: Any) -> float:
 
 @grader("format")
 def answer_format(response: str, ground_truth: Any = None) -> float:
-    r"""1 if the response marks exactly one answer: one ``#### number`` or one ``\boxed{...}`` that is not empty.
+    r"""Grade 1 if the response marks exactly one answer: one ``#### number`` or one ``\boxed{...}`` that is not empty.
 
     Where there is neither, one line ``Answer: ...`` does. Right or wrong does not matter, so ``ground_truth`` is ignored. A nested
     box is a second one.
@@ -136,7 +136,7 @@ def answer_format(response: str, ground_truth: Any = None) -> float:
 
 @grader("multiple_choice")
 def multiple_choice(response: str, ground_truth: Any) -> float:
-    """1 if the letters that the response chooses (see ``chosen_letters``) are those of the ground truth: "B", "(B) Paris", "A, C"."""
+    """Grade 1 if the letters that the response chooses (see ``chosen_letters``) are those of the ground truth: "B", "A, C"."""
     truth = _truth_text(ground_truth)
     expected = letters_of(truth) or chosen_letters(truth)
     return float(bool(expected) and fits(response) and chosen_letters(response) == expected)
@@ -157,11 +157,11 @@ class MathGrader:
         return self.grade([(response, ground_truth)])[0][0]
 
     def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[Verdict]:
-        """``submit``, and wait."""
+        """Submit, and wait."""
         return self.submit(pairs)()
 
     def submit(self, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-        """For each response and ground truth the grade, and where there is none in time "timeout" or "error" beside a 0."""
+        """Begin to grade. Where there is no grade in time, "timeout" or "error" stands beside a 0."""
         grades: list[Verdict] = [(0.0, None)] * len(pairs)
         open_questions: dict[tuple[str, str], list[int]] = {}
         for index, (response, ground_truth) in enumerate(pairs):
@@ -196,7 +196,7 @@ class MathGrader:
 
 @cache
 def _programs() -> Grader:
-    """The rule ``code`` with its default options. What it is built on is imported when it is used."""
+    """Build the rule ``code`` with its default options. What it is built on is imported when it is used."""
     from rlhf_mcore.rewards.code import CodeGrader
 
     return CodeGrader()
@@ -226,7 +226,7 @@ def build_grader(
     sandbox: SandboxConfig | None = None,
     pools: Pools = local_pool,
 ) -> Grader:
-    """The grader of a rule with the rule's own options. ``workers``: processes of those that need some, which ``pools`` makes.
+    """Build the grader of a rule with the rule's own options. ``workers``: processes of those that need some, made by ``pools``.
 
     Raises:
         ConfigError: an option that the grader does not take, or a sandbox that this machine does not give.
@@ -253,12 +253,12 @@ def _program_in(response: str) -> str:
 
 
 def finds_answer(name: str, response: str) -> bool:
-    """Whether a rule found an answer in a response, right or wrong; True for rules that look for none."""
+    """Return whether a rule found an answer in a response, right or wrong; True for rules that look for none."""
     return name not in ANSWERS or (fits(response) and bool(ANSWERS[name](response) not in (None, "", [])))
 
 
 def answer_of(response: str) -> str:
-    """What a response votes for in a majority, or "" for nothing.
+    """Return what a response votes for in a majority, or "" for nothing.
 
     What ``final_number`` would compare, else the content of the last box, else the last marked answer or the whole response where
     that has at most ``MAX_NUMBER_CHARS`` characters; each in one spelling (4.5, 4.50 and 9/2 are one vote).
@@ -274,7 +274,7 @@ def answer_of(response: str) -> str:
 
 
 def _same(answer: str | None, ground_truth: Any) -> float:
-    """1 if an answer and a ground truth have one spelling."""
+    """Grade 1 if an answer and a ground truth have one spelling."""
     if answer is None:
         return 0.0
     ours, truth = read_answer(answer), read_answer(_truth_answer(_truth_text(ground_truth)))
@@ -282,13 +282,13 @@ def _same(answer: str | None, ground_truth: Any) -> float:
 
 
 def _truth_answer(truth: str) -> str:
-    """The answer that a worked solution marks, or the whole text."""
+    """Return the answer that a worked solution marks, or the whole text."""
     answer = last_answer(truth)
     return truth if answer is None else answer
 
 
 def _truth_text(ground_truth: Any) -> str:
-    """The ground truth as stripped text; empty for None and for what is too long to be an answer."""
+    """Return the ground truth as stripped text; empty for None and for what is too long to be an answer."""
     if ground_truth is None or (isinstance(ground_truth, int) and ground_truth.bit_length() > _MAX_TRUTH_BITS):
         return ""
     text = str(ground_truth).strip()

@@ -211,7 +211,7 @@ class HttpPool(ABC):
         session, timeout = self._client.session(), ClientTimeout(total=timeout_s)
         try:
             async with session.post(self._url, data=body, allow_redirects=False, timeout=timeout) as response:
-                content = await _bounded(response.content, 2**16 + count * self.max_answer_bytes)
+                content = await _read_bounded(response.content, 2**16 + count * self.max_answer_bytes)
         except asyncio.TimeoutError as error:
             cause = f"gave no answer within {timeout_s:.3g} s ({self._key}.timeout_s={self._cfg.timeout_s:g})"
             raise _TryFailed(cause, timed_out=True, one_by_one=True) from error
@@ -337,7 +337,7 @@ class _Breaker:
         self._next_try_at = time.monotonic() + pause_s
 
 
-async def _bounded(content: Any, most: int) -> bytes | None:
+async def _read_bounded(content: Any, most: int) -> bytes | None:
     """Read an answer; None where it has more than ``most`` bytes."""
     read = bytearray()
     async for piece in content.iter_chunked(2**16):

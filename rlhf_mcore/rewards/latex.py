@@ -186,7 +186,7 @@ def unwrapped(text: str) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- numbers
 def parse_number(text: str) -> Fraction | None:
-    r"""The number that ``text`` is as a whole, or None: 1,234.5, -3/4, 1 1/2, 2e3, ``\$5``, 50%.
+    r"""Read ``text`` as a number as a whole; None where it is none: 1,234.5, -3/4, 1 1/2, 2e3, ``\$5``, 50%.
 
     Currency signs, thousands separators (``,`` in front of three digits, ``{,}``, ``\!``, ``\,``), a final ``%`` and a final dot are
     dropped. None also for more than ``MAX_NUMBER_CHARS`` characters or an exponent beyond +-``MAX_EXPONENT``.
@@ -201,7 +201,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def leading_number(text: str) -> tuple[Fraction, str] | None:
-    """The number that ``text`` begins with, and what follows it; None where there is none."""
+    """Return the number that ``text`` begins with, and what follows it; None where there is none."""
     shown = re.match(rf"([-+\u2212]?)\s?{_CURRENCY}?\s?", text)
     assert shown is not None
     rest = text[shown.end() :]
@@ -231,7 +231,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of a match of ``_NUMBER``, or None where it exceeds the caps, which are looked at first."""
+    """Return the value of a match of ``_NUMBER``, or None where it exceeds the caps, which are looked at first."""
     top, bottom = match["top"], match["bottom"] or "1"
     digits, _, exponent = top.lower().partition("e")
     if len(match[0]) > MAX_NUMBER_CHARS or abs(int(exponent or 0)) > MAX_EXPONENT:
@@ -254,7 +254,7 @@ def without_percent(text: str) -> tuple[str, bool]:
 
 
 def without_unit(text: str) -> tuple[str, int]:
-    r"""A plain quantity without its unit, and the product of the scale words ("million", "dozen") in front of that.
+    r"""Return a plain quantity without its unit, and the product of the scale words ("million", "dozen") in front of that.
 
     Text whose end is no unit comes back as it is: ``12k``, ``5 squared``, ``x is even``, ``5 or so``.
     """
@@ -287,7 +287,7 @@ def _words_at_end(text: str) -> str:
 
 
 def is_unit(text: str) -> bool:
-    """Whether the words behind a number are a unit, and leave the number what it is."""
+    """Return whether the words behind a number are a unit, and leave the number what it is."""
     text = _AFTER_UNIT.sub("", text.rstrip(" ."))
     if is_other_number(text) or _NO_UNIT.search(text):
         return False
@@ -295,5 +295,5 @@ def is_unit(text: str) -> bool:
 
 
 def is_other_number(text: str) -> bool:
-    """Whether words behind a number make another one of it, or leave open which it is: "hundred", "thirds", "or", "pm"."""
+    """Return whether words behind a number make another one of it, or leave open which it is: "hundred", "thirds", "or", "pm"."""
     return bool(_OTHER_NUMBER.search(text))

@@ -49,7 +49,7 @@ class JudgedReward:
         return finish
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """``submit``, and wait."""
+        """Submit, and wait."""
         return self.submit(trajectories)()
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class JudgedReward:
 
 
 def build_reward(cfg: RewardConfig, pools: Pools = local_pool) -> Graders:
-    """The rules that ``cfg`` asks for, or in their place the function or the server; further functions; and the judge.
+    """Build the rules that ``cfg`` asks for, or in their place the function or the server; further functions; and the judge.
 
     A reward model is not part of it.
 
@@ -178,7 +178,7 @@ class RuleReward:
         return finish
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """``submit``, and wait."""
+        """Submit, and wait."""
         return self.submit(trajectories)()
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class RuleReward:
 
 
 def _begin(grader: Grader, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-    """What is returned has a grade for each pair, and why there is none where workers did not judge in time."""
+    """Begin to grade pairs. The verdicts that come have a cause where workers did not judge in time."""
     if isinstance(grader, BatchGrader):
         return grader.submit(pairs)
     grades: list[Verdict] = [(grader(*pair), None) for pair in pairs]
@@ -222,13 +222,13 @@ def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[Rule
 
 
 def text_only(prompt: Prompt, text: str) -> Trajectory:
-    """A response whose text is all that is known of it, and all that graders read."""
+    """Make a response of its text, which is all that graders read."""
     ids, mask, logprobs = np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.float32)
     return Trajectory(prompt, 0, ids, mask, logprobs, (), ((0, 0),), text, "stop")
 
 
 def what_scores(cfg: RewardConfig) -> str:
-    """The keys that decide, for messages."""
+    """Name the keys that decide, for messages."""
     if cfg.function is not None:
         return f"reward.function={cfg.function}"
     if cfg.remote.url is not None:

@@ -33,14 +33,14 @@ class Pattern:
     def __init__(self, pattern: str | None = None) -> None:
         self._pattern = pattern
         if pattern is not None:
-            _compiled(pattern)
+            _compile(pattern)
 
     def __call__(self, response: str, ground_truth: Any = None) -> float:
         pattern = ground_truth if self._pattern is None else self._pattern
         if not isinstance(pattern, str) or not pattern or not fits(response):
             return 0.0
         try:
-            return float(_compiled(pattern).search(response.encode(errors="replace")) is not None)
+            return float(_compile(pattern).search(response.encode(errors="replace")) is not None)
         except ConfigError:
             if self._pattern is not None:
                 raise
@@ -80,7 +80,7 @@ class Language:
             raise ConfigError(
                 f"scripts={unknown} are no names of scripts; use Unicode's, such as Latin, Han or Cyrillic"
             )
-        self._letters = _compiled("[" + "".join(rf"\p{{{name}}}" for name in scripts) + "]+")
+        self._letters = _compile("[" + "".join(rf"\p{{{name}}}" for name in scripts) + "]+")
 
     def __call__(self, response: str, ground_truth: Any = None) -> float:
         if not fits(response):
@@ -93,8 +93,8 @@ class Language:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> Any:
-    """An expression over UTF-8 bytes.
+def _compile(pattern: str) -> Any:
+    """Compile an expression over UTF-8 bytes.
 
     Raises:
         ConfigError: it is too long or RE2 does not take it, or google-re2 is not installed.

@@ -69,7 +69,7 @@ class Equivalence:
 
 
 def is_too_much(text: str) -> bool:
-    """Whether an answer is beyond what is worth parsing. Looks at the text only."""
+    """Return whether an answer is beyond what is worth parsing. Looks at the text only."""
     if len(text) > MAX_CHARS or re.search(rf"[0-9]{{{MAX_DIGITS + 1}}}", text) or _EXPLOSIVE.search(text):
         return True
     return max(accumulate((letter in "([{") - (letter in ")]}") for letter in text), default=0) > MAX_DEPTH

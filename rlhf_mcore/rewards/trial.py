@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """What a trial has found. ``full`` of a score depends on the reward: see ``Trial``."""
+    """The result of a trial."""
 
     key: str  # data.train or data.eval
     seen: int  # rows that were read, of which ``rows`` were tried
@@ -130,7 +130,7 @@ def read_sample(data: DataConfig, name: str, limit: int, scan_s: float | None = 
 
 
 def _text(prompt: Any) -> str:
-    """What a judge is shown of a prompt, which is a text or a list of messages. No template is applied."""
+    """Return what a judge is shown of a prompt, which is a text or a list of messages. No template is applied."""
     if isinstance(prompt, list):
         return "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
     return prompt if isinstance(prompt, str) else ""
@@ -162,17 +162,17 @@ def try_reward(
         report = Report(name, seen, list(rows))
         written = [[(row, text) for text in _right_responses(cfg, row.prompt, notations)] for row in rows]
         best: dict[int, tuple[Score, str]] = {}
-        for (row, text), score in _scored(reward, [pair for pairs in written for pair in pairs]):
+        for (row, text), score in _score(reward, [pair for pairs in written for pair in pairs]):
             if _is_testable(cfg, row.prompt) and (
                 id(row) not in best or _mark(cfg, row.prompt, score) > _mark(cfg, row.prompt, best[id(row)][0])
             ):
                 best[id(row)] = score, text
         for row in rows:
             row.truth, row.truth_text = best.get(id(row), (None, ""))
-        for (row, _), score in _scored(reward, [(row, "") for row in rows]):
+        for (row, _), score in _score(reward, [(row, "") for row in rows]):
             row.empty = score
         exchanged = [(row, other) for row in rows if others and (other := _other_answer(row, rows)) is not None]
-        for (row, other), score in _scored(reward, exchanged):
+        for (row, other), score in _score(reward, exchanged):
             row.other, row.other_text = score, other
     finally:
         reward.close()
@@ -193,7 +193,7 @@ def try_reward(
 
 
 def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], None] = lambda text: None) -> str | None:
-    """What is tried at the start of a run, without a model: that the reward can be had, and reads ground truths.
+    """Try the reward at the start of a run, without a model: that it can be had, and reads ground truths.
 
     It has ``TRIAL_S`` in all, and tells of itself by ``say`` after ``SILENT_S``.
 
@@ -272,14 +272,14 @@ def _check_reward(cfg: Config, name: str, pools: Pools) -> str | None:
         raise ConfigError(
             f"{first.truth.cause}. So it is with all {len(report.tried)} rows that were tried; correct it"
         )
-    found = (
+    finding = (
         f"{what_scores(cfg.reward)} gives none of {len(report.tried)} ground truths of {name} the full mark; the first is "
-        f"{shortened(first.prompt.ground_truth)} ({first.place})"
+        f"{shorten(first.prompt.ground_truth)} ({first.place})"
     )
     if opaque:
-        return f"{found}. If it expects another form than usual, all is well; `rlhf-mcore reward-test` shows what it was given"
+        return f"{finding}. If it expects another form than usual, all is well; `rlhf-mcore reward-test` shows what it was given"
     raise ConfigError(
-        f"{found}: every reward would be the same. Choose a rule that reads such answers (math reads most), or correct "
+        f"{finding}: every reward would be the same. Choose a rule that reads such answers (math reads most), or correct "
         "data.answer_key; `rlhf-mcore reward-test` shows what was tried"
     )
 
@@ -294,7 +294,7 @@ def _refuse_unreadable_tests(cfg: RewardConfig, rows: Sequence[Row], name: str) 
         try:
             read_tests(row.prompt.ground_truth)
         except UNREADABLE as error:
-            problems.append(f"{row.place}: {shortened(row.prompt.ground_truth)} ({error})")
+            problems.append(f"{row.place}: {shorten(row.prompt.ground_truth)} ({error})")
     if problems:
         raise ConfigError(
             f"{len(problems)} of {len(rows)} rows of {name} that were tried have no tests that the reward rule code can read; the "
@@ -304,7 +304,7 @@ def _refuse_unreadable_tests(cfg: RewardConfig, rows: Sequence[Row], name: str) 
 
 
 def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) -> None:
-    """Raises ConfigError where data sources have no rules, or rules that this machine cannot follow. ``sources``: rows of each."""
+    """Refuse data sources without rules, or with rules that this machine cannot follow. ``sources``: rows of each."""
     prompts = (Prompt("", 0, [], "", data_source=source) for source in sources.elements())
     check_sources(prompts, cfg.sources, name)
     if any(rule.name == "code" for source in sources for rule in rules_for(source, cfg.rules, cfg.sources)):
@@ -314,7 +314,7 @@ def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) 
 
 
 def answered_text(rows: Sequence[Row], name: str) -> str | None:
-    """A warning where prompts already hold an answer."""
+    """Write a warning where prompts already have an answer."""
     answered = [row for row in rows if row.is_answered]
     if not answered:
         return None
@@ -324,19 +324,19 @@ def answered_text(rows: Sequence[Row], name: str) -> str | None:
     )
 
 
-def shortened(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"
 
 
-def _scored(reward: RewardFunction, pairs: Sequence[tuple[Row, str]]) -> Iterator[tuple[tuple[Row, str], Score]]:
+def _score(reward: RewardFunction, pairs: Sequence[tuple[Row, str]]) -> Iterator[tuple[tuple[Row, str], Score]]:
     responses = [text_only(row.prompt, text) for row, text in pairs]
     return zip(pairs, reward.score(responses) if responses else [], strict=True)
 
 
 def _right_responses(cfg: RewardConfig, prompt: Prompt, notations: Sequence[str]) -> list[str]:
-    """Responses that give the ground truth as their answer; or the solutions that the row holds."""
+    """Write responses that give the ground truth as their answer; or take the solutions of the row."""
     solutions = [str(prompt.extra_info[key]) for key in SOLUTIONS if prompt.extra_info.get(key)]
     if not scores_alone(cfg) and any(rule.name == "code" for rule in _comparing(cfg, prompt)):
         return solutions  # tests are no answer
@@ -347,7 +347,7 @@ def _right_responses(cfg: RewardConfig, prompt: Prompt, notations: Sequence[str]
 
 
 def _other_answer(row: Row, rows: Sequence[Row]) -> str | None:
-    """What a row of the same data source with another ground truth answers, in the notation that is right for that row."""
+    """Take the answer of a row of the same data source with another ground truth, in the notation that is right for that row."""
     start = next(index for index, each in enumerate(rows) if each is row)
     for other in [*rows[start + 1 :], *rows[:start]]:
         same = canonical(str(other.prompt.ground_truth)) == canonical(str(row.prompt.ground_truth))
@@ -357,7 +357,7 @@ def _other_answer(row: Row, rows: Sequence[Row]) -> str | None:
 
 
 def _is_opaque(cfg: RewardConfig) -> bool:
-    """Whether nothing is known of what a good score is: there are no rules."""
+    """Return whether nothing is known of a good score: there are no rules."""
     others = cfg.judge.url is not None or bool(cfg.functions)
     return scores_alone(cfg) or (others and cfg.sources is None and not cfg.rules)
 
@@ -367,13 +367,13 @@ def _comparing(cfg: RewardConfig, prompt: Prompt) -> list[RuleConfig]:
 
 
 def _is_testable(cfg: RewardConfig, prompt: Prompt) -> bool:
-    """Whether a right response can be made up: not for an expression, and not where nothing is compared."""
+    """Return whether a right response can be made up: not for an expression, and not where nothing is compared."""
     compared = _comparing(cfg, prompt)
     return _is_opaque(cfg) or (bool(compared) and all(rule.name != "regex" for rule in compared))
 
 
 def _mark(cfg: RewardConfig, prompt: Prompt, score: Score) -> tuple[float, float]:
-    """By which the best of several responses is chosen."""
+    """Return a key by which the best of several responses is chosen."""
     if _is_opaque(cfg):
         return score.value, 0.0
     return sum(score.parts[rule.name] for rule in _comparing(cfg, prompt)), score.value

@@ -54,11 +54,11 @@ class _ItemCall:
         try:
             result = self._function(**arguments) if self._by_keyword else self._function(*arguments.values())
             problem = result_problem(result)
-            return {"error": f"returned {shown(result)}: {problem}"} if problem else score_of(result)
+            return {"error": f"returned {shorten(result)}: {problem}"} if problem else score_of(result)
         except MemoryError:
             raise
         except BaseException as error:  # KeyboardInterrupt too: it is raised by the function, Ctrl-C does not come here
-            return {"error": raised(error, self._spec)}
+            return {"error": describe_raise(error, self._spec)}
 
 
 class BatchCall:
@@ -84,12 +84,12 @@ class BatchCall:
                 "error": f"needs {missing[0]!r}, and is given {names}: put such a column of the data into extra_info"
             }
         try:
-            given = {name: column for name, column in columns.items() if self._takes_all or name in self._names}
-            return _results(self._function(**given), len(items))
+            arguments = {name: column for name, column in columns.items() if self._takes_all or name in self._names}
+            return _results(self._function(**arguments), len(items))
         except MemoryError:
             raise
         except BaseException as error:
-            return {"error": raised(error, self._spec)}
+            return {"error": describe_raise(error, self._spec)}
 
 
 def columns_of(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -116,7 +116,9 @@ def _results(result: Any, num_items: int) -> dict[str, Any]:
     """Read the scores of a batch. An entry None is no score of this function's, and adds nothing."""
     scores = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(scores, list | tuple) or len(scores) != num_items:
-        return {"error": f"returned {shown(result)}: it must be a list of {num_items} scores, one for each completion"}
+        return {
+            "error": f"returned {shorten(result)}: it must be a list of {num_items} scores, one for each completion"
+        }
     return {"results": [_result(one) for one in scores]}
 
 
@@ -124,11 +126,11 @@ def _result(one: Any) -> dict[str, Any]:
     if one is None:
         return {"score": 0.0, "parts": {}, "applies": False}
     problem = result_problem(one)
-    return {"error": f"returned {shown(one)} among others: {problem}"} if problem else score_of(one)
+    return {"error": f"returned {shorten(one)} among others: {problem}"} if problem else score_of(one)
 
 
-def raised(error: BaseException, spec: str) -> str:
-    """Describe what a function has done instead of returning."""
+def describe_raise(error: BaseException, spec: str) -> str:
+    """Describe the exception that a function has raised instead of returning."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r}){place_of(error, spec)}"
     text = traceback.format_exception_only(error)[-1].strip()
@@ -202,7 +204,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real)
 
 
-def shown(result: Any) -> str:
+def shorten(result: Any) -> str:
     """Shorten a value for a message."""
     return f"{reprlib.repr(result)} ({type(result).__name__})"
 

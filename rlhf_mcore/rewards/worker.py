@@ -5,7 +5,6 @@ Started by ``rlhf_mcore.rewards.process``. Apart from what it is told to load, i
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import select
@@ -18,9 +17,9 @@ from importlib import import_module
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.own_processes import end_with_parent
 from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
 
-_PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 2**16
 
 # Takes an item, returns the answer to it: {"score", "parts"}, or {"error": what is wrong}.
@@ -96,7 +95,7 @@ def end_with(descriptor: int) -> None:
     The kernel ends this process with the thread that has started it. Its children are ended by a second process, which waits
     until the trainer's end of the socket is closed.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.fork() == 0:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -37,8 +37,10 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculator(expression: str) -> str:
-    """The value of an arithmetic expression as text: ``+ - * / // % **`` (also ``^ × ÷``), brackets, decimals, and the functions abs,
-    max, min, round, sqrt, exp, log, sin, cos, tan.
+    """Compute an arithmetic expression, and return the result as text.
+
+    It may have ``+ - * / // % **`` (also ``^ × ÷``), brackets, decimals, and the functions abs, max, min, round, sqrt, exp, log, sin,
+    cos, tan.
 
     Sums, products and integer powers of decimals are exact: 0.1 + 0.2 is 0.3. Other results have 15 digits. What cannot be computed
     gives a text that begins with "error: ", which can be shown to the model; nothing is raised.
@@ -49,7 +51,7 @@ def calculator(expression: str) -> str:
         text = (
             expression.strip().replace("^", "**").replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
         )
-        return _shown(_value(ast.parse(text, mode="eval").body, 0))
+        return _as_text(_value(ast.parse(text, mode="eval").body, 0))
     except ZeroDivisionError:
         return "error: division by zero"
     except (SyntaxError, RecursionError, MemoryError):
@@ -108,7 +110,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | float:
     return base ** int(exponent)
 
 
-def _shown(value: Fraction) -> str:
+def _as_text(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     rounded = float(f"{float(value):.{_SHOWN_DIGITS}g}")

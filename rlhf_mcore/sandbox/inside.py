@@ -44,9 +44,8 @@ _SYSTEM = (
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _FAILED = programs.CHANNEL + 1  # the descriptor through which a program that could not be confined tells why
-_STACK_BYTES = (
-    64 * 2**20
-)  # of the main thread: recursion through C needs more than the usual 8 MiB; 128 MiB are kept free for it
+# Of the main thread: recursion through C needs more than the usual 8 MiB; 128 MiB are kept free for it.
+_STACK_BYTES = 64 * 2**20
 
 
 @dataclass(slots=True)
@@ -110,7 +109,7 @@ def _report(walls: Walls) -> dict[str, Any]:
 
 
 def _build(options: dict[str, Any], control: socket.socket) -> Walls:
-    """Raises OSError if namespaces are asked for and cannot be had; the filters are left out where they cannot."""
+    """Build the walls. Raises OSError if namespaces are asked for and cannot be had; the filters are left out where they cannot."""
     readable = sorted(
         {os.path.realpath(path) for path in [sys.base_prefix, sys.base_exec_prefix, *options["readable"]]}
     )
@@ -143,7 +142,7 @@ def _build(options: dict[str, Any], control: socket.socket) -> Walls:
 
 
 def _build_root(readable: list[str]) -> None:
-    """A root directory in memory that shows the interpreter, system programs and a few devices, all read-only, and ``SCRATCH``."""
+    """Build a root directory in memory: the interpreter, system programs and a few devices, all read-only, and ``SCRATCH``."""
     kernel.leave_shared_mounts()
     base = "/tmp"
     kernel.mount("tmpfs", base, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, "size=1m,mode=0755")
@@ -180,7 +179,7 @@ def _show(path: str) -> None:
 
 
 def _can_be_nobody() -> bool:
-    """Whether the user nobody exists here and may read the interpreter's files."""
+    """Return whether the user nobody exists here and may read the interpreter's files."""
     if (child := os.fork()) == 0:
         with suppress(OSError):
             _become_nobody()
@@ -232,7 +231,7 @@ def _run(
 
 
 def _wait(child: int, control: socket.socket, starter: int, scratch: str | None, size: int) -> bool:
-    """Until the program has ended, is to be stopped, or has more than ``size`` bytes in ``scratch``. False: the starter is gone."""
+    """Wait until a program has ended, is to be stopped, or has more than ``size`` bytes in ``scratch``. False: the starter is gone."""
     program = os.pidfd_open(child)
     poll = select.poll()
     for each in (control, starter, program):

@@ -58,22 +58,22 @@ def _prctl(option: int, *arguments: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """The kernel kills this process when the thread that has forked it ends."""
+    """Have the kernel kill this process when the thread that has forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def hide_memory() -> None:
-    """No process of the same user may trace this one or read its memory."""
+    """Keep processes of the same user from tracing this one and from reading its memory."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def show_memory() -> None:
-    """Processes of the same user may look into /proc/PID of this one again, as far as other walls let them."""
+    """Let processes of the same user look into /proc/PID of this one again, as far as other walls let them."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent has ended become children of this process."""
+    """Become the parent of every descendant whose own parent ends."""
     _prctl(_PR_SET_SUBREAPER, 1)
 
 
@@ -84,7 +84,7 @@ def unshare(flags: int) -> None:
 
 
 def enter_namespaces() -> None:
-    """New mount, pid, network, ipc and uts namespaces; with a user namespace, where this process may not make them without."""
+    """Enter new mount, pid, network, ipc and uts namespaces; with a user namespace, where this process may not without one."""
     flags = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NETWORK
     if os.geteuid() == 0:
         try:
@@ -109,7 +109,7 @@ def unmount(target: str) -> None:
 
 
 def leave_shared_mounts() -> None:
-    """What is mounted here from now on is not seen elsewhere."""
+    """Keep what is mounted here from now on from being seen elsewhere."""
     mount(None, "/", None, _RECURSIVE | _SLAVE)
 
 
@@ -119,7 +119,7 @@ def bind(source: str, target: str) -> None:
 
 
 def bind_read_only(source: str, target: str, mounts: str) -> None:
-    """Likewise, without a way to write, nor devices or set-user-id programs. ``mounts``: the path of /proc/self/mountinfo."""
+    """Show ``source`` likewise, without a way to write, nor devices or set-user-id programs. ``mounts``: /proc/self/mountinfo."""
     bind(source, target)
     with open(mounts, encoding="utf-8", errors="surrogateescape") as file:  # where a blank in a path is \\040
         points = [re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), line.split(" ")[4]) for line in file]
@@ -174,12 +174,12 @@ _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 1
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock interface; 0: there is none. From 6 on signals stay within a domain."""
+    """Return the version of the kernel's Landlock interface; 0: there is none. From 6 on signals stay within a domain."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str], version: int) -> None:
-    """From now on this process reads and executes only what is below ``readable``, and does all it may below ``writable``.
+    """Restrict this process to read and execute what is below ``readable``, and to do all it may below ``writable``.
 
     Nor does it bind or connect TCP sockets (version 4), reach abstract sockets or send signals outside (version 6).
     """
@@ -254,7 +254,7 @@ class _Program(ctypes.Structure):
 
 
 def seccomp_filter(*, signals: bool, forks: bool, metadata: bool) -> bytes:
-    """A filter that refuses ``DENIED``, and sockets but for pairs of streams. libseccomp compiles it: it knows each machine's numbers.
+    """Compile a filter that refuses ``DENIED``, and sockets but for pairs of streams. libseccomp knows each machine's numbers.
 
     Args:
         signals: whether signals may be sent; forks: whether processes may be made, beside threads; metadata: whether modes, owners

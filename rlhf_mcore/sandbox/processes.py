@@ -8,8 +8,8 @@ from contextlib import suppress
 
 
 def descendants(root: int) -> list[int]:
-    """Processes that ``root`` has started, directly or not, and that are still below it; not ``root`` itself."""
-    found: list[int] = []
+    """List the processes that ``root`` has started, directly or not, and that are still below it; not ``root`` itself."""
+    below: list[int] = []
     waiting = [root]
     while waiting:
         pid = waiting.pop()
@@ -17,9 +17,9 @@ def descendants(root: int) -> list[int]:
             for task in os.listdir(f"/proc/{pid}/task"):
                 with suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
                     children = [int(child) for child in file.read().split()]
-                    found += children
+                    below += children
                     waiting += children
-    return found
+    return below
 
 
 def kill_below(root: int) -> None:
@@ -39,7 +39,7 @@ def kill_below(root: int) -> None:
 
 
 def memory_of(pids: list[int]) -> int:
-    """Bytes of anonymous and shared memory that processes hold. What they share is counted in each of them."""
+    """Count the bytes of anonymous and shared memory that processes hold. What they share is counted in each of them."""
     total = 0
     for pid in pids:
         with suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
@@ -48,7 +48,7 @@ def memory_of(pids: list[int]) -> int:
 
 
 def tasks_of(user: int) -> int:
-    """Processes and threads of a user, as the limit of processes counts them."""
+    """Count the processes and threads of a user, as the limit of processes does."""
     total = 0
     for name in os.listdir("/proc"):
         with suppress(OSError):

@@ -72,7 +72,7 @@ def run(order: dict[str, Any]) -> int:
 
 
 def _finish(code: int) -> int:
-    """What the interpreter does at its end: wait for threads, call what is registered, write what is buffered."""
+    """Do what the interpreter does at its end: wait for threads, call what is registered, write what is buffered."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -99,7 +99,7 @@ def _print_error(error: BaseException) -> None:
 
 
 def _execute(text: str, name: str, order: dict[str, Any]) -> dict[str, Any]:
-    """The namespace of a module after its code has run."""
+    """Run the code of a module, and return its namespace."""
     module = ModuleType(name)
     if order.get("prelude"):
         module.__dict__.update(PRELUDE)
@@ -150,8 +150,8 @@ def _serve(text: str, order: dict[str, Any]) -> None:
         verb, *parts = channel.receive()
         try:
             if verb == "names":
-                found = [name for name in parts if name in namespace]
-                channel.send({"value": to_json({name: namespace[name] for name in found}, keep)})
+                defined = {name: namespace[name] for name in parts if name in namespace}
+                channel.send({"value": to_json(defined, keep)})
                 continue
             arguments, named = from_json(parts[-2], kept), from_json(parts[-1], kept)
             target = lent[parts[0]]

@@ -1,7 +1,7 @@
-"""Runs programs that nobody trusts, and reports what came of them. What they print and return is judged by the caller, outside.
+"""Run programs that nobody trusts. What they print and return is judged by the caller, outside.
 
     result = run_python("print(input()[::-1])", stdin="abc")     # one program
-    with Sandbox() as sandbox: sandbox.run(Script(code))          # many: a fork each, instead of an interpreter
+    with Sandbox() as sandbox: sandbox.run(Program(code))          # many: a fork each, instead of an interpreter
 
 What a machine gives differs; ``machine_level`` tells, and a caller names the least that it accepts.
 """
@@ -94,7 +94,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What has come of a program."""
+    """How a program has ended, and what it has printed."""
 
     reason: Reason
     stdout: str = ""
@@ -110,7 +110,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What is run: Python code (as a script, or as what is called or tested, see ``programs``) or a command."""
+    """Python code (as a script, or as what is called or tested, see ``programs``) or a command."""
 
     text: str = ""
     kind: str = "script"  # script | call | serve | test | command
@@ -132,22 +132,22 @@ class Level:
 
 
 def site_packages() -> list[str]:
-    """Directories of the packages that are installed beside this one."""
+    """List the directories of the packages that are installed beside this one."""
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
 @lru_cache(maxsize=1)
 def machine_level() -> Level:
-    """The strongest isolation that this machine gives this user, found by building it."""
+    """Find the strongest isolation that this machine gives this user, by building it."""
     missing: list[str] = []
     for name in reversed(LEVELS):
         try:
             with Sandbox(name) as sandbox:
-                found = sandbox.level
+                level = sandbox.level
         except OSError as error:
             missing.append(f"{name}: {error}")
             continue
-        return Level(found.name, found.walls, (*missing, *found.missing))
+        return Level(level.name, level.walls, (*missing, *level.missing))
     return Level(NONE, (), tuple(missing))
 
 
@@ -216,7 +216,7 @@ class Sandbox:
         self._has_ended = False
 
     def _memory(self) -> int:
-        """Bytes that the programs in it hold."""
+        """Count the bytes that the programs in it hold."""
         return memory_of([pid for pid in descendants(self._process.pid) if pid not in self._own])
 
     def __enter__(self) -> Sandbox:
@@ -240,8 +240,8 @@ class Sandbox:
 
     def run(self, program: Program, limits: Limits = Limits(), *, stdin: bytes = b"") -> Result:
         """Run a program to its end, or to that of its limits."""
-        with self._lock, _closed_if_interrupted(self):
-            return _tried(lambda: [_Running(self, program, limits, stdin)], self)
+        with self._lock, _close_if_interrupted(self):
+            return _run_to_end(lambda: [_Running(self, program, limits, stdin)], self)
 
     def test(self, code: Program, test: Program, tester: Sandbox, limits: Limits = Limits()) -> Result:
         """Run ``test`` (kind "test") in the sandbox ``tester`` against ``code`` (kind "serve") in this one. The result is the test's.
@@ -254,13 +254,13 @@ class Sandbox:
             with ours, theirs:
                 return [_Running(tester, test, limits, b"", ours), _Running(self, code, limits, b"", theirs)]
 
-        with self._lock, tester._lock, _closed_if_interrupted(self, tester):
-            return _tried(start, self, tester)
+        with self._lock, tester._lock, _close_if_interrupted(self, tester):
+            return _run_to_end(start, self, tester)
 
 
 @contextmanager
-def _closed_if_interrupted(*sandboxes: Sandbox) -> Iterator[None]:
-    """After Ctrl-C nobody waits for the answers, which the next program must not be given."""
+def _close_if_interrupted(*sandboxes: Sandbox) -> Iterator[None]:
+    """Close sandboxes after Ctrl-C: nobody waits for the answers, which the next program must not be given."""
     try:
         yield
     except BaseException:
@@ -337,7 +337,7 @@ class _Running:
                 os.close(descriptor)
 
     def interests(self) -> list[int]:
-        """Descriptors to wait for."""
+        """Return the descriptors to wait for."""
         return [self.sandbox._control.fileno(), *(stream.descriptor for stream in self.streams if stream.is_open)]
 
     def look(self) -> None:
@@ -368,7 +368,7 @@ class _Running:
                 self.stop(Reason.MEMORY)
 
     def _lose(self) -> None:
-        """The sandbox has ended, whatever the reason."""
+        """Note that the sandbox has ended, whatever the reason."""
         self.is_lost = self.sandbox._has_ended = True
         self.answer = {"status": signal.SIGKILL, "cpu_s": 0.0}
 
@@ -380,7 +380,7 @@ class _Running:
                 self.sandbox._control.send(STOP)
 
     def finish(self) -> Result:
-        """The result, when the answer has come."""
+        """Return the result, when the answer has come."""
         assert self.answer is not None
         for stream in self.streams:
             stream.read()
@@ -388,9 +388,8 @@ class _Running:
         if "failed" in self.answer:
             return Result(Reason.REFUSED, detail=self.answer["failed"])
         code, cpu_s = os.waitstatus_to_exitcode(self.answer["status"]), self.answer["cpu_s"]
-        stopped = (
-            None if code >= 0 and self.stopped is Reason.TIMEOUT else self.stopped
-        )  # it has ended before it was killed
+        # Stopped for its time, it may have ended before it was killed.
+        stopped = None if code >= 0 and self.stopped is Reason.TIMEOUT else self.stopped
         is_full = self.answer.get("is_full") or any(stream.is_full for stream in self.streams)
         reason = stopped or (Reason.OUTPUT_LIMIT if is_full else None)
         if reason is None and code < 0:
@@ -402,8 +401,8 @@ class _Running:
         return Result(reason or Reason.OK, out, err, code if code >= 0 else None, cpu_s)
 
 
-def _tried(start: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Result:
-    """The result of programs. Where a sandbox ends beside them, it is started again and they run again, ``TRIES`` times at most."""
+def _run_to_end(start: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Result:
+    """Run programs. Where a sandbox ends beside them, it is started again and they run again, ``TRIES`` times at most."""
     result = Result(Reason.KILLED)
     for _ in range(TRIES):
         try:
@@ -420,7 +419,7 @@ def _tried(start: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Result:
 
 
 def _supervise(running: Sequence[_Running]) -> Result:
-    """Until the first program has ended; the others are stopped then."""
+    """Wait until the first program has ended; the others are stopped then."""
     first, *others = running
     while any(each.answer is None for each in running):
         poll = select.poll()
@@ -444,7 +443,7 @@ def _supervise(running: Sequence[_Running]) -> Result:
 
 
 def _file(data: bytes) -> int:
-    """A file in memory that holds ``data``, to be read from its start, and that cannot be changed."""
+    """Make a file in memory that holds ``data``, to be read from its start, and that cannot be changed."""
     descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)

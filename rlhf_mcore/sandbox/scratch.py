@@ -40,9 +40,8 @@ def remove(path: str) -> None:
     """
     with suppress(OSError):
         directory, names = os.open(path, _DIRECTORY), [""]
-        waiting = [
-            _remove_files(directory)
-        ]  # of the directories from ``path`` to the open one: those in them that are still there
+        # For each directory from ``path`` to the open one: the names of those in it that are still there.
+        waiting = [_remove_files(directory)]
         while waiting:
             if waiting[-1]:
                 name = waiting[-1].pop()
@@ -78,8 +77,9 @@ def _remove_files(directory: int) -> list[str]:
 
 
 def is_over(path: str, processes: Iterable[int], limit_bytes: int) -> bool:
-    """Whether a directory and the files in it that only ``processes`` still have open are beyond ``limit_bytes``, ``MAX_FILES``
-    or ``MAX_DEPTH``.
+    """Return whether a directory is beyond ``limit_bytes``, ``MAX_FILES`` or ``MAX_DEPTH``.
+
+    Files in it that have no name any more, and only ``processes`` have open, are counted.
     """
     total, count, waiting = _open_bytes(path, processes), 0, [(path, 0)]
     while waiting and total <= limit_bytes and count <= MAX_FILES:
@@ -98,8 +98,8 @@ def is_over(path: str, processes: Iterable[int], limit_bytes: int) -> bool:
 
 
 def _open_bytes(path: str, processes: Iterable[int]) -> int:
-    """Bytes of the files on the file system of ``path`` that have no name any more."""
-    found: dict[int, int] = {}
+    """Count the bytes of the files on the file system of ``path`` that have no name any more."""
+    sizes: dict[int, int] = {}
     with suppress(OSError):
         device = os.stat(path).st_dev
         for pid in processes:
@@ -108,5 +108,5 @@ def _open_bytes(path: str, processes: Iterable[int]) -> int:
                     with suppress(OSError):
                         file = os.stat(f"/proc/{pid}/fd/{descriptor}")
                         if stat.S_ISREG(file.st_mode) and not file.st_nlink and file.st_dev == device:
-                            found[file.st_ino] = file.st_blocks * 512
-    return sum(found.values())
+                            sizes[file.st_ino] = file.st_blocks * 512
+    return sum(sizes.values())

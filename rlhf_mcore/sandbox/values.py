@@ -18,9 +18,8 @@ from typing import Any, BinaryIO
 
 MAX_LINE_BYTES = 2**26
 MAX_INT_CHARS = 2**20  # hexadecimal digits of an int
-MAX_TERM_CHARS = (
-    2**14
-)  # of those of a Fraction, which are divided by their greatest common divisor; and digits of a Decimal
+# Of those of a Fraction, which are divided by their greatest common divisor; and digits of a Decimal.
+MAX_TERM_CHARS = 2**14
 MAX_EXPONENT = 10**5  # of a Decimal: compared with a Fraction, it is written out
 MAX_SAME_HASHES = 100  # in a set or dict, where each is compared with all the others
 _SAFE_INT = 2**53
@@ -28,12 +27,12 @@ Keep = Callable[[Any], Any]  # what to send for an object that is not plain
 
 
 def refuse(value: Any) -> Any:
-    """A ``Keep`` for a side that has no objects to lend."""
+    """Be a ``Keep`` for a side that has no objects to lend."""
     raise TypeError(f"a {type(value).__name__} cannot be passed to the code under test")
 
 
 def to_json(value: Any, keep: Keep = refuse) -> Any:
-    """A value as JSON has it; what JSON does not have is an object with one key, which names its type."""
+    """Write a value as JSON has it; what JSON does not have is an object with one key, which names its type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -72,7 +71,7 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozens
 
 
 def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
-    """The value that ``to_json`` has written. ``kept(name, content)`` makes something of names that are not known here.
+    """Read the value that ``to_json`` has written. ``kept(name, content)`` makes something of names that are not known here.
 
     The text may be hostile: nothing is imported, nothing is allocated that is larger than it, and numbers are bounded before they
     are made.
@@ -86,26 +85,26 @@ def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
         return value
     ((name, content),) = value.items()
     if name in ("tuple", "set", "frozenset"):
-        items = [from_json(item, kept) for item in _checked(content, list)]
+        items = [from_json(item, kept) for item in _of_type(content, list)]
         return _SEQUENCES[name](items if name == "tuple" else _hashable(items))
     if name == "dict":
-        keys = _hashable([from_json(key, kept) for key, _ in _checked(content, list)])
+        keys = _hashable([from_json(key, kept) for key, _ in _of_type(content, list)])
         return dict(zip(keys, (from_json(item, kept) for _, item in content), strict=True))
     if name in _FROM_TEXT:
-        return _FROM_TEXT[name](_checked(content, str))
+        return _FROM_TEXT[name](_of_type(content, str))
     if name in ("complex", "Fraction", "range"):
-        return _of_numbers(name, _checked(content, list))
+        return _of_numbers(name, _of_type(content, list))
     return kept(name, content)
 
 
-def _checked(content: Any, kind: type) -> Any:
+def _of_type(content: Any, kind: type) -> Any:
     if type(content) is not kind:
         raise TypeError(f"a {type(content).__name__} in the place of a {kind.__name__}")
     return content
 
 
 def _hashable(items: list[Any]) -> list[Any]:
-    """The items of a set, or the keys of a dict, if they can be put into one in little time."""
+    """Check that items can be put into a set, or be the keys of a dict, in little time."""
     hashes = sorted(map(hash, items))
     if any(first == last for first, last in zip(hashes, hashes[MAX_SAME_HASHES:], strict=False)):
         raise ValueError(f"more than {MAX_SAME_HASHES} items have one hash")
@@ -130,7 +129,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _of_numbers(name: str, content: list[Any]) -> complex | Fraction | range:
-    """A number or a range of plain numbers. Texts are none: ``Fraction("1e9999999")`` would be computed."""
+    """Make a number or a range of plain numbers. Texts are none: ``Fraction("1e9999999")`` would be computed."""
     numbers = [from_json(item, _no_number) for item in content]
     kinds = (int, float) if name == "complex" else (int,)
     if any(type(number) not in kinds for number in numbers) or len(numbers) != (3 if name == "range" else 2):
@@ -158,7 +157,7 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
 
 
 def array_from_json(content: Any, kept: Callable[[str, Any], Any]) -> Any:
-    """The array of numpy that ``to_json`` has written under the name "array"."""
+    """Read the array of numpy that ``to_json`` has written under the name "array"."""
     kind, items = content
     if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", kind):
         raise ValueError(f"no array has the type {kind!r:.20}")
@@ -185,7 +184,7 @@ class Channel:
         self._out.flush()
 
     def receive(self) -> Any:
-        """The next message.
+        """Wait for the next message.
 
         Raises:
             EOFError: the other side has ended, or has sent what is no message.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
-    """(prompt, error) of each that has failed, in their order.
+    """Try the environment for one turn of each prompt; returns (prompt, error) of each that has failed, in their order.
 
     Raises:
         ConfigError: the environment cannot be loaded, call after call is lost, or one gives no answer in time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rlhf_mcore.rewards.trial import Report, Row, answered_text, shortened
+from rlhf_mcore.rewards.trial import Report, Row, answered_text, shorten
 
 
 def as_text(report: Report, shown: int = 10) -> str:
@@ -40,13 +40,13 @@ def _disagreements(title: str, rows: Sequence[Row], kind: str, shown: int) -> It
     problems: list[tuple[str, str, str]] = []
     for row in rows:
         score = getattr(row, kind)
-        said = "" if kind == "empty" else f", response {shortened(getattr(row, f'{kind}_text'))}"
+        said = "" if kind == "empty" else f", response {shorten(getattr(row, f'{kind}_text'))}"
         parts = "".join(f", {name} {value:g}" for name, value in score.parts.items())
         cause, error = "", ""
         if score.failure:
             cause = f" ({score.cause or score.failure})"
             error = cause.replace(repr(row.prompt.prompt_id), "")
-        text = f"ground truth {shortened(row.prompt.ground_truth)}{said}: {score.value:g}{parts}{cause}"
+        text = f"ground truth {shorten(row.prompt.ground_truth)}{said}: {score.value:g}{parts}{cause}"
         problems.append((row.place, text, error))
     lines = once_each(problems)
     yield from (f"  {line}" for _, line in lines[:shown])
