@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.rules.environment import environment_problems
 from rlhf_mcore.config.rules.reward import reward_problems
 from rlhf_mcore.environments.episodes import row_of
 from rlhf_mcore.environments.sessions import Sessions
@@ -29,7 +30,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("guess.py").write_text(block("python"))
     Path("run.yaml").write_text(f"base: {ROOT}/configs/base.yaml\n" + block("yaml"))
     cfg = load_config("run.yaml", ["model.path=model", "data.train=[a.jsonl]"])
-    assert list(reward_problems(cfg)) == []
+    assert [*reward_problems(cfg), *environment_problems(cfg)] == []
     own = cfg.environment
     assert own.function is not None and own.options is not None
     sessions = Sessions(own.function, own.options, WorkerLimits(workers=1))
@@ -74,11 +75,12 @@ def test_every_reason_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", ["guess", "calculator"])
 def test_the_examples_are_configurations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert list(reward_problems(load_config(f"configs/quickstart/{name}.yaml", []))) == []
+    cfg = load_config(f"configs/quickstart/{name}.yaml", [])
+    assert [*reward_problems(cfg), *environment_problems(cfg)] == []
     assert f"configs/quickstart/{name}.yaml" in PAGE and f"tools/make_environments.py {name}" in PAGE
 
 
 def test_a_misspelt_name_is_told_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     cfg = load_config("configs/quickstart/guess.yaml", ["environment.function=gymnasum"])
-    assert "neither path/to/file.py:Class nor one of tools, gymnasium, openenv" in str(next(iter(reward_problems(cfg))))
+    assert "neither path/to/file.py:Class nor one of tools, gymnasium, openenv" in next(environment_problems(cfg))
