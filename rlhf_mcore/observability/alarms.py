@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
-import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from threading import Thread
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from rlhf_mcore.config.metric_rules import BAD, MEASURES, RULES, Series
+from rlhf_mcore.config.metric_rules import BAD, MEASURES, RULES, Rule, Series
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
-from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.observability.files import json_line
+
+if TYPE_CHECKING:
+    from rlhf_mcore.observability.alarm_messages import AlarmMessages
 
 SAMPLES = "progress/samples"
 EARLY, RECENT = 20, 200  # values of a metric that are remembered: its first and its last ones
 QUIET_STEPS = 10  # without trouble in a row, after which the same alarm may be given again
-CLOSE_S = 10.0  # for messages that are under way when the run ends
+MESSAGES = ("webhook", "command")  # actions that ``alarm_messages`` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +35,12 @@ class Alarm:
 
 @dataclass(slots=True)
 class _Watch:
-    """A rule with what it remembers of its metric."""
+    """A rule with what it remembers of its metric. ``trouble`` tells what is wrong with a value of its measure, or nothing."""
 
     name: str
     metric: str
     measure: str
-    is_crossed: Callable[[float], bool]
-    describe: Callable[[float], str]
-    remedy: str
+    trouble: Callable[[float], str | None]
     steps: int
     actions: tuple[str, ...]
     counts: bool = False
@@ -55,8 +49,8 @@ class _Watch:
     in_a_row: int = 0
     quiet: int = QUIET_STEPS
 
-    def begins(self, value: float) -> float | None:
-        """One more value. Returns what the rule judges where this step begins an alarm."""
+    def alarm(self, step: int, value: float) -> Alarm | None:
+        """One more value. Returns the alarm that it begins."""
         if len(self.early) < EARLY:
             self.early.append(value)
         else:
@@ -64,7 +58,8 @@ class _Watch:
         series = [*self.early, *self.recent]
         measure = MEASURES[self.measure]
         judged = measure.now(Series(series)) if len(series) >= measure.least else None
-        if judged is None or not self.is_crossed(judged):
+        trouble = None if judged is None else self.trouble(judged)
+        if judged is None or trouble is None:
             self.in_a_row, self.quiet = 0, self.quiet + 1
             return None
         self.in_a_row += 1
@@ -74,17 +69,22 @@ class _Watch:
         if self.in_a_row < self.steps:
             return None
         self.quiet = 0
-        return judged
+        return Alarm(step, self.name, self.metric, judged, f"step {step}: alarm: {trouble}", self.actions)
 
 
 class Alarms:
     """All rules of a run: those of ``cfg``, and the default ones of metrics that these are not about."""
 
     def __init__(self, cfg: AlarmsConfig) -> None:
-        self._actions = tuple(cfg.actions)
-        own = [_own(rule, self._actions) for rule in cfg.rules]
-        self._watches = own + (_defaults({watch.metric for watch in own}, self._actions) if cfg.defaults else [])
-        self._finite = _Watch("", "", "value", bool, str, "", 1, self._actions) if cfg.defaults else None
+        actions = tuple(cfg.actions)
+        self._watches = [_own(rule, actions) for rule in cfg.rules]
+        self._finite: _Watch | None = None
+        if cfg.defaults:
+            known = {watch.metric for watch in self._watches}
+            self._watches += [
+                _default(rule, actions) for rule in RULES if rule.alarm_steps and rule.metric not in known
+            ]
+            self._finite = _Watch("not finite", "", "value", lambda share: "not finite" if share else None, 1, actions)
         self._samples = 0.0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alarm]:
@@ -95,57 +95,47 @@ class Alarms:
             value = metrics.get(watch.metric)
             if value is None or not math.isfinite(value) or (watch.counts and samples <= 0):
                 continue
-            if (judged := watch.begins(value / samples if watch.counts else value)) is not None:
-                text = f"step {step}: alarm: {watch.describe(judged)}: {watch.remedy}"
-                yield Alarm(step, watch.name, watch.metric, judged, text, watch.actions)
+            if (alarm := watch.alarm(step, value / samples if watch.counts else value)) is not None:
+                yield alarm
         # The gradient of an update that was skipped is not finite, which the rule for those tells.
         bad = [name for name, value in metrics.items() if name.endswith("/skipped_updates") and value]
         skipped = {name.replace("skipped_updates", "grad_norm") for name in bad}
         names = sorted(name for name, value in metrics.items() if not math.isfinite(value) and name not in skipped)
-        if self._finite is not None and self._finite.begins(float(bool(names))) is not None:
+        if self._finite is not None and (alarm := self._finite.alarm(step, float(bool(names)))) is not None:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             text = (
                 f"step {step}: alarm: not a finite number: {', '.join(names[:3])}{more}: look at the rollouts of this step; lower the "
                 "learning rate"
             )
-            yield Alarm(step, "not finite", names[0], metrics[names[0]], text, self._actions)
+            yield replace(alarm, metric=names[0], value=metrics[names[0]], text=text)
 
 
 def _own(rule: AlarmRuleConfig, actions: tuple[str, ...]) -> _Watch:
+    """A rule of ``alarms.rules``."""
     above, below = rule.above, rule.below
     bounds = [f"{side} {bound:g}" for side, bound in (("above", above), ("below", below)) if bound is not None]
     of = "" if rule.measure == "value" else f" ({MEASURES[rule.measure].text})"
-    return _Watch(
-        rule.metric,
-        rule.metric,
-        rule.measure,
-        lambda value: (above is not None and value > above) or (below is not None and value < below),
-        lambda value: f"{rule.metric}{of} is {value:.4g}",
-        f"the bound of alarms.rules is: {' or '.join(bounds)}",
-        rule.steps,
-        tuple(rule.actions) if rule.actions is not None else actions,
-    )
+
+    def trouble(value: float) -> str | None:
+        if (above is None or value <= above) and (below is None or value >= below):
+            return None
+        return f"{rule.metric}{of} is {value:.4g}: the bound of alarms.rules is: {' or '.join(bounds)}"
+
+    own_actions = tuple(rule.actions) if rule.actions is not None else actions
+    return _Watch(rule.metric, rule.metric, rule.measure, trouble, rule.steps, own_actions)
 
 
-def _defaults(known: set[str], actions: tuple[str, ...]) -> list[_Watch]:
-    """Those of the report's rules that are alarms."""
-    return [
-        _Watch(
-            rule.name,
-            rule.metric,
-            rule.measure,
-            lambda value, rule=rule: rule.judge(value) == BAD,  # type: ignore[misc]
-            lambda value, rule=rule: (  # type: ignore[misc]
-                f"{rule.name} ({rule.metric}) at {rule.shown(value)}, in trouble from {rule.shown(rule.bad)}"
-            ),
-            rule.remedy,
-            rule.alarm_steps,
-            actions,
-            rule.counts,
+def _default(rule: Rule, actions: tuple[str, ...]) -> _Watch:
+    """One of the report's rules."""
+
+    def trouble(value: float) -> str | None:
+        if rule.judge(value) != BAD:
+            return None
+        return (
+            f"{rule.name} ({rule.metric}) at {rule.shown(value)}, in trouble from {rule.shown(rule.bad)}: {rule.remedy}"
         )
-        for rule in RULES
-        if rule.alarm_steps and rule.metric not in known
-    ]
+
+    return _Watch(rule.name, rule.metric, rule.measure, trouble, rule.alarm_steps, actions, rule.counts)
 
 
 class AlarmBell:
@@ -164,10 +154,13 @@ class AlarmBell:
     ) -> None:
         self.alarms = Alarms(cfg)
         self.stopped_by = ""  # the text of the alarm that has ended the run
-        self._cfg, self._run, self._note, self._save, self._stop = cfg, run, note, save, stop
-        self._failed: set[str] = set()
-        self._sending: list[Thread] = []
-        self._commands: list[subprocess.Popen[bytes]] = []
+        self._run, self._note, self._save, self._stop = run, note, save, stop
+        self._messages: AlarmMessages | None = None
+        actions = {*cfg.actions, *(action for rule in cfg.rules for action in rule.actions or ())}
+        if actions.intersection(MESSAGES):
+            from rlhf_mcore.observability.alarm_messages import AlarmMessages
+
+            self._messages = AlarmMessages(cfg, note)
 
     def recall(self, metrics: Mapping[str, float]) -> None:
         """A step that was made before a restart: what it has shown is known."""
@@ -183,56 +176,11 @@ class AlarmBell:
             if "stop" in alarm.actions:
                 self.stopped_by = self.stopped_by or alarm.text
                 self._stop()
-            for action, send in (("webhook", self._post), ("command", self._call)):
-                if action in alarm.actions:
-                    content = json_line({"run": self._run, **asdict(alarm)})
-                    thread = Thread(target=self._try, args=(action, send, content), name=f"alarm {action}", daemon=True)
-                    self._sending = [other for other in self._sending if other.is_alive()] + [thread]
-                    thread.start()
+            for action in MESSAGES:
+                if action in alarm.actions and self._messages is not None:
+                    self._messages.send(action, json_line({"run": self._run, **asdict(alarm)}))
 
     def close(self) -> None:
-        """Wait a moment for messages that are under way. A command that takes longer is ended with all that it has started."""
-        end = time.monotonic() + CLOSE_S
-        for thread in self._sending:
-            thread.join(max(end - time.monotonic(), 0.0))
-        for process in self._commands:
-            if process.poll() is None:
-                _end_group(process)
-
-    def _try(self, action: str, send: Callable[[bytes], None], content: bytes) -> None:
-        try:
-            send(content)
-        except Exception as error:
-            if action not in self._failed:  # once is enough
-                self._failed.add(action)
-                secret = self._cfg.webhook or "\0"
-                why = without_secrets(str(error)).replace(secret, "<redacted>").splitlines() or [""]
-                self._note(
-                    f"warning: alarms.{action} did not work ({type(error).__name__}: {why[0][:300]}); the run continues"
-                )
-
-    def _post(self, content: bytes) -> None:
-        assert self._cfg.webhook is not None
-        request = urllib.request.Request(self._cfg.webhook, content, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self._cfg.timeout_s):
-            pass
-
-    def _call(self, content: bytes) -> None:
-        nothing, program = subprocess.DEVNULL, self._cfg.command[0]  # its arguments may be secrets
-        process = subprocess.Popen(
-            self._cfg.command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
-        )
-        self._commands = [other for other in self._commands if other.poll() is None] + [process]
-        with process:
-            try:
-                process.communicate(content, self._cfg.timeout_s)
-            except subprocess.TimeoutExpired as late:
-                _end_group(process)
-                raise subprocess.TimeoutExpired(program, late.timeout) from None
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, program)
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        """Wait a moment for messages that are under way."""
+        if self._messages is not None:
+            self._messages.close()
