@@ -11,7 +11,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning import sync
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,19 @@ class Model:
     geometry: ModelGeometry
 
 
-LLAMA_70B = Model("70B", ModelGeometry("llama", 80, 8192, 64, 8, 128, 28672, 128256, False))
+LLAMA_70B = Model("70B", ModelGeometry("llama", 80, 8192, GroupedSizes(64, 8, 128), 28672, 128256, False))
 QWEN_235B = Model(
     "235B-A22B",
-    ModelGeometry("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, False, num_experts=128, expert_ffn_size=1536),
+    ModelGeometry(
+        "qwen3_moe",
+        94,
+        4096,
+        GroupedSizes(64, 4, 128),
+        12288,
+        151936,
+        False,
+        experts=ExpertSizes(128, 1536, per_token=8),
+    ),
 )
 
 

@@ -33,59 +33,151 @@ Field = Union["Tensor", "Ragged[Tensor]"]
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedSizes:
+    """Attention in which groups of query heads share a head of keys and values (Ainslie et al. 2023, arXiv 2305.13245)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_qk_norm: bool = False  # where config.json decides it; some families always have norms of query and key heads
+    has_qkv_bias: bool = False  # the same of biases of queries, keys and values
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): keys and values are projected by way of a latent."""
+
+    num_heads: int
+    head_dim: int  # of queries and keys
+    rope_dim: int  # the part of ``head_dim`` with a rotation
+    value_dim: int
+    kv_rank: int
+    q_rank: int = 0  # of the latent of queries; 0: they are projected at once
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention in some layers."""
+
+    layers: tuple[int, ...]
+    key_heads: int  # of queries too
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that a convolution is over
+
+    @property
+    def keys(self) -> int:
+        """Elements of the keys of all heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of the values of all heads."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSizes:
+    """Attention of some layers to the last tokens alone."""
+
+    tokens: int  # that a token attends to, itself among them
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """A mixture of experts in the place of the MLP, in all layers but ``dense_layers``."""
+
+    count: int  # of a layer
+    ffn_size: int
+    per_token: int
+    shared_ffn_size: int = 0  # of the expert that sees every token; 0: there is none
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """The sizes of a decoder, read from a Hugging Face config.
 
-    Without ``max_positions`` and windows they decide where every weight is stored.
+    Without ``max_positions`` and ``window`` they decide where every weight is stored. Parts that a model does not have are None.
     """
 
     family: str  # name of a module of rlhf_mcore/families
     num_layers: int
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: GroupedSizes | LatentSizes  # of all layers that have no gated delta net
     ffn_size: int
     vocab_size: int  # true size, without padding
     tied_embeddings: bool
-    num_experts: int = 0  # of every mixture-of-experts layer; 0: a dense model
-    expert_ffn_size: int = 0
-    dense_layers: tuple[int, ...] = ()  # layers of a mixture-of-experts model that have a dense MLP
     head: str = "lm"  # lm: logits | token: a scalar per token, with a bias | sequence: a scalar per token, no bias
-    experts_per_token: int = 0
-    shared_expert_ffn_size: int = 0  # of the expert that sees every token; 0: there is none
-    has_qk_norm: bool = False  # where config.json decides it; some families always have norms of query and key heads
-    has_qkv_bias: bool = False  # the same of biases of queries, keys and values
     max_positions: int = 0  # tokens of the longest sequence; 0: unknown
-    # Multi-head latent attention, where ``kv_lora_rank`` is not 0: the sizes of what keys and values, and queries (0: not), are
-    # projected to on their way. ``head_dim`` is then that of queries and keys, ``rope_head_dim`` the part of it with a rotation.
-    kv_lora_rank: int = 0
-    q_lora_rank: int = 0
-    rope_head_dim: int = 0
-    value_head_dim: int = 0  # 0: as ``head_dim``
-    # Layers with a gated delta net in the place of attention: heads of keys (queries) and of values, their sizes, tokens of a kernel.
-    delta_layers: tuple[int, ...] = ()
-    delta_key_heads: int = 0
-    delta_value_heads: int = 0
-    delta_key_dim: int = 0
-    delta_value_dim: int = 0
-    delta_kernel: int = 0
-    window: int = 0  # tokens that a token of one of ``window_layers`` attends to, itself among them
-    window_layers: tuple[int, ...] = ()
+    window: WindowSizes | None = None
+    delta: DeltaSizes | None = None
+    experts: ExpertSizes | None = None
     mtp_layers: int = (
         0  # behind the last layer, where they are trained with the model; numbered as if they were further ones
     )
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> ModelGeometry:
+        """Build a geometry of what ``asdict`` and JSON have made of one."""
+        attention = LatentSizes if "kv_rank" in fields["attention"] else GroupedSizes
+        kinds: dict[str, Any] = {
+            "attention": attention,
+            "window": WindowSizes,
+            "delta": DeltaSizes,
+            "experts": ExpertSizes,
+        }
+        sizes = {
+            name: {k: tuple(v) if isinstance(v, list) else v for k, v in (fields[name] or {}).items()} for name in kinds
+        }
+        return cls(**{**fields, **{name: kind(**sizes[name]) if sizes[name] else None for name, kind in kinds.items()}})
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a query and of a key."""
+        return self.attention.head_dim
+
     @property
     def value_dim(self) -> int:
-        return self.value_head_dim or self.head_dim
+        return self.attention.value_dim
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has a mixture; 0: no layer has one."""
+        return 0 if self.experts is None else self.experts.count
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        return () if self.delta is None else self.delta.layers
 
     @property
     def has_dense_mlp(self) -> bool:
-        return self.num_experts == 0 or bool(self.dense_layers)
+        return self.experts is None or bool(self.experts.dense_layers)
 
     def is_moe_layer(self, layer: int) -> bool:
-        return self.num_experts > 0 and layer not in self.dense_layers
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
     def trunk(self) -> ModelGeometry:

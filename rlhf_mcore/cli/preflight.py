@@ -43,7 +43,7 @@ from rlhf_mcore.observability.files import (
 )
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
 from rlhf_mcore.own_files import shown_path
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import LatentSizes, ModelGeometry
 
 KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
@@ -95,22 +95,24 @@ def check_engine(cfg: Config) -> None:
         )
     if has_gpu():
         return
-    part, needed, is_met = "latent attention", "kv_lora_rank=512", geometry.kv_lora_rank in (0, 512)
-    if geometry.delta_layers:
+    latent, delta = isinstance(geometry.attention, LatentSizes), geometry.delta
+    part, needed = "latent attention", "kv_lora_rank=512"
+    is_met = not isinstance(geometry.attention, LatentSizes) or geometry.attention.kv_rank == 512
+    if delta is not None:
         part, needed = "gated delta nets", "linear_key_head_dim and linear_value_head_dim both 64 or both 128"
-        is_met = (geometry.delta_key_dim, geometry.delta_value_dim) in ((64, 64), (128, 128))
-    if (geometry.kv_lora_rank or geometry.delta_layers) and (cfg.model.dtype != "bf16" or not is_met):
+        is_met = (delta.key_dim, delta.value_dim) in ((64, 64), (128, 128))
+    if (latent or delta is not None) and (cfg.model.dtype != "bf16" or not is_met):
         raise ConfigError(
             f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={cfg.model.path} in bf16 and with {needed} only; "
             f"set {'model.dtype=bf16 or ' if is_met else ''}rollout.engine=hf"
         )
     instructions = processor().split()
-    if geometry.delta_layers and "avx512f" in instructions and "avx512_bf16" not in instructions:
+    if delta is not None and "avx512f" in instructions and "avx512_bf16" not in instructions:
         raise ConfigError(
             f"rollout.engine=vllm: on a processor with AVX-512 vLLM computes the gated delta nets of model.path={cfg.model.path} with "
             "its bf16 instructions (avx512_bf16), which this one lacks; set rollout.engine=hf, or use another processor"
         )
-    if not geometry.kv_lora_rank and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
+    if not latent and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"rollout.engine=vllm: on a CPU vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, those of "
             f"model.path={cfg.model.path} have {geometry.head_dim} (head_dim); set rollout.engine=hf"
@@ -130,7 +132,7 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
     has_windows = hf_config.content.get("sliding_window") is not None and hf_config.content.get(
         "use_sliding_window", True
     )
-    if has_windows or geometry.delta_layers:
+    if has_windows or geometry.delta is not None:
         return
     width = 2 if cfg.model.dtype in ("bf16", "fp16") else 4
     tokens = cfg.rollout.max_model_len or cfg.data.max_prompt_tokens + max_new_tokens(cfg)

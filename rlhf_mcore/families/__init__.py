@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
-from rlhf_mcore.families.base import DECODER, EXPERT_BIAS, HIDDEN, ONE, VOCAB, Family, Rule
+from rlhf_mcore.families.base import DECODER, HIDDEN, ONE, VOCAB, Family, Rule
 from rlhf_mcore.types import ModelGeometry
 
 _SCORE = Rule("output_layer.weight", "replicated", {"score.weight": (ONE, HIDDEN)})
@@ -89,7 +89,11 @@ def outer_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[Ru
 
 def has_expert_bias(geometry: ModelGeometry) -> bool:
     """Whether a model has mixtures whose router adds a bias to the scores of experts."""
-    return geometry.num_experts > 0 and any(rule in FAMILIES[geometry.family].rules for rule in EXPERT_BIAS)
+    if geometry.experts is None:
+        return False
+    from rlhf_mcore.families.mixture import EXPERT_BIAS
+
+    return any(rule in FAMILIES[geometry.family].rules for rule in EXPERT_BIAS)
 
 
 def architecture_name(architecture: str, head: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_mcore.families.sizes import size
 from rlhf_mcore.foreign import Fields, shorten
+from rlhf_mcore.types import DeltaSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,37 +21,30 @@ class DeltaNet:
     every: int = 4
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
-        """Fields of a geometry."""
-        kinds = self._kinds(hf_config)
-        return dict(
-            delta_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
-            delta_key_heads=size(hf_config, "linear_num_key_heads", 16),
-            delta_value_heads=size(hf_config, "linear_num_value_heads", 32),
-            delta_key_dim=size(hf_config, "linear_key_head_dim", 128),
-            delta_value_dim=size(hf_config, "linear_value_head_dim", 128),
-            delta_kernel=size(hf_config, "linear_conv_kernel_dim", 4),
-        )
+        """Return fields of a geometry."""
+        sizes = self._sizes(hf_config)
+        return {"delta": sizes if sizes.layers else None}
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Settings of Megatron's."""
-        sizes = self.sizes(hf_config)
+        """Return settings of Megatron's."""
+        sizes = self._sizes(hf_config)
         return {
             "linear_attention_freq": [int(kind == "linear_attention") for kind in self._kinds(hf_config)],
-            "linear_num_key_heads": sizes["delta_key_heads"],
-            "linear_num_value_heads": sizes["delta_value_heads"],
-            "linear_key_head_dim": sizes["delta_key_dim"],
-            "linear_value_head_dim": sizes["delta_value_dim"],
-            "linear_conv_kernel_dim": sizes["delta_kernel"],
+            "linear_num_key_heads": sizes.key_heads,
+            "linear_num_value_heads": sizes.value_heads,
+            "linear_key_head_dim": sizes.key_dim,
+            "linear_value_head_dim": sizes.value_dim,
+            "linear_conv_kernel_dim": sizes.kernel,
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """What of a config.json is not supported."""
+        """Yield what of a config.json is not supported."""
         sizes, kinds, num_layers = (
-            self.sizes(hf_config),
+            self._sizes(hf_config),
             self._kinds(hf_config),
             size(hf_config, "num_hidden_layers"),
         )
-        keys, values = sizes["delta_key_heads"], sizes["delta_value_heads"]
+        keys, values = sizes.key_heads, sizes.value_heads
         if values % keys:
             yield f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={keys}; export the model again"
         if unknown := sorted(set(kinds) - {"linear_attention", "full_attention"}):
@@ -59,6 +53,17 @@ class DeltaNet:
             yield f"layer_types has {len(kinds)} layers, num_hidden_layers is {num_layers}; export the model again"
         elif "full_attention" not in kinds:
             yield "layer_types has no full_attention, which is not supported; use another model"
+
+    def _sizes(self, hf_config: Fields) -> DeltaSizes:
+        kinds = self._kinds(hf_config)
+        return DeltaSizes(
+            layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+            key_heads=size(hf_config, "linear_num_key_heads", 16),
+            value_heads=size(hf_config, "linear_num_value_heads", 32),
+            key_dim=size(hf_config, "linear_key_head_dim", 128),
+            value_dim=size(hf_config, "linear_value_head_dim", 128),
+            kernel=size(hf_config, "linear_conv_kernel_dim", 4),
+        )
 
     def _kinds(self, hf_config: Fields) -> Sequence[str]:
         every = hf_config.integer("full_attention_interval", 1, 1024, default=self.every)

@@ -1,7 +1,7 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks, windows in every other layer, biases everywhere, a clamped SwiGLU in all experts."""
 
-from rlhf_mcore.families.base import DECODER, OUTPUT_BIAS, QKV_BIAS, SINKS, Family, stacked_experts
-from rlhf_mcore.families.mixture import Mixture
+from rlhf_mcore.families.base import DECODER, OUTPUT_BIAS, QKV_BIAS, SINKS, Family
+from rlhf_mcore.families.mixture import Mixture, stacked_experts
 from rlhf_mcore.families.windows import Windows
 
 LIMIT = 7.0

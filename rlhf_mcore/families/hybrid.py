@@ -5,21 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhf_mcore.families.base import DECODER, HEAD_DIM, HIDDEN, KV, ONE, Dim, Kind, Rule, qk_norm
+from rlhf_mcore.types import DeltaSizes, ModelGeometry
+
+
+def _delta(g: ModelGeometry) -> DeltaSizes:
+    assert g.delta is not None
+    return g.delta
+
 
 GATED_QUERIES = Dim("gated_queries", lambda g: 2 * g.num_heads * g.head_dim)
-_KEYS, _VALUES = (lambda g: g.delta_key_heads * g.delta_key_dim), (lambda g: g.delta_value_heads * g.delta_value_dim)
-VALUE_HEADS = Dim("delta_value_heads", lambda g: g.delta_value_heads)
-VALUE_DIM = Dim("delta_value_dim", lambda g: g.delta_value_dim)
-KERNEL = Dim("delta_kernel", lambda g: g.delta_kernel)
-KEYS_AND_VALUES = Dim("delta_keys_and_values", lambda g: 2 * _KEYS(g) + _VALUES(g))
-VALUES = Dim("delta_values", _VALUES)
-QKVZ = Dim("delta_qkvz", lambda g: 2 * _KEYS(g) + 2 * _VALUES(g))
+VALUE_HEADS = Dim("delta_value_heads", lambda g: _delta(g).value_heads)
+VALUE_DIM = Dim("delta_value_dim", lambda g: _delta(g).value_dim)
+KERNEL = Dim("delta_kernel", lambda g: _delta(g).kernel)
+KEYS_AND_VALUES = Dim("delta_keys_and_values", lambda g: 2 * _delta(g).keys + _delta(g).values)
+VALUES = Dim("delta_values", lambda g: _delta(g).values)
+QKVZ = Dim("delta_qkvz", lambda g: 2 * _delta(g).keys + 2 * _delta(g).values)
 # Projections of Qwen3.5, in the order of their rows on a rank. Qwen3-Next has the first two, and the last two, as one by head of keys.
 APART = {"in_proj_qkv": KEYS_AND_VALUES, "in_proj_z": VALUES, "in_proj_b": VALUE_HEADS, "in_proj_a": VALUE_HEADS}
 HYBRID_SETTINGS = {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
 # Read by vLLM alone.
 GATED_FLAGS = {"attn_output_gate": True, "layer_scale": False}
-BETA_ALPHA = Dim("delta_beta_alpha", lambda g: 2 * g.delta_value_heads)
+BETA_ALPHA = Dim("delta_beta_alpha", lambda g: 2 * _delta(g).value_heads)
 _MEGATRON, _LAYER = "decoder.layers.{i}.self_attention.", "model.layers.{i}."
 
 

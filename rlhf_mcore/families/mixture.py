@@ -1,13 +1,92 @@
-"""How config.json describes a mixture of experts: sizes, what Megatron's router needs to know, and what is refused."""
+"""Mixtures of experts: their tensors, and how config.json describes them: sizes, settings of Megatron's router, what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rlhf_mcore.families.base import HF_LAYER, HIDDEN, MEGATRON_LAYER, ONE, Dim, Rule, Spec, gated_mlp
+from rlhf_mcore.families.mtp import MTP
 from rlhf_mcore.families.sizes import dense_layers, num_experts, size
 from rlhf_mcore.foreign import Fields, shorten
+from rlhf_mcore.types import ExpertSizes, ModelGeometry
+
+
+def _sizes(g: ModelGeometry) -> ExpertSizes:
+    assert g.experts is not None
+    return g.experts
+
+
+EXPERTS = Dim("experts", lambda g: g.num_experts)
+EXPERT_FFN = Dim("expert_ffn", lambda g: _sizes(g).ffn_size)
+EXPERT_GATE_UP = Dim("expert_gate_up", lambda g: 2 * _sizes(g).ffn_size)
+SHARED_FFN = Dim("shared_ffn", lambda g: _sizes(g).shared_ffn_size)
+
+
+def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
+    """A mixture of experts: its router, and its experts as modules one after the other or as one grouped matrix product.
+
+    ``names``: of the matrices gate, up and down in files, if they are not the usual ones.
+    """
+    hf, router = block + ".experts.{e}", {f"{HF_LAYER}{block}.gate.weight": (EXPERTS, HIDDEN)}
+    local = gated_mlp("mlp.experts.local_experts.{k}.linear_fc{n}.weight", hf, EXPERT_FFN, "moe", "local", *names)
+    first, second = gated_mlp("mlp.experts.linear_fc{n}.weight{k}", hf, EXPERT_FFN, "moe", "te", *names)
+    return (
+        Rule(MEGATRON_LAYER + "mlp.router.weight", "replicated", router, "moe", in_memory="mlp.gate.weight"),
+        *local,
+        replace(first, in_memory="mlp.experts.gate_up_proj"),
+        replace(second, in_memory="mlp.experts.down_proj"),
+    )
+
+
+def stacked_experts() -> tuple[Rule, ...]:
+    """A mixture in which all parts have biases, and files have the experts of a layer in one tensor, with columns for outputs."""
+    router, block = MEGATRON_LAYER + "mlp.router.", HF_LAYER + "mlp.experts."
+    layers = (("1", "gate_up_proj", HIDDEN, EXPERT_GATE_UP), ("2", "down_proj", EXPERT_FFN, HIDDEN))
+    names: tuple[tuple[Spec, str], ...] = (
+        ("local", "local_experts.{k}.linear_fc{n}.{part}"),
+        ("te", "linear_fc{n}.{part}{k}"),
+    )
+    return (
+        Rule(router + "weight", "replicated", {HF_LAYER + "mlp.router.weight": (EXPERTS, HIDDEN)}, "moe"),
+        Rule(router + "bias", "replicated", {HF_LAYER + "mlp.router.bias": (EXPERTS,)}, "moe"),
+        *(
+            Rule(
+                MEGATRON_LAYER + "mlp.experts." + name.replace("{n}", n).replace("{part}", part),
+                "stacked",
+                {block + hf + suffix: (EXPERTS, *dims)},
+                "moe",
+                spec,
+            )
+            for spec, name in names
+            for n, hf, inputs, outputs in layers
+            for part, suffix, dims in (("weight", "", (inputs, outputs)), ("bias", "_bias", (outputs,)))
+        ),
+    )
+
+
+EXPERT_BIAS = (
+    Rule(
+        MEGATRON_LAYER + "mlp.router.expert_bias",
+        "replicated",
+        {HF_LAYER + "mlp.gate.e_score_correction_bias": (EXPERTS,)},
+        "moe",
+        trained=False,
+    ),
+)
+
+
+def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
+    """The expert that sees every token beside a mixture, and the gate that its output is multiplied with, if there is one."""
+    shared = "mlp.shared_experts."
+    mlp = gated_mlp(shared + "linear_fc{n}.weight", block, SHARED_FFN, "moe")
+    names = {f"{HF_LAYER}{gate}.weight": (ONE, HIDDEN)}
+    return (*mlp, Rule(MEGATRON_LAYER + shared + "gate_weight", "replicated", names, "moe")) if gate else mlp
+
+
+# Of DeepSeek-V3 and its cousins.
+SIGMOID_EXPERTS = experts("mlp") + EXPERT_BIAS + shared_expert("mlp.shared_experts") + MTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +106,23 @@ class Mixture:
         return bool(self.shared_ffn) and not self.has_dense_layers
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
-        """Fields of a geometry."""
+        """Return fields of a geometry."""
         shared = size(hf_config, "shared_expert_intermediate_size", self.shared_ffn) if self.shared_ffn else 0
-        return dict(
-            num_experts=num_experts(hf_config),
-            expert_ffn_size=size(hf_config, self.ffn_key),
-            shared_expert_ffn_size=shared,
-            experts_per_token=size(hf_config, "num_experts_per_tok", self.top_k),
+        experts = ExpertSizes(
+            count=num_experts(hf_config),
+            ffn_size=size(hf_config, self.ffn_key),
+            per_token=size(hf_config, "num_experts_per_tok", self.top_k),
+            shared_ffn_size=shared,
             dense_layers=dense_layers(hf_config) if self.has_dense_layers else (),
         )
+        return {"experts": experts}
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Settings of Megatron's router. Renormalised weights of the top k are the softmax over these k alone."""
+        """Return settings of Megatron's router. Renormalised weights of the top k are the softmax over these k alone."""
         return {"moe_router_pre_softmax": not self._renormalises(hf_config)}
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """What of a config.json is not supported."""
+        """Yield what of a config.json is not supported."""
         top_k, found = size(hf_config, "num_experts_per_tok", self.top_k), num_experts(hf_config)
         renormalises = self._renormalises(hf_config)
         if top_k > found:
@@ -74,21 +154,22 @@ class SigmoidMixture:
     replaces_mlp: ClassVar[bool] = False
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
-        """Fields of a geometry: none where all layers are dense."""
+        """Return fields of a geometry: none where all layers are dense."""
         ffn, num_layers = size(hf_config, "moe_intermediate_size"), size(hf_config, "num_hidden_layers")
         num_dense = hf_config.integer("first_k_dense_replace", 0, num_layers)
         if num_dense == num_layers:
             return {}
-        return dict(
-            num_experts=num_experts(hf_config),
-            expert_ffn_size=ffn,
-            shared_expert_ffn_size=ffn * hf_config.integer("n_shared_experts", 0, 64),
-            experts_per_token=size(hf_config, "num_experts_per_tok"),
+        experts = ExpertSizes(
+            count=num_experts(hf_config),
+            ffn_size=ffn,
+            per_token=size(hf_config, "num_experts_per_tok"),
+            shared_ffn_size=ffn * hf_config.integer("n_shared_experts", 0, 64),
             dense_layers=tuple(range(num_dense)),
         )
+        return {"experts": experts}
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Settings of Megatron's router."""
+        """Return settings of Megatron's router."""
         groups, best = self._groups(hf_config)
         if not self.sizes(hf_config):
             return {}
@@ -100,7 +181,7 @@ class SigmoidMixture:
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """What of a config.json is not supported."""
+        """Yield what of a config.json is not supported."""
         top_k, found, (groups, best) = (
             size(hf_config, "num_experts_per_tok"),
             num_experts(hf_config),
@@ -141,7 +222,7 @@ class SoftmaxMixture(SigmoidMixture):
     _adds_two = False
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """What of a config.json is not supported."""
+        """Yield what of a config.json is not supported."""
         if (method := self._method(hf_config)) not in ("greedy", "group_limited_greedy"):
             yield f"topk_method {shorten(method)!r} is not supported, only 'greedy' and 'group_limited_greedy'; use another model"
         yield from SigmoidMixture.problems(self, hf_config)

@@ -8,12 +8,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from rlhf_mcore.families.base import HF_LAYER, HIDDEN, MEGATRON_LAYER, TWICE_HIDDEN, Rule
 from rlhf_mcore.foreign import Fields
 
 MTP_KEY = "num_nextn_predict_layers"  # of config.json
 _MAX_LAYERS = 64
 # Tensors of an MTP layer in files, and those of the model that they are.
 REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+# Beside those of a layer of its kind, what an MTP layer has. Its embedding and output layer are those of the model.
+MTP = (
+    Rule(MEGATRON_LAYER + "enorm.weight", "replicated", {HF_LAYER + "enorm.weight": (HIDDEN,)}, "mtp"),
+    Rule(MEGATRON_LAYER + "hnorm.weight", "replicated", {HF_LAYER + "hnorm.weight": (HIDDEN,)}, "mtp"),
+    Rule(
+        MEGATRON_LAYER + "eh_proj.weight",
+        "column_parallel",
+        {HF_LAYER + "eh_proj.weight": (HIDDEN, TWICE_HIDDEN)},
+        "mtp",
+    ),
+    Rule(
+        MEGATRON_LAYER + "final_layernorm.weight",
+        "replicated",
+        {HF_LAYER + "shared_head.norm.weight": (HIDDEN,)},
+        "mtp",
+    ),
+)
 EMBEDDING = "embedding.word_embeddings.weight"
 EMBEDDING_COPY = "mtp.embedding.weight"  # on the last pipeline stage, if that is not the first one
 

@@ -1,7 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv 2407.10671): a mixture, and a shared expert behind a gate of its own."""
 
-from rlhf_mcore.families.base import DECODER, QKV_BIAS, Family, experts, shared_expert
-from rlhf_mcore.families.mixture import Mixture
+from rlhf_mcore.families.base import DECODER, QKV_BIAS, Family
+from rlhf_mcore.families.mixture import Mixture, experts, shared_expert
 
 FAMILY = Family(
     "qwen2_moe",

@@ -1,9 +1,9 @@
 """The language models of Qwen3.5 with experts (Qwen Team 2026): Qwen3-Next's layers, with a projection for each input of a net."""
 
-from rlhf_mcore.families.base import Family, experts, shared_expert
+from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.delta import DeltaNet
 from rlhf_mcore.families.hybrid import APART, GATED_DECODER, GATED_FLAGS, HYBRID_SETTINGS, delta_net
-from rlhf_mcore.families.mixture import Mixture
+from rlhf_mcore.families.mixture import Mixture, experts, shared_expert
 
 FAMILY = Family(
     "qwen3_5_moe_text",

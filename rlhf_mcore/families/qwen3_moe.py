@@ -1,7 +1,7 @@
 """Qwen3 with a mixture of experts in every layer, or in some (Yang et al. 2025, arXiv 2505.09388)."""
 
-from rlhf_mcore.families.base import DECODER, QK_NORM, Family, experts
-from rlhf_mcore.families.mixture import Mixture
+from rlhf_mcore.families.base import DECODER, QK_NORM, Family
+from rlhf_mcore.families.mixture import Mixture, experts
 
 FAMILY = Family(
     "qwen3_moe",

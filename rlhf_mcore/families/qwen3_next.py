@@ -1,9 +1,9 @@
 """Qwen3-Next (Qwen Team 2025): three layers of four have a gated delta net, the fourth attention with gates; experts in all."""
 
-from rlhf_mcore.families.base import Family, experts, shared_expert
+from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.delta import DeltaNet
 from rlhf_mcore.families.hybrid import BETA_ALPHA, GATED_DECODER, GATED_FLAGS, HYBRID_SETTINGS, QKVZ, delta_net
-from rlhf_mcore.families.mixture import Mixture
+from rlhf_mcore.families.mixture import Mixture, experts, shared_expert
 
 FAMILY = Family(
     "qwen3_next",

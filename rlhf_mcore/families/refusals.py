@@ -87,7 +87,7 @@ def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:
     if kind == "llama3":
         rope.integer("original_max_position_embeddings", 1, MAX_SIZES["max_position_embeddings"])
     scale = rope.number("mscale_all_dim", default=None)
-    if scale and family.latent and kind != "yarn":
+    if scale and family.latent is not None and kind != "yarn":
         yield f"mscale_all_dim is supported with rope type 'yarn' only, not {kind!r}; remove it from config.json"
 
 

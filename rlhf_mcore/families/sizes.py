@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlhf_mcore.foreign import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -105,24 +103,6 @@ def head_dim(hf_config: Fields, default: int | None) -> int:
     if found % 2:
         raise hf_config.wrong("head_dim", "an even number, as rotary embeddings need it")
     return found
-
-
-def latent_sizes(hf_config: Fields) -> dict[str, Any]:
-    """Fields of a geometry: of multi-head latent attention, whose keys and queries have a part without and one with a rotation.
-
-    Raises:
-        ConfigError: as ``size``, or the part with a rotation is odd.
-    """
-    rope = size(hf_config, "qk_rope_head_dim")
-    if rope % 2:
-        raise hf_config.wrong("qk_rope_head_dim", "an even number, as rotary embeddings need it")
-    return dict(
-        head_dim=size(hf_config, "qk_nope_head_dim") + rope,
-        rope_head_dim=rope,
-        value_head_dim=size(hf_config, "v_head_dim"),
-        q_lora_rank=size(hf_config, "q_lora_rank") if "q_lora_rank" in hf_config else 0,
-        kv_lora_rank=size(hf_config, "kv_lora_rank"),
-    )
 
 
 def rotary(hf_config: Fields) -> Fields:

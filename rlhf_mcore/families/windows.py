@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_mcore.families.sizes import MAX_SIZES, size
 from rlhf_mcore.foreign import Fields, shorten
+from rlhf_mcore.types import WindowSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +23,21 @@ class Windows:
     is_fixed: bool = False
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
-        """Fields of a geometry."""
-        kinds = self._kinds(hf_config)
-        return dict(
-            window=hf_config.integer("sliding_window", 1, MAX_SIZES["max_position_embeddings"]),
-            window_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"),
-        )
+        """Return fields of a geometry."""
+        layers = tuple(layer for layer, kind in enumerate(self._kinds(hf_config)) if kind == "sliding_attention")
+        tokens = self._tokens(hf_config)
+        return {"window": WindowSizes(tokens, layers) if layers else None}
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Settings of Megatron's attention."""
+        """Return settings of Megatron's attention."""
         # A token sees itself and ``sliding_window - 1`` before it.
         return {
-            "window_size": (self.sizes(hf_config)["window"] - 1, 0),
+            "window_size": (self._tokens(hf_config) - 1, 0),
             "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in self._kinds(hf_config)],
         }
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
-        """What of a config.json is not supported."""
+        """Yield what of a config.json is not supported."""
         self.settings(hf_config)
         kinds, num_layers = self._kinds(hf_config), size(hf_config, "num_hidden_layers")
         if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
@@ -47,6 +46,10 @@ class Windows:
             yield f"layer_types has {len(kinds)} layers, num_hidden_layers is {num_layers}; export the model again"
         elif self.is_fixed and list(kinds) != self._usual_kinds(hf_config):
             yield f"layer_types is supported with full_attention in every layer of {self.every} only; use another model"
+
+    @staticmethod
+    def _tokens(hf_config: Fields) -> int:
+        return hf_config.integer("sliding_window", 1, MAX_SIZES["max_position_embeddings"])
 
     def _kinds(self, hf_config: Fields) -> Sequence[str]:
         return hf_config.texts("layer_types", default=self._usual_kinds(hf_config))

@@ -116,7 +116,7 @@ def dry_run(
     platform.prepare_megatron()
     groups = build_groups(layout)
     assert groups is not None
-    counted = LiveBytes(spec.geometry.experts_per_token or 1)
+    counted = LiveBytes(1 if spec.geometry.experts is None else spec.geometry.experts.per_token)
     # Weights are made on the device and in the dtype that they stay in; torch cannot convert modules of fake tensors.
     unconverted = patch.object(torch.nn.Module, "_apply", lambda module, function, recurse=True: module)
     alike = patch.object(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())

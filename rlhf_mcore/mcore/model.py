@@ -43,7 +43,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.parts import Gradients, Part
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable
-from rlhf_mcore.types import LocalParameter, Microbatch
+from rlhf_mcore.types import LatentSizes, LocalParameter, Microbatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.mixture import Router
@@ -90,7 +90,7 @@ class MegatronModel:
 
     def _routers(self) -> Iterator[Router]:
         """Return the routers of all layers but MTP layers; of a dense model none, which does not load them."""
-        if not self.spec.geometry.num_experts:
+        if self.spec.geometry.experts is None:
             return iter(())
         from rlhf_mcore.mcore.mixture import routers
 
@@ -385,7 +385,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
             etp_rank=groups.collection.expt_tp.rank(),
             force_reset_rng=True,
         )
-        aux_loss_coef = options.aux_loss_coef if options.trainable and spec.geometry.num_experts else 0.0
+        aux_loss_coef = options.aux_loss_coef if options.trainable and spec.geometry.experts is not None else 0.0
         config = transformer_config(
             spec,
             groups,
@@ -403,7 +403,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
             options.freeze(chunks)
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
         modules = [module for chunk in chunks for module in chunk.modules()]
-        if spec.geometry.num_experts:
+        if spec.geometry.experts is not None:
             from rlhf_mcore.mcore.mixture import keep_biases_whole
 
             keep_biases_whole(modules)
@@ -464,7 +464,7 @@ def _build_chunk(
 
         family = FAMILIES[spec.geometry.family]
         add_mtp_layers(chunk, spec.geometry, groups, options.layer_spec, family, alone=options.mtp.alone)
-    if spec.geometry.kv_lora_rank:
+    if isinstance(spec.geometry.attention, LatentSizes):
         set_latent_frequencies(chunk, spec.inv_freq, spec.rope_scale)
     else:
         set_frequencies(chunk, spec.inv_freq, spec.window_inv_freq)

@@ -30,7 +30,7 @@ from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.platform import DTYPES, Platform
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import LatentSizes, ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def load_spec(
 def _check_rotated(hf: PretrainedConfig, geometry: ModelGeometry, inv_freq: torch.Tensor, where: str) -> None:
     """Refuse a config.json of which transformers would rotate another part of a head than the layers here."""
     layered = hf.rope_parameters.get("full_attention", hf.rope_parameters)
-    head = geometry.rope_head_dim or geometry.head_dim
+    head = geometry.attention.rope_dim
     rotated = int(head * layered.get("partial_rotary_factor", 1.0))
     if 2 * len(inv_freq) != rotated:
         raise ConfigError(
@@ -151,7 +151,7 @@ def transformer_config(
     Raises:
         ConfigError: it refuses the user's ``overrides``.
     """
-    latent, family = spec.geometry.kv_lora_rank > 0, FAMILIES[spec.geometry.family]
+    latent, family = isinstance(spec.geometry.attention, LatentSizes), FAMILIES[spec.geometry.family]
     settings: dict[str, Any] = {"add_bias_linear": False, **spec.megatron}
     if latent:
         # It asks for norms that are parts of fused layers. Of norms that stand alone it would sum gradients that are whole already.
@@ -266,15 +266,15 @@ class UnevenStages(PipelineParallelLayerLayout):
 
 
 def _experts(spec: ModelSpec, groups: ModelGroups, fused: bool, aux_loss_coef: float) -> dict[str, Any]:
-    g = spec.geometry
-    if not g.num_experts:
+    g, experts = spec.geometry, spec.geometry.experts
+    if experts is None:
         return {}
     return dict(
-        num_moe_experts=g.num_experts,
-        moe_ffn_hidden_size=g.expert_ffn_size,
+        num_moe_experts=experts.count,
+        moe_ffn_hidden_size=experts.ffn_size,
         moe_layer_freq=[int(g.is_moe_layer(layer)) for layer in range(g.num_layers)],
-        moe_router_topk=g.experts_per_token,
-        moe_shared_expert_intermediate_size=g.shared_expert_ffn_size or None,
+        moe_router_topk=experts.per_token,
+        moe_shared_expert_intermediate_size=experts.shared_ffn_size or None,
         # Which experts a token goes to must not hang on 16-bit rounding.
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss" if aux_loss_coef else "none",
@@ -297,11 +297,13 @@ def fused_kernels(spec: ModelSpec) -> dict[str, bool]:
     """Settings of Megatron that choose kernels of CUDA which compute what its plain code does, as far as they are installed."""
     permutes = ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs", "fused_unpermute")
     # Of packed sequences the fused rotation leaves out yarn's factor, and how pairs are told apart, without a word.
-    is_plain = spec.rope_scale == 1.0 and not spec.geometry.kv_lora_rank and not spec.megatron.get("rotary_interleaved")
+    latent = isinstance(spec.geometry.attention, LatentSizes)
+    is_plain = spec.rope_scale == 1.0 and not latent and not spec.megatron.get("rotary_interleaved")
     return dict(
         apply_rope_fusion=is_plain and rope_utils.fused_apply_rotary_pos_emb_thd is not None,
         gradient_accumulation_fusion=find_spec(APEX) is not None,
-        moe_permute_fusion=spec.geometry.num_experts > 0 and all(getattr(moe_utils, name, None) for name in permutes),
+        moe_permute_fusion=spec.geometry.experts is not None
+        and all(getattr(moe_utils, name, None) for name in permutes),
     )
 
 

@@ -33,7 +33,7 @@ from rlhf_mcore.mcore.layers import layer_spec, norm_and_linear
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.platform.megatron_versions import mtp_submodules
-from rlhf_mcore.types import Microbatch, ModelGeometry
+from rlhf_mcore.types import LatentSizes, Microbatch, ModelGeometry
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.model import MegatronModel, Metrics
@@ -118,7 +118,7 @@ def mtp_loss(
         hidden, weight = hidden.detach().requires_grad_(), weight.detach()
     if config.sequence_parallel:
         hidden = scatter_to_sequence_parallel_region(hidden, group=tp)
-    latent = model.spec.geometry.kv_lora_rank > 0  # such attention makes its rotation itself
+    latent = isinstance(model.spec.geometry.attention, LatentSizes)  # such attention makes its rotation itself
     found = chunk.mtp(
         input_ids=microbatch.placed["token_ids"],
         position_ids=microbatch.placed["position_ids"],

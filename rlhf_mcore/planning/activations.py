@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import DeltaSizes, LatentSizes, ModelGeometry
 
 # As parallel/logprobs.py has them, which imports torch: tokens of given logits, bytes of logits that an output layer makes.
 CHUNK_TOKENS = 2048
@@ -94,15 +94,15 @@ def _delta_bytes(role: PlannedRole, layer: int, tokens: int, width: int) -> floa
     is received, and that in the order of the tokens. Counted by tracing it.
     """
     geometry = role.geometry
-    if layer not in geometry.delta_layers:
+    if (delta := geometry.delta) is None or layer not in delta.layers:
         return 0.0
-    keys, values, chunk = geometry.delta_key_dim, geometry.delta_value_dim, 64
+    keys, values, chunk = delta.key_dim, delta.value_dim, 64
     per_head = (
         _DELTA_KEYS * keys + _DELTA_VALUES * values + _DELTA_CHUNKS * chunk + _DELTA_STATES * keys * values / chunk
     )
     cp = role.layout.cp  # all tokens of some of the heads, which may not be equally many on all ranks
-    heads = -(-geometry.delta_value_heads // role.layout.tp // cp) * cp
-    exchanged = 3 * width * delta_elements(geometry) / role.layout.tp if cp > 1 else 0.0
+    heads = -(-delta.value_heads // role.layout.tp // cp) * cp
+    exchanged = 3 * width * delta_elements(delta) / role.layout.tp if cp > 1 else 0.0
     return tokens * (_FP32 * heads * per_head + exchanged)
 
 
@@ -154,7 +154,7 @@ def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions
     share = _sequence_share(layout)
     norms = 4 * geometry.hidden_size / share  # inputs and outputs of two norms
     mlp = _experts if geometry.is_moe_layer(layer) else _dense_mlp
-    rotation = 4 * (geometry.rope_head_dim or geometry.head_dim)  # cosines and sines, of queries and of keys
+    rotation = 4 * geometry.attention.rope_dim  # cosines and sines, of queries and of keys
     return (
         width * (norms + _attention(geometry, layer) / layout.tp + rotation)
         + _FP32 * geometry.num_heads / layout.tp
@@ -168,19 +168,19 @@ def _dropped_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptio
     Of the core of attention that is next to nothing: its score matrix is not kept anyway.
     """
     geometry, layout, modules = role.geometry, role.layout, role.recompute.modules
-    is_moe, dropped = geometry.is_moe_layer(layer), 0.0
+    experts, dropped = geometry.experts if geometry.is_moe_layer(layer) else None, 0.0
     if "core_attn" in modules:
         dropped += _FP32 * geometry.num_heads / layout.tp
     if "layernorm" in modules:
         dropped += width * 2 * geometry.hidden_size / _sequence_share(layout)
-    if "mlp" in modules and not is_moe:
+    if "mlp" in modules and experts is None:
         dropped += _dense_mlp(role, width, assumed)
-    if "moe" in modules and is_moe:
+    if "moe" in modules and experts is not None:
         return dropped + _experts(role, width, assumed)
-    if "moe_act" in modules and is_moe:
-        dropped += width * _copies(role, assumed) * geometry.expert_ffn_size / layout.expert_tp
-    if "shared_experts" in modules and is_moe:
-        dropped += width * 3 * geometry.shared_expert_ffn_size / layout.tp
+    if "moe_act" in modules and experts is not None:
+        dropped += width * _copies(role, assumed) * experts.ffn_size / layout.expert_tp
+    if "shared_experts" in modules and experts is not None:
+        dropped += width * 3 * experts.shared_ffn_size / layout.tp
     return dropped
 
 
@@ -189,19 +189,18 @@ def _attention(geometry: ModelGeometry, layer: int) -> int:
 
     With latent attention what is projected up, queries and keys put together from their parts, values, the output.
     """
-    if layer in geometry.delta_layers:
-        return delta_elements(geometry)
-    if geometry.kv_lora_rank:
+    if geometry.delta is not None and layer in geometry.delta.layers:
+        return delta_elements(geometry.delta)
+    if isinstance(geometry.attention, LatentSizes):
         queries, values = geometry.num_heads * geometry.head_dim, geometry.num_heads * geometry.value_dim
         return 4 * queries + 3 * values
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     return (queries + 2 * keys) + (queries + keys) + queries
 
 
-def delta_elements(geometry: ModelGeometry) -> int:
-    """What goes into the heads of a gated delta net and comes out, of a token; the rest is computed again."""
-    keys, values = geometry.delta_key_heads * geometry.delta_key_dim, geometry.delta_value_heads
-    return 2 * keys + 2 * values + 3 * values * geometry.delta_value_dim
+def delta_elements(delta: DeltaSizes) -> int:
+    """Count what goes into the heads of a gated delta net and comes out, of a token; the rest is computed again."""
+    return 2 * delta.keys + 2 * delta.value_heads + 3 * delta.values
 
 
 def _dense_mlp(role: PlannedRole, width: int, assumed: Assumptions) -> float:
@@ -226,12 +225,9 @@ def _backward_bytes(role: PlannedRole, tokens: int, width: int, assumed: Assumpt
 
 def _copies(role: PlannedRole, assumed: Assumptions) -> float:
     """Of each token, for the experts of a rank: where they are split over more ranks than tokens are, it sees those of all of them."""
-    return (
-        role.geometry.experts_per_token
-        * role.layout.expert_tp
-        / _sequence_share(role.layout)
-        * assumed.expert_imbalance
-    )
+    assert role.geometry.experts is not None
+    share = _sequence_share(role.layout)
+    return role.geometry.experts.per_token * role.layout.expert_tp / share * assumed.expert_imbalance
 
 
 def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
@@ -239,14 +235,15 @@ def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
 
     Of a shared expert the gated MLP, its output and, times its gate, once more.
     """
-    geometry, layout = role.geometry, role.layout
+    geometry, experts, layout = role.geometry, role.geometry.experts, role.layout
+    assert experts is not None
     share = _sequence_share(layout)
-    per_copy = geometry.hidden_size + 3 * geometry.expert_ffn_size / layout.expert_tp
-    shared = 3 * geometry.shared_expert_ffn_size / layout.tp
+    per_copy = geometry.hidden_size + 3 * experts.ffn_size / layout.expert_tp
+    shared = 3 * experts.shared_ffn_size / layout.tp
     if shared:
         shared += 2 * geometry.hidden_size / share
     copies = _copies(role, assumed)
-    return width * (copies * per_copy + shared) + _FP32 * (copies + 2 * geometry.num_experts / share)
+    return width * (copies * per_copy + shared) + _FP32 * (copies + 2 * experts.count / share)
 
 
 def _dispatch_bytes(role: PlannedRole, tokens: int, width: int, assumed: Assumptions) -> float:

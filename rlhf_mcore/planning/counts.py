@@ -21,26 +21,31 @@ def num_parameters(geometry: ModelGeometry) -> int:
 def active_parameters(geometry: ModelGeometry) -> int:
     """Elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
     _, last = outer_rules(geometry, tied_head=True)
-    return _count(last, geometry.trunk, geometry.experts_per_token)
+    return _count(last, geometry.trunk, _experts_per_token(geometry))
+
+
+def _experts_per_token(geometry: ModelGeometry) -> int:
+    return 0 if geometry.experts is None else geometry.experts.per_token
 
 
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
     """Operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
     logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
     layer = 2.0 * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
-    state = geometry.delta_value_heads * geometry.delta_key_dim * geometry.delta_value_dim
+    states = 0 if (delta := geometry.delta) is None else len(delta.layers) * delta.values * delta.key_dim
+    windows, tokens = (0, 0) if (window := geometry.window) is None else (len(window.layers), window.tokens)
     return ModelFlops(
-        token=2.0 * (active_parameters(geometry) - logits) + 6.0 * len(geometry.delta_layers) * state,
-        pair=(geometry.num_attention_layers - len(geometry.window_layers)) * layer,
+        token=2.0 * (active_parameters(geometry) - logits) + 6.0 * states,
+        pair=(geometry.num_attention_layers - windows) * layer,
         logits=2.0 * logits,
-        window_pair=len(geometry.window_layers) * layer,
-        window=geometry.window,
+        window_pair=windows * layer,
+        window=tokens,
     )
 
 
 def mtp_flops(geometry: ModelGeometry) -> ModelFlops:
     """Of the MTP layers that learn, in the passes of an update: further layers, each with a projection and the output layer."""
-    experts, count = geometry.experts_per_token, geometry.mtp_layers
+    experts, count = _experts_per_token(geometry), geometry.mtp_layers
     weights = _count([], geometry, experts) - _count([], geometry.trunk, experts)
     attention = 2 * count * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
     return ModelFlops(2.0 * weights, float(attention), 2.0 * count * geometry.vocab_size * geometry.hidden_size)

@@ -136,7 +136,7 @@ def _longest(inputs: PlanInputs) -> int:
 def _prefill_bytes(inputs: PlanInputs) -> int:
     """vLLM profiles one step of 8192 tokens: hidden states, the widest MLP, fp32 logits of every running sequence."""
     geometry, tp = inputs.roles[0].geometry, inputs.cfg.rollout.layout.tp
-    routed = geometry.expert_ffn_size * geometry.experts_per_token + geometry.shared_expert_ffn_size
+    routed = 0 if (e := geometry.experts) is None else e.ffn_size * e.per_token + e.shared_ffn_size
     widest = max(geometry.ffn_size, routed)
     hidden = 8192 * BYTES[inputs.dtype] * (4 * geometry.hidden_size + 3 * widest // tp)
     return hidden + 4 * inputs.cfg.rollout.max_num_seqs * geometry.vocab_size

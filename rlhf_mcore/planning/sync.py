@@ -22,7 +22,7 @@ from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engine_tp, engines_apart, num_engines
 from rlhf_mcore.planning.weights import BYTES
-from rlhf_mcore.types import ModelGeometry, Shard
+from rlhf_mcore.types import LatentSizes, ModelGeometry, Shard
 
 _VOCAB_MULTIPLE = 64
 
@@ -50,21 +50,18 @@ def engine_numel(geometry: ModelGeometry, tp: int) -> int:
 
 def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
     """Keys and values of one token in all layers on one engine rank: with latent attention the latent alone, on every rank."""
-    if geometry.kv_lora_rank:
-        return geometry.num_layers * (geometry.kv_lora_rank + geometry.rope_head_dim) * width
+    attention = geometry.attention
+    if isinstance(attention, LatentSizes):
+        return geometry.num_layers * (attention.kv_rank + attention.rope_dim) * width
     return 2 * geometry.num_attention_layers * max(1, geometry.num_kv_heads // tp) * geometry.head_dim * width
 
 
 def state_bytes_per_sequence(geometry: ModelGeometry, tp: int, width: int) -> int:
     """What gated delta nets keep of a sequence, however long, on an engine rank: fp32 states, and the last tokens of convolutions."""
-    keys, values = (
-        geometry.delta_key_heads * geometry.delta_key_dim,
-        geometry.delta_value_heads * geometry.delta_value_dim,
-    )
-    tokens = max(geometry.delta_kernel - 1, 0)
-    return (
-        len(geometry.delta_layers) * (4 * values * geometry.delta_key_dim + width * tokens * (2 * keys + values)) // tp
-    )
+    if (delta := geometry.delta) is None:
+        return 0
+    convolved = (delta.kernel - 1) * (2 * delta.keys + delta.values)
+    return len(delta.layers) * (4 * delta.values * delta.key_dim + width * convolved) // tp
 
 
 def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[PlannedTensor]:

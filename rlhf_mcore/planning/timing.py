@@ -77,7 +77,7 @@ def decode_step_s(inputs: PlanInputs, running: float) -> float:
 def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
     """All tokens of a step through a model: arithmetic, exchanges within layers, and the pipeline's bubble."""
     work, layout, gpu = inputs.work, role.layout, inputs.gpu
-    efficiency = inputs.assumed.moe_efficiency if role.geometry.experts_per_token else inputs.assumed.train_efficiency
+    efficiency = inputs.assumed.moe_efficiency if role.geometry.experts is not None else inputs.assumed.train_efficiency
     flops = passes * _flops_per_token(role, work) * work.tokens
     if passes > FORWARD:  # MTP layers have a loss and nothing else, and are never recomputed as a whole
         mtp, length = mtp_flops(role.geometry), work.prompt_tokens + work.response_tokens
@@ -114,9 +114,10 @@ def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator
         element_s = tokens * (layout.cp - 1) * BYTES[role.dtype] / (layout.tp * layout.pp * rate)
         keys = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim)
         yield geometry.num_attention_layers * keys * element_s
-        yield len(geometry.delta_layers) * delta_elements(geometry) / layout.cp * element_s  # some heads of all tokens
-    if geometry.num_experts and layout.ep > 1:
-        moved = nbytes / layout.tp * role.geometry.experts_per_token * (layout.ep - 1) / layout.ep
+        if (delta := geometry.delta) is not None:  # some heads of all tokens
+            yield len(delta.layers) * delta_elements(delta) / layout.cp * element_s
+    if geometry.experts is not None and layout.ep > 1:
+        moved = nbytes / layout.tp * geometry.experts.per_token * (layout.ep - 1) / layout.ep
         yield 2 * layers * moved / _link(inputs, layout.ep * layout.expert_tp)
     if layout.pp > 1:
         yield nbytes / layout.tp / _link(inputs, layout.tp * layout.dp * layout.cp + 1)

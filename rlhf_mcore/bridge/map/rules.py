@@ -107,7 +107,7 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
         KeyError: the family has no such parameter.
         ConfigError: its rows are no rows of Hugging Face tensors.
     """
-    if geometry.delta_layers:
+    if geometry.delta is not None:
         raise ConfigError(
             f"{geometry.family}: Megatron's formats of its gated delta nets are not supported; convert from or to hf only"
         )
@@ -253,8 +253,9 @@ def _gated_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece
 def _delta(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
     """Rows of all heads of a kind, one kind after the other: queries, keys and values in one tensor, others in one each."""
     (mixed, *others), sections = shapes, []
-    first, value_rows = 0, g.delta_value_heads * g.delta_value_dim
-    for count in (*2 * [g.delta_key_heads * g.delta_key_dim], value_rows):
+    assert g.delta is not None
+    first = 0
+    for count in (g.delta.keys, g.delta.keys, g.delta.values):
         sections.append((mixed, first, count))
         first += count
     sections += [(name, 0, shapes[name][0]) for name in others]
@@ -267,9 +268,10 @@ def _delta(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
 
 def _delta_by_head(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
     """The same where files have rows by head of keys: its query, key, values and gates; in a second tensor its betas and alphas."""
-    (mixed, scalars), heads = shapes, g.delta_value_heads // g.delta_key_heads
-    key, value, position = g.delta_key_dim, heads * g.delta_value_dim, 0
-    per_rank = g.delta_key_heads // shard.size
+    assert g.delta is not None
+    (mixed, scalars), heads = shapes, g.delta.value_heads // g.delta.key_heads
+    key, value, position = g.delta.key_dim, heads * g.delta.value_dim, 0
+    per_rank = g.delta.key_heads // shard.size
     for name, parts in ((mixed, (key, key, value, value)), (scalars, (heads, heads))):
         for number, rows in enumerate(parts):
             for head in range(shard.rank * per_rank, (shard.rank + 1) * per_rank):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -50,9 +50,7 @@ class BridgeJob:
     @classmethod
     def of_json(cls, text: str) -> BridgeJob:
         fields = json.loads(text)
-        found = fields.pop("geometry")
-        geometry: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
-        return cls(ModelGeometry(**geometry), **fields)
+        return cls(**{**fields, "geometry": ModelGeometry.of(fields["geometry"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
     if geometry is None:
         return
     yield from tensor_cut_problems(geometry, "rollout.layout.tp", tp, "model.path")
-    if geometry.num_experts and geometry.expert_ffn_size % tp:
+    if (experts := geometry.experts) is not None and experts.ffn_size % tp:
         yield (
-            f"rollout.layout.tp={tp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of model.path; "
-            f"choose a divisor of {geometry.expert_ffn_size}"
+            f"rollout.layout.tp={tp} does not divide the intermediate size {experts.ffn_size} of an expert of model.path; "
+            f"choose a divisor of {experts.ffn_size}"
         )
     family = FAMILIES.get(geometry.family, UNSUPPORTED)
     keeps_heads = family.has_stacked_experts or family.norm_of_projections
@@ -176,20 +176,20 @@ def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str
 
 
 def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
-    if geometry.num_experts == 0:
+    if (experts := geometry.experts) is None:
         if layout.ep > 1:
             yield f"{role}.layout.ep={layout.ep}, but {model} has no experts; set it to 1"
         return
-    if geometry.num_experts % layout.ep:
+    if experts.count % layout.ep:
         yield (
-            f"{role}.layout.ep={layout.ep} does not divide the {geometry.num_experts} experts of {model}; "
-            f"choose a divisor of {geometry.num_experts}"
+            f"{role}.layout.ep={layout.ep} does not divide the {experts.count} experts of {model}; "
+            f"choose a divisor of {experts.count}"
         )
     etp = layout.tp if layout.etp is None else layout.etp
-    if geometry.expert_ffn_size % etp:
+    if experts.ffn_size % etp:
         yield (
-            f"{role}.layout.etp={etp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of {model}; "
-            f"choose a divisor of {geometry.expert_ffn_size}"
+            f"{role}.layout.etp={etp} does not divide the intermediate size {experts.ffn_size} of an expert of {model}; "
+            f"choose a divisor of {experts.ffn_size}"
         )
     if etp > 1 and _has_stacked_experts(geometry):
         yield (
@@ -208,10 +208,10 @@ def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str
     sizes = {"num_attention_heads": geometry.num_heads}
     if geometry.has_dense_mlp:
         sizes["intermediate_size"] = geometry.ffn_size
-    if geometry.shared_expert_ffn_size:
-        sizes["shared_expert_intermediate_size"] = geometry.shared_expert_ffn_size
-    if geometry.delta_layers:
-        sizes["linear_num_key_heads"] = geometry.delta_key_heads
+    if geometry.experts is not None and geometry.experts.shared_ffn_size:
+        sizes["shared_expert_intermediate_size"] = geometry.experts.shared_ffn_size
+    if geometry.delta is not None:
+        sizes["linear_num_key_heads"] = geometry.delta.key_heads
     for name, size in sizes.items():
         if size % tp:
             yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"

@@ -29,7 +29,7 @@ with world_of_one(Path.cwd()):
     model.load_balance()
 print(json.dumps([name.split(".", 1)[1] for name in sys.modules if name.startswith("rlhf_mcore.")]))
 """
-FAMILY_PARTS = {"delta", "hybrid", "mixture", "windows"}
+FAMILY_PARTS = {"delta", "hybrid", "latent", "mixture", "windows"}
 LAYER_PARTS = {"delta_net", "fast_kernels", "latent", "mixture", "mtp"}
 
 
@@ -37,7 +37,7 @@ LAYER_PARTS = {"delta_net", "fast_kernels", "latent", "mixture", "mtp"}
     ("model", "family_parts", "layer_parts"),
     [
         ("qwen3", set(), set()),
-        ("deepseek_v3_dense", {"mixture"}, {"latent"}),
+        ("deepseek_v3_dense", {"latent", "mixture"}, {"latent"}),
         ("qwen3_moe", {"mixture"}, {"mixture"}),
     ],
 )

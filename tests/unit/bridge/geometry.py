@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_mcore.bridge.plan.build import Plan
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import GroupedSizes, ModelGeometry
 
 GEOMETRY = ModelGeometry(
     family="qwen2",
     num_layers=2,
     hidden_size=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
+    attention=GroupedSizes(4, 2, 2),
     ffn_size=16,
     vocab_size=13,
     tied_embeddings=False,
@@ -37,9 +35,7 @@ def geometries(draw: st.DrawFn) -> tuple[ModelGeometry, int]:
         family=draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])),
         num_layers=draw(st.integers(1, 3)),
         hidden_size=draw(st.integers(1, 5)),
-        num_heads=heads,
-        num_kv_heads=kv,
-        head_dim=head_dim * need,
+        attention=GroupedSizes(heads, kv, head_dim * need),
         ffn_size=tp * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(1, 30)),
         tied_embeddings=head == "lm" and draw(st.booleans()),

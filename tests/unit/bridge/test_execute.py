@@ -29,11 +29,11 @@ from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Work
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import GroupedSizes, ModelGeometry
 from tests.unit.bridge.sources import Averages
 
 RANKS, BUCKET = 4, 256
-GEOMETRY = ModelGeometry("qwen3", 4, 4, 4, 2, 2, 8, 16, False)
+GEOMETRY = ModelGeometry("qwen3", 4, 4, GroupedSizes(4, 2, 2), 8, 16, False)
 SHAPES = hf_shapes(GEOMETRY)
 DTYPES = {name: torch.float64 if "norm" in name else torch.float32 for name in SHAPES}
 

@@ -13,11 +13,13 @@ from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ModelGeometry, Shard
+from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry, Shard
 from tests.distributed.models import MOE_MODELS, make
 
-QWEN = ModelGeometry("qwen3_moe", 3, 8, 4, 2, 2, 16, 13, False, num_experts=4, expert_ffn_size=6, dense_layers=(1,))
-MIXTRAL = replace(QWEN, family="mixtral", ffn_size=6, dense_layers=())
+QWEN = ModelGeometry(
+    "qwen3_moe", 3, 8, GroupedSizes(4, 2, 2), 16, 13, False, experts=ExpertSizes(4, 6, 2, dense_layers=(1,))
+)
+MIXTRAL = replace(QWEN, family="mixtral", ffn_size=6, experts=ExpertSizes(4, 6, 2))
 LAYER = "decoder.layers.2.mlp."
 NAMES = {  # family -> block, gate, up, down
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),

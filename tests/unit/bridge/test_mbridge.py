@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.types import ModelGeometry, Shard
+from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry, Shard
 from tests.distributed.models import MODELS, MOE_MODELS, SIZES
 
 KNOWN = {**MODELS, **MOE_MODELS}
@@ -82,15 +82,18 @@ def make_geometry(config: object) -> ModelGeometry:
         family=config.model_type,  # type: ignore[attr-defined]
         num_layers=values["num_hidden_layers"],
         hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=values["num_key_value_heads"],
-        head_dim=values.get("head_dim") or hidden // heads,
+        attention=GroupedSizes(heads, values["num_key_value_heads"], values.get("head_dim") or hidden // heads),
         ffn_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
         tied_embeddings=bool(values["tie_word_embeddings"]),
-        num_experts=experts,
-        expert_ffn_size=values.get("moe_intermediate_size", values["intermediate_size"]) if experts else 0,
-        shared_expert_ffn_size=values.get("shared_expert_intermediate_size", 0),
+        experts=None
+        if not experts
+        else ExpertSizes(
+            count=experts,
+            ffn_size=values.get("moe_intermediate_size", values["intermediate_size"]),
+            per_token=2,
+            shared_ffn_size=values.get("shared_expert_intermediate_size", 0),
+        ),
     )
 
 
@@ -105,7 +108,7 @@ def megatron_names(geometry: ModelGeometry) -> Iterator[str]:
     dense = ("mlp.linear_fc1.weight", "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc2.weight")
     moe = ["pre_mlp_layernorm.weight", "mlp.router.weight"]
     moe += [f"mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(geometry.num_experts)]
-    if geometry.shared_expert_ffn_size:
+    if geometry.experts is not None and geometry.experts.shared_ffn_size:
         moe += [f"mlp.shared_experts.{name}" for name in ("linear_fc1.weight", "linear_fc2.weight", "gate_weight")]
     for layer in range(geometry.num_layers):
         prefix = f"decoder.layers.{layer}."

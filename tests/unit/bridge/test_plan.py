@@ -10,7 +10,7 @@ from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import GroupedSizes, ModelGeometry
 from tests.unit.bridge.geometry import bucket_names
 
 
@@ -240,7 +240,7 @@ def test_padding_is_what_no_piece_fills() -> None:
 
 
 def test_places_of_a_layout_cover_the_model() -> None:
-    geometry = ModelGeometry("qwen3", 3, 16, 4, 2, 4, 24, 50, tied_embeddings=True)
+    geometry = ModelGeometry("qwen3", 3, 16, GroupedSizes(4, 2, 4), 24, 50, tied_embeddings=True)
     layout, whole = ParallelLayout(8, tp=2, pp=2, layers_per_stage=(1, 2)), ParallelLayout(8, tp=2)
     names = stage_names(geometry, layout)
     assert [name.split(".")[2] for name in names[1] if name.endswith("linear_qkv.weight")] == ["1", "2"]

@@ -25,7 +25,8 @@ BUCKET = 256 * 2**20
 
 def shallow(model: Model, layers: int, experts: int = 0) -> Model:
     """The same widths with fewer layers and experts: what repeats need not be repeated in a test."""
-    return replace(model, geometry=replace(model.geometry, num_layers=layers, num_experts=experts))
+    fewer = replace(model.geometry.experts, count=experts) if model.geometry.experts is not None else None
+    return replace(model, geometry=replace(model.geometry, num_layers=layers, experts=fewer))
 
 
 DENSE = shallow(LLAMA_70B, 8)

@@ -17,6 +17,7 @@ from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost, SyncStats
+from rlhf_mcore.types import ExpertSizes
 from tests.unit.bridge.geometry import GEOMETRY
 from tests.unit.parallel.world import world
 
@@ -79,7 +80,9 @@ class End:
 
 
 BUCKET: Any = SimpleNamespace(source_buffers=["w"])
-JOB = BridgeJob(replace(GEOMETRY, num_experts=4, dense_layers=(0, 3)), 1 << 20, "digest", live_cpu_weights=True)
+JOB = BridgeJob(
+    replace(GEOMETRY, experts=ExpertSizes(4, 8, 2, dense_layers=(0, 3))), 1 << 20, "digest", live_cpu_weights=True
+)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.families import FAMILIES, HEADS, architecture_name
-from rlhf_mcore.types import ModelGeometry, Shard
+from rlhf_mcore.types import GroupedSizes, LatentSizes, ModelGeometry, Shard
 from tests.distributed.models import MODELS, SIZES
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
 
@@ -31,7 +31,7 @@ def brief(name: str, geometry: ModelGeometry, rank: int, tp: int) -> list[tuple[
 
 def test_query_groups_by_hand() -> None:
     # 4 heads of size 1 in 2 groups: rows q0 q1 k0 v0 | q2 q3 k1 v1. Four ranks get two rows each, whatever these are.
-    geometry = replace(GEOMETRY, num_heads=4, num_kv_heads=2, head_dim=1)
+    geometry = replace(GEOMETRY, attention=GroupedSizes(4, 2, 1))
     assert brief(QKV, geometry, 0, 4) == [("q_proj", 0, 2, 0)]
     assert brief(QKV, geometry, 1, 4) == [("k_proj", 0, 1, 0), ("v_proj", 0, 1, 1)]
     assert brief(QKV, geometry, 2, 4) == [("q_proj", 2, 2, 0)]
@@ -41,7 +41,7 @@ def test_query_groups_by_hand() -> None:
 
 def test_a_cut_through_the_middle_of_a_head_by_hand() -> None:
     # One group, 4 heads of size 2: rows q0..q7 k0 k1 v0 v1. Four ranks get three rows each.
-    geometry = replace(GEOMETRY, num_heads=4, num_kv_heads=1, head_dim=2)
+    geometry = replace(GEOMETRY, attention=GroupedSizes(4, 1, 2))
     assert brief(QKV, geometry, 0, 4) == [("q_proj", 0, 3, 0)]
     assert brief(QKV, geometry, 1, 4) == [("q_proj", 3, 3, 0)]
     assert brief(QKV, geometry, 2, 4) == [("q_proj", 6, 2, 0), ("k_proj", 0, 1, 2)]
@@ -124,13 +124,12 @@ def test_shapes_are_those_of_transformers_models(name: str, head: str) -> None:
     with torch.device("meta"):
         state = kind(config).state_dict()
     tied = bool(config.tie_word_embeddings) and head == "lm"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     geometry = ModelGeometry(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        attention=GroupedSizes(config.num_attention_heads, config.num_key_value_heads, head_dim),
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         tied_embeddings=tied,
@@ -151,8 +150,9 @@ def test_shapes_come_in_the_order_of_the_network() -> None:
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.norms != "outputs"])
 def test_norms_fused_into_transformer_engines_linears_have_the_same_place(family: str) -> None:
-    latent = FAMILIES[family].latent
-    geometry = replace(GEOMETRY, family=family, q_lora_rank=8, kv_lora_rank=8)
+    latent = FAMILIES[family].latent is not None
+    sizes = LatentSizes(4, head_dim=2, rope_dim=1, value_dim=2, kv_rank=8, q_rank=8) if latent else GEOMETRY.attention
+    geometry = replace(GEOMETRY, family=family, attention=sizes)
     up = "self_attention.linear_{}_up_proj.layer_norm_weight"
     attention = [
         (up.format("q"), "self_attention.q_layernorm.weight", "self_attn.q_a_layernorm"),

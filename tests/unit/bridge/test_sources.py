@@ -11,10 +11,12 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry
 
-QWEN = ModelGeometry("qwen3_moe", 5, 8, 4, 2, 2, 16, 13, True, num_experts=8, expert_ffn_size=8, dense_layers=(1, 2))
-MIXTRAL = replace(QWEN, family="mixtral", tied_embeddings=False, dense_layers=())
+QWEN = ModelGeometry(
+    "qwen3_moe", 5, 8, GroupedSizes(4, 2, 2), 16, 13, True, experts=ExpertSizes(8, 8, 2, dense_layers=(1, 2))
+)
+MIXTRAL = replace(QWEN, family="mixtral", tied_embeddings=False, experts=ExpertSizes(8, 8, 2))
 LAYOUTS = [
     ParallelLayout(4, tp=2, pp=2, layers_per_stage=(2, 3)),
     ParallelLayout(16, tp=2, pp=2, ep=4, etp=1, layers_per_stage=(4, 1)),
@@ -28,8 +30,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("geometry", [QWEN, MIXTRAL], ids=lambda g: g.family)
 def test_every_rank_is_said_to_hold_its_own_parts(geometry: ModelGeometry, layout: ParallelLayout, fused: bool) -> None:
-    if geometry.expert_ffn_size % layout.expert_tp:
-        geometry = replace(geometry, expert_ffn_size=6)
+    assert geometry.experts is not None
+    if geometry.experts.ffn_size % layout.expert_tp:
+        geometry = replace(geometry, experts=replace(geometry.experts, ffn_size=6))
     names = stage_names(geometry, layout, fused=fused)
     places = trainer_places(names, geometry, layout)
     held: dict[int, dict[str, object]] = defaultdict(dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from transformers import AutoConfig
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.types import ExpertSizes, ModelGeometry
 
+MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 SIZES = dict(vocab_size=101, hidden_size=512, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8)
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama": dict(model_type="llama"),
@@ -45,11 +48,21 @@ def test_sizes(tmp_path: Path, name: str) -> None:
     assert found.ffn_size == hf.intermediate_size
     assert found.tied_embeddings is bool(hf.tie_word_embeddings)
     if "num_local_experts" in CONFIGS[name] or "num_experts" in CONFIGS[name]:
-        assert found.num_experts == getattr(hf, "num_local_experts", None) or hf.num_experts
-        assert found.expert_ffn_size == getattr(hf, "moe_intermediate_size", hf.intermediate_size)
-        assert found.experts_per_token == hf.num_experts_per_tok
-        assert found.shared_expert_ffn_size == getattr(hf, "shared_expert_intermediate_size", 0)
-    assert found.dense_layers == ((0, 1, 2) if name in ("Qwen3Moe", "Qwen2Moe") else ())
+        assert found.experts == ExpertSizes(
+            count=getattr(hf, "num_local_experts", None) or hf.num_experts,
+            ffn_size=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+            per_token=hf.num_experts_per_tok,
+            shared_ffn_size=getattr(hf, "shared_expert_intermediate_size", 0),
+            dense_layers=(0, 1, 2) if name in ("Qwen3Moe", "Qwen2Moe") else (),
+        )
+    else:
+        assert found.experts is None
+
+
+@pytest.mark.parametrize("model", sorted(path.name for path in MODELS.iterdir() if path.is_dir()))
+def test_a_geometry_survives_json(model: str) -> None:
+    geometry = read_geometry(MODELS / model)
+    assert ModelGeometry.of(json.loads(json.dumps(asdict(geometry)))) == geometry
 
 
 @pytest.mark.parametrize("value", ["4", 0, -1, 2.0, True, [1]])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import pieces
 from rlhf_mcore.mcore.delta_net import CHUNK, causal_convolution, gated_delta_rule, share_heads
-from rlhf_mcore.types import ModelGeometry, Shard
+from rlhf_mcore.types import DeltaSizes, GroupedSizes, ModelGeometry, Shard
 
 LENGTHS = [3, CHUNK + 1, 1, 2 * CHUNK, 130]
 
@@ -94,18 +94,11 @@ GEOMETRY = ModelGeometry(
     "qwen3_next",
     num_layers=2,
     hidden_size=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
+    attention=GroupedSizes(4, 2, 2),
     ffn_size=2,
     vocab_size=4,
     tied_embeddings=False,
-    delta_layers=(0,),
-    delta_key_heads=2,
-    delta_value_heads=4,
-    delta_key_dim=2,
-    delta_value_dim=1,
-    delta_kernel=4,
+    delta=DeltaSizes(layers=(0,), key_heads=2, value_heads=4, key_dim=2, value_dim=1, kernel=4),
 )
 
 

@@ -108,4 +108,4 @@ def test_its_sizes_are_what_config_json_leaves_out_too(tmp_path: Path) -> None:
     path, whole = tmp_path / "m" / "config.json", read_geometry(tmp_path / "m")
     content = {key: value for key, value in json.loads(path.read_text()).items() if key != "head_dim"}
     path.write_text(json.dumps(content))
-    assert read_geometry(tmp_path / "m") == replace(whole, head_dim=128)
+    assert read_geometry(tmp_path / "m") == replace(whole, attention=replace(whole.attention, head_dim=128))

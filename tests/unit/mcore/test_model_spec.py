@@ -29,7 +29,7 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import CudaPlatform
 from rlhf_mcore.platform.cpu import CpuPlatform
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import GroupedSizes, ModelGeometry
 from tests.distributed.models import make
 
 SIZES = dict(
@@ -95,9 +95,7 @@ def test_geometry_by_hand(tmp_path: Path, family: str, tied: bool) -> None:
         family=family,
         num_layers=3,
         hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16 if family == "qwen2" else 32,
+        attention=GroupedSizes(4, 2, 16 if family == "qwen2" else 32),
         ffn_size=96,
         vocab_size=97,
         tied_embeddings=tied,

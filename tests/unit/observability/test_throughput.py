@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.observability.throughput import ModelFlops, Throughput, peak_tflops
 from rlhf_mcore.planning.counts import active_parameters, model_flops, mtp_flops
 from rlhf_mcore.trainer.work import StepWork, TrainedWork, counts
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry, WindowSizes
 from tests.unit.parallel.world import world
 from tests.unit.roles import lookup
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 def test_operations_of_a_dense_model_are_those_of_its_matrices() -> None:
     # Llama-3-8B: 32 layers of 4096 with 32 and 8 heads of 128 and an MLP of 14336, 128256 words, not tied.
-    found = model_flops(ModelGeometry("llama", 32, 4096, 32, 8, 128, 14336, 128256, False))
+    found = model_flops(ModelGeometry("llama", 32, 4096, GroupedSizes(32, 8, 128), 14336, 128256, False))
     layer = 4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     norms = 65 * 4096  # a multiplication a weight too
     assert found == ModelFlops(2.0 * (32 * layer + norms), 4.0 * 32 * 4096, 2.0 * 4096 * 128256)
@@ -32,7 +32,9 @@ def test_operations_of_a_dense_model_are_those_of_its_matrices() -> None:
 
 def test_of_a_mixture_only_the_experts_count_that_a_token_goes_to() -> None:
     # Qwen3-30B-A3B: 128 experts of 768, 8 for a token. Its card has 3.3B active parameters, embedding and output layer among them.
-    geometry = ModelGeometry("qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, False, 128, 768, experts_per_token=8)
+    geometry = ModelGeometry(
+        "qwen3_moe", 48, 2048, GroupedSizes(32, 4, 128), 6144, 151936, False, experts=ExpertSizes(128, 768, 8)
+    )
     found = model_flops(geometry)
     assert (found.token + 2 * found.logits) / 2 == pytest.approx(3.35e9, rel=0.01)
 
@@ -40,7 +42,7 @@ def test_of_a_mixture_only_the_experts_count_that_a_token_goes_to() -> None:
 def test_layers_with_a_window_count_the_pairs_within_it() -> None:
     # gpt-oss-120b: 36 layers with 64 heads of 64, every other one with a window of 128.
     geometry = read_geometry(CONFIGS / "gpt-oss-120b")
-    assert geometry.window == 128 and geometry.window_layers == tuple(range(0, 36, 2))
+    assert geometry.window == WindowSizes(128, tuple(range(0, 36, 2)))
     found, length = model_flops(geometry), 1000
     assert found.pair == found.window_pair == 18 * 4.0 * 64 * 64
     by_token = [(min(place + 1, 128), place + 1) for place in range(length)]  # pairs with a window, and without
@@ -60,8 +62,9 @@ def test_of_a_gated_delta_net_the_state_counts_as_three_matrices() -> None:
 
 def test_mtp_layers_that_learn_count_in_updates_alone() -> None:
     # 3 layers of 8 with 2 heads of 4 that share keys, 4 experts of 5 (2 for a token) beside one for all, 11 words; 2 MTP layers.
-    geometry = ModelGeometry("glm4_moe", 3, 8, 2, 1, 4, 20, 11, False, 4, 5, (0,), experts_per_token=2)
-    geometry = replace(geometry, shared_expert_ffn_size=5, mtp_layers=2, has_qkv_bias=True)
+    attention = GroupedSizes(2, 1, 4, has_qkv_bias=True)
+    experts = ExpertSizes(4, 5, per_token=2, shared_ffn_size=5, dense_layers=(0,))
+    geometry = ModelGeometry("glm4_moe", 3, 8, attention, 20, 11, False, experts=experts, mtp_layers=2)
     queries_keys_values, output = (8 * 8 + 8) + 2 * (8 * 4 + 4), 8 * 8
     layer = 2 * 8 + queries_keys_values + output + (4 * 8 + 4) + 3 * (3 * 8 * 5)  # norms, attention, router, experts
     projection = 8 + 8 + 16 * 8 + 8  # norms of both halves, 2h -> h, and the norm behind the layer

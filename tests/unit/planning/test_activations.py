@@ -11,10 +11,10 @@ from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.activations import forward_activations, head_bytes, training_activations
 from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry
 
-DENSE = ModelGeometry("llama", 8, 64, 4, 2, 16, 192, 1000, False)
-EXPERTS = replace(DENSE, family="mixtral", num_experts=8, expert_ffn_size=96, experts_per_token=2)
+DENSE = ModelGeometry("llama", 8, 64, GroupedSizes(4, 2, 16), 192, 1000, False)
+EXPERTS = replace(DENSE, family="mixtral", experts=ExpertSizes(8, 96, per_token=2))
 EVEN = Assumptions(expert_imbalance=1.0)
 ROTATION = 2 * 4 * 16  # cosines and sines of queries and of keys, on every tensor-parallel rank
 # A token of a layer in bf16: norms 4 h; q, k, v (64 + 2 * 32), rotated q and k (96), output 64; a fused MLP; 4 fp32 numbers.
@@ -113,7 +113,7 @@ def test_what_sharded_experts_make_is_summed_in_fp32() -> None:
 
 
 def test_a_shared_expert_is_a_gated_mlp_whose_output_is_gated() -> None:
-    shared = replace(EXPERTS, family="qwen2_moe", shared_expert_ffn_size=48)
+    shared = replace(EXPERTS, family="qwen2_moe", experts=ExpertSizes(8, 96, per_token=2, shared_ffn_size=48))
     more = 8 * 2 * (3 * 48 + 2 * 64)  # two halves, their product, the output, and the output times its gate
     assert layers(role(ParallelLayout(1), shared), 0, 1) == 8 * (LAYER - 2 * 3 * 192 + MIXTURE) + INPUT + SENT + more
 

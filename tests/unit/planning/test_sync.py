@@ -24,31 +24,23 @@ from rlhf_mcore.planning.sync import (
     plan_sync,
     state_bytes_per_sequence,
 )
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import DeltaSizes, ExpertSizes, GroupedSizes, ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
-SMALL = ModelGeometry("qwen2", 2, 64, 4, 2, 16, 96, 100, True)
+SMALL = ModelGeometry("qwen2", 2, 64, GroupedSizes(4, 2, 16), 96, 100, True)
 MIXTURE = ModelGeometry(
-    "mixtral", 2, 64, 4, 2, 16, 96, 100, False, num_experts=4, expert_ffn_size=96, experts_per_token=2
+    "mixtral", 2, 64, GroupedSizes(4, 2, 16), 96, 100, False, experts=ExpertSizes(4, 96, per_token=2)
 )
 DELTA_NETS = replace(
     SMALL,
     family="qwen3_5_text",
-    has_qk_norm=True,
-    delta_layers=(0,),
-    delta_key_heads=4,
-    delta_value_heads=8,
-    delta_key_dim=6,
-    delta_value_dim=10,
-    delta_kernel=4,
+    attention=replace(SMALL.attention, has_qk_norm=True),
+    delta=DeltaSizes(layers=(0,), key_heads=4, value_heads=8, key_dim=6, value_dim=10, kernel=4),
 )
 BY_HEAD = replace(
     DELTA_NETS,
     family="qwen3_next",
-    num_experts=4,
-    expert_ffn_size=96,
-    experts_per_token=2,
-    shared_expert_ffn_size=32,
+    experts=ExpertSizes(4, 96, per_token=2, shared_ffn_size=32),
 )
 
 

@@ -16,7 +16,7 @@ from rlhf_mcore.planning.counts import active_parameters, num_parameters
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.sync import destinations
 from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 # Numbers of parameters as the models' pages on the Hugging Face hub count them in their safetensors files.
@@ -60,7 +60,8 @@ def test_parameters_are_the_published_ones(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "Gemma-3-27B", "Qwen3-Next-80B-A3B"])
 def test_every_element_reaches_the_engines(name: str) -> None:
     geometry = replace(read_geometry(MODELS / name, "lm"), num_layers=2)
-    geometry = replace(geometry, delta_layers=geometry.delta_layers[:1])
+    if geometry.delta is not None:
+        geometry = replace(geometry, delta=replace(geometry.delta, layers=geometry.delta.layers[:1]))
     layout = ParallelLayout(4, 2, 2, None, 1, True, 2, 1) if geometry.num_experts else ParallelLayout(4, tp=2, pp=2)
     for fused in (False, True):
         sources = trainer_places(stage_names(geometry, layout, fused=fused), geometry, layout)
@@ -136,8 +137,8 @@ def test_a_rank_without_the_model_holds_nothing() -> None:
 def test_a_shared_expert_is_counted_with_every_token() -> None:
     """Qwen1.5-MoE-A2.7B: "14.3B parameters in total and 2.7B activated parameters during runtime" (its model card)."""
     geometry = ModelGeometry(
-        "qwen2_moe", 24, 2048, 16, 16, 128, 5632, 151936, False, num_experts=60, expert_ffn_size=1408,
-        experts_per_token=4, shared_expert_ffn_size=5632,
+        "qwen2_moe", 24, 2048, GroupedSizes(16, 16, 128), 5632, 151936, False,
+        experts=ExpertSizes(60, 1408, per_token=4, shared_ffn_size=5632),
     )  # fmt: skip
     assert num_parameters(geometry) == 14_315_784_192
     embedding = geometry.vocab_size * geometry.hidden_size

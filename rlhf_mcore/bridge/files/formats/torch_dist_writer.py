@@ -53,9 +53,14 @@ class Target:
     stack: tuple[int, ...]
 
 
+def _alternates(geometry: ModelGeometry) -> bool:
+    """Tell whether dense and mixture-of-experts layers alternate."""
+    return geometry.experts is not None and bool(geometry.experts.dense_layers)
+
+
 def targets(geometry: ModelGeometry) -> Iterator[Target]:
     """Every Megatron parameter and its place: layers are stacked, unless dense and mixture-of-experts layers alternate."""
-    stacked = not geometry.dense_layers
+    stacked = not _alternates(geometry)
     for name in parameter_names(geometry):
         found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:(?:(?<=\.weight)|(?<=\.bias))(\d+))?", name)
         if not found:
@@ -171,7 +176,10 @@ def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dt
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,
-        "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": bool(geometry.dense_layers)},
+        "content_metadata": {
+            "singleton_local_shards": False,
+            "non_homogeneous_layers": _alternates(geometry),
+        },
     }
     save_values(values, directory / "common.pt")
 
@@ -202,13 +210,8 @@ def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
             untie_embeddings_and_output_weights=not g.tied_embeddings,
             add_qkv_bias=False,
             qk_layernorm=False,
-            num_experts=g.num_experts or None,
-            moe_ffn_hidden_size=g.expert_ffn_size or None,
-            moe_layer_freq=[int(g.is_moe_layer(i)) for i in range(g.num_layers)] if g.dense_layers else 1,
-            moe_router_topk=g.experts_per_token or 2,
+            **_experts(g),
             moe_router_pre_softmax=False,
-            moe_grouped_gemm=g.num_experts > 0,
-            moe_shared_expert_intermediate_size=g.shared_expert_ffn_size or None,
             swiglu=family.activation == "silu" and not has_offset,
             quick_geglu=has_offset,
         )
@@ -270,4 +273,25 @@ def _fixed(dtype: torch.dtype) -> dict[str, Any]:
         tensor_model_parallel_size=1,
         tokenizer_type="HuggingFaceTokenizer",
         transformer_impl="transformer_engine",
+    )
+
+
+def _experts(g: ModelGeometry) -> dict[str, Any]:
+    """Return the arguments that describe a mixture, and for a dense model Megatron-LM's defaults."""
+    if (experts := g.experts) is None:
+        return dict(
+            num_experts=None,
+            moe_ffn_hidden_size=None,
+            moe_layer_freq=1,
+            moe_router_topk=2,
+            moe_grouped_gemm=False,
+            moe_shared_expert_intermediate_size=None,
+        )
+    return dict(
+        num_experts=experts.count,
+        moe_ffn_hidden_size=experts.ffn_size,
+        moe_layer_freq=[int(g.is_moe_layer(i)) for i in range(g.num_layers)] if experts.dense_layers else 1,
+        moe_router_topk=experts.per_token,
+        moe_grouped_gemm=True,
+        moe_shared_expert_intermediate_size=experts.shared_ffn_size or None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,7 @@ def test_experts(hf_model: Get, tmp_path: Path, apart: bool) -> None:
     """Built from the Hugging Face tensors of each expert by hand."""
     model, expected, _ = hf_model("mixtral")
     geometry = read_geometry(model)
-    dense = ModelGeometry(
-        **{**{f: getattr(geometry, f) for f in geometry.__slots__}, "family": "llama", "num_experts": 0}
-    )
+    dense = replace(geometry, family="llama", experts=None)
     stand_in = {
         f"model.layers.{i}.mlp.{x}_proj.weight": torch.zeros(192, 64) for i in range(4) for x in ("gate", "up", "down")
     }
