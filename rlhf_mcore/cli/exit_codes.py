@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -11,9 +12,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import ParamSpec
 
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, Reporter
 from rlhf_mcore.cli.terminal import say
@@ -22,6 +24,8 @@ from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.observability.files import full_disks, write_atomically
 from rlhf_mcore.own_files import shown_path
+
+P = ParamSpec("P")
 
 DONE = 0
 FAILED = 1
@@ -46,6 +50,8 @@ exit codes:
   0          done
   2          a mistake in the command line or in what it names; the message names it
   others     failure (128 + N: ended by signal N)"""
+
+OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)  # its disk is full, or its reader has gone
 
 # How the end of another rank shows on this one.
 _CONSEQUENCES = ("RanksFailed", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -121,6 +127,21 @@ def report_of_tool(error: ConfigError | OSError) -> int:
         return report(ConfigError(f"{text}; correct the path"))
     say(f"error: {text}", file=sys.stderr)
     return FAILED
+
+
+def reporting(main: Callable[P, int]) -> Callable[P, int]:
+    """Make a command report a mistake of the user, or a path that cannot be, in one message, and return its exit code."""
+
+    @functools.wraps(main)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except (ConfigError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in OF_OUTPUT:
+                raise  # ``cli.main`` knows what to do with the rest of the output
+            return report_of_tool(error)
+
+    return reported
 
 
 def kind_of(error: BaseException) -> str:

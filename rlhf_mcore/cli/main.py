@@ -19,7 +19,7 @@ from importlib import import_module
 
 import rlhf_mcore
 from rlhf_mcore.cli import completion
-from rlhf_mcore.cli.exit_codes import EPILOG, INTERRUPTED, USER_ERROR, report_of_tool
+from rlhf_mcore.cli.exit_codes import EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report_of_tool
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.foreign import shorten
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+        if error.errno not in OF_OUTPUT:
             raise
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()

@@ -23,24 +23,22 @@ PROMPT = "> "
 HELP = "Enter sends, /new forgets the conversation, Ctrl-C stops an answer, Ctrl-D ends"
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the model and answer. Returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        chat = _load(args)
-        if sys.stdin.isatty():
-            return _converse(chat)
-        text = sys.stdin.read().strip()
-        if not text:
-            raise ConfigError(
-                "standard input has no text; write a question to it, as in `echo 'What is 2+2?' | rlhf-mcore chat RUN_DIR`"
-            )
-        for part in chat.answer(text):
-            say(part, end="")
-        say()
-        return exit_codes.DONE
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    chat = _load(args)
+    if sys.stdin.isatty():
+        return _converse(chat)
+    text = sys.stdin.read().strip()
+    if not text:
+        raise ConfigError(
+            "standard input has no text; write a question to it, as in `echo 'What is 2+2?' | rlhf-mcore chat RUN_DIR`"
+        )
+    for part in chat.answer(text):
+        say(part, end="")
+    say()
+    return exit_codes.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

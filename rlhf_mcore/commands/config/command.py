@@ -43,14 +43,11 @@ examples:
 """
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        text = "\n".join(args.lines(args))
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
-    say(text)
+    say("\n".join(args.lines(args)))
     return exit_codes.DONE
 
 

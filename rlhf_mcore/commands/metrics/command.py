@@ -14,13 +14,10 @@ from rlhf_mcore.config.metrics import GROUPS, matching, nearest_metric
 from rlhf_mcore.foreign import shorten
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
-    name = _parser().parse_args(argv).name
-    try:
-        say("\n".join(_lines(name)))
-    except ConfigError as error:
-        return exit_codes.report_of_tool(error)
+    say("\n".join(_lines(_parser().parse_args(argv).name)))
     return exit_codes.DONE
 
 

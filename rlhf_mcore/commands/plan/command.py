@@ -17,13 +17,10 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.inputs import ASSUMED, GPUS, RATES, Assumptions, GpuType, device_and_assumptions
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan. Returns 0 if everything fits, 2 if something does not or the configuration is wrong."""
-    args = _parser().parse_intermixed_args(argv)
-    try:
-        return _plan(args)
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    return _plan(_parser().parse_intermixed_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:

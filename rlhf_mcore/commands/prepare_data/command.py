@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
@@ -17,13 +18,10 @@ from rlhf_mcore.commands.prepare_data.recipes import RECIPES
 from rlhf_mcore.config.errors import ConfigError
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare data; returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        return _prepare(args)
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    return _prepare(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,16 +76,7 @@ def _prepare(args: argparse.Namespace) -> int:
         from rlhf_mcore.data.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(args.tokenizer)
-    options = Options(
-        task=args.task,
-        format=args.format,
-        system=args.system,
-        eval_share=args.eval_share,
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_response_tokens=args.max_response_tokens,
-        skip_bad=args.skip_bad,
-        lang=args.lang,
-    )
+    options = Options(**{option.name: getattr(args, option.name) for option in fields(Options)})
     rows = chain.from_iterable(read_source(source, subset=args.subset, split=args.split) for source in args.sources)
     splits, report = prepare(counted(rows, "reading row"), options, tokenizer)
     say("\n".join(report.lines()))

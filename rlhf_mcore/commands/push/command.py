@@ -72,13 +72,10 @@ class Upload:
     card: str
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the card, and upload. Returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        return _push(args)
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    return _push(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,35 +20,33 @@ PORT = 8321
 MAX_ROLLOUTS = 10_000
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and print where. Returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        from rlhf_mcore.cli.progress import working
-        from rlhf_mcore.commands.report.page import page
-        from rlhf_mcore.commands.report.run_data import find_runs, read_run
-        from rlhf_mcore.observability.files import write_atomically
-        from rlhf_mcore.observability.run_directory import METRICS
-        from rlhf_mcore.own_files import check_output
+    from rlhf_mcore.cli.progress import working
+    from rlhf_mcore.commands.report.page import page
+    from rlhf_mcore.commands.report.run_data import find_runs, read_run
+    from rlhf_mcore.observability.files import write_atomically
+    from rlhf_mcore.observability.run_directory import METRICS
+    from rlhf_mcore.own_files import check_output
 
-        check_rollouts(args.rollouts)
-        if len(args.run) == 1 and not (args.run[0] / METRICS).is_file() and (runs_inside := find_runs(args.run[0])):
-            if args.out is None:
-                return _serve_index(args.run[0], args.rollouts, args.port)
-            args.run = runs_inside
-        out = args.out or args.run[0] / "report.html"
-        if args.out is None and not args.run[0].is_dir():
-            read_run(args.run[0], 0)  # which tells what is missing
-        check_output("--out", out)
-        with working("reading", len(args.run)) as begin:
-            runs = []
-            for run in args.run:
-                begin(str(run))
-                runs.append(read_run(run, args.rollouts))
-            content = page(runs).encode("utf-8")
-        write_atomically(out, content)
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    check_rollouts(args.rollouts)
+    if len(args.run) == 1 and not (args.run[0] / METRICS).is_file() and (runs_inside := find_runs(args.run[0])):
+        if args.out is None:
+            return _serve_index(args.run[0], args.rollouts, args.port)
+        args.run = runs_inside
+    out = args.out or args.run[0] / "report.html"
+    if args.out is None and not args.run[0].is_dir():
+        read_run(args.run[0], 0)  # which tells what is missing
+    check_output("--out", out)
+    with working("reading", len(args.run)) as begin:
+        runs = []
+        for run in args.run:
+            begin(str(run))
+            runs.append(read_run(run, args.rollouts))
+        content = page(runs).encode("utf-8")
+    write_atomically(out, content)
     say(f"{out} ({len(content) / 1e6:.1f} MB); open it in a browser")
     for run in runs:
         if run.num_rollouts > args.rollouts:

@@ -25,13 +25,11 @@ _COLUMNS = {
 _MOST = 256  # engines added by one command
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Give the command and print the engines after it. Returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        engines = _ask(Path(args.directory), args.command, args.argument)
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    engines = _ask(Path(args.directory), args.command, args.argument)
     say(json.dumps(engines, indent=1) if args.json else _table(engines))
     return exit_codes.DONE
 

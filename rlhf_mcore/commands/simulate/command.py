@@ -16,13 +16,11 @@ from rlhf_mcore.own_files import check_output
 from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print. Returns the exit code."""
-    args = _parser().parse_intermixed_args(argv)
     try:
-        return _simulate(args)
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+        return _simulate(_parser().parse_intermixed_args(argv))
     except KeyboardInterrupt:
         say("interrupted; fewer --steps or bounds of --staleness take less time", file=sys.stderr)
         return exit_codes.INTERRUPTED

@@ -64,20 +64,18 @@ def _counted(problems: Sequence[Problem]) -> str:
     return ", ".join(f"{number:,} {kind}" for kind, number in Counter(each.kind for each in problems).most_common())
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and print. Returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        found = _checkpoints(Path(args.directory))
-        with progress_bar(Console(stderr=True), "comparing", sum(map(_num_bytes, found))) as advance:
-            reports = [_check(path, advance, hashes=not args.quick) for path in found]
-        whole = [report for report in reports if not (args.quick or report.path.is_symlink()) and report.is_intact]
-        with working("reading the models of", len(whole)) as begin:
-            for report in whole:
-                begin(report.path.name)
-                report.problems.extend(_unusable(report.path, report.problems))
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    found = _checkpoints(Path(args.directory))
+    with progress_bar(Console(stderr=True), "comparing", sum(map(_num_bytes, found))) as advance:
+        reports = [_check(path, advance, hashes=not args.quick) for path in found]
+    whole = [report for report in reports if not (args.quick or report.path.is_symlink()) and report.is_intact]
+    with working("reading the models of", len(whole)) as begin:
+        for report in whole:
+            begin(report.path.name)
+            report.problems.extend(_unusable(report.path, report.problems))
     if args.json:
         say(json.dumps([report.as_json() for report in reports], indent=1))
     else:
