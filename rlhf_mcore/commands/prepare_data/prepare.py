@@ -95,26 +95,26 @@ def prepare(
 
 
 def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list[PreparedExample]:
-    found: list[PreparedExample] = []
+    usable: list[PreparedExample] = []
     report.counts.update(dict.fromkeys(("rows read", "unusable", "without what the task needs"), 0))
     for example in _recipe_output(rows, options, report):
-        problem = str(example) if isinstance(example, RowError) else _problem(example)
-        if problem:
+        if isinstance(example, RowError):
+            report.bad.append(str(example))
+        elif problem := _problem(example):
             report.bad.append(problem)
-        elif isinstance(example, PreparedExample):
-            if _fits_task(example, options):
-                if options.system and example.prompt[0]["role"] != "system":
-                    example.prompt = [{"role": "system", "content": options.system}, *example.prompt]
-                found.append(example)
-            else:
-                report.counts["without what the task needs"] += 1
+        elif not _fits_task(example, options):
+            report.counts["without what the task needs"] += 1
+        else:
+            if options.system and example.prompt[0]["role"] != "system":
+                example.prompt = [{"role": "system", "content": options.system}, *example.prompt]
+            usable.append(example)
     report.counts["unusable"] = len(report.bad)
     if report.bad and not options.skip_bad:
         listed = shortened(report.bad, SHOWN, "\n  ")
         raise ConfigError(
             f"{len(report.bad)} rows cannot be used:\n  {listed}\nMend them, or leave them out with --skip-bad"
         )
-    return found
+    return usable
 
 
 def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) -> Iterator[PreparedExample | RowError]:
@@ -163,20 +163,17 @@ def prompt_key(example: PreparedExample) -> str:
 
 def _distinct(examples: Sequence[PreparedExample], options: Options, report: Report) -> list[PreparedExample]:
     """One of each. A prompt with different ground truths is left out: nobody knows which one is right."""
+    keys = [prompt_key(example) for example in examples]
     truths: dict[str, set[str]] = {}
-    for example in examples:
+    for key, example in zip(keys, examples, strict=True):
         if options.task == "rl" and example.ground_truth is not None:
-            truths.setdefault(prompt_key(example), set()).add(example.ground_truth)
+            truths.setdefault(key, set()).add(example.ground_truth)
+    agreeing = [(k, example) for k, example in zip(keys, examples, strict=True) if len(truths.get(k, ())) <= 1]
     kept: dict[tuple[str, ...], PreparedExample] = {}
-    for example in examples:
-        key = prompt_key(example)
-        if len(truths.get(key, ())) > 1:
-            report.counts["prompts with several answers"] += 1
-            continue
+    for key, example in agreeing:
         kept.setdefault((key, *(getattr(example, name) for name in NEEDED[options.task])), example)
-    contradicting = report.counts.pop("prompts with several answers", 0)
-    report.counts["duplicates"] = len(examples) - len(kept) - contradicting
-    report.counts["with contradicting answers"] = contradicting
+    report.counts["duplicates"] = len(agreeing) - len(kept)
+    report.counts["with contradicting answers"] = len(examples) - len(agreeing)
     return list(kept.values())
 
 
@@ -205,20 +202,13 @@ def _num_tokens(prompts: Sequence[list[dict[str, str]]], tokenizer: PreTrainedTo
 
 
 def _row(example: PreparedExample, task: str, split: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"data_source": example.data_source, "prompt": example.prompt}
     if task != "rl":
-        return {
-            "data_source": example.data_source,
-            "prompt": example.prompt,
-            **{name: getattr(example, name) for name in NEEDED[task]},
-        }
-    return {
-        "data_source": example.data_source,
-        "prompt": example.prompt,
+        return row | {name: getattr(example, name) for name in NEEDED[task]}
+    style = "rule" if example.ground_truth is not None else "model"
+    return row | {
         "ability": example.ability,
-        "reward_model": {
-            "style": "rule" if example.ground_truth is not None else "model",
-            "ground_truth": example.ground_truth,
-        },
+        "reward_model": {"style": style, "ground_truth": example.ground_truth},
         "extra_info": {**example.extra, "id": f"{example.data_source}-{prompt_key(example)}", "split": split},
     }
 
@@ -229,14 +219,12 @@ def write_splits(splits: dict[str, list[dict[str, Any]]], directory: Path) -> li
     from pyarrow import parquet
 
     directory.mkdir(parents=True, exist_ok=True)
-    written = []
-    for split, rows in splits.items():
-        if rows:
-            temporary, path = directory / f".{split}.parquet.tmp", directory / f"{split}.parquet"
-            parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
-            temporary.replace(path)
-            written.append(path)
-    return written
+    paths = {directory / f"{split}.parquet": rows for split, rows in splits.items() if rows}
+    for path, rows in paths.items():
+        temporary = path.with_name(f".{path.name}.tmp")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+        temporary.replace(path)
+    return list(paths)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
