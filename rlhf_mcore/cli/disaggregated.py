@@ -21,19 +21,20 @@ from rlhf_mcore.cli.generation import (
     training_sampling,
 )
 from rlhf_mcore.cli.run_context import Data, RunContext
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import EngineRank, SyncStats
 from rlhf_mcore.roles.policy import Actor
-from rlhf_mcore.rollout import EngineModel
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.control import listening
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.host import EngineOrder
 from rlhf_mcore.rollout.remote.parts import FleetPlan
-from rlhf_mcore.rollout.tool_calls import ToolCallParser
+from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
@@ -63,7 +64,7 @@ def build_disaggregated(
         ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, begin_scores, make_request)
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
-    live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
+    live = cfg.bridge.live_cpu_weights and engine_kind(rollout.engine).reads("bridge.live_cpu_weights")
     parameters, kept = actor.model.local_parameters(), None
     if in_order:
         sent = of_trunk(parameters, actor.model.spec.geometry)

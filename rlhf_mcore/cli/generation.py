@@ -16,6 +16,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge, SyncsParts, TrainedWeights, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import ResumableSampler
@@ -28,8 +29,8 @@ from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
 from rlhf_mcore.roles.freezing import trained_names
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
-from rlhf_mcore.rollout import EngineModel, build_engine
-from rlhf_mcore.rollout.engine import Engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import Engine, EngineModel
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
@@ -102,7 +103,7 @@ def _colocated(
     canary = build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
         from rlhf_mcore.environments.build import episode_worker
-        from rlhf_mcore.rollout.tool_calls import ToolCallParser
+        from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 
         worker = episode_worker(cfg, engine, engine.rank, data.decode, ToolCallParser)
     claims = StoreClaims(engine.rank) if cfg.rollout.order == SHARED_QUEUE else None
@@ -174,7 +175,7 @@ def _trace(cfg: Config, actor: Actor, target: WeightTarget) -> EngineMap | None:
     """Map what an engine holds, for the planned bridge."""
     if cfg.bridge.method == "gather":
         return None
-    if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
+    if cfg.bridge.live_cpu_weights and engine_kind(cfg.rollout.engine).reads("bridge.live_cpu_weights"):
         keep_loading_layout(target.model)
     return engine_map(target.model, hf_shapes(actor.model.spec.geometry.trunk))
 

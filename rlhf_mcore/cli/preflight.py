@@ -23,6 +23,7 @@ from rlhf_mcore.checkpoint.links import best_rule, find_best
 from rlhf_mcore.cli import terminal
 from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.config.differences import compare_configs, refuse
+from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import max_new_tokens
 from rlhf_mcore.config.model_files import inspect_model, read_config
@@ -30,9 +31,8 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
-from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes, processor
+from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
 from rlhf_mcore.observability.files import (
     FullDiskError,
     free_bytes,
@@ -43,13 +43,12 @@ from rlhf_mcore.observability.files import (
 )
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
 from rlhf_mcore.own_files import shown_path
-from rlhf_mcore.types import LatentSizes, ModelGeometry
+from rlhf_mcore.types import ModelGeometry
 
 KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
 )  # the name of a start's logs; the second start of a second has a number
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 RANK_BYTES = 200 * 2**20  # a low estimate of what a rank takes that has only imported what it needs
 
 
@@ -59,8 +58,12 @@ def check_packages(cfg: Config) -> None:
         ConfigError: a key asks for a package that is not installed, with what installs it.
     """
     rollout, stack = cfg.rollout, "gpu" if has_gpu() else "cpu"
+    without = next(f"rollout.engine={kind.name}" for kind in ENGINES.values() if not kind.packages)
     wanted = [
-        (rollout.engine == "vllm", "rollout.engine=vllm", "vllm", stack, "rollout.engine=hf"),
+        *(
+            (True, f"rollout.engine={rollout.engine}", name, stack, without)
+            for name in engine_kind(rollout.engine).packages
+        ),
         (
             rollout.placement == "disaggregated",
             "rollout.placement=disaggregated",
@@ -80,44 +83,16 @@ def check_packages(cfg: Config) -> None:
 def check_engine(cfg: Config) -> None:
     """
     Raises:
-        ConfigError: vLLM cannot import the model, or its CPU build does not compute the model's attention.
+        ConfigError: the engine cannot draw with the model on this machine, or its cache on a CPU does not hold a response.
     """
-    kind = run_kind(cfg)
-    if not kind.generates or cfg.rollout.engine != "vllm":
-        return
-    geometry, _ = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
+    run, engine = run_kind(cfg), engine_kind(cfg.rollout.engine)
+    geometry = inspect_model(cfg.model.path, "model.path", run.starting_heads)[0] if run.generates else None
     if geometry is None:
         return
-    if (package := FAMILIES.get(geometry.family, UNSUPPORTED).vllm_imports) and find_spec(package) is None:
-        raise ConfigError(
-            f"rollout.engine=vllm: vLLM's code of model.path={cfg.model.path} imports {package}, which is not installed; "
-            f"install the {package} that goes with this torch, or set rollout.engine=hf"
-        )
-    if has_gpu():
-        return
-    latent, delta = isinstance(geometry.attention, LatentSizes), geometry.delta
-    part, needed = "latent attention", "kv_lora_rank=512"
-    is_met = not isinstance(geometry.attention, LatentSizes) or geometry.attention.kv_rank == 512
-    if delta is not None:
-        part, needed = "gated delta nets", "linear_key_head_dim and linear_value_head_dim both 64 or both 128"
-        is_met = (delta.key_dim, delta.value_dim) in ((64, 64), (128, 128))
-    if (latent or delta is not None) and (cfg.model.dtype != "bf16" or not is_met):
-        raise ConfigError(
-            f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={cfg.model.path} in bf16 and with {needed} only; "
-            f"set {'model.dtype=bf16 or ' if is_met else ''}rollout.engine=hf"
-        )
-    instructions = processor().split()
-    if delta is not None and "avx512f" in instructions and "avx512_bf16" not in instructions:
-        raise ConfigError(
-            f"rollout.engine=vllm: on a processor with AVX-512 vLLM computes the gated delta nets of model.path={cfg.model.path} with "
-            "its bf16 instructions (avx512_bf16), which this one lacks; set rollout.engine=hf, or use another processor"
-        )
-    if not latent and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
-        raise ConfigError(
-            f"rollout.engine=vllm: on a CPU vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, those of "
-            f"model.path={cfg.model.path} have {geometry.head_dim} (head_dim); set rollout.engine=hf"
-        )
-    _check_cache(cfg, geometry)
+    for problem in engine.model_problems(cfg, geometry):
+        raise ConfigError(problem)
+    if engine.reserves_cache and not has_gpu():
+        _check_cache(cfg, geometry)
 
 
 def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:

@@ -36,7 +36,7 @@ def check_environment(cfg: Config) -> None:
     if cfg.environment.function is None:
         return
     from rlhf_mcore.environments.sessions import check_loads
-    from rlhf_mcore.rollout.tool_calls import check_tool_parser
+    from rlhf_mcore.rollout.vllm.tool_calls import check_tool_parser
 
     if cfg.environment.tool_parser is not None:
         check_tool_parser(cfg.environment.tool_parser)

@@ -18,6 +18,7 @@ from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_g
 from rlhf_mcore.config.rules.data import data_problems
 from rlhf_mcore.config.rules.layouts import layout_problems, model_problems, tensor_cut_problems
 from rlhf_mcore.config.rules.reward import reward_problems
+from rlhf_mcore.config.rules.rollout import sharding_problems
 from rlhf_mcore.config.rules.trainer import microbatch_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
@@ -134,15 +135,14 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
 
 
 def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
-    tp, engine = cfg.rollout.layout.tp, cfg.rollout.engine
+    tp = cfg.rollout.layout.tp
     world = default_world_size(cfg, evaluates=True) if world_size is None else world_size
     if world % tp:
         yield f"rollout.layout.tp={tp} does not divide the number of processes {world}; use a multiple of {tp} processes"
     for role in role_layouts(cfg):
         if role.name == "reward.model":
             yield from layout_problems(role, world, f"the number of processes={world}")
-    if engine == "hf" and tp > 1:
-        yield f"rollout.layout.tp={tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
+    yield from sharding_problems(cfg)
 
 
 def _is_added(file: Path) -> bool:

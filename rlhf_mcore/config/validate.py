@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.model_files import inspect_model
@@ -97,7 +98,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
 def choice_problems(cfg: Config) -> Iterator[str]:
     """Keys whose text is none of their choices."""
     for key, value, allowed in _allowed_values(cfg):
-        if not isinstance(allowed, Choices) or value is None or value in allowed.meanings:
+        if not isinstance(allowed, Choices) or value is None or allowed.holds(value):
             continue
         if allowed.or_function and is_file_spec(value):
             yield from function_problems(value, key)
@@ -128,6 +129,8 @@ def unused_problems(cfg: Config) -> Iterator[str]:
             found, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # which may need another in its turn
             if _is_misspelled(owner, found) or _is_misspelled(key, value):
                 break  # which is another problem
+            if owner == "rollout.engine" and engine_kind(found).reads(key):
+                break
             if found not in wanted.split(" or ") if wanted else found == 0:
                 cure = (
                     f"set {owner}={wanted}" if wanted else f"set {owner}=true" if found is False else f"raise {owner}"
@@ -138,7 +141,7 @@ def unused_problems(cfg: Config) -> Iterator[str]:
 
 def _is_misspelled(key: str, value: Any) -> bool:
     allowed = DESCRIPTIONS[key].allowed
-    return isinstance(allowed, Choices) and value not in allowed.meanings
+    return isinstance(allowed, Choices) and not allowed.holds(value)
 
 
 def _allowed_values(cfg: Config) -> Iterator[tuple[str, Any, Range | Choices]]:

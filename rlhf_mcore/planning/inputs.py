@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import longest_example, needs_critic, offloaded_parts
 from rlhf_mcore.config.model_files import read_config, read_geometry
@@ -150,8 +151,8 @@ def num_engines(cfg: Config, world_size: int) -> int:
 
 
 def engine_tp(cfg: Config) -> int:
-    """Ranks of an engine. The engine hf is whole on every one."""
-    return 1 if cfg.rollout.engine == "hf" else cfg.rollout.layout.tp
+    """Ranks of an engine. One that is not sharded is whole on every one."""
+    return cfg.rollout.layout.tp if engine_kind(cfg.rollout.engine).is_sharded else 1
 
 
 def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: int, field: str) -> ParallelLayout:

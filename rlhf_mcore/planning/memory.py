@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
 from rlhf_mcore.planning.counts import num_parameters
@@ -76,7 +77,7 @@ def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[st
 def _shares_device(inputs: PlanInputs) -> bool:
     """Whether there is an engine that can sleep on the trainer's devices."""
     cfg = inputs.cfg
-    return run_kind(cfg).generates and not engines_apart(cfg) and cfg.rollout.engine != "hf"
+    return run_kind(cfg).generates and not engines_apart(cfg) and engine_kind(cfg.rollout.engine).sleeps
 
 
 def _engine_weights(inputs: PlanInputs) -> int:
@@ -87,20 +88,19 @@ def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
     """What an engine holds in a phase. While it sleeps that is nothing; for a sync it wakes its weights, and its cache afterwards.
     A reward model scores beside an engine that is awake, which may have to draw more.
 
-    The engine hf does not sleep, and has a cache only while it generates.
+    One that reserves no cache has one only while it generates.
     """
     rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
-    is_hf = rollout.engine == "hf"
     sleeps = rollout.sleep and _shares_device(inputs)
     if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SCORE)):
         return {}
     weights = _engine_weights(inputs)
     if apart and phase == SCORE:
         return {}
-    if is_hf:
-        cache = kv_tokens(inputs) * _kv_bytes(inputs) if phase == GENERATE else 0
-    else:
+    if engine_kind(rollout.engine).reserves_cache:
         cache = max(int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - weights, 0)
+    else:
+        cache = kv_tokens(inputs) * _kv_bytes(inputs) if phase == GENERATE else 0
     return {"engine weights": weights} | ({} if (sleeps and phase == SYNC) or not cache else {"engine cache": cache})
 
 
@@ -112,10 +112,10 @@ def _kv_bytes(inputs: PlanInputs) -> int:
 def kv_tokens(inputs: PlanInputs) -> int:
     """Tokens that an engine's cache holds: what its share of the device leaves over beside weights and one prefill.
 
-    The engine hf has no share: its cache is that of the longest responses that it decodes at a time.
+    One that reserves no cache has no share: its cache is that of the longest responses that it decodes at a time.
     """
     rollout = inputs.cfg.rollout
-    if rollout.engine == "hf":
+    if not engine_kind(rollout.engine).reserves_cache:
         rows = inputs.cfg.trainer.prompts_per_step * rollout.sampling.n // num_engines(inputs.cfg, inputs.world_size)
         return min(rollout.max_num_seqs, max(rows, 1)) * (_longest(inputs) + state_tokens(inputs))
     budget = int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - _engine_weights(inputs)

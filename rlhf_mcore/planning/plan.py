@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.activations import describe
@@ -117,7 +118,7 @@ def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumption
     """
     assumed = assumed or Assumptions()
     rollout = cfg.rollout
-    shared = run_kind(cfg).generates and not engines_apart(cfg) and rollout.engine != "hf" and rollout.sleep
+    shared = run_kind(cfg).generates and not engines_apart(cfg) and rollout.sleep and engine_kind(rollout.engine).sleeps
     made = cfg
     for choice, frozen in product(("never", "state", "always") if shared else ("never",), (False, True)):
         actor = replace(cfg.actor, offload=choice) if cfg.actor.offload == "auto" else cfg.actor

@@ -17,6 +17,7 @@ from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
@@ -220,9 +221,9 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
     tp, shapes, devices = cfg.rollout.layout.tp, hf_shapes(geometry), num_devices(cfg, world_size)
     engines, first = num_engines(cfg, world_size), world_size if engines_apart(cfg) else 0
     needed = (
-        whole_model_places(geometry, engines, first)
-        if cfg.rollout.engine == "hf"
-        else destinations(geometry, tp, engines, first)
+        destinations(geometry, tp, engines, first)
+        if engine_kind(cfg.rollout.engine).is_sharded
+        else whole_model_places(geometry, engines, first)
     )
     return build_plan(
         sources,

@@ -17,7 +17,7 @@ from rlhf_mcore.config.tokenizer_files import end_tokens
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout.environment import preserved_rng
+from rlhf_mcore.rollout.process import preserved_rng
 from rlhf_mcore.types import Completion, Ragged, Request
 
 if TYPE_CHECKING:

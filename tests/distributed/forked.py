@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 
 from rlhf_mcore.cli import rank
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.platform import eager_imports
-from rlhf_mcore.rollout import preload_engine
 from tests.distributed.nccl_rules import enforce
 
 MODULE = "tests.distributed.forked"
@@ -26,7 +26,7 @@ def preload(arguments: Sequence[str]) -> None:
     with eager_imports():
         import_module(arguments[0])
     if arguments[0].startswith("tests.e2e."):
-        preload_engine("vllm")
+        engine_kind("vllm").preload()
 
 
 def main() -> int:

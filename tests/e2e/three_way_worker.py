@@ -27,7 +27,8 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.planning.sync import engine_tensors
 from rlhf_mcore.protocols import SyncMismatch
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics

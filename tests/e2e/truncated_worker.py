@@ -20,7 +20,8 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.ragged import split_tokens
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.roles.policy import Actor, logprobs_of
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
 from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch

@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import write_atomically
 from rlhf_mcore.own_processes import adopt_orphans, children
@@ -146,7 +148,14 @@ def _machine(gpus: Sequence[Any], ranks: int) -> dict[str, str]:
     from rlhf_mcore import machine
     from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 
-    wanted = ("torch", "megatron-core", *machine.ENGINES, "transformers", "transformer-engine", "ray")
+    wanted = (
+        "torch",
+        "megatron-core",
+        *chain.from_iterable(engine_packages().values()),
+        "transformers",
+        "transformer-engine",
+        "ray",
+    )
     versions = machine.installed_versions(["rlhf_mcore", *wanted])
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),

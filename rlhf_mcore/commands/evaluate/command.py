@@ -38,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def preload(argv: Sequence[str]) -> None:
     """Import what a rank with these arguments will, in the process that it is to be a fork of."""
+    from rlhf_mcore.config.engine_kinds import engine_kind
     from rlhf_mcore.platform import eager_imports
-    from rlhf_mcore.rollout import preload_engine
 
     cfg = configuration(_parser().parse_intermixed_args(argv))
     quiet()
     with eager_imports():
         import rlhf_mcore.commands.evaluate.evaluation  # noqa: F401
-    preload_engine(cfg.rollout.engine)
+    engine_kind(cfg.rollout.engine).preload()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -39,7 +39,8 @@ from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
-from rlhf_mcore.rollout import Engine, EngineModel, build_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import Engine, EngineModel
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
     evaluate,
@@ -414,7 +415,7 @@ class _Engines:
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:
             from rlhf_mcore.environments.build import episode_worker
-            from rlhf_mcore.rollout.tool_calls import ToolCallParser
+            from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 
             return episode_worker(cfg, engine, engine.rank, decode, ToolCallParser)
         return RolloutWorker(engine, engine.rank, decode)

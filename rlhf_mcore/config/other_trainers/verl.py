@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from rlhf_mcore.config.choices import TRACKERS
+from rlhf_mcore.config.engine_kinds import ENGINES
 from rlhf_mcore.config.other_trainers.table import (
     Joint,
     Lost,
@@ -311,7 +312,7 @@ ROWS = (
     Row(ACTOR + "ppo_mini_batch_size", "trainer.minibatch_size", int),
     Row(ACTOR + "ppo_epochs", "trainer.ppo_epochs", int),
     Row(ACTOR + "entropy_coeff", "algorithm.entropy_coef", float),
-    Row(ROLLOUT + "name", "rollout.engine", choose({"vllm": "vllm", "hf": "hf"})),
+    Row(ROLLOUT + "name", "rollout.engine", choose({name: name for name in ENGINES})),
     Row(ROLLOUT + "tensor_model_parallel_size", "rollout.layout.tp", int),
     Row(ROLLOUT + "temperature", "rollout.sampling.temperature", float),
     Row(ROLLOUT + "top_p", "rollout.sampling.top_p", float),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.derive import balanced_stages, default_world_size
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.implied import RoleLayout, needs_critic, role_layouts
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
@@ -42,10 +43,10 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
         )
     family = FAMILIES.get(geometry.family, UNSUPPORTED)
     keeps_heads = family.has_stacked_experts or family.norm_of_projections
-    if cfg.rollout.engine == "vllm" and keeps_heads and geometry.num_kv_heads % tp:
+    if engine_kind(cfg.rollout.engine).is_sharded and keeps_heads and geometry.num_kv_heads % tp:
         yield (
-            f"rollout.layout.tp={tp}: vLLM does not repeat the num_key_value_heads={geometry.num_kv_heads} of model.path; "
-            f"choose a divisor of {geometry.num_kv_heads}"
+            f"rollout.layout.tp={tp}: rollout.engine={cfg.rollout.engine} does not repeat the "
+            f"num_key_value_heads={geometry.num_kv_heads} of model.path; choose a divisor of {geometry.num_kv_heads}"
         )
     if 0 < geometry.num_experts < tp:
         yield f"rollout.layout.tp={tp} is more than the {geometry.num_experts} experts of model.path; lower it"

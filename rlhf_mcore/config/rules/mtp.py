@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
 from rlhf_mcore.config.model_files import read_config, tensor_names
 from rlhf_mcore.config.run_kinds import run_kind
@@ -20,7 +21,7 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Problems with ``actor.mtp`` and what it does not go together with. ``geometry``: of ``model.path``."""
     mode, kind, layout = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout
     drafts = cfg.rollout.speculative
-    if kind.generates and cfg.rollout.engine == "vllm" and drafts.method == "mtp":
+    if kind.generates and drafts.method == "mtp" and engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
         own = "rollout.speculative.method=mtp"
         yield from _model_problems(cfg.model.path, geometry, f"{own}: model.path={cfg.model.path}", "set it to off")
         count = num_mtp_layers(read_config(cfg.model.path, cfg.model.path))

@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.config.engine_kinds import ENGINES, EngineKind, engine_kind, is_engine
 from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
     from rlhf_mcore.config.schema.rollout import SamplingConfig
-
-VLLM_LEAST, VLLM_MOST = 0.01, 2.0  # it draws at the former for anything below, and refuses what is above the latter
 
 
 def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
@@ -32,18 +31,23 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
     yield from _support_problems(cfg.rollout.sampling)
     if cfg.bridge.method == "gather" and cfg.bridge.verify not in ("off", "sample"):
         yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; remove it"
-    if cfg.model.attention in ("eager", "sdpa", "flash_attention_2") and cfg.rollout.engine != "hf":
-        yield f"model.attention={cfg.model.attention} is of rollout.engine=hf, found {cfg.rollout.engine!r}; set it to auto"
+    engine = engine_kind(cfg.rollout.engine)
+    takers = [kind.name for kind in ENGINES.values() if cfg.model.attention in kind.attention_kernels]
+    if takers and cfg.model.attention not in engine.attention_kernels:
+        yield (
+            f"model.attention={cfg.model.attention} is of rollout.engine={' or '.join(takers)}, found {engine.name!r}; set it to auto"
+        )
     if cfg.model.attention == "flash_attention_2" and cfg.model.dtype == "fp32":
         yield "model.attention=flash_attention_2 has no fp32, found model.dtype=fp32; set model.dtype=bf16"
-    if cfg.rollout.engine == "hf" and cfg.rollout.layout.tp > 1:
-        yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
+    yield from sharding_problems(cfg)
+    yield from _seam_problems(cfg, engine)
+    least, most = engine.temperatures
     temperatures = {"rollout.sampling": cfg.rollout.sampling.temperature, "evaluate": cfg.evaluate.temperature}
     for group, temperature in temperatures.items():
-        if cfg.rollout.engine == "vllm" and (0 < temperature < VLLM_LEAST or VLLM_MOST < temperature < math.inf):
+        if 0 < temperature < least or most < temperature < math.inf:
             yield (
-                f"{group}.temperature={temperature:g}: rollout.engine=vllm draws at {VLLM_LEAST:g} to {VLLM_MOST:g}; choose one "
-                "of these"
+                f"{group}.temperature={temperature:g}: rollout.engine={engine.name} draws at {least:g} to {most:g}; "
+                "choose one of these"
             )
     yield from _speculative_problems(cfg)
     if cfg.rollout.placement == "disaggregated":
@@ -70,10 +74,28 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
         )
 
 
+def sharding_problems(cfg: Config) -> Iterator[str]:
+    """Name an engine that is to be sharded and cannot be."""
+    tp, engine = cfg.rollout.layout.tp, engine_kind(cfg.rollout.engine)
+    if tp > 1 and is_engine(engine.name) and not engine.is_sharded:
+        others = " or ".join(kind.name for kind in ENGINES.values() if kind.is_sharded)
+        yield f"rollout.layout.tp={tp}: rollout.engine={engine.name} is not sharded; set it to 1 or use {others}"
+
+
+def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
+    if cfg.rollout.placement == "disaggregated" and not engine.runs_apart:
+        yield f"rollout.placement=disaggregated: rollout.engine={engine.name} is not started under Ray; set it to colocated"
+    if not engine.has_live_weights and cfg.bridge.method != "gather":
+        yield (
+            f"bridge.method={cfg.bridge.method}: rollout.engine={engine.name} takes full tensors, its parameters are in processes of "
+            "its own; set it to gather"
+        )
+
+
 def _speculative_problems(cfg: Config) -> Iterator[str]:
     method = cfg.rollout.speculative.method
     name, off = f"rollout.speculative.method={method}", "set it to off"
-    if method == "off" or cfg.rollout.engine != "vllm":
+    if method == "off" or not engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
         return
     if cfg.rollout.layout.tp > 1:
         yield f"{name} is not supported with rollout.layout.tp={cfg.rollout.layout.tp}; set that to 1, or {off}"

@@ -6,7 +6,7 @@ Help is a phrase in Markdown, without a full stop.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import Field, dataclass, field
 from typing import Any
@@ -42,6 +42,11 @@ class Choices:
 
     meanings: Mapping[str, str]
     or_function: bool = False  # or path/to/file.py:name
+    adds: Callable[[str], bool] | None = None  # tells names that installed packages add
+
+    def holds(self, value: str) -> bool:
+        """Return whether a text is one of these names, or one that an installed package adds."""
+        return value in self.meanings or (self.adds is not None and self.adds(value))
 
     def __str__(self) -> str:
         return ", ".join(self.meanings) + (", or path/to/file.py:name" if self.or_function else "")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from rlhf_mcore.config.choices import GRADERS
+from rlhf_mcore.config.engine_kinds import ENGINES, engines_that_read, is_engine
 from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import (
     ABOVE_0,
@@ -85,7 +86,7 @@ class SpeculativeConfig(Group):
         ),
         more="A draft is taken with the probability that keeps the distribution of responses what it is (arXiv 2211.17192), and "
         "logprobs are those of the model. A response is another one than without, since random numbers are taken in another order.",
-        only_with="rollout.engine=vllm",
+        only_with=engines_that_read("rollout.speculative.method"),
     )
     num_tokens: int = key(
         1, "tokens that are drafted at a time", Range(1, 32), only_with="rollout.speculative.method=ngram or mtp"
@@ -102,7 +103,7 @@ class SpeculativeConfig(Group):
 class RolloutConfig(Group):
     """The engines that generate responses."""
 
-    engine: str = key("vllm", "", one_of("vllm", hf="Hugging Face generate: slow, for comparison"))
+    engine: str = key("vllm", "", Choices({kind.name: kind.purpose for kind in ENGINES.values()}, adds=is_engine))
     placement: str = key(
         "colocated",
         "",
@@ -127,7 +128,7 @@ class RolloutConfig(Group):
         AT_LEAST_1,
         null="vLLM's choice",
         more="Longer prompts are computed in parts. It bounds `rollout.max_num_seqs`; vLLM's choice is no less than that.",
-        only_with="rollout.engine=vllm",
+        only_with=engines_that_read("rollout.max_num_batched_tokens"),
     )
     gpu_memory_utilization: float = key(0.5, "CUDA: share of a device's memory that an engine may use", SHARE)
     kv_cache_gib: float = key(0.5, "CPU: size of an engine's key-value cache", ABOVE_0)

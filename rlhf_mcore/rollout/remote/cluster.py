@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import is_secret_variable, without_secrets
-from rlhf_mcore.rollout.environment import DEBUG_VARIABLE
+from rlhf_mcore.rollout.process import DEBUG_VARIABLE
 from rlhf_mcore.rollout.remote.head import SETTINGS
 from rlhf_mcore.rollout.remote.host import EngineHost
 

@@ -9,15 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.own_processes import STARTED_BY, end_with_parent
 from rlhf_mcore.parallel.addresses import interface_of, listener
-from rlhf_mcore.rollout.environment import ask_for_batch_invariance, shares_communicators
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class _Call:
 
     action: Callable[[], None]
     done: threading.Event
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
     error: BaseException | None = None
 
 
@@ -115,6 +116,7 @@ class EngineHost:
         self._error: BaseException | None = None
         self._listening: socket.socket | None = None
         self._is_lead = True
+        self._joining: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._engine: Engine
         self._episodes: EpisodeDriver | None = None
         self._receiver: WeightReceiver
@@ -151,12 +153,12 @@ class EngineHost:
         import torch.distributed as dist
 
         from rlhf_mcore.platform import current_platform
-        from rlhf_mcore.rollout import build_engine
 
         platform = current_platform()
         platform.setup_process(meeting.rank, threads, order.deterministic)
-        if order.deterministic and platform.name == "cuda":
-            ask_for_batch_invariance(torch.cuda.nccl.version())
+        kind = engine_kind(order.cfg.engine)
+        self._joining = kind.joining
+        kind.prepare_process(deterministic=order.deterministic)
         store = dist.TCPStore(
             meeting.address,
             meeting.port,
@@ -173,7 +175,7 @@ class EngineHost:
             timeout=_FOREVER,
         )
         torch.manual_seed(order.model.seed)
-        self._engine = build_engine(order.cfg, order.model)
+        self._engine = kind.build(order.cfg, order.model)
         self._receiver = order.receiver(self._engine)
         if self._is_lead and order.episodes is not None:
             self._episodes = order.episodes()
@@ -220,18 +222,18 @@ class EngineHost:
 
     def join(self, spec: GroupSpec, bridge: str) -> None:
         """See :class:`rlhf_mcore.protocols.WeightReceiver`, as the two that follow. Every rank, while the engine is paused."""
-        self._do(shares_communicators(lambda: self._receiver.join(spec, bridge)))
+        self._do(lambda: self._receiver.join(spec, bridge), self._joining)
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> None:
         """Receive the weights of a version."""
-        self._do(shares_communicators(lambda: self._receiver.sync(version, only)))
+        self._do(lambda: self._receiver.sync(version, only), self._joining)
 
     def leave(self) -> None:
         """Leave the group."""
         self._do(self._receiver.leave)
 
-    def _do(self, action: Callable[[], Any]) -> None:
-        call = _Call(action, threading.Event())
+    def _do(self, action: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        call = _Call(action, threading.Event(), around)
         self._calls.put(call)
         _finish(call)
 
@@ -253,7 +255,8 @@ class EngineHost:
     def _take_call(self) -> None:
         call = self._calls.get()
         try:
-            call.action()
+            with call.around():
+                call.action()
         except Exception as error:
             call.error = error  # the caller's: what is left of the engine's weights is the receiver's to decide
         finally:

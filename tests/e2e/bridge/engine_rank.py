@@ -22,11 +22,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.platform import current_platform
-from rlhf_mcore.rollout import EngineModel, build_engine, preload_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Request, Sampling
 from tests.distributed.engine_processes import Served, serve
 
@@ -73,7 +75,7 @@ def main(socket_path: str, order: dict[str, Any]) -> None:
 
 
 def fork(socket_path: str, orders: Sequence[str]) -> None:
-    preload_engine("vllm")
+    engine_kind("vllm").preload()
     for order in orders:
         if os.fork() == 0:
             try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhf_mcore.rollout.environment import private_shared_memory
+from rlhf_mcore.rollout.vllm.environment import private_shared_memory
 
 HIDDEN, VOCABULARY, EXPERTS = 64, 97, 4
 

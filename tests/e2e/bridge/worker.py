@@ -18,7 +18,8 @@ from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.reload import keep_loading_layout, reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.config.schema import RolloutConfig
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Prompt, Sampling
 from tests.difference import first_difference
 from tests.e2e.bridge.models import CASES, MIXTURES, Case, build, checkpoint_shapes, random_weights, vllm_config

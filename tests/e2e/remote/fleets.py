@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.protocols import GroupSpec
-from rlhf_mcore.rollout import EngineModel
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.host import EngineOrder

@@ -23,7 +23,8 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncStats
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.types import LocalParameter, Sampling, Shard
 from tests.commands import wait_for

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.rollout import Engine
+from rlhf_mcore.rollout.engine import Engine
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 

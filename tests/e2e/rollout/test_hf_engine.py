@@ -11,7 +11,8 @@ import torch
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.e2e.rollout.drawing import drawn_until_empty, generate, logprobs_across_a_sync, requests_to
 from tests.e2e.rollout.tiny import EOS, save_model

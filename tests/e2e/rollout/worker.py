@@ -23,8 +23,10 @@ from transformers import GptOssConfig
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.rollout import EngineModel, build_engine, vllm_cpu
-from rlhf_mcore.rollout.tool_calls import ToolCallParser, check_tool_parser
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.rollout.vllm import cpu
+from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser, check_tool_parser
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.e2e.rollout.drawing import (
     drawn_until_empty,
@@ -145,7 +147,7 @@ def check_norms(model: torch.nn.Module) -> list[float]:
     """Differences between the kernels that norms run on a CPU and vLLM's operations one by one; rows are not back to back."""
     seen = []
     for norm in model.modules():
-        if getattr(getattr(norm, "_forward_method", None), "func", None) is vllm_cpu._norm:
+        if getattr(getattr(norm, "_forward_method", None), "func", None) is cpu._norm:
             draw = torch.randn(2, 5, 2, 192, generator=torch.Generator().manual_seed(0))
             x, residual = draw[..., : norm.weight.numel()]
             expected = norm.forward_native(x), *norm.forward_native(x, residual)

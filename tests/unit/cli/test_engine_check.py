@@ -13,13 +13,15 @@ from rlhf_mcore.cli import preflight
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.rollout.vllm import limits
 
 SIZES = ["data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=192"]
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    for module in (preflight, limits):
+        monkeypatch.setattr(module, "has_gpu", lambda: False)
 
 
 def problem(*overrides: str) -> str | None:
@@ -55,7 +57,7 @@ def test_the_sizes_are_those_of_the_installed_vllm() -> None:
         pytest.skip("vLLM is not installed")
     source = (Path(vllm.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py").read_text()
     [sizes] = re.findall(r"def get_supported_head_sizes\(cls\) -> list\[int\]:\s+return \[([\d, ]+)\]", source)
-    assert tuple(map(int, sizes.split(","))) == preflight.CPU_HEAD_SIZES
+    assert tuple(map(int, sizes.split(","))) == limits.CPU_HEAD_SIZES
 
 
 def test_a_cache_that_holds_no_response_is_refused(workspace: Any) -> None:

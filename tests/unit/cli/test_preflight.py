@@ -228,6 +228,7 @@ def test_latent_attention_that_the_cpu_build_of_vllm_does_not_compute_is_refused
     known |= {"first_k_dense_replace": known["num_hidden_layers"], "n_routed_experts": 4, "num_experts_per_tok": 2}
     known |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 1.0}
     file.write_text(json.dumps(known | {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}))
+    monkeypatch.setattr("rlhf_mcore.rollout.vllm.limits.has_gpu", lambda: has_gpu)
     monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: has_gpu)
     assert train(*changes) == code, capsys.readouterr().err
     assert len(launched) == (code == 0)
@@ -262,9 +263,12 @@ def test_gated_delta_nets_are_in_bf16_where_vllm_computes_them_on_a_cpu(
     }
     known |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     file.write_text(json.dumps(known | {"linear_key_head_dim": width, "linear_value_head_dim": 64}))
+    monkeypatch.setattr("rlhf_mcore.rollout.vllm.limits.has_gpu", lambda: False)
     monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: False)
-    monkeypatch.setattr("rlhf_mcore.cli.preflight.processor", lambda: f"Maker model {processor}")
-    monkeypatch.setattr("rlhf_mcore.cli.preflight.find_spec", lambda name: None if name == "torchvision" else object())
+    monkeypatch.setattr("rlhf_mcore.rollout.vllm.limits.processor", lambda: f"Maker model {processor}")
+    monkeypatch.setattr(
+        "rlhf_mcore.rollout.vllm.limits.find_spec", lambda name: None if name == "torchvision" else object()
+    )
     assert train(f"model.dtype={dtype}") == (2 if remedy else 0)
     assert len(launched) == (not remedy) and remedy in capsys.readouterr().err
 

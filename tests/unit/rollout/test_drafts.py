@@ -7,8 +7,8 @@ import torch
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import SpeculativeConfig
-from rlhf_mcore.rollout.drafts import draft_options
-from rlhf_mcore.rollout.vllm_cpu import _repeated
+from rlhf_mcore.rollout.vllm.cpu import _repeated
+from rlhf_mcore.rollout.vllm.drafts import draft_options
 
 
 def test_each_drafted_token_has_the_temperature_of_its_request() -> None:

@@ -11,12 +11,14 @@ import torch
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
-from rlhf_mcore.rollout import EngineModel, build_engine, prepare_environment
-from rlhf_mcore.rollout.environment import (
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.rollout.process import preserved_rng
+from rlhf_mcore.rollout.vllm.environment import (
     ask_for_batch_invariance,
     engine_start,
-    preserved_rng,
-    shares_communicators,
+    prepare_environment,
+    unpinned_nccl,
 )
 
 NAMES = (
@@ -81,7 +83,8 @@ def test_communicators_with_the_trainer_are_made_without_vllms_settings_of_nccl(
         seen.append((os.environ.get("NCCL_PROTO"), os.environ.get("NCCL_NTHREADS")))
 
     join()
-    shares_communicators(join)()
+    with unpinned_nccl():
+        join()
     join()
     assert seen == [("Simple", "1"), ("LL", None), ("Simple", "1")]
 

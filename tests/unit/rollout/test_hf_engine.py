@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_mcore.rollout.hf_engine import draw, log_distribution, truncate
+from rlhf_mcore.rollout.hf.engine import draw, log_distribution, truncate
 from rlhf_mcore.types import Sampling
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_mcore.rollout.vllm_cpu import rotate_every_head
+from rlhf_mcore.rollout.vllm.cpu import rotate_every_head
 
 TOKENS, HEADS, SIZE, BASE = 5, 4, 64, 10000.0
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, InFlight, VersionedWeights
-from rlhf_mcore.rollout.vllm_engine import VLLMEngine, _problem
-from rlhf_mcore.rollout.vllm_masks import record_where_wanted
+from rlhf_mcore.rollout.vllm.engine import VLLMEngine, _problem
+from rlhf_mcore.rollout.vllm.masks import record_where_wanted
 from rlhf_mcore.types import Request, Sampling
 
 REQUEST = Request(0, "prompt 'p', sample 0", [5, 6, 7], Sampling(), seed=3)

@@ -18,7 +18,7 @@ from rlhf_mcore.platform import DTYPES, current_platform
 from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors, ragged_ids
-from rlhf_mcore.rollout.environment import preserved_rng
+from rlhf_mcore.rollout.process import preserved_rng
 from rlhf_mcore.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:

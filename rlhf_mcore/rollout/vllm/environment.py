@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # set: vLLM logs as it likes
+from rlhf_mcore.rollout.process import DEBUG_VARIABLE, preserved_rng
 
 
 def prepare_environment() -> None:
@@ -45,15 +44,10 @@ def ask_for_batch_invariance(nccl: tuple[int, ...]) -> None:
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
 
 
-def shares_communicators(action: Callable[[], Any]) -> Callable[[], None]:
-    """Wrap ``action``, which may make communicators with processes that vLLM has set no variables of NCCL for."""
-
-    def unpinned() -> None:
-        nccl = sys.modules.get("vllm.utils.nccl")
-        with nullcontext() if nccl is None else nccl.unpinned_nccl_env():
-            action()
-
-    return unpinned
+def unpinned_nccl() -> AbstractContextManager[Any]:
+    """Take vLLM's variables of NCCL away while communicators are made with processes that it has set none for."""
+    nccl = sys.modules.get("vllm.utils.nccl")
+    return nullcontext() if nccl is None else nccl.unpinned_nccl_env()
 
 
 @contextmanager
@@ -150,22 +144,6 @@ def unchanged_classes() -> Iterator[None]:
 
     with mock.patch.object(Base, "_decorate_for_torch_compile", lambda model: None):
         yield
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Leave the process's random number generators (Python, NumPy, torch on every device) as they were found."""
-    import numpy as np
-    import torch
-
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout import vllm_cpu, vllm_masks, vllm_reload
-from rlhf_mcore.rollout.drafts import draft_options
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
-from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
+from rlhf_mcore.rollout.vllm import cpu, masks, reload
+from rlhf_mcore.rollout.vllm.drafts import draft_options
+from rlhf_mcore.rollout.vllm.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
 from rlhf_mcore.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -76,14 +76,14 @@ class VLLMEngine(Engine):
 
                 numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
         if self._records:
-            vllm_masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
+            masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if not self._on_cuda:
-            vllm_cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
-            vllm_cpu.rotate_every_head(self.model)
+            cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
+            cpu.rotate_every_head(self.model)
             if cfg.speculative.method != "off":
-                vllm_cpu.verify_drafts_at_their_temperature()
+                cpu.verify_drafts_at_their_temperature()
             if model.dtype == "fp32":
-                vllm_cpu.use_norm_kernels(self.model)
+                cpu.use_norm_kernels(self.model)
 
     def _options(self, cfg: RolloutConfig, model: EngineModel) -> dict[str, Any]:
         """The arguments of vllm.LLM."""
@@ -139,7 +139,7 @@ class VLLMEngine(Engine):
                 stop_token_ids=self._stops,
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
-                extra_args=vllm_masks.extra_args(request),
+                extra_args=masks.extra_args(request),
             )
             for request, limit in zip(requests, limits, strict=True)
         ]
@@ -156,7 +156,7 @@ class VLLMEngine(Engine):
 
     def _step(self) -> list[Completion]:
         if self._records and self._on_cuda:
-            vllm_masks.record_where_wanted(self._llm.llm_engine, self._worker().model_runner, self._in_flight)
+            masks.record_where_wanted(self._llm.llm_engine, self._worker().model_runner, self._in_flight)
         return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
 
     def _completion(self, output: Any) -> Completion:
@@ -181,7 +181,7 @@ class VLLMEngine(Engine):
             tuple(found.versions),
             drawn.finish_reason,
             num_cached=output.num_cached_tokens or 0,
-            support=vllm_masks.support_of(drawn) if found.request.sampling.records_support else None,
+            support=masks.support_of(drawn) if found.request.sampling.records_support else None,
         )
 
     def _end(self, request_ids: Sequence[int]) -> None:
@@ -222,7 +222,7 @@ class VLLMEngine(Engine):
         worker = self._worker()
         with preserved_rng(), set_current_vllm_config(worker.vllm_config):
             yield self.model
-            vllm_reload.renew_sinks(self.model)
+            reload.renew_sinks(self.model)
         self._reset_prefix_cache()
         self.commit_load(version)
 
@@ -274,7 +274,7 @@ class VLLMEngine(Engine):
         self._settle()
         self.begin_load()
         with preserved_rng():
-            [unwritten] = self._llm.collective_rpc(vllm_reload.reload, args=(self._expected.checked(weights),))
+            [unwritten] = self._llm.collective_rpc(reload.reload, args=(self._expected.checked(weights),))
         if unwritten:
             raise RuntimeError(f"vLLM left parameters unwritten: {', '.join(unwritten)}")
         self._reset_prefix_cache()
@@ -364,7 +364,7 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
         with ExitStack() as around:
             if not on_cuda:
                 around.enter_context(unchanged_classes())
-                around.enter_context(vllm_cpu.started_beside_llvmlite())
+                around.enter_context(cpu.started_beside_llvmlite())
             llm = llm_class(**options)
     except (ValueError, NotImplementedError) as error:
         if (problem := _problem(str(error), options, cfg, on_cuda=on_cuda)) is None:
@@ -392,7 +392,7 @@ def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on
             "it (actor.offload, reference.offload)"
         )
     if "requires Model Runner V2" in message:
-        return vllm_masks.not_recorded(cfg.sampling, options["model"])
+        return masks.not_recorded(cfg.sampling, options["model"])
     if "MoE backend supports the deployment" in message:
         return (
             f"rollout.layout.tp={cfg.layout.tp}: vLLM has no kernel for experts of {options['model']} that are cut so (those for a "

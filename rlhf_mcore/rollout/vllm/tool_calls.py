@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rollout.environment import DEBUG_VARIABLE, prepare_environment
+from rlhf_mcore.rollout.process import DEBUG_VARIABLE
+from rlhf_mcore.rollout.vllm.environment import prepare_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

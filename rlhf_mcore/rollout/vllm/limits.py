@@ -1,0 +1,53 @@
+"""What vLLM cannot draw with, known before it is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.families import FAMILIES, UNSUPPORTED
+from rlhf_mcore.machine import has_gpu, processor
+from rlhf_mcore.types import LatentSizes
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.types import ModelGeometry
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
+
+
+def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    """Name what vLLM's code of the model lacks to be imported, and what its CPU build does not compute."""
+    if (package := FAMILIES.get(geometry.family, UNSUPPORTED).vllm_imports) and find_spec(package) is None:
+        yield (
+            f"rollout.engine=vllm: vLLM's code of model.path={cfg.model.path} imports {package}, which is not installed; "
+            f"install the {package} that goes with this torch, or set rollout.engine=hf"
+        )
+    if not has_gpu():
+        yield from _cpu_problems(cfg, geometry)
+
+
+def _cpu_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    latent, delta = isinstance(geometry.attention, LatentSizes), geometry.delta
+    part, needed = "latent attention", "kv_lora_rank=512"
+    is_met = not isinstance(geometry.attention, LatentSizes) or geometry.attention.kv_rank == 512
+    if delta is not None:
+        part, needed = "gated delta nets", "linear_key_head_dim and linear_value_head_dim both 64 or both 128"
+        is_met = (delta.key_dim, delta.value_dim) in ((64, 64), (128, 128))
+    if (latent or delta is not None) and (cfg.model.dtype != "bf16" or not is_met):
+        yield (
+            f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={cfg.model.path} in bf16 and with {needed} only; "
+            f"set {'model.dtype=bf16 or ' if is_met else ''}rollout.engine=hf"
+        )
+    instructions = processor().split()
+    if delta is not None and "avx512f" in instructions and "avx512_bf16" not in instructions:
+        yield (
+            f"rollout.engine=vllm: on a processor with AVX-512 vLLM computes the gated delta nets of model.path={cfg.model.path} with "
+            "its bf16 instructions (avx512_bf16), which this one lacks; set rollout.engine=hf, or use another processor"
+        )
+    if not latent and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
+        yield (
+            f"rollout.engine=vllm: on a CPU vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, those of "
+            f"model.path={cfg.model.path} have {geometry.head_dim} (head_dim); set rollout.engine=hf"
+        )
