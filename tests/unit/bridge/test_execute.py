@@ -30,7 +30,7 @@ from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Work
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import GroupedSizes, ModelGeometry
-from tests.unit.bridge.sources import Averages
+from tests.unit.bridge.sources import Averages, Merged
 
 RANKS, BUCKET = 4, 256
 GEOMETRY = ModelGeometry("qwen3", 4, 4, GroupedSizes(4, 2, 2), 8, 16, False)
@@ -332,6 +332,36 @@ def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_
             spread(expected, destinations, rank, mean)
             assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
             assert not averages.open_buckets and averages.most_open <= 2
+
+    wire.run(rank_body)
+
+
+@pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
+def test_an_adapter_is_merged_where_its_matrix_is(tp: int, pp: int, parts: int, per_node: int | None) -> None:
+    """Its factors are of one Hugging Face matrix; the map says which of its rows and columns a rank's buffer holds."""
+    wire, sources, destinations = Wire(0), held(tp, pp), needed(parts)
+    plan, weights, generator = planned(tp, pp, parts, per_node), random_model(0), torch.Generator().manual_seed(1)
+    adapters = {}
+    for name, shape in SHAPES.items():
+        if name.endswith(("q_proj.weight", "v_proj.weight", "o_proj.weight", "up_proj.weight")):
+            # Of whole numbers, so that a product of parts is a part of the product to the last bit.
+            rows, columns = shape
+            down, up = (torch.randint(-3, 4, size, generator=generator).float() for size in ((2, columns), (rows, 2)))
+            adapters[name] = down, up
+    whole = {
+        name: (weight.float() + adapters[name][1] @ adapters[name][0]).to(DTYPES[name]) if name in adapters else weight
+        for name, weight in weights.items()
+    }
+    assert len(adapters) == 4 * GEOMETRY.num_layers
+
+    def rank_body(rank: int) -> None:
+        mine, received = tensors_of(sources, rank), KeptBuffers(tensors_of(destinations, rank))
+        spread(mine, sources, rank, weights)
+        merged = Merged(mine, [place for place in sources if rank in place.ranks], adapters)
+        Executor(plan.rank_view(rank), merged, DTYPES, wire).run(received)
+        expected = tensors_of(destinations, rank)
+        spread(expected, destinations, rank, whole)
+        assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
 
     wire.run(rank_body)
 
