@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -126,7 +128,10 @@ def _config(tp: int, **fields: Any) -> TransformerConfig:
 
 
 def ranks_without_a_group(model: ModelGroups, globally: ModelGroups, platform: Platform) -> list[int]:
-    """Tensor-parallel ranks that two modules of Megatron share tokens among, which have the groups of ``model`` and name none."""
+    """Tensor-parallel ranks among which three parts of Megatron share, given the groups of ``model``: they do not name them.
+
+    Cross attention its heads, the vision model of LLaVA its tokens, and a GPT model the padding of its tokens.
+    """
     column: Any = partial(_without_name, ColumnParallelLinear)
     with use_groups(globally, platform):
         cross = CrossAttention(
@@ -135,7 +140,14 @@ def ranks_without_a_group(model: ModelGroups, globally: ModelGroups, platform: P
             layer_number=1,
             pg_collection=model.collection,
         )
-        return [8 // len(cross.linear_q.weight), 8 // len(scatter_to_sequence_parallel_region(torch.zeros(8, 1)))]
+        tokens = scatter_to_sequence_parallel_region(torch.zeros(8, 1))
+        # What stands in front of its decoder, of a model without rotation
+        gpt: Any = mock.Mock(pre_process=True, training=True, position_embedding_type="none", pg_collection=model.collection)
+        gpt.config.sequence_parallel = True
+        rows = torch.zeros(1, 8)
+        padding = GPTModel._preprocess(gpt, rows, rows, padding_mask=rows)[5]
+        assert padding is not None
+        return [8 // len(cross.linear_q.weight), 8 // len(tokens), 8 // padding.size(1)]
 
 
 def _without_name(kind: Any, *args: Any, name: str | None = None, **kwargs: Any) -> torch.nn.Module:

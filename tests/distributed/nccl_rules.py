@@ -2,7 +2,7 @@
 
 :func:`enforce` puts a check in front of the functions of torch.distributed. On a GPU tensors of the device go through NCCL, those of
 the host through gloo, and a group has both. Here all are of the host, so everything counts as an operation of the device but what
-HOST names. The rules:
+HOST names, and what vLLM does in its groups for the host. The rules:
 
 - a rank's first operation on a group, if it is a batch of messages, waits until every rank has begun one on this group;
 - ranks have the same operations in the same order, of the same dtype and size; NCCL looks at no tags;
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -144,6 +145,7 @@ class Rules:
         self.patience_s, self._root = patience_s, root
         self._groups: dict[Any, _Group] = {}
         self._alone: dict[Any, str] = {}  # groups of one backend
+        self._engines_host: set[Any] = set()  # groups of engines, for tensors of the host
         self._here = threading.local()  # .is_host: operations of the host; .batch: works of a batch that is being begun
         self._original = {name: getattr(dist, name) for name in OPERATIONS if hasattr(dist, name)}
         self._isend, self._irecv, self._batch = c10d.isend, c10d.irecv, c10d.batch_isend_irecv
@@ -175,6 +177,24 @@ class Rules:
             shared(transport, HostLinks(links), *arguments)
 
         transports.SharedMemory.__init__ = init  # type: ignore[method-assign]
+        if (vllm := sys.modules.get("vllm.distributed.parallel_state")) is not None:
+            self.take_for_cuda(vllm.GroupCoordinator)
+
+    def take_for_cuda(self, coordinator: Any) -> None:
+        """Make vLLM's groups as it does on CUDA: one of NCCL for the device, and one of gloo, in which it puts tensors of the host."""
+        original = coordinator.__init__
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def init(*arguments: Any, **options: Any) -> None:
+            bound = signature.bind(*arguments, **options).arguments
+            self._here.is_engine = True
+            try:
+                original(**bound | {"torch_distributed_backend": "nccl"})
+            finally:
+                self._here.is_engine = False
+
+        coordinator.__init__ = init
 
     @contextmanager
     def host(self) -> Iterator[None]:
@@ -194,6 +214,8 @@ class Rules:
         group = self._new_group(**bound)
         if alone is not None:
             self._alone[group] = alone
+        if alone == "gloo" and getattr(self._here, "is_engine", False):
+            self._engines_host.add(group)
         return group
 
     def destroy_process_group(self, group: Any = None) -> None:
@@ -201,6 +223,7 @@ class Rules:
             if (known := self._groups.pop(left, None)) is not None:
                 known.close()
             self._alone.pop(left, None)
+            self._engines_host.discard(left)
         self._destroy(group)
 
     def _resolved(self, group: Any) -> Any:
@@ -211,7 +234,7 @@ class Rules:
         group = self._resolved(group)
         if group is None or not isinstance(group, dist.ProcessGroup) or group.size() == 1:
             return None
-        if getattr(self._here, "is_host", False):
+        if getattr(self._here, "is_host", False) or group in self._engines_host:
             self._check_alone(group, "nccl", "host")
             return None
         self._check_alone(group, "gloo", "device")

@@ -38,6 +38,15 @@ def message(group: Any, peer: int, tensor: torch.Tensor, *, sends: bool) -> list
     return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)])
 
 
+class Coordinator:
+    """The groups of vLLM's GroupCoordinator, and what its arguments are called."""
+
+    def __init__(self, group_ranks: list[list[int]], local_rank: int, torch_distributed_backend: str) -> None:
+        for ranks in group_ranks:
+            self.device_group = dist.new_group(ranks, backend=torch_distributed_backend)
+            self.cpu_group = dist.new_group(ranks, backend="gloo")
+
+
 class Broken:
     """Every method breaks a rule on a group of its own, and returns what this rank is told."""
 
@@ -160,6 +169,20 @@ class Broken:
         group = self.group(is_connected=False, backend="gloo")
         return refusal(lambda: dist.all_reduce(torch.ones(1), group=group))
 
+    def an_engine_uses_its_groups(self) -> str:
+        engine = self.engine()
+        dist.all_reduce(torch.ones(1), group=engine.device_group)
+        return refusal(lambda: dist.all_reduce(torch.ones(1), group=engine.cpu_group))
+
+    def an_engine_has_a_tensor_of_the_host_in_its_group_of_devices(self) -> str:
+        engine = self.engine()
+        return refusal(lambda: all_gather_json(1, engine.device_group))
+
+    def engine(self) -> Coordinator:
+        with mock.patch.object(Coordinator, "__init__", Coordinator.__init__):
+            enforced().take_for_cuda(Coordinator)
+            return Coordinator([[0, 1, 2, 3]], 0, "gloo")
+
     def what_is_sent_is_changed(self) -> str:
         group, tensor = self.group(), torch.ones(3)
         works = message(group, self.rank ^ 1, tensor, sends=self.rank % 2 == 0)
@@ -208,7 +231,7 @@ def main(directory: Path) -> None:
     found = {}
     with mock.patch.object(rules, "patience_s", 1.0):
         for name in vars(Broken):
-            if name not in ("group", "in_turn", "save") and not name.startswith("__"):
+            if name not in ("group", "in_turn", "save", "engine") and not name.startswith("__"):
                 found[name] = getattr(broken, name)()
                 all_gather_json(None)
     every = all_gather_json(found)

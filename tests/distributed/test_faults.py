@@ -39,8 +39,8 @@ def test_tokens_that_mtp_layers_predict_weigh_more_on_ranks_with_few(findings: A
 
 
 def test_modules_that_name_no_group_take_the_global_one_which_is_the_model_s(findings: Any) -> None:
-    """Findings 4, 6 and 7: with other globals a layer of two ranks would be cut for four."""
-    assert findings["groups"] == {"2 within 4": [4, 4], "2 within 2": [2, 2], "4 within 4": [4, 4]}
+    """Findings 4 to 7: with other globals what two ranks share would be cut for four."""
+    assert findings["groups"] == {"2 within 4": [4, 4, 4], "2 within 2": [2, 2, 2], "4 within 4": [4, 4, 4]}
 
 
 def test_a_loss_is_divided_by_a_rank_s_own_tokens_but_not_ours(findings: Any) -> None:

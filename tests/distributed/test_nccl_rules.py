@@ -41,6 +41,8 @@ REFUSED = {
     "two_threads_use_a_group": ["threads saving and MainThread use the group"] * 4,
     "a_tensor_of_the_host_enters_a_group_of_devices": [OF_ONE_KIND.format("host", "nccl")] * 4,
     "a_tensor_of_a_device_enters_a_group_of_the_host": [OF_ONE_KIND.format("device", "gloo")] * 4,
+    "an_engine_uses_its_groups": NOBODY,
+    "an_engine_has_a_tensor_of_the_host_in_its_group_of_devices": [OF_ONE_KIND.format("host", "nccl")] * 4,
     "what_is_sent_is_changed": ["torch.float32 [3] was changed while it was sent", ""] * 2,
     # Of four ranks that save one file, rank 2 has a copy of what rank 0 sends, and no message.
     "a_save_of_the_transports_that_did_not_connect": [OF_A_PART.format([2]) if rank != 2 else "" for rank in range(4)],

@@ -85,8 +85,7 @@ def _start(worker: str, num_ranks: int, output: IO[str], *arguments: str) -> sub
     command = torchrun_command(options, num_ranks, [f"tests.{worker}", *arguments], forked.MODULE)
     command[1:1] = ["-W", "ignore"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    if worker.startswith("distributed."):  # vLLM has groups of its own in end-to-end tests
-        environment[nccl_rules.VARIABLE] = tempfile.mkdtemp(dir=Path(output.name).parent)
+    environment[nccl_rules.VARIABLE] = tempfile.mkdtemp(dir=Path(output.name).parent)
     return subprocess.Popen(
         command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

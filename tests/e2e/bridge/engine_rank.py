@@ -31,6 +31,7 @@ from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Request, Sampling
 from tests.distributed.engine_processes import Served, serve
+from tests.distributed.nccl_rules import enforce
 
 PROMPTS = [[5, 9, 33], [7, 70, 12, 3, 18, 2]]
 
@@ -76,6 +77,7 @@ def main(socket_path: str, order: dict[str, Any]) -> None:
 
 def fork(socket_path: str, orders: Sequence[str]) -> None:
     engine_kind("vllm").preload()
+    enforce()
     for order in orders:
         if os.fork() == 0:
             try:
