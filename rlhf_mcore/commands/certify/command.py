@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_world(ranks, "--ranks")
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / "certificate.json"
-        document = _kept(kept, args.keep) | {"machine": _machine(gpus, ranks)}
+        earlier = json.loads(kept.read_text(encoding="utf-8")) if args.keep and kept.is_file() else {"families": {}}
+        document: dict[str, Any] = earlier | {"machine": _machine(gpus, ranks)}
         with exit_codes.ended_by_signals():
             for family in families:
                 began = time.monotonic()
@@ -137,12 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _kept(file: Path, keep: bool) -> dict[str, Any]:
-    if keep and file.is_file():
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    return {"families": {}}
-
-
 def _machine(gpus: Sequence[Any], ranks: int) -> dict[str, str]:
     """Versions and device, for the head of the page."""
     from rlhf_mcore import machine
@@ -187,12 +182,11 @@ def _family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool
         layouts = dict(list(layouts.items())[:: max(len(layouts) - 1, 1)])
     order = folder / "order.json"
     order.write_text(json.dumps({"config": str(config), "layouts": layouts}), encoding="utf-8")
-    (results := folder / "rows.json").unlink(missing_ok=True)
-    (logs := folder / "logs").mkdir(exist_ok=True)
+    (logs := folder / "logs").mkdir()
     code = launch([str(order)], ranks, 1, module="rlhf_mcore.commands.certify.worker", logs=logs)
     if code in ENDED_FROM_OUTSIDE:
         raise SystemExit(code)
-    if code != exit_codes.DONE or not results.is_file():
+    if code != exit_codes.DONE or not (results := folder / "rows.json").is_file():
         return [{"layout": "all", "problem": f"its ranks ended with code {code}, see {logs}"}]
     rows: list[dict[str, Any]] = json.loads(results.read_text(encoding="utf-8"))
     return [row | {"note": note} for row in rows]
@@ -206,10 +200,11 @@ def _layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
     from rlhf_mcore.config.validate import validate
 
     engine, note = [f"rollout.layout.tp={2 if ranks >= 4 else 1}"], ""
+    cfg = resolve(load_config(config, engine))
     try:
-        check_engine(resolve(load_config(config, engine)))
+        check_engine(cfg)
     except ConfigError as error:
-        engine, note = ["rollout.engine=hf"], str(error)
+        engine, note = ["rollout.engine=hf"], str(error).replace(f"model.path={cfg.model.path}", "it")
     allowed: dict[str, list[str]] = {}
     for layout in LAYOUTS:
         overrides = [*engine, *(f"actor.layout.{word}" for word in layout.split())]
@@ -253,18 +248,19 @@ def _resume(family: str, folder: Path, ranks: int) -> dict[str, str]:
         if code := _train(command, log := folder / f"{name}-{steps}.log"):
             return {"what": f"{family}, {layout}", "verdict": f"a run ended with code {code}, see {log}"}
     runs = [folder / "certificate" / name for name in ("whole", "halves")]
-    whole, halves = ([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs)
+    metrics = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    whole, halves = (
+        {(step["step"], name): value for step in steps for name, value in step.items()} for steps in metrics
+    )
     differing = [
-        f"step {a['step']} {name}"
-        for a, b in zip(whole, halves, strict=False)
-        for name in a
-        if not name.startswith(("timing/", "throughput/", "memory/")) and a[name] != b.get(name)
+        f"step {step} {name}"
+        for step, name in sorted(whole.keys() | halves.keys())
+        if not name.startswith(("timing/", "throughput/", "memory/"))
+        and whole.get((step, name)) != halves.get((step, name))
     ]
-    if len(whole) != len(halves):
-        differing.append(f"{len(whole)} and {len(halves)} steps")
     weights = [(run / "latest" / "actor" / "model.safetensors").read_bytes() for run in runs]
     differing += ["the weights"] if weights[0] != weights[1] else []
-    verdict = f"differs: {', '.join(differing[:3])}" if differing else f"equal after {len(whole)} steps"
+    verdict = f"differs: {', '.join(differing[:3])}" if differing else f"equal after {len(metrics[0])} steps"
     return {"what": f"{family}, {layout}", "verdict": verdict}
 
 

@@ -54,8 +54,8 @@ def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
         where, imports = str(file.relative_to(root)), list(_imports(tree))
         held = [(name, target) for name, target in imports if target.partition(".")[0] in libraries]
         for name, target in held:
-            for use in (Use(target, where, _problem(target)), *_uses_of(tree, name, target, where)):
-                uses.setdefault(use.name, use)
+            for used, problem in ((target, _problem(target)), *_uses_of(tree, name, target)):
+                uses.setdefault(used, Use(used, where, problem))
         if not held:
             continue
         others = dict(imports).keys() - dict(held).keys()
@@ -117,39 +117,32 @@ def _root(node: ast.AST, *, through_calls: bool = False) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _uses_of(tree: ast.Module, name: str, target: str, where: str) -> Iterator[Use]:
-    """What is taken from ``name``, which stands for ``target``: attributes, patched ones, keywords of calls, methods of a base."""
+def _uses_of(tree: ast.Module, name: str, target: str) -> Iterator[tuple[str, str]]:
+    """Yield what is taken from ``name``, which stands for ``target``, and why it cannot be had."""
+    taken: list[str] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
-            yield Use(f"{target}.{node.attr}", where, _problem(f"{target}.{node.attr}"))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
-            yield from _keywords(target, [word.arg for word in node.keywords if word.arg], where)
-        elif isinstance(node, ast.Call) and len(node.args) > 1 and _root(node.args[0]) == name:
-            patched = node.args[1]  # mock.patch.object(name, "attribute", ...), getattr(name, "attribute")
-            if (
-                isinstance(patched, ast.Constant)
-                and isinstance(patched.value, str)
-                and isinstance(node.args[0], ast.Name)
-            ):
-                yield Use(f"{target}.{patched.value}", where, _problem(f"{target}.{patched.value}"))
-        elif isinstance(node, ast.ClassDef) and any(
-            isinstance(base, ast.Name) and base.id == name for base in node.bases
-        ):
-            for call in ast.walk(node):
-                if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "super()" and call.attr != "__init__":
-                    yield Use(f"{target}.{call.attr}", where, _problem(f"{target}.{call.attr}"))
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr=attribute) if owner == name:
+                taken.append(attribute)
+            case ast.Call(func=ast.Name(id=called), keywords=keywords) if called == name:
+                yield from _keywords(target, [word.arg for word in keywords if word.arg])
+            case ast.Call(args=[ast.Name(id=owner), ast.Constant(value=str(attribute)), *_]) if owner == name:
+                taken.append(attribute)  # mock.patch.object(name, "attribute", ...), getattr(name, "attribute")
+            case ast.ClassDef(bases=bases) if any(isinstance(base, ast.Name) and base.id == name for base in bases):
+                reads = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+                taken += [
+                    each.attr for each in reads if ast.unparse(each.value) == "super()" and each.attr != "__init__"
+                ]
+    yield from ((f"{target}.{attribute}", _problem(f"{target}.{attribute}")) for attribute in taken)
 
 
-def _keywords(target: str, words: list[str], where: str) -> Iterator[Use]:
-    """The keywords of a call. A signature that takes any tells nothing."""
-    try:
+def _keywords(target: str, words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the keywords of a call. A signature that takes any tells nothing."""
+    with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(_find(target)).parameters
-    except (TypeError, ValueError):
-        return
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for word in words:
-        yield Use(f"{target}({word}=)", where, "" if word in parameters else "no such parameter")
+        if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+            for word in words:
+                yield f"{target}({word}=)", "" if word in parameters else "no such parameter"
 
 
 def _problem(target: str) -> str:
@@ -191,13 +184,8 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 def _members(target: str) -> set[str]:
     """Attributes of what a module of ours imports from elsewhere, and of the classes in it."""
     with contextlib.suppress(Exception):
-        found = _find(target)
-        classes = (
-            [value for value in vars(found).values() if isinstance(value, type)]
-            if isinstance(found, ModuleType)
-            else []
-        )
-        return {word for owner in (found, *classes) for word in (*dir(owner), *getattr(owner, "__annotations__", ()))}
+        owner = _find(target)
+        return _words_on(owner, *(vars(owner).values() if isinstance(owner, ModuleType) else ()))
     return set()
 
 
@@ -208,8 +196,13 @@ def _common_words() -> set[str]:
     import torch
 
     python = (str, bytes, list, dict, set, tuple, int, float, BaseException, ModuleType, type(_find))
-    ours = (np.ndarray, torch.Tensor, torch.Generator, torch.nn.Module, torch.autograd.Function)
-    return {word for owner in (*python, *ours) for word in (*dir(owner), *getattr(owner, "__annotations__", ()))}
+    return _words_on(*python, np.ndarray, torch.Tensor, torch.Generator, torch.nn.Module, torch.autograd.Function)
+
+
+def _words_on(owner: Any, *classes: Any) -> set[str]:
+    """Attributes of an object and of those that are classes among others."""
+    owners = [owner, *(each for each in classes if isinstance(each, type))]
+    return {word for each in owners for word in (*dir(each), *getattr(each, "__annotations__", ()))}
 
 
 def _words_of(library: str) -> set[str]:
