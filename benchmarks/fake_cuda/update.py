@@ -67,6 +67,7 @@ CASES = (
     Case("pipeline 2, first stage", {"pp": 2, "world_size": 2}),
     Case("pipeline 2, last stage", {"pp": 2, "world_size": 2}, rank=1),
     Case("gated delta nets", delta=True),
+    Case("gated delta nets, context parallel 2", {"cp": 2, "world_size": 2}, delta=True),
     Case("experts", {"world_size": 2}, experts=True),
     Case("experts parallel 2", {"world_size": 2, "ep": 2}, experts=True),
 )
@@ -104,14 +105,16 @@ def _write_config(case: Case, folder: Path, num_layers: int) -> Path:
     if case.experts:
         config = Qwen3MoeConfig(**sizes, **experts, architectures=["Qwen3MoeForCausalLM"])
     elif case.delta:
-        heads = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+        # Under context parallelism both ranks have values of the second of three heads of keys.
+        heads = dict(linear_num_key_heads=3, linear_num_value_heads=6) if "cp" in case.layout else {}
+        heads = heads or dict(linear_num_key_heads=2, linear_num_value_heads=2)
         widths = {f"linear_{name}": 16 for name in ("key_head_dim", "value_head_dim")}
         kinds = ["linear_attention", "full_attention"] * (num_layers // 2)
         settings = {**sizes, **heads, **widths, "layer_types": kinds}
         config = Qwen3_5TextConfig(**settings, architectures=["Qwen3_5ForCausalLM"])
     else:
         config = Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"])
-    path = folder / f"{case.experts}-{case.delta}-{num_layers}"
+    path = folder / f"{case.name}-{num_layers}"
     config.save_pretrained(path)
     return path
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_mcore.mcore.fixed_order import attend_in_fixed_order
 from rlhf_mcore.mcore.packed import PackedSequences
-from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_ranks
+from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_one
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -66,7 +66,7 @@ class SDPACoreAttention(torch.nn.Module):
         if self._group is not None:
             order = None if packed_seq_params is None else packed_seq_params.order
             if order is None:
-                order = order_of_ranks([len(query) * cp], cp).to(query.device)
+                order = order_of_one(len(query) * cp, cp, query.device)
             key, value = (gather_context(x, order, self._group, sums_gradient=True) for x in (key, value))
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))

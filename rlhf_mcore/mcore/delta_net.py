@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.sums import SummedGradient
-from rlhf_mcore.parallel.context import to_parts, to_tokens
+from rlhf_mcore.parallel.context import order_of_one, to_parts, to_tokens
 
 CHUNK = 64  # tokens whose states are never made: what they read of each other is one triangular system
 
@@ -42,8 +42,10 @@ class Heads:
 
     def repeat_keys(self, x: Tensor) -> Tensor:
         """[N, heads of keys, K] -> [N, heads of values, K]."""
-        uses = self.uses[0] if len(set(self.uses)) == 1 else torch.tensor(self.uses, device=x.device)
-        return x.repeat_interleave(uses, dim=1)
+        if len(set(self.uses)) == 1:
+            return x.repeat_interleave(self.uses[0], dim=1)
+        heads = x.unbind(1)  # the device is not asked how many they become
+        return torch.stack([head for head, uses in zip(heads, self.uses, strict=True) for _ in range(uses)], dim=1)
 
 
 def share_heads(num_keys: int, num_values: int, ranks: int) -> list[Heads]:
@@ -143,9 +145,11 @@ class GatedDeltaNet(torch.nn.Module):
         batch, packed = mixed.size(1), packed_seq_params
         sizes = [len(mixed) * cp] if packed is None else list(packed.sizes)
         if cp > 1:
-            columns = [self._columns(heads) for heads in self._shares]
-            by_rank = mixed.index_select(-1, torch.cat(columns).to(mixed.device))
-            mixed = to_parts(by_rank, [len(each) for each in columns], sizes, self._cp)
+            known = None if packed is None else packed.order
+            order = order_of_one(sum(sizes), cp, mixed.device) if known is None else known
+            columns = [self._columns(heads, mixed.device) for heads in self._shares]
+            by_rank = mixed.index_select(-1, torch.cat(columns))
+            mixed = to_parts(by_rank, [len(each) for each in columns], order, self._cp)
         lengths = np.array(sizes * batch)  # packed, there is one row
         # The rule keeps ten times what goes in, so it runs again in the backward pass.
         rows = mixed.transpose(0, 1).flatten(0, 1)
@@ -155,15 +159,15 @@ class GatedDeltaNet(torch.nn.Module):
         out = checkpoint(self._heads, rows, lengths, fla, use_reentrant=False, preserve_rng_state=False)
         out = out.unflatten(0, (batch, -1)).transpose(0, 1)
         if cp > 1:
-            out = to_tokens(out, [len(heads.values) * self.value_dim for heads in self._shares], sizes, self._cp)
+            out = to_tokens(out, [len(heads.values) * self.value_dim for heads in self._shares], order, self._cp)
         return self.out_proj(out.contiguous())
 
-    def _columns(self, heads: Heads) -> Tensor:
+    def _columns(self, heads: Heads, device: torch.device) -> Tensor:
         """Where the outputs of ``in_proj`` that are of some heads are among all of this rank's, kind by kind."""
         keys, values = (self.keys, heads.keys, self.key_dim), (self.values, heads.values, self.value_dim)
         scalars, parts, begin = (self.values, heads.values, 1), [], 0
         for count, some, width in (keys, keys, values, values, scalars, scalars):
-            parts.append(torch.arange(begin + some.start * width, begin + some.stop * width))
+            parts.append(torch.arange(begin + some.start * width, begin + some.stop * width, device=device))
             begin += count * width
         return torch.cat(parts)
 
@@ -175,7 +179,7 @@ class GatedDeltaNet(torch.nn.Module):
         qkv, gate, beta, alpha = mixed.split([channels, value_size, values, values], dim=-1)
         kernels, held = self.conv1d.weight.squeeze(1), slice(mine.values.start, mine.values.stop)
         if self._cp.size() > 1:
-            kernels = kernels.index_select(0, self._columns(mine)[:channels].to(kernels.device))
+            kernels = kernels.index_select(0, self._columns(mine, kernels.device)[:channels])
         qkv = F.silu(causal_convolution(qkv, kernels, lengths)) if fla is None else fla.convolve(qkv, kernels)
         query, key, value = qkv.split([key_size, key_size, value_size], dim=-1)
         q, k = (x.unflatten(-1, (keys, self.key_dim)) for x in (query, key))

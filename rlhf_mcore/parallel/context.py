@@ -50,7 +50,13 @@ def order_of_ranks(sizes: Sequence[int], cp: int) -> Tensor:
     return torch.cat([local_places(sizes, rank, cp) for rank in range(cp)])
 
 
-def to_parts(local: Tensor, widths: Sequence[int], sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def order_of_one(length: int, cp: int, device: torch.device) -> Tensor:
+    """``order_of_ranks`` for one sequence, computed on a device, which nothing is copied to."""
+    chunks = torch.arange(length, device=device).chunk(2 * cp)
+    return torch.cat([chunks[number] for rank in range(cp) for number in chunks_of(rank, cp)])
+
+
+def to_parts(local: Tensor, widths: Sequence[int], order: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All tokens in their order, of this rank's part of their elements, from all elements of each rank's tokens.
 
     Collective over the group, as the way back is (Jacobs et al. 2023, arXiv 2309.14509: "Ulysses").
@@ -58,7 +64,7 @@ def to_parts(local: Tensor, widths: Sequence[int], sizes: Sequence[int], group: 
     Args:
         local: [sum(sizes) / cp, b, sum(widths)].
         widths: how many elements each rank's part has; none is possible.
-        sizes: of the sequences, as above.
+        order: [sum(sizes)] of ``order_of_ranks``, on the device of ``local``.
 
     Returns:
         [sum(sizes), b, widths[rank]].
@@ -67,15 +73,13 @@ def to_parts(local: Tensor, widths: Sequence[int], sizes: Sequence[int], group: 
     sent = torch.cat([part.flatten() for part in local.split(list(widths), dim=-1)])
     counts = [count * batch * each for each in widths]
     received: Tensor = _Exchange.apply(sent, counts, [count * batch * width] * group.size(), group)
-    order = order_of_ranks(sizes, group.size()).to(local.device)
     tokens = received.view(len(order), batch, width)
     return torch.empty_like(tokens).index_copy(0, order, tokens)
 
 
-def to_tokens(part: Tensor, widths: Sequence[int], sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def to_tokens(part: Tensor, widths: Sequence[int], order: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: [sum(sizes), b, widths[rank]] -> [sum(sizes) / cp, b, sum(widths)]."""
-    order, batch, width = order_of_ranks(sizes, group.size()).to(part.device), part.size(1), widths[group.rank()]
-    count = len(order) // group.size()
+    count, batch, width = len(order) // group.size(), part.size(1), widths[group.rank()]
     counts = [count * batch * each for each in widths]
     sent = part.index_select(0, order).flatten()
     received: Tensor = _Exchange.apply(sent, [count * batch * width] * group.size(), counts, group)

@@ -26,6 +26,7 @@ BOUNDS = {
     "pipeline 2, first stage": (0, 1),
     "pipeline 2, last stage": (0, 1),
     "gated delta nets": (0, 1),
+    "gated delta nets, context parallel 2": (0, 1),
     "experts": (12, 9),
     "experts parallel 2": (12, 21),
 }

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import pieces
-from rlhf_mcore.mcore.delta_net import CHUNK, causal_convolution, gated_delta_rule, share_heads
+from rlhf_mcore.mcore.delta_net import CHUNK, Heads, causal_convolution, gated_delta_rule, share_heads
 from rlhf_mcore.types import DeltaSizes, GroupedSizes, ModelGeometry, Shard
 
 LENGTHS = [3, CHUNK + 1, 1, 2 * CHUNK, 130]
@@ -23,6 +23,15 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor)
         state = state + torch.outer(k[t], beta[t] * (v[t] - state.T @ k[t]))
         out.append(state.T @ q[t] / q.size(-1) ** 0.5)
     return torch.stack(out)
+
+
+def test_heads_of_keys_are_repeated_as_often_as_their_heads_of_values_are_here() -> None:
+    x = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]], requires_grad=True)
+    repeated = Heads(range(2), range(1, 4), (1, 2)).repeat_keys(x)
+    assert repeated.tolist() == [[[1, 2], [3, 4], [3, 4]]]
+    repeated.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[[1, 1], [2, 2]]]
+    assert Heads(range(2), range(4), (2, 2)).repeat_keys(x)[..., 0].tolist() == [[1, 1, 3, 3]]
 
 
 def test_sequences_back_to_back_are_the_recurrence_in_value_and_gradient() -> None:

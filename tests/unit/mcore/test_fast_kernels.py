@@ -427,7 +427,8 @@ def test_a_rank_without_heads_calls_no_kernel(net: GatedDeltaNet, monkeypatch: p
     assert not net._mine.values
     monkeypatch.setattr(delta_net, "to_parts", lambda x, widths, sizes, group: x[..., : widths[0]])
     monkeypatch.setattr(delta_net, "to_tokens", lambda x, widths, sizes, group: F.pad(x, (0, sum(widths))))
-    assert net(torch.randn(24, 1, net.in_proj.weight.size(1)), None, packing())[0].eq(0).all()
+    packed = packing(order=torch.arange(24))  # as if the tokens of all ranks were here, as above
+    assert net(torch.randn(24, 1, net.in_proj.weight.size(1)), None, packed)[0].eq(0).all()
 
 
 @pytest.mark.usefixtures("gpu")
