@@ -110,7 +110,7 @@ def opened(
         device = torch.cuda.get_device_name() if process.platform.name == "cuda" else ""
         record.on_save = on_save
         record.throughput = Throughput(dist.get_world_size(), cfg.logging.peak_tflops or peak_tflops(device))
-        record.alarm = RewardAlarm(cfg.reward.alarm.deviations, cfg.reward.alarm.steps)
+        record.alarm = RewardAlarm() if cfg.alarms.defaults else None
         if cfg.reward.on_error == "drop":
             record.without_score = "leave the step, with the other responses to their prompts"
         record.mark, record.samples_every = process.platform.range, cfg.logging.samples

@@ -10,9 +10,23 @@ from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, item_type, type_name
 from rlhf_mcore.config.other_names import hint as other_name
+from rlhf_mcore.config.removed import REMOVED, warn_of
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import types_of
 from rlhf_mcore.foreign import shorten
+
+
+def refuse(kind: type, name: str, value: Any) -> None:
+    """Warn where a group no longer has such a key.
+
+    Raises:
+        ConfigError: it never had one, or takes no such value.
+    """
+    full = _key_of(kind, name)
+    removed = [key for key in REMOVED if key == full or ("." in full and key.endswith(f".{full}"))]
+    if not removed:
+        raise ConfigError(assignment_problem(kind, name, value))
+    warn_of(removed[0], value)
 
 
 def assignment_problem(kind: type, name: str, value: Any) -> str:

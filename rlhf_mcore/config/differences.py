@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_mcore.config.choices import ADVANTAGES
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
+from rlhf_mcore.config.removed import REMOVED
 from rlhf_mcore.config.run_kinds import RL
 from rlhf_mcore.config.schema import Config, RuleConfig
 
@@ -37,6 +38,10 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
     """
     before, now = {**_default_values(), **_BEFORE_THE_KEY}, dict(leaves(_read(current)))
     before = {key: value for key, value in before.items() if key in now} | dict(leaves(_read(saved)))
+    before, now = (
+        {key: value for key, value in tree.items() if key not in REMOVED or value != REMOVED[key].value}
+        for tree in (before, now)
+    )
     for tree in (before, now):  # a rule that was saved by a release without some option has that option's default
         if isinstance(rules := tree.get("reward.rules"), list):
             tree["reward.rules"] = [

@@ -11,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, is_group, nearest, type_name
+from rlhf_mcore.config.removed import REMOVED
 
 # Key of ours: what verl, TRL, OpenRLHF, slime and NeMo-RL call it. A name with dots is looked up before its last part.
 _NAMES = {
@@ -262,6 +263,8 @@ def hint(key: str, *, holds_keys: bool = False) -> str:
 
     ``holds_keys``: further keys are inside of it, so that a group may have been meant.
     """
+    if was := REMOVED.get(key):
+        return f"the key is gone, {was.value} holds; {was.instead}"
     if other := find_other_name(key):
         is_theirs = other.trainer and key.partition(".")[0] not in KEYS
         migrate = f"; {_MIGRATE.format(other.trainer)}" if is_theirs else ""

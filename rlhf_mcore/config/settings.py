@@ -17,6 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, table_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
+from rlhf_mcore.config.removed import GROUPS, REMOVED, warn_of
 from rlhf_mcore.config.show import redact_arguments
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
@@ -104,9 +105,11 @@ class SettingReader:
             for name in reversed(key[len(table) + 1 :].split(".")):
                 value = {name: value}
             self.settings.append(Setting(table, value, document.place(node)))
-        elif key not in KEYS:
+        elif key in REMOVED:
+            warn_of(key, document.value(node), document.place(node))
+        elif key not in KEYS and key not in GROUPS:
             self._take_unknown(document, key, node)
-        elif not is_group(key):
+        elif key in KEYS and not is_group(key):
             self._take_leaf(document, key, node)
         elif key == "algorithm" and isinstance(node, yaml.ScalarNode) and not is_null:
             self._take(document, "algorithm.preset", node)

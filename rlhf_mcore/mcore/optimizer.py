@@ -74,7 +74,6 @@ class Optimizer:
         self._chunks, self._groups, self._platform = chunks, groups, platform
         self._clips_alone = clips_alone
         self._movable = movable or Movable()
-        scale = cfg.loss_scale
         settings = (overrides or Overrides()).build(
             megatron_optimizer.OptimizerConfig,
             optimizer="adam",
@@ -89,10 +88,10 @@ class Optimizer:
             bf16=config.bf16,
             fp16=config.fp16,
             use_distributed_optimizer=True,
-            initial_loss_scale=scale.initial,
-            min_loss_scale=scale.minimum,
-            loss_scale_window=scale.growth_interval,
-            hysteresis=scale.hysteresis,
+            initial_loss_scale=cfg.loss_scale.initial,
+            min_loss_scale=1.0,
+            loss_scale_window=1000,
+            hysteresis=2,
         )
         with use_groups(groups, platform), aligned_within(groups.collection.intra_dist_opt):
             self.megatron: MegatronOptimizer = megatron_optimizer.get_megatron_optimizer(

@@ -14,6 +14,7 @@ from threading import Thread
 from rlhf_mcore.config.schema import AlarmsConfig
 from rlhf_mcore.config.show import without_secrets
 
+TIMEOUT_S = 30.0  # of a post or a command
 CLOSE_S = 10.0  # for messages that are under way when the run ends
 
 
@@ -56,7 +57,7 @@ class AlarmMessages:
     def _post(self, content: bytes) -> None:
         assert self._cfg.webhook is not None
         request = urllib.request.Request(self._cfg.webhook, content, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self._cfg.timeout_s):
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S):
             pass
 
     def _call(self, content: bytes) -> None:
@@ -67,7 +68,7 @@ class AlarmMessages:
         self._commands = [other for other in self._commands if other.poll() is None] + [process]
         with process:
             try:
-                process.communicate(content, self._cfg.timeout_s)
+                process.communicate(content, TIMEOUT_S)
             except subprocess.TimeoutExpired as late:
                 _end_group(process)
                 raise subprocess.TimeoutExpired(program, late.timeout) from None

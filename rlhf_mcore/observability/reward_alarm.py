@@ -22,8 +22,8 @@ class RewardAlarm:
     ``deviations`` of theirs are what a mean may be away from their mean, and of its own: a mean of few scores varies. 0: off.
     """
 
-    deviations: float
-    steps: int
+    deviations: float = 5.0
+    steps: int = 20
     _means: dict[str, deque[float]] = field(default_factory=dict)  # by metric
     _samples: float = 0.0  # scores of all steps before
 

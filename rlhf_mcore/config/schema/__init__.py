@@ -44,7 +44,7 @@ from rlhf_mcore.config.schema.rollout import (
     SpeculativeConfig,
 )
 from rlhf_mcore.config.schema.run import CheckpointConfig, DataConfig, EvaluateConfig, LoggingConfig, TrainerConfig
-from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardAlarmConfig, RewardRayConfig
+from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig
 
 __all__ = [
     "ActorConfig",
@@ -73,7 +73,6 @@ __all__ = [
     "RecomputeConfig",
     "ReferenceConfig",
     "RemoteRewardConfig",
-    "RewardAlarmConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RewardRayConfig",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_1, FINITE, key, one_of
+from rlhf_mcore.config.schema.key import AT_LEAST_1, FINITE, key, one_of
 
 ACTIONS = ("warn", "save", "stop", "webhook", "command")
 
@@ -38,8 +38,9 @@ class AlarmsConfig(Group):
 
     defaults: bool = key(
         True,
-        "the rules of [metrics](metrics.md#alarms): runaway KL, collapsed entropy, rewards that are all 0, failing rewards, engine "
-        "against trainer, spikes of the gradient, skipped updates, numbers that are not finite",
+        "the line about a mean score that jumps, and the rules of [metrics](metrics.md#alarms): runaway KL, collapsed entropy, "
+        "rewards that are all 0, failing rewards, engine against trainer, spikes of the gradient, skipped updates, numbers that are "
+        "not finite",
     )
     actions: list[str] = key(
         ["warn"],
@@ -53,5 +54,6 @@ class AlarmsConfig(Group):
         "`webhook`: where the alarm is posted to, as JSON with a `text`; such as `${oc.env:ALARM_URL}`",
         null="none",
     )
-    command: list[str] = key([], "`command`: program and arguments, which gets the same JSON on standard input")
-    timeout_s: float = key(30.0, "for `webhook` and `command`, which the run does not wait for", ABOVE_0)
+    command: list[str] = key(
+        [], "`command`: program and arguments, which gets the same JSON on standard input, and is ended after 30 s"
+    )

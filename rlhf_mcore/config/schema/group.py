@@ -35,9 +35,10 @@ class Group:
             except (TypeError, ValueError, OverflowError):
                 hint = None
             if hint is None:
-                from rlhf_mcore.config.assignment import assignment_problem  # knows all keys, and with that this module
+                from rlhf_mcore.config.assignment import refuse  # knows all keys, and with that this module
 
-                raise ConfigError(assignment_problem(kind, name, value))
+                refuse(kind, name, value)
+                return
             object.__setattr__(self, name, fitted)
 
 

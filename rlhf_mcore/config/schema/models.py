@@ -94,12 +94,14 @@ class ModelConfig(Group):
 
 @dataclass
 class LossScaleConfig(Group):
-    """Dynamic loss scaling."""
+    """Dynamic loss scaling, of fp16 only."""
 
-    initial: float = key(65536.0, "first loss scale (these four: fp16 only)", AT_LEAST_1)
-    minimum: float = key(1.0, "the scale never falls below this", ABOVE_0)
-    growth_interval: int = key(1000, "updates without an overflow until the scale is doubled", AT_LEAST_1)
-    hysteresis: int = key(2, "overflows until the scale is halved", AT_LEAST_1)
+    initial: float = key(
+        65536.0,
+        "fp16: first loss scale",
+        AT_LEAST_1,
+        more="It is halved after 2 overflows, but not below 1, and doubled after 1000 updates without one.",
+    )
 
 
 @dataclass

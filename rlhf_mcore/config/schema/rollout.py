@@ -21,7 +21,7 @@ from rlhf_mcore.config.schema.key import (
     one_of,
 )
 from rlhf_mcore.config.schema.models import RewardModelConfig
-from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardAlarmConfig, RewardRayConfig
+from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig
 
 _APART = "rollout.placement=disaggregated"
 _AHEAD = "trainer.max_staleness"
@@ -362,7 +362,6 @@ class RewardConfig(Group):
         SHARE,
     )
     sandbox: SandboxConfig = group(SandboxConfig, "where the rule `code` runs programs of the model")
-    alarm: RewardAlarmConfig = group(RewardAlarmConfig, "a line when the mean score of a data source jumps")
     model: RewardModelConfig = group(RewardModelConfig, "a reward model; its score is added")
     remote: RemoteRewardConfig = group(RemoteRewardConfig, "a server that scores responses; it replaces the rules")
     judge: JudgeConfig = group(JudgeConfig, "a language model that grades responses by a rubric; its grade is added")

@@ -1,4 +1,4 @@
-"""Groups of ``reward``: what is outside of the trainer's machine (a server, a judge, Ray), and the alarm."""
+"""Groups of ``reward``: what is outside of the trainer's machine (a server, a judge, Ray)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, Range, key
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, key
 
 SCORE = r"(?i)score[\s:=*_]{0,6}(-?[0-9]+(?:\.[0-9]+)?)"
 
@@ -64,13 +64,3 @@ class RewardRayConfig(Group):
     cpus_per_worker: float = key(
         1.0, "`pool: ray`: cores that Ray counts for a worker; 0.1 for one that waits", ABOVE_0
     )
-
-
-@dataclass
-class RewardAlarmConfig(Group):
-    """A line when the mean score of a data source jumps. The run continues."""
-
-    deviations: float = key(
-        5.0, "how far a step's mean may be from that of the steps before, in deviations of theirs; 0: off", AT_LEAST_0
-    )
-    steps: int = key(20, "so many steps before", Range(4, 10000))

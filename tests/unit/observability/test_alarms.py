@@ -203,8 +203,9 @@ def test_a_command_that_hangs_is_ended_with_what_it_has_started(
     monkeypatch.chdir(tmp_path)
     for seconds, close_s in ((0.2, 10.0), (60.0, 0.2)):  # beyond its own time, and at the end of the run
         monkeypatch.setattr("rlhf_mcore.observability.alarm_messages.CLOSE_S", close_s)
+        monkeypatch.setattr("rlhf_mcore.observability.alarm_messages.TIMEOUT_S", seconds)
         Path("pids").unlink(missing_ok=True)
-        cfg = AlarmsConfig(actions=["command"], command=["sh", "-c", script], timeout_s=seconds)
+        cfg = AlarmsConfig(actions=["command"], command=["sh", "-c", script])
         rung, _ = bell(cfg, notes)
         rung.check(1, {"loss/total": NAN})
         wait_for(lambda: Path("pids").exists() and Path("pids").read_text().endswith("\n"), 10)
