@@ -124,12 +124,24 @@ class EpisodeDriver(Protocol):
 
 
 class WeightTarget(Protocol):
-    """Where a bridge writes: the weights of a model, replaced as one transaction."""
+    """Where a bridge brings weights to: those of a model, replaced as one transaction, wherever it is."""
 
     @property
     def policy_version(self) -> int:
         """Of the weights that it holds; -1 where there are none that may be used."""
         ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace all weights by full tensors under Hugging Face names, in a transaction of their own."""
+        ...
+
+    def abandon(self, problem: str) -> None:
+        """Make the weights unusable, for the reason ``problem``, until the next whole transaction."""
+        ...
+
+
+class LiveWeights(WeightTarget, Protocol):
+    """Weights in the memory of this rank, which a bridge may write in place."""
 
     @property
     def model(self) -> nn.Module:
@@ -141,14 +153,6 @@ class WeightTarget(Protocol):
 
         The weights are unusable inside the block. Leaving it commits them as ``version``; an exception abandons them.
         """
-        ...
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replace all weights by full tensors under Hugging Face names, in a transaction of their own."""
-        ...
-
-    def abandon(self, problem: str) -> None:
-        """Make the weights unusable, for the reason ``problem``, until the next whole transaction."""
         ...
 
 

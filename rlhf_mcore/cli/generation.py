@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
@@ -30,7 +30,7 @@ from rlhf_mcore.roles.freezing import trained_names
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.rollout.engine import Engine, EngineModel
+from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
@@ -98,7 +98,8 @@ def _colocated(
     record.progress("the bridge of weights to it")
     run.stack.enter_context(_closed_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
-    sharing.engine_bytes = storage_bytes(engine.model.parameters())
+    if engine_kind(cfg.rollout.engine).has_live_weights:
+        sharing.engine_bytes = storage_bytes(_live(cfg, engine).model.parameters())
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
@@ -171,16 +172,21 @@ def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: W
     return Canary(worker, target, actor, prompts, sampling, TOLERANCE[DTYPES[run.dtype]])
 
 
-def _trace(cfg: Config, actor: Actor, target: WeightTarget) -> EngineMap | None:
+def _live(cfg: Config, engine: Engine) -> LiveEngine:
+    assert engine_kind(cfg.rollout.engine).has_live_weights, "config.validate keeps others from what writes them"
+    return cast("LiveEngine", engine)
+
+
+def _trace(cfg: Config, actor: Actor, engine: Engine) -> EngineMap | None:
     """Map what an engine holds, for the planned bridge."""
     if cfg.bridge.method == "gather":
         return None
     if cfg.bridge.live_cpu_weights and engine_kind(cfg.rollout.engine).reads("bridge.live_cpu_weights"):
-        keep_loading_layout(target.model)
-    return engine_map(target.model, hf_shapes(actor.model.spec.geometry.trunk))
+        keep_loading_layout(_live(cfg, engine).model)
+    return engine_map(_live(cfg, engine).model, hf_shapes(actor.model.spec.geometry.trunk))
 
 
-def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget, traced: EngineMap | None) -> WeightBridge:
+def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
     gatherer = None
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
         model = actor.model.model
@@ -191,11 +197,11 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget, traced: Engin
         gatherer = Gatherer(held, geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
         assert gatherer is not None
-        return GatherBridge(gatherer, target)
+        return GatherBridge(gatherer, engine)
     bridge = PlannedBridge(
         actor.model.local_parameters(),
         actor.model.spec.geometry,
-        target,
+        _live(cfg, engine),
         world_group(),
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
@@ -204,7 +210,7 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget, traced: Engin
         traced=traced,
         nodes=nodes(),
     )
-    return bridge if cfg.bridge.verify == "full" else trained_weights(cfg, actor, bridge, target)
+    return bridge if cfg.bridge.verify == "full" else trained_weights(cfg, actor, bridge, engine)
 
 
 def trained_weights(cfg: Config, actor: Actor, bridge: SyncsParts, target: WeightTarget) -> WeightBridge:

@@ -102,7 +102,7 @@ class InFlight:
 
 
 class Engine(VersionedWeights, ABC):
-    """A StreamingGenerator, a WeightTarget and a Sleeper in this process.
+    """A StreamingGenerator, a WeightTarget and a Sleeper, as a rank has it: the engine itself, or the client of a server.
 
     It starts without weights, and refuses to generate until it has all of them. Weights may be replaced while requests are in flight:
     their next tokens are drawn from the new ones, and the completion tells which version drew which token.
@@ -251,25 +251,29 @@ class Engine(VersionedWeights, ABC):
     def _num_drawn(self) -> dict[int, int]:
         """Tokens drawn so far of each request in flight, by its id."""
 
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
+
+    def sleep(self, level: int = 2) -> None:
+        """Do nothing: what the engine holds stays where it is."""
+
+    def wake(self, tags: Sequence[str] = MEMORY) -> None:
+        """Do nothing, as ``sleep`` does nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the engine."""
+
+
+class LiveEngine(Engine):
+    """An engine whose parameters are in this process: a LiveWeights too."""
+
     @property
     @abstractmethod
     def model(self) -> nn.Module: ...
 
     @abstractmethod
     def begin(self, version: int) -> AbstractContextManager[nn.Module]: ...
-
-    @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
-
-    @abstractmethod
-    def sleep(self, level: int = 2) -> None: ...
-
-    @abstractmethod
-    def wake(self, tags: Sequence[str] = MEMORY) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the engine."""
 
 
 def ragged_ids(parts: Sequence[Sequence[int] | NDArray[np.int32]]) -> Ragged[NDArray[np.int32]]:

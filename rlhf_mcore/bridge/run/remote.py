@@ -25,7 +25,7 @@ from rlhf_mcore.bridge.run.transports import machine
 from rlhf_mcore.parallel.addresses import listener
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.parallel.joint_group import JointGroup, connections
-from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost, RemoteEngines, SyncStats, WeightTarget
+from rlhf_mcore.protocols import EngineProcess, GroupSpec, LiveWeights, PeersLost, RemoteEngines, SyncStats
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 ATTEMPTS = 3  # with the same processes
@@ -62,7 +62,7 @@ class Side:
     """
 
     parameters: Sequence[LocalParameter]
-    target: WeightTarget
+    target: LiveWeights
     node: str = ""
     sources: Sources | None = None
 
@@ -104,7 +104,7 @@ class _End:
 class EngineEnd:
     """The engine's end: a :class:`WeightReceiver`."""
 
-    def __init__(self, target: WeightTarget, node: str = "") -> None:
+    def __init__(self, target: LiveWeights, node: str = "") -> None:
         self._side = Side((), target, node)
         self._end: _End | None = None
         self._is_live = False

@@ -30,7 +30,7 @@ from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
 from rlhf_mcore.platform.transformers_models import checkpoint_tensors
-from rlhf_mcore.protocols import SyncMismatch, SyncStats, WeightTarget
+from rlhf_mcore.protocols import LiveWeights, SyncMismatch, SyncStats, WeightTarget
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 
@@ -149,7 +149,7 @@ class PlannedBridge:
         self,
         parameters: Sequence[LocalParameter],
         geometry: ModelGeometry,
-        target: WeightTarget,
+        target: LiveWeights,
         group: dist.ProcessGroup,
         *,
         bucket_bytes: int,

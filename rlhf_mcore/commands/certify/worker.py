@@ -31,7 +31,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.platform import DTYPES, Platform, current_platform, eager_imports
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.rollout.engine import Engine, EngineModel
+from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.canary import canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
@@ -86,6 +86,7 @@ def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], fol
         spec, parameters = actor.model.spec, actor.model.local_parameters()
         dtype = platform.dtype(cfg.model.dtype)
         engine = engine or build_engine(cfg.rollout, EngineModel.of(cfg, dtype, hf_shapes(spec.geometry.trunk)))
+        assert isinstance(engine, LiveEngine), "each of ours is one"
         # Buckets of a quarter of the largest tensor: pieces of it travel apart. Poison shows what no message has written.
         bucket = max(all_gather_json(max(parameter.tensor.nbytes for parameter in parameters))) // 4
         options: dict[str, Any] = {"bucket_bytes": bucket, "verify": "digest", "poison": True}

@@ -16,8 +16,8 @@ from torch import Tensor
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import DTYPES, current_platform
 from rlhf_mcore.platform.transformers_models import checkpoint_tensors
-from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors, ragged_ids
+from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine, ragged_ids
 from rlhf_mcore.rollout.process import preserved_rng
 from rlhf_mcore.types import Completion, Request, Sampling
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
 
 
-class HFEngine(Engine):
+class HFEngine(LiveEngine):
     """A full copy of the model on every rank (``layout.tp`` is not looked at), so as many engines as ranks.
 
     Works without torch.distributed too: then it is engine 0 of 1.
@@ -119,12 +119,6 @@ class HFEngine(Engine):
     def model(self) -> torch.nn.Module:
         """The live model."""
         return self._model
-
-    def sleep(self, level: int = 2) -> None:
-        """Nothing: the model stays where it is."""
-
-    def wake(self, tags: Sequence[str] = MEMORY) -> None:
-        """Nothing, as ``sleep`` does nothing."""
 
     def close(self) -> None:
         """Free the model."""

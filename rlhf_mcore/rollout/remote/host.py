@@ -22,8 +22,8 @@ from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
-    from rlhf_mcore.protocols import EpisodeDriver, GroupSpec, WeightReceiver, WeightTarget
-    from rlhf_mcore.rollout.engine import Engine, EngineModel
+    from rlhf_mcore.protocols import EpisodeDriver, GroupSpec, LiveWeights, WeightReceiver
+    from rlhf_mcore.rollout.engine import EngineModel, LiveEngine
     from rlhf_mcore.types import Completion, Request
 
 # "submit" and requests, "cancel" and request ids, "forget" cached prefixes, "pause", "wait" for environments.
@@ -45,7 +45,7 @@ class EngineOrder:
 
     cfg: RolloutConfig
     model: EngineModel
-    receiver: Callable[[WeightTarget], WeightReceiver]
+    receiver: Callable[[LiveWeights], WeightReceiver]
     episodes: Callable[[], EpisodeDriver] | None = None
     directory: str = ""  # where relative paths begin, if it is there: a cluster's processes may be elsewhere
     deterministic: bool = False
@@ -117,7 +117,7 @@ class EngineHost:
         self._listening: socket.socket | None = None
         self._is_lead = True
         self._joining: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._engine: Engine
+        self._engine: LiveEngine
         self._episodes: EpisodeDriver | None = None
         self._receiver: WeightReceiver
 
@@ -153,6 +153,7 @@ class EngineHost:
         import torch.distributed as dist
 
         from rlhf_mcore.platform import current_platform
+        from rlhf_mcore.rollout.engine import LiveEngine
 
         platform = current_platform()
         platform.setup_process(meeting.rank, threads, order.deterministic)
@@ -175,7 +176,9 @@ class EngineHost:
             timeout=_FOREVER,
         )
         torch.manual_seed(order.model.seed)
-        self._engine = kind.build(order.cfg, order.model)
+        engine = kind.build(order.cfg, order.model)
+        assert isinstance(engine, LiveEngine), "config.validate keeps others from Ray"
+        self._engine = engine
         self._receiver = order.receiver(self._engine)
         if self._is_lead and order.episodes is not None:
             self._episodes = order.episodes()

@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
+from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import cpu, masks, reload
 from rlhf_mcore.rollout.vllm.drafts import draft_options
 from rlhf_mcore.rollout.vllm.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
@@ -31,7 +31,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _LEAST_BUDGET, _USUAL_BUDGET = 4096, 16384
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(LiveEngine):
     """One of ``world_size / cfg.layout.tp`` vLLM engines that live in the ranks of the trainer.
 
     vLLM's ``external_launcher`` joins the process group that the trainer has initialised; consecutive ranks form an
