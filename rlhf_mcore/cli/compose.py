@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,11 @@ from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.profiler import StepProfiler
 from rlhf_mcore.trainer.record import MAX_HEARD, RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
+
+if TYPE_CHECKING:
+    from rlhf_mcore.trainer.profiler import StepProfiler
 
 SUMMARISED = {
     "evaluate/accuracy": "held-out accuracy",
@@ -155,6 +158,8 @@ def _heard(warnings: list[str]) -> Iterator[None]:
 
 
 def _profiler(cfg: Config, record: RunRecord, done: int) -> StepProfiler:
+    from rlhf_mcore.trainer.profiler import StepProfiler
+
     if all(step <= done for step in cfg.trainer.profile.steps):
         record.note(
             f"trainer.profile.steps={cfg.trainer.profile.steps}: the run continues after step {done}, nothing is profiled"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.map.trace import EngineMap
@@ -21,7 +20,6 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import RewardFunction, SyncStats, WeightBridge, WeightTarget
@@ -107,7 +105,11 @@ def _colocated(
         from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 
         worker = episode_worker(cfg, engine, engine.rank, data.decode, ToolCallParser)
-    claims = StoreClaims(engine.rank) if cfg.rollout.order == SHARED_QUEUE else None
+    claims = None
+    if cfg.rollout.order == SHARED_QUEUE:
+        from rlhf_mcore.parallel.claims import StoreClaims
+
+        claims = StoreClaims(engine.rank)
     worker = replace(worker, dealer=Dealer(cfg.rollout.order, cfg.rollout.max_num_seqs, claims=claims))
     sampling = training_sampling(cfg)
     on_error = OnError.of(cfg.reward)
@@ -189,6 +191,8 @@ def _trace(cfg: Config, actor: Actor, engine: Engine) -> EngineMap | None:
 def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
     gatherer = None
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
+        from rlhf_mcore.bridge.files.transfer import Gatherer
+
         model = actor.model.model
         assert model is not None, "config.validate keeps actor.ranks from these"
         pgs = model.groups.collection

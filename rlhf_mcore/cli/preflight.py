@@ -17,7 +17,6 @@ from itertools import count
 from pathlib import Path
 
 import rlhf_mcore
-from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.links import best_rule, find_best
 from rlhf_mcore.cli import terminal
@@ -134,6 +133,8 @@ def announce(cfg: Config) -> int | None:
     own, resume = scan(directory.path), cfg.checkpoint.resume
     if not own or resume == NEVER or Path(resume).resolve().parent == directory.path:
         return 0
+    from rlhf_mcore.checkpoint.delta import verify_chain
+
     newest = own[-1]
     try:
         saved = read_text(newest.path / "config.yaml", limit=SMALL.num_bytes, remedy="choose another checkpoint")

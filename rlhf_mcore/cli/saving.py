@@ -19,7 +19,6 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.commit import Permissions
-from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import tidy
 from rlhf_mcore.checkpoint.layout import BEST, checkpoint_path, linked_step
@@ -93,6 +92,8 @@ class Restorer:
             step = linked_step(run, BEST) if dist.get_rank() == 0 else None
             if step is None or step == last_step:
                 return None
+            from rlhf_mcore.checkpoint.delta import readable, verify_chain
+
             problems = verify_chain(checkpoint_path(run, step), hashes=hashes)
             if damage := [problem for problem in problems if problem.is_damage]:
                 raise ConfigError(

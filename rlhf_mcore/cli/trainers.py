@@ -1,11 +1,10 @@
-"""From a run's configuration to its trainer, by kind of run. The one place that picks concrete classes for training."""
+"""From a run's configuration to its trainer: reinforcement learning here, runs on given responses in ``example_trainers``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -16,48 +15,31 @@ from rlhf_mcore.cli.models import ModelBuilder
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
-from rlhf_mcore.config.data_columns import file_keys, wanted_columns
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import grades, longest_example, needs_critic
+from rlhf_mcore.config.implied import grades, needs_critic
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.mcore.kernels import live_kernels
-from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.planning.counts import model_flops, mtp_flops
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
-from rlhf_mcore.roles.policy import SupervisedActor
-from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
-from rlhf_mcore.trainer.example_learner import (
-    ExampleEvaluator,
-    ExampleLearner,
-    NoPublisher,
-    Sums,
-    likelihood,
-    likelihood_metrics,
-    preference,
-    preference_metrics,
-)
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
-from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import Roles
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, keep_scores
-from rlhf_mcore.trainer.token_record import TokenRecord
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
-from rlhf_mcore.types import Prompt, TrainBatch
+from rlhf_mcore.types import Prompt
 
 
 def build_trainer(run: RunContext) -> Trainer:
@@ -66,7 +48,11 @@ def build_trainer(run: RunContext) -> Trainer:
     Raises:
         ConfigError: what only the loaded data and the built models can show; raised on every rank.
     """
-    return {RL: rl_trainer, SFT: sft_trainer, REWARD_MODEL: reward_model_trainer}[run.kind](run)
+    if run.kind is RL:
+        return rl_trainer(run)
+    from rlhf_mcore.cli import example_trainers
+
+    return {SFT: example_trainers.sft_trainer, REWARD_MODEL: example_trainers.reward_model_trainer}[run.kind](run)
 
 
 def rl_trainer(run: RunContext) -> Trainer:
@@ -76,17 +62,19 @@ def rl_trainer(run: RunContext) -> Trainer:
         pools = reward_pools(cfg.reward)
         graders = on_every_rank(lambda: build_graders(cfg, pools))
         on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
-    data = _load_data(run, _load_prompts)
+    data = load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):
         models = ModelBuilder(_with_offload(run), run.platform, run.start.weights, record.memory, record.progress)
         run.stack.callback(models.release)
         actor = models.actor()
-        _note_kernels(run, actor.model)
+        note_kernels(run, actor.model)
         critic = models.critic() if needs_critic(cfg) else None
         reference = models.reference() if cfg.algorithm.kl.coef else None
         model_reward = None
         if cfg.reward.model.path is not None:
+            from rlhf_mcore.trainer.model_reward import ModelReward
+
             model_reward = ModelReward(graders, models.reward_model(), cfg.reward.model.weight)
     sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), AdvantageComputer(cfg.algorithm)
     saved = [SavedModel("actor", actor.model, cfg.model.path)]
@@ -105,8 +93,8 @@ def rl_trainer(run: RunContext) -> Trainer:
     assert record.throughput is not None
     work = StepWork(
         record.throughput,
-        _trained_work(actor.model),
-        _trained_work(critic.model) if critic is not None else None,
+        trained_work(actor.model),
+        trained_work(critic.model) if critic is not None else None,
         model_flops(reference.model.spec.geometry) if reference is not None else None,
         generates=cfg.rollout.placement == "colocated",
     )
@@ -119,6 +107,8 @@ def rl_trainer(run: RunContext) -> Trainer:
     )
     shown, tokens = cfg.logging, None
     if shown.rollout_tokens:
+        from rlhf_mcore.trainer.token_record import TokenRecord
+
         tokens = TokenRecord(shown.rollout_tokens, shown.rollouts_every, generation.worker.decode, record.directory)
     return Trainer(
         source=generation.source,
@@ -160,65 +150,16 @@ def _with_offload(run: RunContext) -> Config:
     return decided
 
 
-def _trained_work(model: TrainedModel) -> TrainedWork:
+def trained_work(model: TrainedModel) -> TrainedWork:
     return TrainedWork(model_flops(model.spec.geometry), model.plan.epochs, mtp_flops(model.spec.geometry))
 
 
-def sft_trainer(run: RunContext) -> Trainer:
-    """Supervised fine-tuning: a policy that imitates given responses."""
-    data = _load_data(run, _load_examples)
-    actor = SupervisedActor(_build_on_examples(run, "actor"))
-    return _example_trainer(run, data, actor, partial(likelihood, actor), likelihood_metrics)
-
-
-def reward_model_trainer(run: RunContext) -> Trainer:
-    """A reward model that learns from pairs of a better and a worse response."""
-    data = _load_data(run, _load_examples)
-    model = RewardModelTrainer(_build_on_examples(run, "reward_model"), run.cfg.algorithm.centering)
-    return _example_trainer(run, data, model, partial(preference, model), preference_metrics)
-
-
-def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
-    """The one model of a run on given responses. ``name`` prefixes its metrics."""
-    with run.record.phase("build_model"):
-        record = run.record
-        models = ModelBuilder(run.cfg, run.platform, run.start.weights, record.memory, record.progress)
-        run.stack.callback(models.release)
-        model = models.on_examples(run.kind, name)
-    _note_kernels(run, model)
-    return model
-
-
-def _note_kernels(run: RunContext, trained: TrainedModel) -> None:
+def note_kernels(run: RunContext, trained: TrainedModel) -> None:
     if trained.model is not None:  # of a role on other ranks the first one has nothing to look at
         run.record.note(kernels_text(live_kernels(trained.model)))
 
 
-def _example_trainer(
-    run: RunContext,
-    data: Data[TokenizedExample],
-    role: SupervisedActor | RewardModelTrainer,
-    measure: Callable[[TrainBatch], Sums],
-    named: Callable[[Sums], dict[str, float]],
-) -> Trainer:
-    """``measure`` and ``named`` evaluate the role: see :class:`ExampleEvaluator`."""
-    cfg, record, counters = run.cfg, run.record, Counters()
-    assert record.throughput is not None
-    sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
-    saved = [SavedModel(run.kind.saved_as, role.model, cfg.model.path)]
-    return Trainer(
-        source=ExampleBatches(data.train, sampler),
-        learner=ExampleLearner(role, record, StepWork(record.throughput, _trained_work(role.model))),
-        publisher=NoPublisher(),
-        evaluator=ExampleEvaluator(data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named),
-        checkpointer=build_checkpointer(run, saved, {"counters": counters}, sampler),
-        recorder=record,
-        max_bad_updates=cfg.trainer.max_bad_updates,
-        counters=counters,
-    )
-
-
-def _load_data(
+def load_data(
     run: RunContext, load: Callable[[RunContext, PreTrainedTokenizerBase], tuple[list[T], list[T]]]
 ) -> Data[T]:
     """What ``load`` finds to learn from and to evaluate on. All that may be wrong with it is found before a model is built."""
@@ -255,27 +196,6 @@ def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[
         check_sources(train, reward.sources, "data.train")
         check_sources(held_out, reward.sources, "data.eval")
     return train, held_out
-
-
-def _load_examples(
-    run: RunContext, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[TokenizedExample], list[TokenizedExample]]:
-    cfg, data = run.cfg, run.cfg.data
-    positions = load_spec(cfg.model.path, run.kind.head).hf_config.max_position_embeddings
-
-    def load(files: list[str], field: str) -> list[TokenizedExample]:
-        columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(data, files, field)]
-        return load_examples(
-            files,
-            tokenizer,
-            columns,
-            max_tokens=min(longest_example(cfg), positions),
-            drop_longer=data.overlong_prompts == "drop",
-            data=data,
-            field=field,
-        )
-
-    return load(data.train, "data.train"), load(data.eval, "data.eval") if data.eval else []
 
 
 def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> ResumableSampler:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.observability.alarms import AlarmBell
 from rlhf_mcore.observability.console import Console
@@ -21,8 +21,10 @@ from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.trainer.profiler import StepProfiler
 from rlhf_mcore.types import Score, Trajectory
+
+if TYPE_CHECKING:
+    from rlhf_mcore.trainer.profiler import StepProfiler
 
 MAX_HEARD = 5  # warnings of a rank in a step that are shown
 RECENT = 100  # steps whose figures are in a checkpoint

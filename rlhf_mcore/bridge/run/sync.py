@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.layouts import spread_order
@@ -32,6 +31,9 @@ from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_j
 from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import LiveWeights, SyncMismatch, SyncStats, WeightTarget
 from rlhf_mcore.types import LocalParameter, ModelGeometry
+
+if TYPE_CHECKING:
+    from rlhf_mcore.bridge.files.transfer import Gatherer
 
 
 @dataclass(slots=True)
