@@ -1,4 +1,7 @@
-"""What the training loop needs of its parts, and no more. Concrete classes are picked in ``rlhf_mcore.cli``."""
+"""What one room needs of another, and no more: seams of engines and bridges, then the parts of the loop.
+
+Concrete classes are picked in ``rlhf_mcore.cli``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlhf_mcore.types import Completion, Request, Score, Trajectory
+    from rlhf_mcore.types import Completion, Request, Score, TrainBatch, Trajectory
 
 
 MEMORY = ("weights", "kv_cache")  # of an engine, in the order in which it is needed again after a sleep
@@ -280,3 +283,116 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+# ------------------------------------------------------------------------------------------ the loop and its parts
+class LogprobModel(Protocol):
+    """A policy that computes logprobs [N] of the sampled tokens. Collective over the world."""
+
+    def compute_logprobs(self, batch: TrainBatch) -> Tensor: ...
+
+
+class ReferenceModel(LogprobModel, Protocol):
+    """A policy whose weights can be replaced by those of another one."""
+
+    def refresh(self, actor: Any) -> None: ...
+
+
+class TrainableModel(Protocol):
+    """A model that is updated by the ranks that hold it; its metrics are known to these."""
+
+    def deliver_update(self, batch: TrainBatch) -> Callable[[], dict[str, float]]:
+        """Bring the rows to those ranks, collective over the world; what is returned makes the updates there."""
+        ...
+
+
+class TrainablePolicy(LogprobModel, TrainableModel, Protocol):
+    """A policy that is updated."""
+
+    def makes_one_update(self, batch: TrainBatch) -> bool:
+        """Whether a step learns from these rows in one update: the policy before it is then that of the update's forward pass."""
+        ...
+
+    def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
+        """Logprobs [N] of the forward pass of that update, which was made without ``old_logprobs``. Collective over the world."""
+        ...
+
+
+class ValueModel(TrainableModel, Protocol):
+    """Values [N] of the states before each sampled token, and, where wanted, [B] of those after the last. Collective."""
+
+    def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]: ...
+
+
+class ScoreModel(Protocol):
+    """Scores [B] of whole responses. Collective over the world."""
+
+    def compute_scores(self, batch: TrainBatch) -> Tensor: ...
+
+
+class Source(Protocol):
+    """Where the rows of a step come from."""
+
+    def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
+        """The rows of a step, and metrics of them. Collective."""
+        ...
+
+
+class Learner(Protocol):
+    """What learns from the rows of a step."""
+
+    def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
+        """All updates of a step; returns their metrics. Collective."""
+        ...
+
+
+class Publisher(Protocol):
+    """Who uses the weights of a step beside the checkpoints."""
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        """Bring the weights of version ``version`` there; returns metrics. Collective."""
+        ...
+
+    def withdraw(self) -> None:
+        """The weights that were published last are needed no longer: the model learns, and others follow."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Measures the model on held-out data."""
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether to evaluate after ``step`` of ``num_steps`` steps."""
+        ...
+
+    def run(self, step: int) -> dict[str, float]:
+        """``evaluate/*`` metrics. Collective."""
+        ...
+
+
+class Recorder(Protocol):
+    """Keeps the record of a run."""
+
+    def begin_step(self, step: int) -> None:
+        """A step begins. Collective."""
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase of the step, and show what is happening."""
+        ...
+
+    def progress(self, text: str) -> None:
+        """Show how far the phase is."""
+        ...
+
+    def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
+        """Keep the step's rollouts. Collective."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Close a step and write its metrics. ``step`` counts from 1; 0 is the evaluation before training. Collective."""
+        ...
+
+    def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the evaluation of the model of an earlier step, with which the run ends."""
+        ...

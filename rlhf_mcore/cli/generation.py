@@ -22,7 +22,7 @@ from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
-from rlhf_mcore.protocols import RewardFunction, SyncStats, WeightBridge, WeightTarget
+from rlhf_mcore.protocols import Publisher, RewardFunction, Source, SyncStats, WeightBridge, WeightTarget
 from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
 from rlhf_mcore.roles.freezing import trained_names
 from rlhf_mcore.roles.model import RoleModel
@@ -34,7 +34,6 @@ from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
-from rlhf_mcore.trainer.parts import Publisher, Source
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling

@@ -36,8 +36,7 @@ from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, 
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
-from rlhf_mcore.trainer.parts import Roles
-from rlhf_mcore.trainer.reinforcement import PolicyLearner, keep_scores
+from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles, keep_scores
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
 from rlhf_mcore.types import Prompt
 

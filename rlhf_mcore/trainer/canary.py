@@ -14,9 +14,8 @@ import torch
 
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.protocols import SyncMismatch, WeightTarget
+from rlhf_mcore.protocols import LogprobModel, SyncMismatch, WeightTarget
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.parts import LogprobModel
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 

@@ -15,7 +15,7 @@ from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.parallel.rows import merge_rows
 
 if TYPE_CHECKING:
-    from rlhf_mcore.trainer.parts import LogprobModel, Recorder, ScoreModel, TrainableModel
+    from rlhf_mcore.protocols import LogprobModel, Recorder, ScoreModel, TrainableModel
     from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import TrainBatch
 

@@ -10,7 +10,8 @@ from rlhf_mcore.trainer.metrics import Counters, stop_if_diverged
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rlhf_mcore.trainer.parts import Checkpointer, Evaluator, Learner, Publisher, Recorder, Source
+    from rlhf_mcore.protocols import Evaluator, Learner, Publisher, Recorder, Source
+    from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class Trainer:
     learner: Learner
     publisher: Publisher
     evaluator: Evaluator
-    checkpointer: Checkpointer
+    checkpointer: RunCheckpointer
     recorder: Recorder
     max_bad_updates: int = 5
     counters: Counters = field(default_factory=Counters)

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.protocols import RewardFunction
+from rlhf_mcore.protocols import RewardFunction, ScoreModel
 from rlhf_mcore.trainer.exchange import exchange_rows
-from rlhf_mcore.trainer.parts import ScoreModel
 from rlhf_mcore.types import Score, Trajectory
 
 PART = "reward_model"  # name of its score among the parts

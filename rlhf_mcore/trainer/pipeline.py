@@ -13,11 +13,10 @@ from rlhf_mcore.trainer.rollouts import Rollouts
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import WeightBridge
+    from rlhf_mcore.protocols import Recorder, WeightBridge
     from rlhf_mcore.trainer.ahead import Group, SamplingAhead
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
-    from rlhf_mcore.trainer.parts import Recorder
     from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch
 
 # Other ranks than the first wait in collectives that are at most so far apart, however long responses take.

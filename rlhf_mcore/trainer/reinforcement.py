@@ -13,17 +13,27 @@ from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, source_metrics
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import RewardFunction, Sleeper, SyncStats, WeightBridge
+    from rlhf_mcore.data.source import PromptBatches
+    from rlhf_mcore.protocols import (
+        Recorder,
+        ReferenceModel,
+        RewardFunction,
+        Sleeper,
+        SyncStats,
+        TrainableModel,
+        TrainablePolicy,
+        ValueModel,
+        WeightBridge,
+    )
     from rlhf_mcore.residency.sharing import DeviceSharing
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.dynamic_sampling import Collected, Collector
     from rlhf_mcore.trainer.exchange import RowExchange
-    from rlhf_mcore.trainer.parts import PromptSource, Recorder, Roles, TrainableModel
     from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
     from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
-    from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
+    from rlhf_mcore.types import Field, Prompt, Sampling, Score, TrainBatch, Trajectory
 
 # Trajectories that this rank has drawn, and their scores by graders -> the scores with what is added to them.
 AddScores = Callable[["Sequence[Trajectory]", "list[Score]"], "list[Score]"]
@@ -35,13 +45,30 @@ def keep_scores(trajectories: Sequence[Trajectory], scores: list[Score]) -> list
 
 
 @dataclass(frozen=True, slots=True)
+class Roles:
+    """The models of a run; those that its algorithm does not need are None.
+
+    ``warmup_steps``: in so many steps only the critic learns. ``refresh_steps``: after so many steps the reference takes over the
+    actor's weights (0: never).
+    """
+
+    actor: TrainablePolicy
+    critic: ValueModel | None = None
+    reference: ReferenceModel | None = None
+    warmup_steps: int = 0
+    refresh_steps: int = 0
+    # What further models compute of the tokens of a batch before it is learned from, by the field that it fills: [N, ...]. Collective.
+    computes: Mapping[str, Callable[[TrainBatch], Field]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class SampledBatches:
     """Synchronous: a step's responses are drawn when the step asks for them, and scored while others are drawn.
 
     ``add_model`` adds to the scores of ``reward`` those of a reward model, which needs the device. Collective.
     """
 
-    prompt_source: PromptSource
+    prompt_source: PromptBatches
     worker: RolloutWorker
     sampling: Sampling
     reward: RewardFunction

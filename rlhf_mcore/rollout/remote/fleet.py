@@ -17,18 +17,16 @@ from rlhf_mcore.rollout.remote.backlog import Backlog, FreeBacklog, OpenRequests
 from rlhf_mcore.rollout.remote.host import Meeting, Report
 from rlhf_mcore.rollout.remote.parts import (
     REMEDY,
-    Call,
     EnginesLost,
     EngineStatus,
     FleetEngine,
     FleetPlan,
-    Machines,
-    Process,
 )
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import GroupSpec
+    from rlhf_mcore.rollout.remote.cluster import Cluster, RayCall, RayProcess
     from rlhf_mcore.types import Completion, Request
 
 START_TIMEOUT_S = 900.0  # of an engine, from its order to its first sign: imports, memory, graphs
@@ -50,7 +48,7 @@ class Fleet:
 
     def __init__(
         self,
-        machines: Machines,
+        machines: Cluster,
         plan: FleetPlan,
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -66,9 +64,9 @@ class Fleet:
         self._generated: dict[int, Completion] = {}  # by their ids, which ``generate`` waits for
         self._own_ids = count(-1, -1)  # of requests of ``generate``; others count from 0
         self._work = EngineWork()  # since ``pop_work``
-        self._participants: list[tuple[FleetEngine, Process]] | None = None  # while paused
-        self._calls: list[tuple[FleetEngine, Process, str, Call]] = []
-        self._ended: list[tuple[str, Sequence[Process]]] = []  # processes to be killed
+        self._participants: list[tuple[FleetEngine, RayProcess]] | None = None  # while paused
+        self._calls: list[tuple[FleetEngine, RayProcess, str, RayCall]] = []
+        self._ended: list[tuple[str, Sequence[RayProcess]]] = []  # processes to be killed
         self._notes: list[str] = []
         self._error: Exception | None = None
         self._last_tick = clock()
@@ -182,7 +180,7 @@ class Fleet:
                 f"engine {engine.name} is ready after {now - engine.since:.0f} s, at {engine.address}{when}"
             )
 
-    def _ask(self, process: Process) -> Call:
+    def _ask(self, process: RayProcess) -> RayCall:
         return process.call("report", min(1.0, self._plan.timeout_s / 4))
 
     def _hear(self, engine: FleetEngine, now: float) -> None:
@@ -365,7 +363,7 @@ class Fleet:
 
     def _begin(
         self,
-        processes: Sequence[tuple[FleetEngine, Process]],
+        processes: Sequence[tuple[FleetEngine, RayProcess]],
         name: str,
         arguments: Sequence[tuple[Any, ...]] | None = None,
     ) -> None:

@@ -4,46 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rlhf_mcore.rollout.remote.cluster import RayCall, RayProcess
     from rlhf_mcore.rollout.remote.host import EngineOrder, Report
     from rlhf_mcore.types import Completion, Request
-
-
-class Call(Protocol):
-    """A method of an :class:`EngineHost` in another process, under way."""
-
-    def is_done(self) -> bool: ...
-
-    def result(self) -> Any: ...
-
-
-class Process(Protocol):
-    """A rank of an engine in another process. ``process`` is unique in a run."""
-
-    @property
-    def process(self) -> str: ...
-
-    def call(self, method: str, *arguments: Any) -> Call: ...
-
-
-class Machines(Protocol):
-    """Where processes come from: :class:`rlhf_mcore.rollout.remote.cluster.Cluster`."""
-
-    def connect(self) -> None: ...
-
-    def problem(self) -> str | None: ...
-
-    def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None: ...
-
-    def spawn(self, name: str, tp: int) -> Sequence[Process]: ...
-
-    def end(self, name: str, processes: Sequence[Any]) -> None: ...
-
-    def wait(self, calls: Sequence[Any], timeout_s: float, *, every: bool = False) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class EnginesLost(RuntimeError):
@@ -104,9 +70,9 @@ class FleetEngine:
     draining: bool = False
     since: float = 0.0
     address: str = ""
-    processes: Sequence[Process] = ()
-    starting: list[Call] = field(default_factory=list)
-    reports: list[Call] = field(default_factory=list)  # one of each process, under way
+    processes: Sequence[RayProcess] = ()
+    starting: list[RayCall] = field(default_factory=list)
+    reports: list[RayCall] = field(default_factory=list)  # one of each process, under way
     answered: list[float] = field(default_factory=list)
     requests: dict[int, Request] = field(default_factory=dict)  # that it has been given and has not answered
     share: Share | None = None  # that these are of, where requests are dealt in shares

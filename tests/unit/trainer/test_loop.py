@@ -24,8 +24,7 @@ from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import DivergedError
-from rlhf_mcore.trainer.parts import Roles
-from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
+from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles, SampledBatches
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory
 from tests.unit.trainer.records import Streaming, completions, prompt, worker

@@ -20,8 +20,7 @@ from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories, e
 from rlhf_mcore.parallel.ragged import split_tokens
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.parts import Roles
-from rlhf_mcore.trainer.reinforcement import PolicyLearner
+from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.types import Completion, Prompt, Ragged, Score, TrainBatch, Trajectory
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles import test_policy
