@@ -36,8 +36,9 @@ from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Sid
 from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.config.schema import RecomputeConfig, RolloutConfig
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import world_group

@@ -45,8 +45,9 @@ from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.config.schema import BridgeConfig, RecomputeConfig, RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.parallel.layout import ParallelLayout

@@ -30,8 +30,8 @@ def actor(path: Path) -> Any:
     from rlhf_mcore.bridge.files.hf_files import HFReader
     from rlhf_mcore.bridge.files.transfer import load
     from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
+    from rlhf_mcore.mcore.build import BuildOptions, build_model
     from rlhf_mcore.mcore.groups import GroupPool, build_groups
-    from rlhf_mcore.mcore.model import BuildOptions, build_model
     from rlhf_mcore.mcore.model_spec import load_spec
     from rlhf_mcore.parallel.layout import ParallelLayout
     from rlhf_mcore.platform import current_platform

@@ -315,7 +315,7 @@ def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Found:
     from rlhf_mcore.bridge.files.hf_files import HFReader
     from rlhf_mcore.bridge.files.transfer import load
     from rlhf_mcore.config.schema import RecomputeConfig
-    from rlhf_mcore.mcore.model import BuildOptions, build_model
+    from rlhf_mcore.mcore.build import BuildOptions, build_model
     from rlhf_mcore.residency.ledger import WEIGHTS
     from rlhf_mcore.residency.sharing import DeviceSharing
 
@@ -511,8 +511,8 @@ def _sized(device: str, folder: Path) -> Any:
     from rlhf_mcore.data.collate import RowTokens, make_microbatches
     from rlhf_mcore.families import FAMILIES
     from rlhf_mcore.foreign import Fields
+    from rlhf_mcore.mcore.build import BuildOptions, build_model
     from rlhf_mcore.mcore.groups import build_groups
-    from rlhf_mcore.mcore.model import BuildOptions, build_model
     from rlhf_mcore.mcore.model_spec import load_spec
     from rlhf_mcore.parallel.layout import ParallelLayout
     from tests.distributed.setting import start

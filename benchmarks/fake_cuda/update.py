@@ -25,9 +25,10 @@ from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, Recompute
 from rlhf_mcore.data.collate import RowTokens
 from rlhf_mcore.mcore import momentum
 from rlhf_mcore.mcore import optimizer as own_optimizer
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.dry_run import fake_world
 from rlhf_mcore.mcore.groups import build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import CudaPlatform

@@ -26,8 +26,9 @@ from rlhf_mcore.config.schema import (
     RewardModelConfig,
 )
 from rlhf_mcore.families.mtp import MTP_KEY
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.own_files import shown_path

@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_iter
 
 from rlhf_mcore.mcore import momentum
 from rlhf_mcore.mcore import optimizer as own_optimizer
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.groups import build_groups
-from rlhf_mcore.mcore.model import BuildOptions, LossFunction, MegatronModel, build_model
+from rlhf_mcore.mcore.model import LossFunction, MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.parallel.layout import ParallelLayout

@@ -1,40 +1,32 @@
-"""A Megatron model under a layout: how it is built, run over microbatches and updated."""
+"""A Megatron model under a layout: run over microbatches, and updated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
-    DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
-from rlhf_mcore.families import FAMILIES
-from rlhf_mcore.mcore.ends import ScalarHead, defer_logits, scale_embeddings
+from rlhf_mcore.config.schema import OptimizerConfig
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.inputs import PassInputs
-from rlhf_mcore.mcore.layers import decoder_spec, use_te
-from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
+from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.momentum import Locate
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
-from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
-from rlhf_mcore.mcore.rotation import set_frequencies, set_latent_frequencies
 from rlhf_mcore.mcore.stages import StageMessages
-from rlhf_mcore.mcore.weights import local_parameters, mark_tensor_parallel, unwrap, weight_storage
+from rlhf_mcore.mcore.weights import local_parameters, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.context import gather_context
 from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
@@ -43,7 +35,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.parts import Gradients, Part
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable
-from rlhf_mcore.types import LatentSizes, LocalParameter, Microbatch
+from rlhf_mcore.types import LocalParameter, Microbatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.mixture import Router
@@ -341,150 +333,6 @@ def _finalize(
 def scalar_outputs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
     """The number that a scalar head gives at each position: shape of ``microbatch.token_ids``, fp32."""
     return outputs.squeeze(-1)
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """How a model is built, beside its spec and groups."""
-
-    dtype: str
-    layer_spec: str
-    recompute: RecomputeConfig
-    trainable: bool
-    deterministic: bool
-    seed: int
-    aux_loss_coef: float = 0.0
-    overrides: Overrides = field(default_factory=Overrides)
-    freeze: Callable[[Sequence[torch.nn.Module]], None] | None = None  # takes the gradient of some weights
-    logit_chunk_tokens: int | None = None  # None: as many as parallel/logprobs.py chooses
-    expert_bias_rate: float = 0.0
-    microbatch_tokens: int = 0  # the most of a training pass; for ``tp_comm_overlap``
-    mtp: MTPLearning | None = None
-
-
-def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
-    """Allocate the model; its weights are undefined until they are loaded. Collective over the model's ranks.
-
-    Raises:
-        ConfigError: the machine has not what ``options.overrides`` need, or Megatron refuses them; or ``options.freeze`` does.
-    """
-    options.overrides.check(platform)
-    # MTP layers beside a pipeline have an embedding of their own, whose gradient is added to the other one's afterwards.
-    can_overlap = groups.collection.dp_cp.size() > 1 and (options.mtp is None or groups.layout.pp == 1)
-    if platform.name == "cuda" and options.trainable and can_overlap:
-        options = replace(options, overrides=options.overrides.overlapping())
-    platform.prepare_megatron()
-    if options.overrides.needs_one_shape:
-        options.overrides.make_buffers(platform, groups.layout, options.microbatch_tokens, spec.geometry.hidden_size)
-    rotate_packed()
-    with use_groups(groups, platform):
-        model_parallel_cuda_manual_seed(
-            options.seed,
-            tp_rank=groups.tp_rank,
-            ep_rank=groups.collection.ep.rank(),
-            etp_rank=groups.collection.expt_tp.rank(),
-            force_reset_rng=True,
-        )
-        aux_loss_coef = options.aux_loss_coef if options.trainable and spec.geometry.experts is not None else 0.0
-        config = transformer_config(
-            spec,
-            groups,
-            platform,
-            dtype=options.dtype,
-            recompute=options.recompute,
-            fused=use_te(options.layer_spec),
-            deterministic=options.deterministic,
-            aux_loss_coef=aux_loss_coef,
-            overrides=options.overrides,
-        )
-        stages: list[int | None] = [None] if groups.layout.vpp is None else list(range(groups.layout.vpp))
-        chunks = [_build_chunk(spec, groups, config, options, stage) for stage in stages]
-        if options.freeze is not None:
-            options.freeze(chunks)
-        chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
-        modules = [module for chunk in chunks for module in chunk.modules()]
-        if spec.geometry.experts is not None:
-            from rlhf_mcore.mcore.mixture import keep_biases_whole
-
-            keep_biases_whole(modules)
-        tell_of_padding(modules)
-        if platform.name == "cuda":
-            from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
-
-            use_fast_kernels(modules, config)
-        # Or Megatron would move it with every gradient, over its globals.
-        config.moe_router_enable_expert_bias = False
-    if options.trainable and options.overrides.wants("overlap_grad_reduce"):
-        no_sync = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return MegatronModel(
-        spec,
-        config,
-        groups,
-        platform,
-        chunks,
-        aux_loss_coef,
-        expert_bias_rate=options.expert_bias_rate if options.trainable else 0.0,
-        overrides=options.overrides,
-        logit_chunk_tokens=options.logit_chunk_tokens,
-        mtp=options.mtp,
-    )
-
-
-def _build_chunk(
-    spec: ModelSpec, groups: ModelGroups, config: TransformerConfig, options: BuildOptions, vp_stage: int | None
-) -> GPTModel:
-    first = groups.pp_rank == 0 and vp_stage in (None, 0)
-    last = groups.pp_rank == groups.layout.pp - 1 and vp_stage in (None, (groups.layout.vpp or 1) - 1)
-    chunk = GPTModel(
-        config=config,
-        transformer_layer_spec=decoder_spec(
-            config,
-            options.layer_spec,
-            FAMILIES[spec.geometry.family],
-            pp_rank=groups.pp_rank,
-            vp_stage=vp_stage,
-        ),
-        vocab_size=spec.geometry.padded_vocab(groups.layout.tp),
-        max_sequence_length=spec.hf_config.max_position_embeddings,
-        pre_process=first,
-        post_process=last,
-        parallel_output=True,
-        share_embeddings_and_output_weights=spec.geometry.tied_embeddings,
-        position_embedding_type="rope",
-        pg_collection=groups.collection,
-        vp_stage=vp_stage,
-    )
-    if last and spec.geometry.head != "lm":
-        chunk.output_layer = ScalarHead(config, groups.collection.tp, has_bias=spec.geometry.head == "token")
-    elif last:
-        defer_logits(chunk.output_layer, groups.collection.tp)
-    if options.mtp is not None:
-        from rlhf_mcore.mcore.mtp import add_mtp_layers
-
-        family = FAMILIES[spec.geometry.family]
-        add_mtp_layers(chunk, spec.geometry, groups, options.layer_spec, family, alone=options.mtp.alone)
-    if isinstance(spec.geometry.attention, LatentSizes):
-        set_latent_frequencies(chunk, spec.inv_freq, spec.rope_scale)
-    else:
-        set_frequencies(chunk, spec.inv_freq, spec.window_inv_freq)
-    if first and FAMILIES[spec.geometry.family].scales_embeddings:
-        scale_embeddings(chunk.embedding, spec.geometry.hidden_size**0.5)
-    mark_tensor_parallel(chunk)
-    return chunk
-
-
-def _wrap(chunk: GPTModel, config: TransformerConfig, groups: ModelGroups, options: BuildOptions) -> torch.nn.Module:
-    module: torch.nn.Module = Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
-    if not options.trainable:
-        return module.requires_grad_(False).eval()
-    ddp = options.overrides.build(
-        DistributedDataParallelConfig, use_distributed_optimizer=True, grad_reduce_in_fp32=True
-    )
-    wrapped = DistributedDataParallel(config=config, ddp_config=ddp, module=module, pg_collection=groups.collection)
-    if ddp.overlap_param_gather:
-        wrapped.disable_forward_pre_hook(param_sync=False)  # until an update has left something to gather
-    return wrapped
 
 
 _RNG_PREFIX = "megatron."

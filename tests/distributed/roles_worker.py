@@ -15,8 +15,9 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, union, world_group
 from rlhf_mcore.parallel.layout import ParallelLayout

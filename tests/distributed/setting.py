@@ -19,8 +19,9 @@ from rlhf_mcore.bridge.files.export import Exporter  # noqa: E402
 from rlhf_mcore.bridge.files.hf_files import HFReader  # noqa: E402
 from rlhf_mcore.bridge.files.transfer import Gatherer, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
+from rlhf_mcore.mcore.build import BuildOptions, build_model  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model  # noqa: E402
+from rlhf_mcore.mcore.model import MegatronModel  # noqa: E402
 from rlhf_mcore.mcore.model_spec import load_spec  # noqa: E402
 from rlhf_mcore.mcore.mtp import MTPLearning  # noqa: E402
 from rlhf_mcore.mcore.overrides import Overrides  # noqa: E402

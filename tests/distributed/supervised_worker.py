@@ -17,8 +17,8 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.examples import TokenizedExample, example_batch
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import BuildOptions, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel

@@ -11,8 +11,9 @@ from torch import Tensor
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.collate import RowTokens, make_microbatches
+from rlhf_mcore.mcore.build import BuildOptions
 from rlhf_mcore.mcore.dry_run import dry_run, fake_world
-from rlhf_mcore.mcore.model import BuildOptions, LossFunction, MegatronModel, Metrics
+from rlhf_mcore.mcore.model import LossFunction, MegatronModel, Metrics
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.activations import training_activations

@@ -17,7 +17,7 @@ from pathlib import Path
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.kernels import live_kernels
-from rlhf_mcore.mcore.model import BuildOptions, build_model
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform

@@ -109,10 +109,10 @@ def missed(directory: Path, layout: Any, with_mtp: bool) -> dict[str, int]:
     """Tensor of the checkpoint -> elements that no rank of the layout holds, by the map; ``parameter`` -> what is not in it."""
     from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
     from rlhf_mcore.config.schema import RecomputeConfig
+    from rlhf_mcore.mcore.build import BuildOptions, build_model
     from rlhf_mcore.mcore.dry_run import fake_world
     from rlhf_mcore.mcore.groups import build_groups
     from rlhf_mcore.mcore.latent import NORM_EPS
-    from rlhf_mcore.mcore.model import BuildOptions, build_model
     from rlhf_mcore.mcore.model_spec import load_spec
     from rlhf_mcore.mcore.mtp import MTPLearning
     from rlhf_mcore.platform import current_platform

@@ -17,8 +17,8 @@ from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_tokens
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
-from rlhf_mcore.mcore.model import BuildOptions, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform

@@ -21,12 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.expected_kernels import expected_kernels
 from rlhf_mcore.mcore import core_attention, delta_net
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet, share_heads
 from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.kernels import live_kernels
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.weights import unwrap

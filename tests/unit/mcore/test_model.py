@@ -27,16 +27,9 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.families import architecture_name
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups, use_groups
-from rlhf_mcore.mcore.model import (
-    BuildOptions,
-    MegatronModel,
-    Metrics,
-    build_model,
-    rng_tracker_states,
-    scalar_outputs,
-    set_rng_tracker_states,
-)
+from rlhf_mcore.mcore.model import MegatronModel, Metrics, rng_tracker_states, scalar_outputs, set_rng_tracker_states
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import _global_name, unwrap
 from rlhf_mcore.parallel.collectives import world_group

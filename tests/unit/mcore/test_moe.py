@@ -14,10 +14,11 @@ from rlhf_mcore.commands.evaluate.weights import open_weights
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
+from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
 from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.mcore.mixture import Router, routers
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
