@@ -114,11 +114,12 @@ class RolloutWorker:
                 place = completion.request_id // sampling.n
                 group = open_groups.setdefault(place, [])
                 group.append(completion)
-                if len(group) == sampling.n and place in asked:
+                if len(group) == sampling.n and place in asked and place not in rollouts:
                     rollouts[place] = self._trajectories([numbered[place]], asked[place], open_groups.pop(place))
                     finished(place, rollouts[place])
-        requests = [request for requests in asked.values() for request in requests]
-        matched(requests if self.engine.is_lead else [], completions)
+        expected = asked if self.engine.is_lead else {}
+        if open_groups or rollouts.keys() != expected.keys():
+            matched([request for requests in expected.values() for request in requests], completions)
         places = sorted(rollouts)
         return Rollouts([p for p in places for _ in rollouts[p]], [t for p in places for t in rollouts[p]])
 
