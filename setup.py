@@ -37,8 +37,6 @@ INSTALL_REQUIRES = [
     "math-verify",  # the reward rule math
     "google-re2",  # the reward rules regex and language
     "aiohttp>=3.10",  # reward servers, and their client: one package for both sides, which vLLM needs too
-    "tree-sitter>=0.24",  # with tree-sitter-bash: the grammar of launch scripts, for migrate
-    "tree-sitter-bash>=0.23",
 ]
 
 EXTRAS_REQUIRE = {
@@ -83,7 +81,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["rlhf_mcore", "rlhf_mcore.*"]),
-    package_data={"rlhf_mcore": ["py.typed"], "rlhf_mcore.commands.report": ["assets/*"]},
+    package_data={
+        "rlhf_mcore": ["py.typed"],
+        "rlhf_mcore.commands.migrate": ["prelude.bash"],
+        "rlhf_mcore.commands.report": ["assets/*"],
+    },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["rlhf-mcore = rlhf_mcore.cli.main:main"]},

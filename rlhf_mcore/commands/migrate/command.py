@@ -31,16 +31,15 @@ def _parser() -> argparse.ArgumentParser:
         "Carry a configuration of verl (YAML, or a launch script with key=value overrides), of OpenRLHF (a launch script) or of "
         "TRL (a Python script with a GRPOConfig, or a launch script with `trl grpo`) over as far as both have "
         "the same thing. Every key that could not be is named, in the file and here; then the result "
-        "is validated and planned. A script is read as a shell does in which no variable is set; nothing in it is run.",
+        "is validated and planned. Bash runs a launch script in a sandbox where no variable is set, no program is found and "
+        "nothing of yours can be reached; a Python script is parsed.",
         examples(
             "rlhf-mcore migrate run_qwen2-7b_math_megatron.sh -o my_run.yaml",
             "rlhf-mcore migrate train_grpo.py -o my_run.yaml",
         )
         + exit_codes.TOOL_EPILOG,
     )
-    parser.add_argument(
-        "source", type=Path, metavar="SRC", help="YAML file, launch script or Python script; nothing in it is run"
-    )
+    parser.add_argument("source", type=Path, metavar="SRC", help="YAML file, launch script or Python script")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write")
     parser.add_argument("--from", dest="kind", choices=("auto", "verl", "openrlhf", "trl"), default="auto")
     return parser

@@ -69,8 +69,8 @@ def _of_script(text: str, path: Path, source: str) -> Migration:
     if not launches:
         raise ConfigError(
             f"{path}: found neither overrides of verl (actor_rollout_ref.model.path=...) nor flags of OpenRLHF "
-            "(openrlhf.cli.train_ppo_ray --...) or TRL (trl grpo --...), following the script as a shell does in which no "
-            "variable is set"
+            "(openrlhf.cli.train_ppo_ray --...) or TRL (trl grpo --...), following the script as bash does where no variable is "
+            f"set{''.join(f'; {note}' for note in script.notes)}"
         )
     command, table, values = max(launches, key=lambda launch: len(launch[2]))
     migration = apply(table, values)

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_mcore.commands.migrate.shell_words import named_unknowns
+from rlhf_mcore.commands.migrate.shell import named_unknowns
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.interpolation import MAX_REFERENCES, count_references, examine
 from rlhf_mcore.config.yaml_text import interpolated_texts, load_yaml
