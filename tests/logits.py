@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
+from rlhf_mcore.parallel.logprobs import Subsets, TokenLogprobs, linear_logprobs
 from rlhf_mcore.types import Ragged
 
 
@@ -17,8 +17,8 @@ def given_logprobs(
     """All in the shape of the labels; the gradient of the weight is that of the logits, without a rounding."""
     weight = logits.reshape(-1, logits.size(-1)).t()
     unit = torch.eye(weight.size(1), dtype=weight.dtype)
-    support = None if support is None else Ragged(support.counts.flatten(), support.values)
-    found = linear_logprobs(unit, weight, labels.reshape(-1), support=support, **options)
+    subsets = None if support is None else Subsets.of(Ragged(support.counts.flatten(), support.values))
+    found = linear_logprobs(unit, weight, labels.reshape(-1), support=subsets, **options)
     logprobs, *others = (None if values is None else values.view(labels.shape) for values in found)
     assert logprobs is not None
     return TokenLogprobs(logprobs, *others)

@@ -37,6 +37,7 @@ from rlhf_mcore.roles.critic import ValueObjective
 from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.roles.model import MinibatchPlan, Objective, TrainedModel
 from rlhf_mcore.roles.policy import PolicyObjective
+from rlhf_mcore.types import Ragged
 
 ROW_LENGTHS = (24, 40)  # of the two rows of a microbatch
 TOKENS = sum(ROW_LENGTHS)
@@ -56,12 +57,14 @@ class Case:
     packing: bool = True
     recompute: str = "off"
     delta: bool = False
+    truncated: bool = False  # tokens were drawn from a part of the vocabulary
 
 
 CASES = (
     Case("dense, padded", packing=False),
     Case("dense, packed"),
     Case("dense, packed, recomputed", recompute="full"),
+    Case("dense, packed, top_p", truncated=True),
     Case("critic", critic=True),
     Case("tensor parallel 2", {"tp": 2, "sequence_parallel": True, "world_size": 2}),
     Case("context parallel 2", {"cp": 2, "world_size": 2}),
@@ -149,7 +152,9 @@ def _rows(case: Case, num_microbatches: int) -> RowTokens:
     names = ("old_values", "returns") if case.critic else ("advantages", "old_logprobs", "ref_logprobs")
     fields = {name: torch.ones(sum(lengths)) for name in ("weights", *names)}
     fields["token_ids"] = torch.ones(sum(lengths), dtype=torch.int32)
-    return RowTokens(list(range(len(lengths))), lengths, fields)
+    drawn_from = torch.cat([torch.tensor([0] + [3] * (length - 1), dtype=torch.int32) for length in lengths])
+    support = Ragged(drawn_from, torch.arange(3, dtype=torch.int32).repeat(sum(lengths) - len(lengths)))
+    return RowTokens(list(range(len(lengths))), lengths, fields, {"support": support} if case.truncated else {})
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from rlhf_mcore.data.collate import last_positions, sequence_ids, sequence_sizes
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.parallel.context import local_places, order_of_ranks
+from rlhf_mcore.parallel.logprobs import Subsets
+from rlhf_mcore.parallel.ragged import take_tokens
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import Microbatch
 
@@ -60,7 +62,20 @@ class PassInputs:
             derived["targets"] = self.of_rank(microbatch, microbatch.fields["labels"]).flatten()
             if (counted := self.counted(microbatch)) is not None:
                 derived |= {"counted": counted, "targets": derived["targets"][counted]}
+        if (subsets := self.subsets(microbatch)) is not None:
+            derived |= {"subset_tokens": subsets.tokens, "subset_ids": subsets.ids, "is_cut": subsets.is_cut}
         return derived
+
+    def subsets(self, microbatch: Microbatch) -> Subsets | None:
+        """Return the ``support`` of this rank's tokens with logits, on the device where it is placed there; None without one."""
+        if (support := microbatch.ragged.get("support")) is None:
+            return None
+        own = self.of_rank(microbatch, torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)).flatten()
+        counted, placed = self.counted(microbatch), microbatch.placed
+        subsets = Subsets.of(take_tokens(support, own if counted is None else own[counted]))
+        if not placed:
+            return subsets
+        return replace(subsets, tokens=placed["subset_tokens"], ids=placed["subset_ids"], is_cut=placed["is_cut"])
 
     def of_rank(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """Return of [b, T] values of a microbatch those at this context-parallel rank's places: [b, T / cp]."""

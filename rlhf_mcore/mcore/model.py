@@ -30,7 +30,6 @@ from rlhf_mcore.mcore.weights import local_parameters, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.context import gather_context
 from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
-from rlhf_mcore.parallel.ragged import take_tokens
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.parts import Gradients, Part
@@ -242,12 +241,6 @@ class MegatronModel:
             tied = chunk.share_embeddings_and_output_weights
             weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
         hidden, shape = outputs.reshape(-1, outputs.size(-1)), outputs.shape[:2]
-        support = microbatch.ragged.get("support")
-        if support is not None:
-            order = torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)
-            own = self._inputs.of_rank(microbatch, order).flatten()
-            counted = self._inputs.counted(microbatch)
-            support = take_tokens(support, own if counted is None else own[counted])
         if (places := placed.get("counted")) is not None:
             places = places.to(hidden.device)
             hidden = hidden.index_select(0, places)
@@ -260,7 +253,7 @@ class MegatronModel:
             group=self.groups.collection.tp,
             chunk_tokens=self.logit_chunk_tokens,
             with_entropy=with_entropy,
-            support=support,
+            support=self._inputs.subsets(microbatch),
             main_grad=getattr(weight, "main_grad", None),  # Megatron's: what microbatches add up to, in fp32
         )
 

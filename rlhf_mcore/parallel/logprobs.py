@@ -51,7 +51,7 @@ def linear_logprobs(
     group: dist.ProcessGroup,
     chunk_tokens: int | None = None,
     with_entropy: bool = True,
-    support: Ragged[Tensor] | None = None,
+    support: Subsets | None = None,
     main_grad: Tensor | None = None,
 ) -> TokenLogprobs:
     """Logprob of each label, and entropy of each distribution where it is wanted, of what an output layer makes of hidden states.
@@ -65,7 +65,7 @@ def linear_logprobs(
         group: the tensor-parallel group.
         chunk_tokens: most tokens that have logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of no more tokens than
             that stay for the backward pass; those of more are computed again there, once.
-        support: ids of tokens of each label, counts [N]; no ids stand for the whole vocabulary. On the host.
+        support: ids of tokens of each of the N labels; no ids stand for the whole vocabulary.
         main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets zeros for it. None:
             autograd gets the gradient.
 
@@ -77,7 +77,7 @@ def linear_logprobs(
         hidden = _SumGradient.apply(hidden, group)
     chunk = chunk_tokens or chunk_tokens_of(weight.size(0))
     columns = _Columns.of(group, len(weight), vocab_size, temperature)
-    subsets = None if support is None else _Subsets.of(support, hidden.device)
+    subsets = None if support is None else support.on(hidden.device)
     if len(hidden) > chunk:
         return TokenLogprobs(
             *_ChunkedLinear.apply(hidden, weight, labels, columns, chunk, with_entropy, subsets, main_grad)
@@ -120,7 +120,7 @@ class _KeptLinear(torch.autograd.Function):
         labels: Tensor,
         columns: _Columns,
         with_entropy: bool,
-        subsets: _Subsets | None,
+        subsets: Subsets | None,
         main_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
@@ -163,7 +163,7 @@ class _ChunkedLinear(torch.autograd.Function):
         columns: _Columns,
         chunk: int,
         with_entropy: bool,
-        subsets: _Subsets | None,
+        subsets: Subsets | None,
         main_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
@@ -255,7 +255,7 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Subsets:
+class Subsets:
     """The support of each token as one list of pairs, by token: the token's number, and an id of its support."""
 
     tokens: Tensor  # [M] int64
@@ -264,15 +264,18 @@ class _Subsets:
     is_cut: Tensor  # [N] bool: tokens with a support; the others were drawn from the whole vocabulary
 
     @classmethod
-    def of(cls, support: Ragged[Tensor], device: torch.device) -> _Subsets:
+    def of(cls, support: Ragged[Tensor]) -> Subsets:
+        """Return those of a field of the host, there."""
         counts = support.counts.long()
-        tokens = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        ends = [0, *accumulate(counts.tolist())]
-        return cls(tokens.to(device), support.values.long().to(device), ends, (counts > 0).to(device))
+        tokens = torch.arange(len(counts)).repeat_interleave(counts)
+        return cls(tokens, support.values.long(), [0, *accumulate(counts.tolist())], counts > 0)
 
-    def of_tokens(self, a: int, b: int) -> _Subsets:
+    def on(self, device: torch.device) -> Subsets:
+        return Subsets(self.tokens.to(device), self.ids.to(device), self.ends, self.is_cut.to(device))
+
+    def of_tokens(self, a: int, b: int) -> Subsets:
         first, last = self.ends[a], self.ends[b]
-        return _Subsets(self.tokens[first:last] - a, self.ids[first:last], self.ends[a : b + 1], self.is_cut[a:b])
+        return Subsets(self.tokens[first:last] - a, self.ids[first:last], self.ends[a : b + 1], self.is_cut[a:b])
 
     def log_sum(self, z: Tensor, columns: _Columns) -> Tensor:
         """Log-sum-exp [n] over each support, zero where there is none. Collective over the columns' group."""
@@ -295,7 +298,7 @@ def _forward(
     chunk: int,
     columns: _Columns,
     with_entropy: bool,
-    subsets: _Subsets | None,
+    subsets: Subsets | None,
     *,
     keeps: bool = False,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], list[Tensor | None]]:
@@ -326,7 +329,7 @@ def _gradient(
     sums: Sequence[Tensor | None],
     grads: Sequence[Tensor | None],
     columns: _Columns,
-    subsets: _Subsets | None,
+    subsets: Subsets | None,
 ) -> Tensor:
     """Gradient of a chunk's logits [n, V_local] fp32. ``z``: the scaled logits, which are overwritten; relative to no ``peak``."""
     grad_logprobs, grad_entropy, grad_mass = grads
@@ -369,7 +372,7 @@ def _cut(values: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | None]
 
 
 def _forward_chunk(
-    z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool, subsets: _Subsets | None, keeps: bool = False
+    z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool, subsets: Subsets | None, keeps: bool = False
 ) -> list[Tensor]:
     """Target logit, log-sum-exp, both relative to the largest logit, that one, and as wanted the expected logit and the log-sum-exp of
     the support: [n] each.

@@ -20,6 +20,7 @@ BOUNDS = {
     "dense, padded": (0, 1),
     "dense, packed": (0, 1),
     "dense, packed, recomputed": (0, 1),
+    "dense, packed, top_p": (0, 1),
     "critic": (0, 1),
     "tensor parallel 2": (0, 1),
     "context parallel 2": (0, 1),

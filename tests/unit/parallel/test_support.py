@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_mcore.parallel.logprobs import linear_logprobs
+from rlhf_mcore.parallel.logprobs import Subsets, linear_logprobs
 from rlhf_mcore.parallel.ragged import move_ragged, split_tokens, take_tokens
 from rlhf_mcore.parallel.rows import move_rows
 from rlhf_mcore.types import Ragged
@@ -72,7 +72,7 @@ def test_values_and_gradients_are_those_of_the_definition(
     def rank(group: ThreadGroup) -> list[Tensor]:
         a, b = hidden.clone().requires_grad_(), weight.chunk(size)[group.rank()].clone().requires_grad_()
         options: Any = {"vocab_size": VOCAB, "temperature": TEMPERATURE, "group": group, "chunk_tokens": chunk}
-        logprobs, entropy, log_mass = linear_logprobs(a, b, labels, support=support, **options)
+        logprobs, entropy, log_mass = linear_logprobs(a, b, labels, support=Subsets.of(support), **options)
         assert log_mass is not None and entropy is not None and log_mass.max() <= 1e-6
         assert log_mass[list(WHOLE)].tolist() == [0.0, 0.0]
         total(logprobs - log_mass, logprobs, entropy, weights).backward()
@@ -94,7 +94,7 @@ def test_nothing_outside_of_a_support_gets_a_gradient_and_one_token_has_none_at_
     support = Ragged(torch.tensor([2, 1], dtype=torch.int32), torch.tensor([1, 3, 2], dtype=torch.int32))
     alone: Any = ThreadGroup(Meeting(1), 0)
     found = linear_logprobs(
-        torch.eye(2), weight, torch.tensor([1, 2]), vocab_size=4, temperature=1.0, group=alone, support=support
+        torch.eye(2), weight, torch.tensor([1, 2]), vocab_size=4, temperature=1.0, group=alone, support=Subsets.of(support)
     )
     assert found.log_mass is not None
     drawn = found.logprobs - found.log_mass
@@ -114,7 +114,7 @@ def test_a_support_that_has_become_improbable_keeps_its_digits() -> None:
     support = Ragged(torch.tensor([2], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
     alone: Any = ThreadGroup(Meeting(1), 0)
     found = linear_logprobs(
-        torch.eye(1), weight, torch.tensor([1]), vocab_size=3, temperature=1.0, group=alone, support=support
+        torch.eye(1), weight, torch.tensor([1]), vocab_size=3, temperature=1.0, group=alone, support=Subsets.of(support)
     )
     assert found.log_mass is not None
     drawn = found.logprobs - found.log_mass
