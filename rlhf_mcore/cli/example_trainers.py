@@ -17,8 +17,8 @@ from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_exam
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.roles.model import TrainedModel
-from rlhf_mcore.roles.policy import SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from rlhf_mcore.roles.supervised import SupervisedActor
 from rlhf_mcore.trainer.example_learner import (
     ExampleEvaluator,
     ExampleLearner,

@@ -1,4 +1,4 @@
-"""The policies of a run: an actor, trained by reinforcement or by imitation, and the frozen reference it is compared with."""
+"""The policies of a run: an actor, trained by reinforcement, and the frozen reference it is compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss, fields_read
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
-from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.data.collate import sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
@@ -199,30 +198,3 @@ class Actor:
         found = self.model.tokens_of_update(batch, values, parts, shape=() if batch.support is None else (2,))
         kept.clear()
         return keep_logprobs(batch, found)
-
-
-@dataclass(frozen=True, slots=True)
-class ImitationObjective(Objective):
-    """Negative log-likelihood of the responses."""
-
-    def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        logprobs = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0, with_entropy=False).logprobs
-        return sft_loss(logprobs, microbatch.fields_on(logprobs.device)["weights"])
-
-    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        return {"loss/sft": sums["loss"], "actor/perplexity": perplexity(sums["nll"] / num_tokens)}
-
-
-@dataclass(slots=True)
-class SupervisedActor:
-    """A policy that learns to give the responses of the data."""
-
-    model: TrainedModel
-
-    def compute_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [N] fp32 of the response tokens, zero elsewhere. Collective over the world."""
-        return logprobs_of(self.model, batch, temperature=1.0)
-
-    def deliver_update(self, batch: TrainBatch) -> Update:
-        """One update. See :meth:`TrainedModel.deliver_update`."""
-        return self.model.deliver_update(batch, ImitationObjective())

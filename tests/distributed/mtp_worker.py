@@ -26,8 +26,9 @@ from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.roles.policy import Actor, SupervisedActor
+from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role_files import RoleFiles
+from rlhf_mcore.roles.supervised import SupervisedActor
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.planning_worker import compare_state
