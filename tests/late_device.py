@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import rlhf_mcore.platform
-from rlhf_mcore.platform import CudaPlatform, ModuleView, cpu
+import rlhf_mcore.platform.cuda
+from rlhf_mcore.platform import ModuleView, cpu
 from rlhf_mcore.platform.cpu import CpuPlatform
+from rlhf_mcore.platform.cuda import CudaPlatform
 
 _copy, _resize = Tensor.copy_, torch.UntypedStorage.resize_
 
@@ -204,7 +205,7 @@ def install(monkeypatch: pytest.MonkeyPatch, refuses: int = 0) -> LateCuda:
     """Make it the device of this process."""
     cuda = LateCuda(refuses)
     monkeypatch.setattr(
-        rlhf_mcore.platform, "torch", ModuleView(torch, {"cuda": cuda, "ones": cuda.launch, "empty": cuda.empty})
+        rlhf_mcore.platform.cuda, "torch", ModuleView(torch, {"cuda": cuda, "ones": cuda.launch, "empty": cuda.empty})
     )
     monkeypatch.setattr(cpu, "CpuPlatform", LatePlatform)
     monkeypatch.setattr(Tensor, "copy_", lambda to, source, non_blocking=False: cuda.copy(to, source, non_blocking))

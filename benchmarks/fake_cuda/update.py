@@ -31,7 +31,7 @@ from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.platform import CudaPlatform
+from rlhf_mcore.platform.cuda import CudaPlatform
 from rlhf_mcore.roles import model as role_model
 from rlhf_mcore.roles.critic import ValueObjective
 from rlhf_mcore.roles.matrices import matrices_of

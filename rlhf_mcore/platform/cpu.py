@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.platform import ModuleView, Platform, cpu_kernels, matrix_products
+from rlhf_mcore.platform import cpu_kernels, matrix_products
+from rlhf_mcore.platform.base import ModuleView, Platform
 
 _CPU = torch.device("cpu")
 

@@ -27,8 +27,8 @@ from rlhf_mcore.mcore import model_spec
 from rlhf_mcore.mcore.model_spec import fused_kernels, load_spec, transformer_config
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.platform import CudaPlatform
 from rlhf_mcore.platform.cpu import CpuPlatform
+from rlhf_mcore.platform.cuda import CudaPlatform
 from rlhf_mcore.types import GroupedSizes, ModelGeometry
 from tests.distributed.models import make
 

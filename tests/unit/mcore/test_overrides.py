@@ -14,8 +14,8 @@ from megatron.core.transformer.enums import AttnBackend
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.platform import CudaPlatform
 from rlhf_mcore.platform.cpu import CpuPlatform
+from rlhf_mcore.platform.cuda import CudaPlatform
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 

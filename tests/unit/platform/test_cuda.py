@@ -11,8 +11,9 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.platform import CudaPlatform, Platform
+from rlhf_mcore.platform import Platform
 from rlhf_mcore.platform.cpu import CpuPlatform
+from rlhf_mcore.platform.cuda import CudaPlatform
 
 
 @pytest.mark.parametrize("platform", [CudaPlatform(), CpuPlatform()])

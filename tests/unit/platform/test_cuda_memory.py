@@ -33,7 +33,7 @@ def test_memory_that_cuda_does_not_pin_serves_and_leaves_no_error_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda, told = install(monkeypatch, refuses=2), list[str]()
-    monkeypatch.setattr(logging.getLogger("rlhf_mcore.platform"), "warning", told.append)
+    monkeypatch.setattr(logging.getLogger("rlhf_mcore.platform.cuda"), "warning", told.append)
     buffer = current_platform().host_buffer(2**30)
     buffer[-3:] = 7
     assert buffer[-4:].tolist() == [0, 7, 7, 7] and buffer.numel() == 2**30

@@ -1,0 +1,195 @@
+"""One GPU per process."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.platform.base import Copies, Platform
+
+# Values of variables with which sums have one order, the first by default: cuBLAS over streams (its documentation, "Results
+# reproducibility"), and NCCL, whose sums in switches (NVLS) have none. A rank keeps another value of the user's, and says so.
+_FIXED_SUMS = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("^NVLS,NVLSTree", "^NVLS", "Ring", "Tree"),
+}
+_ALIGNMENT = 16  # bytes: of any dtype  # bytes: of any dtype
+
+
+class CudaPlatform(Platform):
+    """One GPU per process: the device Megatron-core was written for, so there is little to do."""
+
+    name = "cuda"
+    collective_backend = "cpu:gloo,cuda:nccl"
+    default_dtype = "bf16"
+
+    def __init__(self) -> None:
+        self._exchanged: tuple[tuple[int, int], int, bool] | None = None  # what Transformer Engine has buffers of
+        self._is_deterministic = False
+
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None:
+        self._is_deterministic = deterministic
+        if deterministic:
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = (
+                "0"  # Megatron refuses Transformer Engine's attention otherwise
+            )
+            for name, values in _FIXED_SUMS.items():
+                os.environ.setdefault(name, values[0])
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise ConfigError(
+                f"LOCAL_RANK={local_rank}: this machine has {count} GPU{'s' * (count != 1)}, and each process takes one; start "
+                f"{count} here, or fewer (torchrun's --nproc-per-node, --ranks-per-node or --gpus-per-node)"
+            )
+        torch.cuda.set_device(local_rank)
+
+    def varying(self) -> str:
+        for name, values in _FIXED_SUMS.items():
+            if (value := os.environ.get(name, "")) not in values:
+                return f"{name}={value} leaves open in which order numbers are added; unset it, or set it to {' or '.join(values)}"
+        return ""
+
+    @contextmanager
+    def megatron_region(self) -> Iterator[None]:
+        """Torch's own deterministic kernels are for the trainer: those of an engine in this process must be recordable in graphs.
+
+        Where torch has none it warns (RLHF_MCORE_DEBUG shows that).
+        """
+        if not self._is_deterministic:
+            yield
+            return
+        settings: Any = torch.utils.deterministic
+        mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+        torch.set_deterministic_debug_mode("warn")
+        settings.fill_uninitialized_memory = False  # nothing is read before it is written
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            settings.fill_uninitialized_memory = fills
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def memory_bytes(self) -> int | None:
+        return int(torch.cuda.get_device_properties(self.device()).total_memory)
+
+    def free_bytes(self) -> int | None:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        # torch's own pinned memory is rounded up to a power of two: of 33 GB it would take 64.
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
+        if error := int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)):
+            with suppress(RuntimeError):  # CUDA keeps the error for the next launch; so that is one which nobody needs
+                torch.ones(1, device=self.device())
+            logging.getLogger(__name__).warning(
+                f"CUDA has not pinned {num_bytes / 2**30:.1f} GiB of host memory (cudaHostRegister: error {error}); copies to and "
+                "from it are slower. The limit may be the host's memory, or that of the container."
+            )
+        else:
+            pages.forget = partial(runtime.cudaHostUnregister, buffer.data_ptr())
+        return buffer
+
+    def copies(self) -> Copies:
+        return _CudaCopies()
+
+    def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # In one piece, from pinned memory that torch keeps until the copy is made.
+        starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
+        staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        for tensor, start in zip(tensors, starts, strict=False):
+            _view_of(staged, start, tensor).copy_(tensor)
+        on_device = staged.to(self.device(), non_blocking=True)
+        return [_view_of(on_device, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
+        return found
+
+    def overlap_tensor_parallel(self, shape: tuple[int, int], tp: int, fp8: bool, backend: str) -> None:
+        asked = (shape, tp, fp8)
+        if self._exchanged not in (None, asked):
+            raise ValueError(
+                f"Transformer Engine has one set of buffers, of {self._exchanged} (shape, tp, fp8), not {asked}"
+            )
+        if self._exchanged is None:
+            from transformer_engine.pytorch.module.base import initialize_ub
+
+            initialize_ub(shape=list(shape), tp_size=tp, use_fp8=fp8, bootstrap_backend=backend)
+            self._exchanged = asked
+
+    def in_thread(self, work: Callable[[], None]) -> Future[None]:
+        device, so_far = self.device(), torch.cuda.current_stream().record_event()
+
+        def beside() -> None:
+            stream = torch.cuda.Stream(device)  # the device of a thread is its own
+            stream.wait_event(so_far)
+            with torch.cuda.stream(stream):
+                work()
+            stream.synchronize()
+
+        return super().in_thread(beside)
+
+
+class _Pages(mmap.mmap):
+    """Whole pages of the host, which share none with other memory that CUDA knows.
+
+    CUDA forgets them when they are freed. Otherwise it would copy to what was behind their addresses before.
+    """
+
+    forget: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.forget is not None and not sys.is_finalizing():
+            self.forget()
+
+
+def _view_of(buffer: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a flat uint8 buffer as a tensor of the dtype and shape of another."""
+    return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class _CudaCopies(Copies):
+    """On a stream of their own."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        made = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(made)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
