@@ -1,20 +1,20 @@
 """A pool of workers for what must not run in the trainer.
 
-Each worker has a thread of the pool, which gives it items and waits for what comes of them. A worker is a process beside the trainer
-(``LocalWorker``) or an actor in a Ray cluster (``ray_pool``). One that ends, or holds an item for longer than allowed, is replaced.
+Each worker has a thread of the pool, which gives it one item at a time. A worker is a process beside the trainer (``LocalWorker``) or
+an actor in a Ray cluster (``ray_pool``). One that ends, or takes longer for an item than allowed, is replaced.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from threading import Condition, Lock, Thread, current_thread
+from queue import Empty, SimpleQueue
+from threading import Lock, RLock, Thread, current_thread
 from typing import Any, Protocol
 
 from rlhf_mcore.config.errors import ConfigError
@@ -22,8 +22,8 @@ from rlhf_mcore.rewards.frames import encode, pack
 from rlhf_mcore.rewards.pools import MAX_LOST_IN_A_ROW, Collect, NoResults, Outcome, WorkerLimits
 from rlhf_mcore.rewards.process import START_TIMEOUT_S, ProcessLost, WorkerProcess
 
-MAX_CHUNK = 32  # items that a worker is given at a time
-ASK = b"null"  # an item that asks what was loaded; see ``worker.serve``
+CLOSE_TIMEOUT_S = 30.0  # for a worker to be ended; a Ray that is gone may never answer
+ASK = b"null"  # an item that asks what was loaded; see ``worker.main``
 
 
 class Interrupted(Exception):
@@ -31,7 +31,7 @@ class Interrupted(Exception):
 
 
 class WorkerLost(Exception):
-    """A worker that is no process beside this one is gone, with all that it was given."""
+    """An actor is gone, with the item that it had."""
 
 
 class PoolEnded(RuntimeError):
@@ -41,6 +41,8 @@ class PoolEnded(RuntimeError):
 class PoolWorker(Protocol):
     """What a thread of a pool gives its items to."""
 
+    interrupted: bool  # by another thread: what it is at raises ``Interrupted``
+
     def load(self) -> None:
         """Start, and wait until it has loaded; nothing where it has.
 
@@ -49,16 +51,16 @@ class PoolWorker(Protocol):
         """
         ...
 
-    def answers(self, items: Sequence[bytes]) -> Iterator[Outcome]:
-        """Yield the outcome of each item. One that is lost is the last; the others were not begun."""
+    def answer(self, item: bytes) -> Outcome:
+        """Wait for the outcome of an item. Where that is lost, the next item has a fresh process."""
         ...
 
     def interrupt(self) -> None:
-        """Called by another thread: end what it is at, which raises ``Interrupted`` there."""
+        """Called by another thread: end what it is at."""
         ...
 
     def stop(self) -> None:
-        """End it, whatever it is doing."""
+        """End it, whatever it is doing. It may be loaded again."""
         ...
 
 
@@ -69,7 +71,7 @@ class LocalWorker:
         self._name, self._limits = name, limits
         self._order = encode({"load": load, "options": dict(options), "memory_bytes": limits.memory_bytes})
         self._process: WorkerProcess | None = None
-        self._lock, self._interrupted = Lock(), False  # other threads interrupt
+        self._lock, self.interrupted = Lock(), False
 
     def load(self) -> None:
         """See ``PoolWorker``."""
@@ -77,26 +79,24 @@ class LocalWorker:
             self.stop()
             self._start()
 
-    def answers(self, items: Sequence[bytes]) -> Iterator[Outcome]:
+    def answer(self, item: bytes) -> Outcome:
         """See ``PoolWorker``."""
         self.load()
         assert self._process is not None
-        self._process.send(pack(b"[" + b",".join(items) + b"]"))
-        for _ in items:
-            try:
-                message = self._receive(self._limits.timeout_s)
-                if "lost" in message:
-                    raise ProcessLost(f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
-            except ProcessLost as lost:
-                late = f"gave no result within reward.timeout_s={self._limits.timeout_s:g} s"
-                yield Outcome(lost=self._end(late if lost.timed_out else lost.cause), timed_out=lost.timed_out)
-                return
-            yield Outcome(message)
+        self._process.send(pack(item))
+        try:
+            message = self._receive(self._limits.timeout_s)
+            if "lost" in message:
+                raise ProcessLost(f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
+        except ProcessLost as lost:
+            late = f"gave no result within reward.timeout_s={self._limits.timeout_s:g} s"
+            return Outcome(lost=self._end(late if lost.timed_out else lost.cause), timed_out=lost.timed_out)
+        return Outcome(message)
 
     def interrupt(self) -> None:
         """See ``PoolWorker``. The process ends with its connection."""
         with self._lock:
-            self._interrupted = True
+            self.interrupted = True
             if self._process is not None:
                 self._process.disconnect()
 
@@ -123,13 +123,12 @@ class LocalWorker:
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         try:
-            if self._process is not None and not self._interrupted:
+            if self._process is not None and not self.interrupted:
                 return self._process.receive(timeout_s)
         except ProcessLost:
-            if not self._interrupted:
+            if not self.interrupted:
                 raise
         self.stop()
-        self._interrupted = False
         raise Interrupted
 
     def _end(self, cause: str) -> str:
@@ -140,19 +139,12 @@ class LocalWorker:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
-    """The items of a call."""
+class _Task:
+    """An item on its way through a pool."""
 
-    items: Sequence[bytes]
-    stop_at_failure: bool
-    outcomes: list[Outcome | None]
-    unfinished: int
-    tries: Counter[int] = field(default_factory=Counter)  # by item, which have failed
-    error: BaseException | None = None
-    is_over: bool = False
-
-
-_Item = tuple[_Job, int]
+    item: bytes
+    future: Future[Outcome] = field(default_factory=Future)
+    tries: int = 0  # that were lost
 
 
 class _Threads:
@@ -160,119 +152,78 @@ class _Threads:
 
     def __init__(self, name: str, limits: WorkerLimits, make_worker: Callable[[], PoolWorker]) -> None:
         self._name, self._limits, self._make_worker = name, limits, make_worker
-        self._changed = Condition()  # of what follows, and of jobs
-        self._jobs: set[_Job] = set()
-        self._waiting: deque[_Item] = deque()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()  # None: the end of a thread
+        self._lock = RLock()  # of what follows
         self._threads: dict[Thread, PoolWorker] = {}
-        self._current: dict[PoolWorker, _Job] = {}  # of the item that a worker is at
-        self._idle = 0  # threads that wait for items
+        self._running: dict[Future[Outcome], PoolWorker] = {}
         self._lost_in_a_row = 0
-        self._closed = False
+        self._error: Exception | None = None  # why the pool has ended
 
     def submit(self, items: Sequence[bytes], stop_at_failure: bool) -> Collect:
         """Begin with items. As many workers are started as there are items for."""
-        job = _Job(items, stop_at_failure, [None] * len(items), len(items), is_over=not items)
-        with self._changed:
-            if self._closed:
-                raise RuntimeError(f"the workers of {self._name} are closed")
-            if items:
-                self._jobs.add(job)
-            self._waiting.extend((job, index) for index in range(len(items)))
-            missing = min(self._limits.workers - len(self._threads), len(self._waiting) - self._idle)
-            for _ in range(missing):
+        tasks = [_Task(item) for item in items]
+        with self._lock:
+            if self._error is not None:
+                raise RuntimeError(str(self._error))
+            for task in tasks:
+                self._tasks.put(task)
+            for _ in range(min(self._limits.workers - len(self._threads), self._tasks.qsize())):
                 worker = self._make_worker()
                 thread = Thread(target=self._serve, args=(worker,), name="reward-pool", daemon=True)
                 self._threads[thread] = worker
                 thread.start()
-            self._changed.notify_all()
-        return lambda: self._wait(job)
+        return lambda: self._collect([task.future for task in tasks], stop_at_failure)
 
-    def close(self) -> None:
+    def close(self, error: Exception | None = None) -> None:
         """End the workers. Who still waits gets an error."""
-        with self._changed:
-            self._closed = True
-            self._fail_all(RuntimeError(f"the workers of {self._name} were closed"))
-            threads = list(self._threads)
-            for worker in self._threads.values():
+        with self._lock:
+            self._error = self._error or error or RuntimeError(f"the workers of {self._name} were closed")
+            self._fail_waiting(self._error)
+            threads = dict(self._threads)
+            for worker in threads.values():
+                self._tasks.put(None)
                 worker.interrupt()
         for thread in threads:
-            if thread is not current_thread():
-                thread.join()
+            if current_thread() not in threads:
+                thread.join(CLOSE_TIMEOUT_S)
 
-    def _wait(self, job: _Job) -> list[Outcome | None]:
+    def _collect(self, futures: Sequence[Future[Outcome]], stop_at_failure: bool) -> list[Outcome | None]:
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: job.is_over)
-        except BaseException:  # Ctrl-C: nobody will ask again
-            with self._changed:
-                self._end_job(job)
-            raise
-        if job.error is not None:
-            raise job.error
-        return job.outcomes
+            for future in as_completed(futures):
+                if future.result().problem and stop_at_failure:
+                    break
+            return [future.result() if future.done() else None for future in futures]
+        finally:  # also after Ctrl-C: nobody will ask again for what is left
+            for future in futures:
+                if not future.cancel():
+                    with self._lock:
+                        if future in self._running:
+                            self._running[future].interrupt()
 
-    # ------------------------------------------------------------------------------------------- with the lock held
-    def _finish(self, job: _Job, index: int, outcome: Outcome) -> None:
-        if job.is_over:
-            return
-        job.outcomes[index] = outcome
-        job.unfinished -= 1
-        self._lost_in_a_row = self._lost_in_a_row + 1 if outcome.lost else 0
-        if not job.unfinished or (job.stop_at_failure and outcome.problem):
-            self._end_job(job)
-        if self._limits.retries and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
-            self._lost_in_a_row = 0
-            text = (
-                f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last of them it {outcome.lost}: "
-                "correct it, or give it more with reward.timeout_s and reward.memory_gib"
-            )
-            self._fail_all(NoResults(text, outcome.timed_out))
-
-    def _end_job(self, job: _Job, error: BaseException | None = None) -> None:
-        """Let go who waits for a job, and the workers that are at it."""
-        job.is_over, job.error = True, error
-        self._jobs.discard(job)
-        if job.unfinished:
-            self._waiting = deque(item for item in self._waiting if item[0] is not job)
-        for worker, current in self._current.items():
-            if current is job:
-                worker.interrupt()
-        self._changed.notify_all()
-
-    def _fail_all(self, error: BaseException) -> None:
-        for job in list(self._jobs):
-            self._end_job(job, error)
-        self._changed.notify_all()
-
-    def _put_back(self, items: Iterable[_Item]) -> None:
-        self._waiting.extendleft(reversed([item for item in items if not item[0].is_over]))
-        self._changed.notify_all()
-
-    def _may_try_again(self, job: _Job, index: int) -> bool:
-        job.tries[index] += 1
-        return job.tries[index] <= self._limits.retries and not job.is_over
+    def _fail_waiting(self, error: Exception) -> None:
+        with suppress(Empty):
+            while task := self._tasks.get_nowait():
+                if task.tries or task.future.set_running_or_notify_cancel():
+                    task.future.set_exception(error)
+            self._tasks.put(None)
 
     # --------------------------------------------------------------------------------------------- in a worker's thread
     def _serve(self, worker: PoolWorker) -> None:
         try:
-            while not self._closed:
-                with suppress(Interrupted):
-                    self._load(worker)
-                    self._work(worker, self._take(worker))
+            while self._error is None:
+                self._load(worker)  # before it takes an item: Ray may have no room for the worker
+                task = self._tasks.get()
+                if task is not None and (task.tries or task.future.set_running_or_notify_cancel()):
+                    self._work(worker, task)
         except ConfigError as error:
-            with self._changed:
-                self._fail_all(error)
-        except WorkerLost:
-            pass  # while others are there
-        except BaseException as error:  # no Ray any more, or a mistake of ours: nobody may wait for ever
-            with self._changed:
-                self._closed, ended = True, isinstance(error, PoolEnded)
-                self._fail_all(error if ended else RuntimeError(f"the pool of {self._name} failed: {error!r}"))
-            if not ended:
-                raise
+            self._fail_waiting(error)
+        except (WorkerLost, Interrupted):
+            pass  # others are there; or the pool is closed
+        except Exception as error:  # no Ray any more, or a mistake of ours: nobody may wait for ever
+            self.close(error)
         finally:
             worker.stop()
-            with self._changed:
+            with self._lock:
                 self._threads.pop(current_thread(), None)
 
     def _load(self, worker: PoolWorker) -> None:
@@ -283,53 +234,59 @@ class _Threads:
                 raise
             raise ConfigError(f"{self._name} {lost}") from lost
 
-    def _take(self, worker: PoolWorker) -> list[_Item]:
-        """Wait for items; none comes once the pool is closed."""
-        with self._changed:
-            self._idle += 1
-            try:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-            finally:
-                self._idle -= 1
-            most = max(1, min(MAX_CHUNK, len(self._waiting) // (4 * self._limits.workers)))
-            items = list(islice(self._waiting, most))
-            if any(job.tries[index] for job, index in items):
-                items = items[:1]  # what was lost once takes no other along
-            for _ in items:
-                self._waiting.popleft()
-            self._set_current(worker, items)
-            return items
-
-    def _set_current(self, worker: PoolWorker, items: Sequence[_Item]) -> None:
-        self._current.pop(worker, None)
-        if items:
-            self._current[worker] = items[0][0]
-
-    def _work(self, worker: PoolWorker, items: Sequence[_Item]) -> None:
-        """Have a worker answer items. One whose process was lost is tried again alone, the others behind it go to any worker."""
-        left, again = deque(items), None
+    def _work(self, worker: PoolWorker, task: _Task) -> None:
+        """Have a worker answer an item, and set its future; after an actor was lost, any worker may try it again."""
+        with self._lock:
+            self._running[task.future] = worker
         try:
-            for outcome in worker.answers([job.items[index] for job, index in items]):
-                with self._changed:
-                    item = left.popleft()
-                    if outcome.lost and self._may_try_again(*item):
-                        again = item
-                    else:
-                        self._set_current(worker, left)
-                        self._finish(*item, outcome)
-        except WorkerLost as lost:
-            with self._changed:
-                self._set_current(worker, ())
-                outcome = Outcome(lost=str(lost))
-                for item in [item for item in left if not self._may_try_again(*item)]:
-                    left.remove(item)
-                    self._finish(*item, outcome)
-        finally:
-            with self._changed:
-                self._set_current(worker, [again] if again else ())
-                self._put_back(left)
-        if again is not None:
-            self._work(worker, [again])
+            outcome = self._answer(worker, task)
+        except Exception as error:
+            self._release(worker, task)
+            if isinstance(error, Interrupted):
+                task.future.set_exception(self._error or RuntimeError("nobody waits any more"))
+                return
+            task.future.set_exception(error)
+            raise
+        self._release(worker, task)
+        if outcome is None:
+            self._tasks.put(task)
+        elif (no_results := self._count(outcome)) is None:
+            task.future.set_result(outcome)
+        else:
+            task.future.set_exception(no_results)
+            self._fail_waiting(no_results)
+
+    def _answer(self, worker: PoolWorker, task: _Task) -> Outcome | None:
+        """Return the outcome of an item; None: its actor was lost, and it may be tried again."""
+        while True:
+            try:
+                outcome = worker.answer(task.item)
+            except WorkerLost as lost:
+                task.tries += 1
+                return None if task.tries <= self._limits.retries else Outcome(lost=str(lost))
+            task.tries += bool(outcome.lost)
+            if not outcome.lost or task.tries > self._limits.retries:
+                return outcome
+
+    def _release(self, worker: PoolWorker, task: _Task) -> None:
+        with self._lock:
+            del self._running[task.future]
+            if worker.interrupted and self._error is None:
+                worker.stop()
+                worker.interrupted = False
+
+    def _count(self, outcome: Outcome) -> NoResults | None:
+        """Count items that are lost; returns an error where as many in a row were as may be."""
+        with self._lock:
+            self._lost_in_a_row = self._lost_in_a_row + 1 if outcome.lost else 0
+            if not self._limits.retries or self._lost_in_a_row < MAX_LOST_IN_A_ROW:
+                return None
+            self._lost_in_a_row = 0
+        return NoResults(
+            f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last of them it {outcome.lost}: "
+            "correct it, or give it more with reward.timeout_s and reward.memory_gib",
+            outcome.timed_out,
+        )
 
 
 class WorkerPool:

@@ -2,7 +2,7 @@
 
 A Ray actor holds a worker process (``rlhf_mcore.rewards.pool.LocalWorker``), so that a function is run there as it is here: in a
 process group of its own, with its deadline, its memory limit and few variables. An actor that ends, or a machine that is lost, is
-replaced, and the items that it had are tried elsewhere.
+replaced, and the item that it had is tried elsewhere.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import starmap
 from threading import Event
 from typing import Any
 
@@ -76,16 +75,17 @@ class Host:
             return str(error)
         return None
 
-    def answers(self, items: Sequence[bytes]) -> list[tuple[dict[str, Any], str, bool]] | str:
-        """Return the fields of an outcome for each item up to one that is lost, or why nothing can be loaded."""
+    def answer(self, item: bytes) -> tuple[dict[str, Any], str, bool] | str:
+        """Return the fields of an item's outcome, or why nothing can be loaded."""
         try:
-            return [(each.answer, each.lost, each.timed_out) for each in self._worker.answers(items)]
+            outcome = self._worker.answer(item)
         except ConfigError as error:
             return str(error)
+        return outcome.answer, outcome.lost, outcome.timed_out
 
 
 class RayWorker:
-    """An actor, which answers the items that it is given together. It is started again after it was lost.
+    """An actor, which is started again after it was lost.
 
     Args:
         name: what is loaded, for messages.
@@ -99,7 +99,7 @@ class RayWorker:
     ) -> None:
         self._name, self._limits, self._problem, self._start = name, limits, problem, start
         self._actor: Any = None
-        self._changed, self._interrupted = Event(), False
+        self._changed, self.interrupted = Event(), False
 
     def load(self) -> None:
         """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
@@ -119,24 +119,22 @@ class RayWorker:
         if problem is not None:
             raise ConfigError(problem)
 
-    def answers(self, items: Sequence[bytes]) -> Iterator[Outcome]:
+    def answer(self, item: bytes) -> Outcome:
         """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
-        seconds = len(items) * self._limits.timeout_s + START_TIMEOUT_S
         self.load()
         try:
-            answers = self._get(
-                self._actor.answers.remote(list(items)), seconds, "lost its Ray actor, which does not answer"
-            )
+            late = "lost its Ray actor, which does not answer"
+            answer = self._get(self._actor.answer.remote(item), self._limits.timeout_s + START_TIMEOUT_S, late)
         except WorkerLost as lost:
-            sys.stderr.write(f"{self._name} {lost}; {len(items)} responses go to another one\n")
+            sys.stderr.write(f"{self._name} {lost}; its response goes to another one\n")
             raise
-        if isinstance(answers, str):
-            raise ConfigError(answers)
-        yield from starmap(Outcome, answers)
+        if isinstance(answer, str):
+            raise ConfigError(answer)
+        return Outcome(*answer)
 
     def interrupt(self) -> None:
         """See ``rlhf_mcore.rewards.pool.PoolWorker``."""
-        self._interrupted = True
+        self.interrupted = True
         self._changed.set()
 
     def stop(self) -> None:
@@ -155,7 +153,7 @@ class RayWorker:
         future.add_done_callback(lambda _: self._changed.set())
         try:
             while not future.done():
-                if self._interrupted:
+                if self.interrupted:
                     raise Interrupted
                 if problem := self._problem():
                     raise PoolEnded(f"{self._name}: {problem}; start the run again")
@@ -166,7 +164,6 @@ class RayWorker:
             return future.result()
         except (Interrupted, PoolEnded, WorkerLost):
             self.stop()
-            self._interrupted = False
             raise
         except Exception as error:
             self.stop()

@@ -37,8 +37,8 @@ def main(descriptor: int) -> None:
     """Serve the pool at the other end of a socket until it is closed.
 
     The first message has what to load (``{"load", "options", "memory_bytes"}``); it is answered by ``{"ready": true}`` or
-    ``{"problem": text}``. Every later one is a list of items, each of which is answered in turn; null, by ``{"batched"}``: whether
-    a batch is an item. ``{"lost": cause}`` instead of an answer means that the worker ends.
+    ``{"problem": text}``. Every later one is an item, which is answered; null, by ``{"batched"}``: whether a batch is an item.
+    ``{"lost": cause}`` instead of an answer means that the worker ends.
     """
     end_with(descriptor)
     connection = socket.socket(fileno=descriptor)
@@ -55,17 +55,16 @@ def main(descriptor: int) -> None:
         return
     connection.sendall(encode({"ready": True}))
     directory, process = os.getcwd(), os.getpid()
-    for items in messages:
-        for item in items:
-            answer = _answer(call, item, process)
-            try:
-                connection.sendall(encode(answer))
-            except OSError:
-                os._exit(DISCONNECTED)
-            if "lost" in answer:
-                return
-            with suppress(OSError):
-                os.chdir(directory)
+    for item in messages:
+        answer = _answer(call, item, process)
+        try:
+            connection.sendall(encode(answer))
+        except OSError:
+            os._exit(DISCONNECTED)
+        if "lost" in answer:
+            return
+        with suppress(OSError):
+            os.chdir(directory)
 
 
 def _answer(call: Call, item: Any, process: int) -> dict[str, Any]:
