@@ -81,14 +81,14 @@ FAMILIES, ARCHITECTURES = _Families(), _Architectures()
 
 
 def outer_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[Rule, list[Rule]]:
-    """The rule of what stands before the layers, and those of what follows; of a tied output layer only with ``tied_head``."""
+    """Return the rule of what stands before the layers, and those of what follows; of a tied output layer only with ``tied_head``."""
     head = () if geometry.tied_embeddings and not tied_head else HEADS[geometry.head].rules
     first, *last = (rule for rule in FAMILIES[geometry.family].rules + head if "{i}" not in rule.mcore)
     return first, last
 
 
 def has_expert_bias(geometry: ModelGeometry) -> bool:
-    """Whether a model has mixtures whose router adds a bias to the scores of experts."""
+    """Tell whether a model has mixtures whose router adds a bias to the scores of experts."""
     if geometry.experts is None:
         return False
     from rlhf_mcore.families.mixture import EXPERT_BIAS
@@ -97,5 +97,5 @@ def has_expert_bias(geometry: ModelGeometry) -> bool:
 
 
 def architecture_name(architecture: str, head: str) -> str:
-    """The architecture of the same model with another head."""
+    """Name the architecture of the same model with another head."""
     return ARCHITECTURES[architecture][0].architecture + HEADS[head].suffix

@@ -87,18 +87,18 @@ class Rule:
     trained: bool = True
 
     def shapes(self, geometry: ModelGeometry, layer: int = 0, expert: int = 0) -> dict[str, tuple[int, ...]]:
-        """Names and full shapes of its Hugging Face tensors in one layer, for one expert."""
+        """Return names and full shapes of its Hugging Face tensors in one layer, for one expert."""
         return {
             name.format(i=layer, e=expert): tuple(dim.of(geometry) for dim in dims)
             for name, dims in self.tensors.items()
         }
 
     def numel(self, geometry: ModelGeometry) -> int:
-        """Elements in one layer, of one expert."""
+        """Count elements in one layer, of one expert."""
         return sum(map(prod, self.shapes(geometry).values())) // (geometry.num_experts if self.kind == "stacked" else 1)
 
     def exists(self, geometry: ModelGeometry) -> bool:
-        """Whether the layers of a model have this parameter."""
+        """Tell whether the layers of a model have this parameter."""
         return all(dim.of(geometry) for dims in self.tensors.values() for dim in dims)
 
 
@@ -116,7 +116,7 @@ def gated_mlp(
     spec: Spec = "any",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Rule, Rule]:
-    """Rules of Megatron's two layers ``linear`` (``{n}`` is 1 or 2), which hold the matrices gate, up and down of a module."""
+    """Return rules of Megatron's two layers ``linear`` (``{n}`` is 1 or 2), which hold the matrices gate, up and down of a module."""
     gate, up, down = (f"{HF_LAYER}{block}.{name}.weight" for name in names)
     first, second = (MEGATRON_LAYER + linear.replace("{n}", n) for n in "12")
     return (
@@ -181,7 +181,7 @@ SANDWICH_DECODER = (
 
 
 def _qkv_bias(queries: Dim, keys: Dim) -> tuple[Rule, ...]:
-    """Biases of queries, keys and values."""
+    """Return rules of biases of queries, keys and values."""
     rows = {"q": queries, "k": keys, "v": keys}
     tensors = {f"{ATTENTION}{x}_proj.bias": (size,) for x, size in rows.items()}
     return (Rule(MEGATRON_LAYER + "self_attention.linear_qkv.bias", "qkv", tensors),)
@@ -191,7 +191,7 @@ QKV_BIAS, OPTIONAL_QKV_BIAS = _qkv_bias(QUERIES, KV), _qkv_bias(BIASED_QUERIES, 
 
 
 def qk_norm(queries: Dim, keys: Dim | None = None) -> tuple[Rule, ...]:
-    """Norms of queries and of keys (as large, if nothing else is given)."""
+    """Return rules of norms of queries and of keys (as large, if nothing else is given)."""
     return tuple(
         Rule(
             f"{MEGATRON_LAYER}self_attention.{x}_layernorm.weight",
@@ -285,7 +285,7 @@ class Family:
         return any(rule.kind == "stacked" for rule in self.rules)
 
     def layer_rules(self, geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
-        """Rules of the parameters of one layer of a model; ``fused`` as Transformer Engine's layer spec names them."""
+        """List rules of the parameters of one layer of a model; ``fused`` as Transformer Engine's layer spec names them."""
         is_moe, is_delta = geometry.layer_kind(layer)
         kinds = ["all", "moe" if is_moe else "dense", "delta" if is_delta else "attention"]
         if layer >= geometry.num_layers:

@@ -30,7 +30,7 @@ _MEGATRON, _LAYER = "decoder.layers.{i}.self_attention.", "model.layers.{i}."
 
 
 def delta_net(kind: Kind, **inputs: Dim) -> tuple[Rule, ...]:
-    """A gated delta net. ``inputs``: its projections from hidden states in files, and how many rows each has."""
+    """Return rules of a gated delta net. ``inputs``: its projections from hidden states in files, and how many rows each has."""
 
     def rule(name: str, kind: Kind, tensors: dict[str, tuple[Dim, ...]]) -> Rule:
         return Rule(
@@ -54,7 +54,7 @@ def delta_net(kind: Kind, **inputs: Dim) -> tuple[Rule, ...]:
 
 
 def _in_hybrid(rule: Rule) -> Rule:
-    """A rule of a decoder whose layers all have attention."""
+    """Restrict a rule of a decoder to layers with attention, whose queries have gates here."""
     if "self_attention" not in rule.mcore and "input_layernorm" not in rule.mcore:
         return rule
     if rule.kind != "qkv":

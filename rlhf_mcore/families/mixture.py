@@ -25,7 +25,7 @@ SHARED_FFN = Dim("shared_ffn", lambda g: _sizes(g).shared_ffn_size)
 
 
 def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
-    """A mixture of experts: its router, and its experts as modules one after the other or as one grouped matrix product.
+    """Return rules of a mixture: its router, and its experts as modules one after the other or as one grouped matrix product.
 
     ``names``: of the matrices gate, up and down in files, if they are not the usual ones.
     """
@@ -41,7 +41,7 @@ def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
 
 
 def stacked_experts() -> tuple[Rule, ...]:
-    """A mixture in which all parts have biases, and files have the experts of a layer in one tensor, with columns for outputs."""
+    """Return rules of a mixture with biases in all parts, whose files have the experts of a layer in one tensor."""
     router, block = MEGATRON_LAYER + "mlp.router.", HF_LAYER + "mlp.experts."
     layers = (("1", "gate_up_proj", HIDDEN, EXPERT_GATE_UP), ("2", "down_proj", EXPERT_FFN, HIDDEN))
     names: tuple[tuple[Spec, str], ...] = (
@@ -78,7 +78,7 @@ EXPERT_BIAS = (
 
 
 def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
-    """The expert that sees every token beside a mixture, and the gate that its output is multiplied with, if there is one."""
+    """Return rules of the expert that sees every token beside a mixture, and of the gate of its output, if there is one."""
     shared = "mlp.shared_experts."
     mlp = gated_mlp(shared + "linear_fc{n}.weight", block, SHARED_FFN, "moe")
     names = {f"{HF_LAYER}{gate}.weight": (ONE, HIDDEN)}
@@ -134,7 +134,7 @@ class Mixture:
             yield "shared experts (shared_expert_intermediate_size) are not supported; use another model"
 
     def _renormalises(self, hf_config: Fields) -> bool:
-        """Whether the weights of a token's experts add up to one (the softmax is then over these experts only)."""
+        """Tell whether the weights of a token's experts add up to one (the softmax is then over these experts only)."""
         return hf_config.flag("norm_topk_prob", default=self.renormalises) or self.always_renormalises
 
 
@@ -208,7 +208,7 @@ class SigmoidMixture:
         return {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
     def _groups(self, hf_config: Fields) -> tuple[int, int]:
-        """Groups of experts, and how many of them a token's experts are taken from."""
+        """Return the groups of experts, and how many of them a token's experts are taken from."""
         return tuple(hf_config.integer(key, 1, 4096, default=1) for key in _GROUPS)  # type: ignore[return-value]
 
 

@@ -37,7 +37,7 @@ EMBEDDING_COPY = "mtp.embedding.weight"  # on the last pipeline stage, if that i
 
 
 def num_mtp_layers(hf_config: Fields) -> int:
-    """MTP layers by config.json, 0 where it does not name them. Its weights need not be there: transformers saves without.
+    """Count MTP layers by config.json, 0 where it does not name them. Their weights need not be there: transformers saves without.
 
     Raises:
         ConfigError: it is no such number.
@@ -46,7 +46,7 @@ def num_mtp_layers(hf_config: Fields) -> int:
 
 
 def mtp_tensors(names: Iterable[str], hf_config: Fields) -> list[str]:
-    """Which of the tensors of a model directory are of MTP layers."""
+    """List the tensors of a model directory that are of MTP layers."""
     first = hf_config.integer("num_hidden_layers", default=0)  # absent where a model is more than a language model
     numbers = range(first, first + num_mtp_layers(hf_config)) if first else range(0)
 

@@ -24,7 +24,7 @@ _ROPE_NUMBERS = {
 
 
 def unsupported_keys(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
-    """Keys whose values a family does not support.
+    """Yield keys whose values a family does not support.
 
     Raises:
         ConfigError: a value is not of its type.
@@ -51,7 +51,7 @@ def unsupported_keys(family: Family, hf_config: Fields, architecture: str) -> It
 
 
 def rotation_problems(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
-    """What of the rotary embeddings is not supported: a kind of scaling, or a part of a head where a family rotates all of it.
+    """Yield what of the rotary embeddings is not supported: a kind of scaling, or a part of a head where a family rotates all of it.
 
     transformers ignores the latter, or fails, and vLLM rotates that part.
 
@@ -92,7 +92,7 @@ def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:
 
 
 def window_problems(family: Family, hf_config: Fields, architecture: str) -> Iterator[str]:
-    """A sliding window, of a family without: what some layer of the model really uses, or what its list of layers names.
+    """Yield a sliding window, of a family without: what some layer of the model really uses, or what its list of layers names.
 
     Raises:
         ConfigError: a size is absent or cannot be.

@@ -39,7 +39,7 @@ MAX_KV_HEADS = 2**14
 
 
 def size(hf_config: Fields, key: str, default: int | None = None) -> int:
-    """A size of the model, from 1 to its entry in ``MAX_SIZES``.
+    """Read a size of the model, from 1 to its entry in ``MAX_SIZES``.
 
     Raises:
         ConfigError: it is absent without a default, no integer or out of range.
@@ -51,7 +51,7 @@ def size(hf_config: Fields, key: str, default: int | None = None) -> int:
 
 
 def num_experts(hf_config: Fields) -> int:
-    """Experts of a layer, under the name that transformers writes since version 5, or the one of DeepSeek's or Qwen's authors.
+    """Count experts of a layer, under the name that transformers writes since version 5, or the one of DeepSeek's or Qwen's authors.
 
     Raises:
         ConfigError: as ``size``, or all layers have too many together.
@@ -66,14 +66,14 @@ def num_experts(hf_config: Fields) -> int:
 
 
 def dense_layers(hf_config: Fields) -> tuple[int, ...]:
-    """Layers of a mixture-of-experts model that have a dense MLP (``decoder_sparse_step``, ``mlp_only_layers``)."""
+    """List layers of a mixture-of-experts model that have a dense MLP (``decoder_sparse_step``, ``mlp_only_layers``)."""
     step = hf_config.integer("decoder_sparse_step", 1, default=1)
     listed = set(hf_config.integers("mlp_only_layers", default=()))
     return tuple(i for i in range(size(hf_config, "num_hidden_layers")) if i in listed or (i + 1) % step)
 
 
 def num_kv_heads(hf_config: Fields) -> int:
-    """Heads of keys and values: a divisor of the query heads.
+    """Read the heads of keys and values: a divisor of the query heads.
 
     Raises:
         ConfigError: as ``size``, or it is no divisor.
@@ -106,7 +106,7 @@ def head_dim(hf_config: Fields, default: int | None) -> int:
 
 
 def rotary(hf_config: Fields) -> Fields:
-    """How rotary embeddings are scaled, of layers that attend to all tokens; empty where config.json does not have it."""
+    """Read how rotary embeddings are scaled, of layers that attend to all tokens; empty where config.json does not have it."""
     found = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
     if found is not None and "full_attention" in found:
         found = found.object("full_attention")
@@ -114,17 +114,17 @@ def rotary(hf_config: Fields) -> Fields:
 
 
 def rope_type(hf_config: Fields) -> str:
-    """The kind of rotary scaling, of layers that attend to all tokens."""
+    """Read the kind of rotary scaling, of layers that attend to all tokens."""
     return scaling(rotary(hf_config))
 
 
 def scaling(rope: Fields) -> str:
-    """The kind of rotary scaling that one set of rotary parameters asks for."""
+    """Read the kind of rotary scaling that one set of rotary parameters asks for."""
     return rope.text("rope_type", default=rope.text("type", default="default"))
 
 
 def max_positions(hf_config: Fields, *, is_stretched: bool = False) -> int:
-    """Tokens of the longest sequence, 0 where config.json does not have it.
+    """Read the tokens of the longest sequence, 0 where config.json does not have it.
 
     yarn and linear scaling stretch what config.json has; with llama3 it is stated stretched, and wherever ``is_stretched``.
     """

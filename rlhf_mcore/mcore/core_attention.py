@@ -61,7 +61,7 @@ class SDPACoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Returns [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
+        """Return [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
         cp = 1 if self._group is None else self._group.size()
         if self._group is not None:
             order = None if packed_seq_params is None else packed_seq_params.order
@@ -120,7 +120,7 @@ class SDPACoreAttention(torch.nn.Module):
         return torch.cat(parts, dim=2)
 
     def _attend_last(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries of the last tokens, keys and values of all."""
+        """Attend with queries of the last tokens to keys and values of all."""
         shares, total, mask, scale = q.size(1) != k.size(1), k.size(2), None, self._scale
         before, window = total - q.size(2), self._window or total
         if before or total > window:
@@ -137,7 +137,7 @@ class SDPACoreAttention(torch.nn.Module):
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A token in front of [b, heads, s, d], which all see and whose value is zero: its products with queries are ``sinks`` [heads].
+    """Put a token in front of [b, heads, s, d] that all see, of value zero, whose products with queries are ``sinks`` [heads].
 
     So a head's weights add up to less than one by what it gives to its sink, as OpenAI 2025 (arXiv 2508.10925) has it, in any kernel.
     """

@@ -49,7 +49,7 @@ class Heads:
 
 
 def share_heads(num_keys: int, num_values: int, ranks: int) -> list[Heads]:
-    """Heads of values as evenly as possible; a rank may have none, and heads of keys may be with several ranks."""
+    """Share heads of values out as evenly as possible; a rank may have none, and heads of keys may be with several ranks."""
     repeats, shares = num_values // num_keys, []
     for first, last in itertools.pairwise(num_values * rank // ranks for rank in range(ranks + 1)):
         keys = range(first // repeats, max(-(-last // repeats), first // repeats + 1))
@@ -163,7 +163,7 @@ class GatedDeltaNet(torch.nn.Module):
         return self.out_proj(out.contiguous())
 
     def _columns(self, heads: Heads, device: torch.device) -> Tensor:
-        """Where the outputs of ``in_proj`` that are of some heads are among all of this rank's, kind by kind."""
+        """Find the outputs of ``in_proj`` of some heads among all of this rank's, kind by kind."""
         keys, values = (self.keys, heads.keys, self.key_dim), (self.values, heads.values, self.value_dim)
         scalars, parts, begin = (self.values, heads.values, 1), [], 0
         for count, some, width in (keys, keys, values, values, scalars, scalars):
@@ -194,7 +194,7 @@ class GatedDeltaNet(torch.nn.Module):
         return out.to(value.dtype).flatten(1)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Norm of each head, with one weight for the heads of all ranks."""
+        """Norm each head, with one weight for the heads of all ranks."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return SummedGradient.apply(self.out_norm.weight, self._tp) * normed.to(x.dtype)
@@ -209,18 +209,18 @@ class _Weight(torch.nn.Module):
 
 
 def delta_net_spec(column: type[torch.nn.Module], row: type[torch.nn.Module]) -> ModuleSpec:
-    """A layer's "attention", of linear layers that are split by columns and by rows."""
+    """Specify a layer's "attention", of linear layers that are split by columns and by rows."""
     return ModuleSpec(GatedDeltaNet, {"in_proj": column, "out_proj": row})
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Heads of length one, in fp32."""
+    """Scale heads to length one, in fp32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) -> Tensor:
-    """Of sequences back to back each channel is convolved with its own kernel, over its last tokens.
+    """Convolve each channel of sequences back to back with its own kernel, over its last tokens.
 
     Args:
         x: [N, C] tokens.
@@ -243,7 +243,7 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) ->
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: NDArray[np.int64]
 ) -> Tensor:
-    """The gated delta rule over sequences back to back, in fp32 (arXiv 2412.06464, equation 10, in the chunks of section 3.3).
+    """Apply the gated delta rule to sequences back to back, in fp32 (arXiv 2412.06464, equation 10, in the chunks of section 3.3).
 
     Of each head a state S [K, V] begins at zero with every sequence: S' = exp(decay_t) S_{t-1},
     S_t = S' + k_t beta_t (v_t - S'^T k_t)^T, o_t = S_t^T q_t / sqrt(K). Within a chunk the corrections u of all tokens solve
@@ -296,7 +296,7 @@ def gated_delta_rule(
 
 
 def _chunk_places(lengths: NDArray[np.int64], chunk: int) -> tuple[Tensor, list[int]]:
-    """Where tokens go when sequences are cut into chunks: first those that begin a sequence, then those that are second in one.
+    """Place tokens where sequences are cut into chunks: first those that begin a sequence, then those that are second in one.
 
     Longer sequences come before shorter ones, so that those which have a further chunk are always the first of their kind.
 
@@ -313,5 +313,5 @@ def _chunk_places(lengths: NDArray[np.int64], chunk: int) -> tuple[Tensor, list[
 
 
 def _numbers(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of each token [N] in its sequence."""
+    """Number each token [N] in its sequence."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -59,7 +59,7 @@ class GroupPool:
         self._known: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def group_of(self, enumeration: list[list[int]]) -> dist.ProcessGroup | None:
-        """This rank's group of an enumeration of disjoint groups; None if it is in none. Collective over the world."""
+        """Return this rank's group of an enumeration of disjoint groups; None if it is in none. Collective over the world."""
         named = {rank for ranks in enumeration for rank in ranks}
         # new_subgroups_by_enumeration gives every rank of the world a group, or an error: the others get one each.
         alone = [[rank] for rank in range(dist.get_world_size()) if rank not in named]
@@ -72,7 +72,7 @@ class GroupPool:
 
 
 def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> ModelGroups | None:
-    """The process groups of a layout, None on ranks outside of it.
+    """Build the process groups of a layout; None on ranks outside of it.
 
     Collective: every rank of the world calls it with the same layout and pool.
     """

@@ -18,12 +18,12 @@ ADAM = Adam.__module__  # of the class that Megatron has found
 
 
 def live_kernels(model: MegatronModel) -> dict[str, str]:
-    """By part: looked up in the model itself, and in the config that its code branches on."""
+    """Name the kernels of a model by part, as found in the model itself and in the config that its code branches on."""
     config, chunk = model.config, unwrap(model.chunks[0])
     fused_rope = config.apply_rope_fusion or config.fused_single_qkv_rope
     local = _first(chunk, SDPACoreAttention)
     by_torch = f"{TORCH} {'SDPA' if local is None or local.varlen is None else VARLEN}"
-    found = {
+    kernels = {
         "attention": by_torch if local is not None else f"{TE} ({config.attention_backend.name})",
         "norm": OURS if _first(chunk, RMSNorm) is not None else TE,
         "rope": f"{TE}, fused" if fused_rope else MEGATRON,
@@ -34,17 +34,17 @@ def live_kernels(model: MegatronModel) -> dict[str, str]:
         from rlhf_mcore.mcore.delta_net import GatedDeltaNet
 
         if (delta := _first(chunk, GatedDeltaNet)) is not None:
-            found["gated delta nets"] = TORCH if delta.fla is None else FLA
+            kernels["gated delta nets"] = TORCH if delta.fla is None else FLA
     if config.num_moe_experts:
         from rlhf_mcore.mcore.mixture import routers
 
         kind = config.moe_token_dispatcher_type
         backend = "" if kind != "flex" else f" ({config.moe_flex_dispatcher_backend})"
         grouped = config.moe_grouped_gemm and next(routers(model.chunks), None) is not None
-        found |= {"experts": f"{TE}, grouped" if grouped else "one after the other", "dispatcher": f"{kind}{backend}"}
+        kernels |= {"experts": f"{TE}, grouped" if grouped else "one after the other", "dispatcher": f"{kind}{backend}"}
     if model.optimizer is not None:
-        found["AdamW"] = FUSED_ADAM.get(ADAM.partition(".")[0], TORCH)
-    return found
+        kernels["AdamW"] = FUSED_ADAM.get(ADAM.partition(".")[0], TORCH)
+    return kernels
 
 
 def _first(chunk: GPTModel, kind: type[Kind]) -> Kind | None:

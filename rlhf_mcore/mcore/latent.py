@@ -67,7 +67,7 @@ class LatentAttention(LayersOfSpec, MLASelfAttention):
 
 
 def local_attention_spec(norm: type[torch.nn.Module], core_attention: type[torch.nn.Module]) -> ModuleSpec:
-    """Latent attention of Megatron's own linear layers."""
+    """Return a specification of latent attention with Megatron's own linear layers."""
     backend = LocalSpecProvider()
     column = backend.column_parallel_linear()
     return ModuleSpec(

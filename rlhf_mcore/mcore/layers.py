@@ -42,14 +42,14 @@ except ImportError:
 
 
 def use_te(kind: str) -> bool:
-    """Whether ``model.layer_spec`` means Transformer Engine here ("auto": when it is installed)."""
+    """Tell whether ``model.layer_spec`` means Transformer Engine here ("auto": when it is installed)."""
     return kind == "te" or (kind == "auto" and HAVE_TE)
 
 
 def decoder_spec(
     config: TransformerConfig, kind: str, family: Family, *, pp_rank: int, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk; ``kind`` is "te", "local" or "auto"."""
+    """Specify the layers of one model chunk; ``kind`` is "te", "local" or "auto"."""
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
     kinds = [(_is_moe(config, number), _is_delta(config, number)) for number in numbers]
@@ -58,7 +58,7 @@ def decoder_spec(
 
 
 def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: bool, delta: bool = False) -> ModuleSpec:
-    """One layer: with experts, with a gated delta net."""
+    """Specify one layer; ``moe``: with experts, ``delta``: with a gated delta net."""
     te = use_te(kind)
     spec = (_te_spec if te else _local_spec)(config, family, moe=moe)
     layer = spec.submodules
@@ -75,7 +75,7 @@ def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: boo
 
 
 def norm_and_linear(kind: str) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
-    """A norm that stands alone, and a linear layer whose outputs are split."""
+    """Return a norm that stands alone, and a linear layer whose outputs are split."""
     if not use_te(kind):
         return RMSNorm, LocalSpecProvider().column_parallel_linear()
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm

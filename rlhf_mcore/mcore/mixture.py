@@ -71,7 +71,7 @@ class _BestExpertOfGroups:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, compute_topk: Callable[..., tuple]
     ) -> tuple[Tensor, Tensor]:
-        """Values and numbers [n, topk] of the experts that tokens go to, of ``scores`` [n, experts]."""
+        """Return values and numbers [n, topk] of the experts that tokens go to, of ``scores`` [n, experts]."""
         groups = scores.unflatten(1, (num_groups, -1))
         best = groups.amax(-1).topk(group_topk, dim=-1).indices
         chosen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
@@ -79,7 +79,7 @@ class _BestExpertOfGroups:
 
 
 def move_expert_biases(routers: Iterable[Router], rate: float, group: dist.ProcessGroup) -> None:
-    """Balancing without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1), from the tokens that routers have counted.
+    """Balance experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1), from the tokens that routers have counted.
 
     The bias of an expert goes up by ``rate`` where it got fewer tokens than the mean over experts, and down where it got more.
     ``group`` joins the ranks that hold the same layers, each of which has counted its own tokens. Collective over it.
@@ -99,7 +99,7 @@ def move_expert_biases(routers: Iterable[Router], rate: float, group: dist.Proce
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
-    """The routers of a model's chunks, layer by layer; not those of MTP layers."""
+    """Yield the routers of a model's chunks, layer by layer; not those of MTP layers."""
     for chunk in chunks:
         yield from (module for module in unwrap(chunk).decoder.modules() if isinstance(module, Router))
 
@@ -123,7 +123,7 @@ def use_mixture(mlp: ModuleSpec, family: Family) -> None:
 
 
 def taking_turns(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A linear layer whose rows are of gate and linear part in turn: what it returns is all of the gate, then the linear part."""
+    """Derive a linear layer whose rows are of gate and linear part in turn: it returns all of the gate, then the linear part."""
 
     class TakingTurns(linear):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:

@@ -76,7 +76,7 @@ class MegatronModel:
         return PassInputs(self.groups, self.platform, bool(self.aux_loss_coef or self.expert_bias_rate))
 
     def local_parameters(self) -> list[LocalParameter]:
-        """Every tensor of the model on this rank. See :func:`rlhf_mcore.mcore.weights.local_parameters`."""
+        """List every tensor of the model on this rank. See :func:`rlhf_mcore.mcore.weights.local_parameters`."""
         return local_parameters(self.chunks, self.groups.layout)
 
     def _routers(self) -> Iterator[Router]:
@@ -88,14 +88,14 @@ class MegatronModel:
         return routers(self.chunks)
 
     def add_optimizer(self, cfg: OptimizerConfig, locate: Locate = lambda *_: []) -> None:
-        """The weights must be loaded: master weights are copied from them. Collective over the model's ranks."""
+        """Make the optimizer. The weights must be loaded: master weights are copies. Collective over the model's ranks."""
         alone = self.mtp is not None and self.mtp.alone
         self.optimizer = Optimizer(
             self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable, locate, alone
         )
 
     def share(self, sharing: DeviceSharing, name: str, kinds: Collection[str], *, by_layer: bool = False) -> None:
-        """From now on the parts of ``kinds`` are on the device only while they are used. ``name``: of the model, in the ledger.
+        """Keep the parts of ``kinds`` on the device only while they are used. ``name``: of the model, in the ledger.
 
         ``by_layer``: in a pass the layers of a frozen model come one by one, for every microbatch.
         """
@@ -116,7 +116,7 @@ class MegatronModel:
             self.movable.add(WEIGHTS, Part(f"{name} {WEIGHTS}", rest, self.platform, lingers=lingers))
 
     def release(self) -> None:
-        """It is not used again. Megatron refers to it from C++ (hooks) and from caches of methods, and would keep it for ever."""
+        """Let go of the model. Megatron refers to it from C++ (hooks) and from caches of methods, and would keep it for ever."""
         self.config.grad_scale_func = None  # of the optimizer
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel):
@@ -128,11 +128,11 @@ class MegatronModel:
                     cached.cache_clear()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Everything that an update needs is on the device within this block, in which it is changed."""
+        """Keep everything that an update needs, and changes, on the device within this block."""
         return self.movable.use(*KINDS, writes=True)
 
     def forward(self, microbatches: Sequence[Microbatch], function: OutputFunction) -> list[Tensor]:
-        """What ``function`` returns for each microbatch, on the host, without gradients. Empty except on the last pipeline stage.
+        """Return what ``function`` makes of each microbatch, on the host, without gradients; empty but on the last stage.
 
         Collective over the model's ranks.
         """
@@ -181,7 +181,7 @@ class MegatronModel:
 
     @contextmanager
     def _gathering_weights(self) -> Iterator[None]:
-        """Within this block the weights of an update are gathered as the layers that need them run (overlap_param_gather)."""
+        """Gather the weights of an update within this block, as the layers that need them run (overlap_param_gather)."""
         if not self._has_stale_weights:
             yield
             return
@@ -193,7 +193,7 @@ class MegatronModel:
         self._has_stale_weights = False
 
     def gather_weights(self) -> None:
-        """Weights that an update has left to be gathered by the next one are gathered. Collective over the model's ranks."""
+        """Gather the weights that an update has left to be gathered by the next one. Collective over the model's ranks."""
         if self._has_stale_weights:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
@@ -212,7 +212,7 @@ class MegatronModel:
         return outcome
 
     def load_balance(self) -> float:
-        """The load-balancing loss of the last update: the sum over layers of the mean over tokens, times its coefficient.
+        """Return the load-balancing loss of the last update: the sum over layers of the mean over tokens, times its coefficient.
 
         Collective over the model's ranks.
         """
@@ -230,7 +230,7 @@ class MegatronModel:
         with_entropy: bool = True,
         output_weight: Tensor | None = None,
     ) -> TokenLogprobs:
-        """Logprobs of the next tokens, and entropies where wanted, at a sampling temperature: fp32 in the shape of its tokens.
+        """Compute logprobs of the next tokens, and entropies where wanted, at a sampling temperature: fp32 in the shape of its tokens.
 
         With a ``support`` also the log of its mass. Where the microbatch's ``weights``, or ``loss_mask``, are zero there are no
         logits, and all is zero. ``outputs``: of this model's last stage. ``output_weight``: of the output layer; None: the model's.
@@ -244,7 +244,7 @@ class MegatronModel:
         if (places := placed.get("counted")) is not None:
             places = places.to(hidden.device)
             hidden = hidden.index_select(0, places)
-        found = linear_logprobs(
+        computed = linear_logprobs(
             hidden,
             weight,
             placed["targets"].to(hidden.device),
@@ -262,10 +262,10 @@ class MegatronModel:
                 values = values.new_zeros(shape.numel()).index_copy(0, places, values)
             return self._whole(microbatch, values.view(shape))
 
-        return TokenLogprobs(whole(found.logprobs), *(x if x is None else whole(x) for x in found[1:]))
+        return TokenLogprobs(whole(computed.logprobs), *(x if x is None else whole(x) for x in computed[1:]))
 
     def _whole(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """The other way, from all ranks: [b, T], of which all then compute the same loss. A rank's gradient is that of its places."""
+        """Gather [b, T] from all context-parallel ranks, which then compute the same loss. A rank's gradient is that of its places."""
         if self.groups.layout.cp == 1:
             return values
         order = (microbatch.placed or self._inputs.derive(microbatch))["order"].to(values.device)
@@ -324,7 +324,7 @@ def _finalize(
 
 
 def scalar_outputs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
-    """The number that a scalar head gives at each position: shape of ``microbatch.token_ids``, fp32."""
+    """Return the number that a scalar head gives at each position: shape of ``microbatch.token_ids``, fp32."""
     return outputs.squeeze(-1)
 
 
@@ -332,7 +332,7 @@ _RNG_PREFIX = "megatron."
 
 
 def rng_tracker_states() -> dict[str, Tensor]:
-    """States, uint8, by name, of the generators with which Megatron gives tensor-parallel ranks different numbers."""
+    """Return states, uint8, by name, of the generators with which Megatron gives tensor-parallel ranks different numbers."""
     return {_RNG_PREFIX + name: state for name, state in get_cuda_rng_tracker().get_states().items()}
 
 

@@ -40,13 +40,13 @@ class ModelSpec:
     geometry: ModelGeometry
     hf_config: PretrainedConfig
     megatron: Mapping[str, Any]  # settings of TransformerConfig that the family needs
-    inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies, of latent attention [rope_head_dim / 2]
+    inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies, of latent attention [rope_dim / 2]
     rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
     window_inv_freq: torch.Tensor | None = None  # [head_dim / 2] frequencies of layers with a window, where they differ
 
     @property
     def has_fresh_head(self) -> bool:
-        """Whether the directory holds a language model, so that a scalar head has to begin at zero."""
+        """Tell whether the directory holds a language model, so that a scalar head has to begin at zero."""
         return ARCHITECTURES[self.hf_config.architectures[0]][1] != self.geometry.head
 
     @property
@@ -115,7 +115,7 @@ _WINDOW = "sliding_attention"  # the kind of layers with a window
 
 
 def _rotary(hf: PretrainedConfig, layers: str) -> tuple[torch.Tensor, float]:
-    """Frequencies as transformers computes them, so that every scaling rule has one implementation. ``layers``: a kind of them."""
+    """Compute frequencies as transformers does, so that every scaling rule has one implementation. ``layers``: a kind of them."""
     is_layered = layers in hf.rope_parameters
     rope = hf.rope_parameters[layers] if is_layered else hf.rope_parameters
     kind = rope["rope_type"]
@@ -146,7 +146,7 @@ def transformer_config(
     aux_loss_coef: float = 0.0,
     overrides: Overrides | None = None,
 ) -> TransformerConfig:
-    """Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there.
+    """Make Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there.
 
     Raises:
         ConfigError: it refuses the user's ``overrides``.
@@ -180,7 +180,7 @@ def transformer_config(
 
 
 def _swish(x: torch.Tensor) -> torch.Tensor:
-    """Of the clamped SwiGLU. Megatron's own is compiled where it is first called, which a CPU may lack the compiler for."""
+    """Gate the clamped SwiGLU. Megatron's own is compiled where it is first called, which a CPU may lack the compiler for."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -251,14 +251,14 @@ class UnevenStages(PipelineParallelLayerLayout):
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of a chunk of a rank (this one, if none is named)."""
+        """Count the layers of a chunk of a rank (this one, if none is named)."""
         rank = self._pp_rank if pp_rank is None else pp_rank
         return int(self.layout[rank][vp_stage or 0].count(layer_type))
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers in the stages before a chunk."""
+        """Count the layers in the stages before a chunk."""
         rank = self._pp_rank if pp_rank is None else pp_rank
         before = (vp_stage or 0) * self.pipeline_model_parallel_size + rank
         stages = [divmod(number, self.pipeline_model_parallel_size) for number in range(before)]
@@ -294,7 +294,7 @@ def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
 
 
 def fused_kernels(spec: ModelSpec) -> dict[str, bool]:
-    """Settings of Megatron that choose kernels of CUDA which compute what its plain code does, as far as they are installed."""
+    """Choose the kernels of CUDA that compute what Megatron's plain code does, as far as they are installed."""
     permutes = ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs", "fused_unpermute")
     # Of packed sequences the fused rotation leaves out yarn's factor, and how pairs are told apart, without a word.
     latent = isinstance(spec.geometry.attention, LatentSizes)

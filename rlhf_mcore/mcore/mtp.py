@@ -104,7 +104,7 @@ def sum_embedding_gradients(chunks: Iterable[torch.nn.Module], group: dist.Proce
 def mtp_loss(
     model: MegatronModel, outputs: Tensor, microbatch: Microbatch, packed: PackedSequences | None, learning: MTPLearning
 ) -> tuple[Tensor, Metrics]:
-    """Negative log-likelihood of the tokens that MTP layers predict, and its sum with their number.
+    """Compute the negative log-likelihood of the tokens that MTP layers predict, and its sum with their number.
 
     ``outputs``: hidden states [b, T, h] behind the last norm, of the last stage. A token has the weight (``microbatch.fields``) that
     it has in the loss of the model. The loss is the mean over layers of the weighted sums. No sequence sees another one.
@@ -119,7 +119,7 @@ def mtp_loss(
     if config.sequence_parallel:
         hidden = scatter_to_sequence_parallel_region(hidden, group=tp)
     latent = isinstance(model.spec.geometry.attention, LatentSizes)  # such attention makes its rotation itself
-    found = chunk.mtp(
+    hidden_states = chunk.mtp(
         input_ids=microbatch.placed["token_ids"],
         position_ids=microbatch.placed["position_ids"],
         hidden_states=hidden,
@@ -130,7 +130,7 @@ def mtp_loss(
     )
     labels, weights = microbatch.fields["labels"], microbatch.fields["weights"]
     loss, nll, tokens = outputs.new_zeros(()), outputs.new_zeros(()), 0
-    for states in found.chunk(1 + count, dim=0)[1:]:
+    for states in hidden_states.chunk(1 + count, dim=0)[1:]:
         if config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False, group=tp)
         labels, weights = one_later(labels, microbatch), one_later(weights, microbatch)
@@ -145,5 +145,5 @@ def mtp_loss(
 
 
 def _embed(embedding: torch.nn.Module, alone: bool, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    found: Tensor = embedding(input_ids=input_ids, position_ids=position_ids)
-    return found.detach() if alone else found
+    embedded: Tensor = embedding(input_ids=input_ids, position_ids=position_ids)
+    return embedded.detach() if alone else embedded

@@ -70,7 +70,7 @@ class NormedAdd(torch.nn.Module):
         self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Returns a function of (output, its bias or None), the residual and the dropout rate."""
+        """Return a function of (output, its bias or None), the residual and the dropout rate."""
         add = get_bias_dropout_add(training, fused)
 
         def normed_add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:

@@ -21,8 +21,8 @@ class Rotary(RotaryEmbedding):
         self._scale = scale
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)
-        return found if self._scale is None else (found, self._scale)
+        angles = super().forward(*args, **kwargs)
+        return angles if self._scale is None else (angles, self._scale)
 
 
 def set_frequencies(chunk: GPTModel, inv_freq: Tensor, window_inv_freq: Tensor | None) -> None:
@@ -36,7 +36,7 @@ def set_frequencies(chunk: GPTModel, inv_freq: Tensor, window_inv_freq: Tensor |
 
 
 def set_latent_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:
-    """Give all layers of a chunk, which rotate by themselves, the frequencies [rope_head_dim / 2]."""
+    """Give all layers of a chunk, which rotate by themselves, the frequencies [rope_dim / 2]."""
     factor = scale if chunk.config.rope_type == "yarn" else None
     for layer in transformer_layers(chunk):
         attention = layer.self_attention

@@ -26,20 +26,20 @@ from rlhf_mcore.types import LocalParameter
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside DDP and precision wrappers."""
+    """Return the GPTModel inside DDP and precision wrappers."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module  # type: ignore[assignment]
     return chunk
 
 
 def transformer_layers(chunk: GPTModel) -> list[Any]:
-    """Those of a chunk, and those within its MTP layers."""
+    """Return the layers of a chunk, and those within its MTP layers."""
     beyond = chunk.mtp.layers if hasattr(chunk, "mtp") else ()
     return [*chunk.decoder.layers, *(getattr(layer, MTP_INNER) for layer in beyond)]
 
 
 def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
-    """Every tensor of a model on this rank: parameters, and the buffers that are part of its state.
+    """List every tensor of a model on this rank: parameters, and the buffers that are part of its state.
 
     Layers are numbered over the whole model (by Megatron's ``layer_number``), MTP layers behind them, experts within this rank.
     """
@@ -52,7 +52,7 @@ def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) 
 
 
 def global_names(chunk: GPTModel) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Its own name, that in the whole model, and the tensor, of all that ``local_parameters`` has."""
+    """Yield each tensor of ``local_parameters`` with its name in the chunk and its name in the whole model."""
     numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     for name, tensor in itertools.chain(chunk.named_parameters(), _state_buffers(chunk)):
         if name == EMBEDDING and not chunk.pre_process:
@@ -65,7 +65,7 @@ def global_names(chunk: GPTModel) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that a checkpoint must hold: none in the families so far, and none may be left out silently."""
+    """Yield the buffers that a checkpoint must hold, by name, such as the biases of experts."""
     for prefix, module in chunk.named_modules():
         for name, tensor in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -77,7 +77,7 @@ def _global_name(name: str, layer_numbers: list[int]) -> str:
 
 
 def weight_storage(chunk: torch.nn.Module) -> list[Tensor]:
-    """The tensors that hold a chunk's weights: flat buffers of one that is trained."""
+    """Return the tensors that hold a chunk's weights: flat buffers where it is trained."""
     if isinstance(chunk, DistributedDataParallel):
         return [buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return [*chunk.parameters(), *chunk.buffers()]

@@ -12,14 +12,14 @@ from rlhf_mcore.types import ModelGeometry
 
 @lru_cache(maxsize=64)
 def num_parameters(geometry: ModelGeometry) -> int:
-    """Elements of the Hugging Face model."""
+    """Count elements of the Hugging Face model."""
     first, last = outer_rules(geometry)
     return _count([first, *last], geometry, geometry.num_experts)
 
 
 @lru_cache(maxsize=64)
 def active_parameters(geometry: ModelGeometry) -> int:
-    """Elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
+    """Count elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
     _, last = outer_rules(geometry, tied_head=True)
     return _count(last, geometry.trunk, _experts_per_token(geometry))
 
@@ -29,7 +29,7 @@ def _experts_per_token(geometry: ModelGeometry) -> int:
 
 
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
-    """Operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
+    """Count operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
     logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
     layer = 2.0 * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
     states = 0 if (delta := geometry.delta) is None else len(delta.layers) * delta.values * delta.key_dim
@@ -44,7 +44,7 @@ def model_flops(geometry: ModelGeometry) -> ModelFlops:
 
 
 def mtp_flops(geometry: ModelGeometry) -> ModelFlops:
-    """Of the MTP layers that learn, in the passes of an update: further layers, each with a projection and the output layer."""
+    """Count operations of MTP layers in an update: further layers, each with a projection and the output layer."""
     experts, count = _experts_per_token(geometry), geometry.mtp_layers
     weights = _count([], geometry, experts) - _count([], geometry.trunk, experts)
     attention = 2 * count * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
@@ -52,7 +52,7 @@ def mtp_flops(geometry: ModelGeometry) -> ModelFlops:
 
 
 def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
-    """Elements of all layers, with so many experts in every mixture, and of ``outer`` rules."""
+    """Count elements of all layers, with so many experts in every mixture, and of ``outer`` rules."""
     layers = [
         rule
         for layer in range(geometry.num_layers + geometry.mtp_layers)

@@ -39,18 +39,18 @@ class PlannedTensor:
 
 
 def destinations(geometry: ModelGeometry, tp: int, num_engines: int, first_rank: int = 0) -> list[Place]:
-    """What engine ranks need."""
+    """Place what engine ranks need."""
     return engine_places([list(engine_tensors(geometry, tp, rank)) for rank in range(tp)], num_engines, first_rank)
 
 
 @lru_cache(maxsize=64)
 def engine_numel(geometry: ModelGeometry, tp: int) -> int:
-    """Elements of an engine rank's weights."""
+    """Count elements of an engine rank's weights."""
     return sum(prod(tensor.shape) for tensor in engine_tensors(geometry, tp, 0))
 
 
 def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
-    """Keys and values of one token in all layers on one engine rank: with latent attention the latent alone, on every rank."""
+    """Count bytes of a token's keys and values on an engine rank: with latent attention the latent alone, on every rank."""
     attention = geometry.attention
     if isinstance(attention, LatentSizes):
         return geometry.num_layers * (attention.kv_rank + attention.rope_dim) * width
@@ -58,7 +58,7 @@ def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
 
 
 def state_bytes_per_sequence(geometry: ModelGeometry, tp: int, width: int) -> int:
-    """What gated delta nets keep of a sequence, however long, on an engine rank: fp32 states, and the last tokens of convolutions."""
+    """Count bytes that delta nets keep of a sequence of any length on an engine rank: fp32 states, last tokens of convolutions."""
     if (delta := geometry.delta) is None:
         return 0
     convolved = (delta.kernel - 1) * (2 * delta.keys + delta.values)
@@ -66,7 +66,7 @@ def state_bytes_per_sequence(geometry: ModelGeometry, tp: int, width: int) -> in
 
 
 def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[PlannedTensor]:
-    """Every parameter of rank ``rank`` of ``tp``."""
+    """Yield every parameter of rank ``rank`` of ``tp``."""
     family, (first, last) = FAMILIES[geometry.family], outer_rules(geometry)
     for rule in (first, *last):
         yield _planned(rule, geometry, tp, rank, 0)
@@ -162,7 +162,7 @@ def _vocab_rows(geometry: ModelGeometry, tp: int) -> int:
 
 
 def whole_model_places(geometry: ModelGeometry, num_ranks: int, first_rank: int = 0) -> list[Place]:
-    """What ranks of the engine ``hf`` need: every tensor, uncut."""
+    """Place what ranks of the engine ``hf`` need: every tensor, uncut."""
     return [
         Place(
             name,
@@ -187,7 +187,7 @@ class SyncBytes:
 
 
 def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, assumed: Assumptions) -> SyncBytes:
-    """Exact bytes, and the time that they take at the given bandwidths."""
+    """Count exact bytes, and estimate the time that they take at the given bandwidths."""
     plan = sync_plan(cfg, actor, world_size, gpu.per_node)
     counted = plan.bytes()
     received = counted.received
@@ -215,7 +215,7 @@ def num_devices(cfg: Config, world_size: int) -> int:
 
 
 def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: int) -> Plan:
-    """The plan of a sync, without a model and without an engine."""
+    """Make the plan of a sync, without a model and without an engine."""
     geometry, layout = actor.geometry.trunk, actor.layout
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
     tp, shapes, devices = cfg.rollout.layout.tp, hf_shapes(geometry), num_devices(cfg, world_size)

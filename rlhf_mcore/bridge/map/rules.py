@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
-    """Name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
+    """Return name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
     first, last = outer_rules(geometry)
     found = first.shapes(geometry)
     for layer in range(geometry.num_layers + geometry.mtp_layers):
@@ -38,7 +38,7 @@ def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
 
 
 def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool = False) -> Iterator[str]:
-    """Megatron's parameters of one layer on a rank that has ``num_experts`` of its experts.
+    """Yield Megatron's parameters of one layer on a rank that has ``num_experts`` of its experts.
 
     ``fused`` names them as Transformer Engine's layers do: norms within linear layers, experts as one grouped product.
     """
@@ -47,14 +47,14 @@ def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bo
 
 
 def parameter_names(geometry: ModelGeometry) -> list[str]:
-    """Megatron's parameters of a whole model on one rank, in the order of the network, named as Transformer Engine's layers do."""
+    """List Megatron's parameters of a whole model on one rank, in the network's order, named as Transformer Engine's layers do."""
     first, last = outer_rules(geometry)
     layers = (layer_names(geometry, layer, geometry.num_experts, True) for layer in range(geometry.num_layers))
     return [first.mcore, *(name for names in layers for name in names), *(rule.mcore for rule in last)]
 
 
 def in_memory(name: str, geometry: ModelGeometry) -> str | None:
-    """The Megatron parameter with the rows of a tensor that transformers (since version 5) holds under another name than it saves.
+    """Name the Megatron parameter with the rows of a tensor that transformers (since 5) holds under another name than it saves.
 
     ``{k}`` in it: the tensor is a stack, one for each expert. None: the name is not one of these.
     """
@@ -66,7 +66,7 @@ def in_memory(name: str, geometry: ModelGeometry) -> str | None:
 
 
 def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
-    """What a rank's Megatron parameter holds, in Hugging Face coordinates.
+    """Describe what a rank's Megatron parameter holds, in Hugging Face coordinates.
 
     Raises:
         KeyError: the family has no rule for this parameter.
@@ -83,7 +83,7 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
 
 
 def of_trunk(parameters: Iterable[LocalParameter], geometry: ModelGeometry) -> list[LocalParameter]:
-    """Those of the model that samples a token at a time: what engines are sent."""
+    """Select the parameters of the model that samples a token at a time: what engines are sent."""
     shapes = hf_shapes(geometry.trunk)
     return [p for p in parameters if all(held.hf_name in shapes for held in pieces(p.name, geometry, p.shard))]
 
@@ -99,7 +99,7 @@ class RowRun:
 
 
 def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tuple[int, ...]]:
-    """What the rows of a Megatron parameter of a whole model hold, in order, and its shape without padding.
+    """Describe what the rows of a Megatron parameter of a whole model hold, in order, and its shape without padding.
 
     Of an expert that files have in one tensor with others it is one row of that, in another form (``files/formats/stacked.py``).
 
@@ -126,7 +126,7 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
 
 
 def holds_matrices(parameter: str, geometry: ModelGeometry) -> bool:
-    """Whether a parameter of a layer is made of tensors of two dimensions, or is one expert's of a stack of such."""
+    """Tell whether a parameter of a layer is made of tensors of two dimensions, or is one expert's of a stack of such."""
     if not parameter.startswith("decoder.layers."):
         return False
     rule = find_rule(geometry, parameter)[0]
@@ -134,12 +134,12 @@ def holds_matrices(parameter: str, geometry: ModelGeometry) -> bool:
 
 
 def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
-    """Whether a file may have more rows of a parameter than the model: those of a vocabulary."""
+    """Tell whether a file may have more rows of a parameter than the model: those of a vocabulary."""
     return find_rule(geometry, parameter)[0].kind == "vocab_parallel"
 
 
 def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
-    """The rule of a Megatron parameter, its layer, and its expert's number on its rank (0 where there is none).
+    """Find the rule of a Megatron parameter, its layer, and its expert's number on its rank (0 where there is none).
 
     Raises:
         KeyError: the family has no rule for this parameter.
