@@ -19,7 +19,7 @@ from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.cli import exit_codes, rank
-from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
+from rlhf_mcore.cli.continuing import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.cli.trainers import build_trainer

@@ -30,8 +30,8 @@ from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, TOLERANCE, Canary, canary_prompts
+from rlhf_mcore.trainer.collecting import Collector, PlainSampling
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
-from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
@@ -160,7 +160,11 @@ def training_sampling(cfg: Config) -> Sampling:
 
 def build_collector(cfg: Config, on_error: OnError) -> Collector:
     dynamic = cfg.algorithm.dynamic_sampling
-    return DynamicSampling(dynamic.max_batches, drop=on_error.drop) if dynamic.enabled else PlainSampling()
+    if not dynamic.enabled:
+        return PlainSampling()
+    from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
+
+    return DynamicSampling(dynamic.max_batches, drop=on_error.drop)
 
 
 def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:

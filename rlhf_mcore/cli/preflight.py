@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,8 +17,8 @@ from pathlib import Path
 
 import rlhf_mcore
 from rlhf_mcore.checkpoint.layout import scan
-from rlhf_mcore.checkpoint.links import best_rule, find_best
 from rlhf_mcore.cli import terminal
+from rlhf_mcore.cli.continuing import continues_text, finished_text, is_over
 from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
@@ -30,18 +29,16 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
+from rlhf_mcore.foreign import SMALL, read_text, shorten
 from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
 from rlhf_mcore.observability.files import (
     FullDiskError,
     free_bytes,
     json_line,
-    keep_steps,
     pretty_json,
     write_atomically,
 )
-from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
-from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.observability.run_directory import LOCK, RunDirectory
 from rlhf_mcore.types import ModelGeometry
 
 KEPT_STARTS = 20  # whose logs a run directory holds
@@ -180,29 +177,6 @@ def no_empty_directory(cfg: Config) -> Iterator[None]:
         raise
 
 
-def is_over(cfg: Config, run: Path, step: int) -> bool:
-    """Whether nothing is left to do after ``step``, that of the newest checkpoint.
-
-    A run that ends with its best model (``checkpoint.load_best_model_at_end``) has to evaluate it after its last step.
-    """
-    if step != cfg.trainer.num_steps or not cfg.checkpoint.load_best_model_at_end:
-        return step >= cfg.trainer.num_steps
-    rule = best_rule(cfg.checkpoint)
-    best = find_best(scan(run), rule) if rule is not None else None
-    if best is None or best.step == step:
-        return True
-    metrics = run / METRICS
-    data = read_bytes(metrics, limit=MAX_METRICS_BYTES, remedy="move it away") if metrics.is_file() else b""
-    lines = keep_steps(data, step).splitlines()
-    return any(json.loads(line).get("final/step") == best.step for line in lines)
-
-
-def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """What is printed when a run that has begun before is started again."""
-    where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
-    return f"the run continues after {where}, from {shown_path(checkpoint)}"
-
-
 def check_environment(cfg: Config) -> None:
     """Load the environment's class, where there is one, once in a process of its own.
 
@@ -256,15 +230,6 @@ def check_devices(cfg: Config, world_size: int) -> None:
     raise ConfigError(
         f"{asked}: this machine has {gpus} GPU{'s' * (gpus != 1)}, and each process takes one; lower it (or the layouts that it "
         "follows from), or start the run on several machines (docs/cluster.md)"
-    )
-
-
-def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """What is printed when a run that is done is started again."""
-    return (
-        f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
-        f"trained model   {shown_path(checkpoint / run_kind(cfg).saved_as)}\n"
-        "raise trainer.num_steps (or num_epochs) to train on, or choose another experiment"
     )
 
 

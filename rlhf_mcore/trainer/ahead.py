@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.protocols import StreamingGenerator
-from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
+from rlhf_mcore.trainer.collecting import sampling_of_batch
 from rlhf_mcore.trainer.rollouts import (
     REMEDY,
     Decode,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.trainer.dynamic_sampling import Collector, PlainSampling
+from rlhf_mcore.trainer.collecting import Collector, PlainSampling
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
 from rlhf_mcore.trainer.rollouts import Rollouts
 from rlhf_mcore.types import EngineWork

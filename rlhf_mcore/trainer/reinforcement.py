@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.parallel.collectives import union
-from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
+from rlhf_mcore.trainer.collecting import sampling_of_batch
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, source_metrics
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.residency.sharing import DeviceSharing
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
-    from rlhf_mcore.trainer.dynamic_sampling import Collected, Collector
+    from rlhf_mcore.trainer.collecting import Collected, Collector
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
     from rlhf_mcore.trainer.token_record import TokenRecord

@@ -148,7 +148,7 @@ def test_a_run_that_was_killed_before_its_best_model_was_evaluated_is_not_finish
 ) -> None:
     make_checkpoint(60)
     make_checkpoint(100)
-    monkeypatch.setattr("rlhf_mcore.cli.preflight.find_best", lambda checkpoints, rule: checkpoints[0])
+    monkeypatch.setattr("rlhf_mcore.cli.continuing.find_best", lambda checkpoints, rule: checkpoints[0])
     ends_with_best = ["checkpoint.load_best_model_at_end=true", "checkpoint.metric_for_best_model=evaluate/reward"]
     ends_with_best += ["data.eval=[train.jsonl]"]
     lines = ['{"step": 60, "final/step": 40}', '{"step": 100, "evaluate/reward": 1.0}', '{"step": 100, "fin']

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.trainer.dynamic_sampling import Collected, DynamicSampling, sampling_of_batch
+from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.rollouts import Rollouts, request_seed
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score

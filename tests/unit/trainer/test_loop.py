@@ -20,7 +20,8 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
+from rlhf_mcore.trainer.collecting import PlainSampling
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import DivergedError

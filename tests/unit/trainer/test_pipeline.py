@@ -14,7 +14,8 @@ from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.trainer.ahead import Group, Schedule
-from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
+from rlhf_mcore.trainer.collecting import Collector, PlainSampling
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.reinforcement import SampledBatches
