@@ -1,6 +1,6 @@
-"""Checkpoints put away: ``archive/checkpoint-<step>.tar.zst``, packed in the background, read back, and only then removed.
+"""Archived checkpoints: ``archive/checkpoint-<step>.tar.zst``, packed in the background and read back before the original is removed.
 
-``tar --zstd -xf`` unpacks one; ``rlhf-mcore verify-checkpoint`` checks what came out.
+``tar --zstd -xf`` unpacks one; ``rlhf-mcore verify-checkpoint`` checks the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pack(checkpoint: Path, folder: Path, disk: Disk) -> Path:
     """Pack a checkpoint into ``folder/<name>.tar.zst`` and read it back. The checkpoint stays.
 
     Raises:
-        SaveError: what was packed is not what the checkpoint's manifest names.
+        SaveError: the archive differs from the checkpoint's manifest.
         OSError: the archive could not be written.
     """
     disk.make_directory(folder)
@@ -47,7 +47,7 @@ def pack(checkpoint: Path, folder: Path, disk: Disk) -> Path:
 
 
 def check(archive: Path, checkpoint: Path) -> None:
-    """Compare what an archive holds with the manifest of the checkpoint that it was made of.
+    """Compare the files of an archive with the manifest of its checkpoint.
 
     Raises:
         SaveError: naming the first file that differs.
@@ -72,7 +72,7 @@ def check(archive: Path, checkpoint: Path) -> None:
 
 
 class Archiver:
-    """Puts checkpoints away in a thread, one after the other. First rank only."""
+    """Archives checkpoints in a thread, one after the other. First rank only."""
 
     def __init__(self, run: Path, disk: Disk | None = None):
         self._run = run
@@ -80,36 +80,36 @@ class Archiver:
         self._seen: set[int] = set()
         self._queue: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # Nobody waits for it when the process has to end: what is half packed is removed by the next start.
+        # Nobody waits for it when the process has to end: the next start removes a half-packed archive.
         self._thread = threading.Thread(target=self._work, name="archive", daemon=True)
         self._thread.start()
 
     def submit(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint away, unless that is under way or has failed before."""
+        """Archive a checkpoint, unless that is under way or has failed before."""
         if checkpoint.step not in self._seen:
             self._seen.add(checkpoint.step)
             self._queue.put(checkpoint)
 
     def take_notes(self) -> list[str]:
-        """What has been done, or has failed, since this was called last."""
+        """Return one line for each checkpoint that was archived, or could not be, since the last call."""
         notes = []
         while not self._notes.empty():
             notes.append(self._notes.get())
         return notes
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until everything is put away, for so long at most."""
+        """Wait until everything is archived, for ``timeout_s`` at most."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
     def _work(self) -> None:
         while (checkpoint := self._queue.get()) is not None:
             try:
-                self._notes.put(self._put_away(checkpoint))
+                self._notes.put(self._archive(checkpoint))
             except Exception as error:  # whatever it is, the checkpoint is still there and the next one may fare better
                 self._notes.put(f"{checkpoint.path.name} could not be archived and stays: {error}")
 
-    def _put_away(self, checkpoint: Checkpoint) -> str:
+    def _archive(self, checkpoint: Checkpoint) -> str:
         digest = read_manifest(checkpoint.path).digest
         archive = pack(checkpoint.path, self._run / ARCHIVE, self._disk)
         if read_manifest(checkpoint.path).digest != digest:
@@ -129,10 +129,10 @@ def _write(checkpoint: Path, target: Path) -> None:
         tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
     ):
         for name in files_below(checkpoint):
-            tar.add(checkpoint / name, f"{checkpoint.name}/{name}", recursive=False, filter=_anonymous)
+            tar.add(checkpoint / name, f"{checkpoint.name}/{name}", recursive=False, filter=_remove_owner)
 
 
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _remove_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

@@ -1,7 +1,6 @@
-"""The commit protocol for a world: every rank writes its files, the first one names and seals them.
+"""The commit protocol for a world: every rank writes its files, the first rank names and seals the checkpoint.
 
-No rank waits for another that has failed: after each part the ranks tell each other how it went, and a failure on any of them is
-raised on all.
+No rank waits for another that has failed: after each part the ranks exchange their errors, and an error on any is raised on all.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ UNTOUCHED = " Earlier checkpoints are untouched."
 
 
 class CheckpointWriter:
-    """Commits checkpoints of a run directory. Built, and called, on every rank; the directory is shared by all of them.
+    """Commits checkpoints to a run directory that all ranks share. Built and called on every rank.
 
     Args:
         run: the run directory, locked and recovered.
         disk: how files are changed.
-        attempts: how often a save is tried when storage fails for a moment on some rank.
-        full_every: every so many saves is a full one, the others are deltas (see ``delta``).
+        attempts: how often a save is tried when the storage of any rank fails for a moment.
+        full_every: one save in this many is full, the others are deltas (see ``delta``).
         permissions: who may read what is written.
     """
 
@@ -55,10 +54,11 @@ class CheckpointWriter:
         self._attempts = attempts
         self._full_every = full_every
         self.permissions = permissions or Permissions()
-        self._num_bytes = 0  # of the save that is under way, on all ranks together
+        # Size of the save that is under way, summed over the ranks.
+        self._num_bytes = 0
 
     def next_info(self, step: int, metrics: Mapping[str, float]) -> CheckpointInfo:
-        """What the manifest of the next save holds: a full one or a delta, and to what. Collective."""
+        """Return what the manifest of the next save holds: its kind, full or delta, and a delta's base. Collective."""
         if self._full_every == 1:
             return CheckpointInfo(step, metrics=metrics)
         chosen = choose_base(self.run, self._full_every) if _is_first() else None
@@ -68,12 +68,12 @@ class CheckpointWriter:
     def save(self, info: CheckpointInfo, write: Callable[[Path], Iterable[str | Path]], num_bytes: int = 0) -> Path:
         """Write and commit the checkpoint of ``info.step``. Collective. Returns its directory.
 
-        ``write(directory)`` writes this rank's files and returns their paths. It may be collective, then it has to come to its end
-        on every rank whatever happens to its files on this one, and raise afterwards. It is called again after a transient error.
+        ``write(directory)`` writes this rank's files and returns their paths. It is called again after a transient error. If it is
+        collective, it must run to its end on every rank even if files of this rank fail, and raise afterwards.
         ``num_bytes``: see ``begin``.
 
         Raises:
-            SaveError: on every rank, when any of them failed. Earlier checkpoints are as they were.
+            SaveError: on every rank, when any of them failed. Earlier checkpoints are unchanged.
         """
         for attempt in range(1, self._attempts + 1):
             partial = self.begin(info.step, num_bytes)
@@ -86,7 +86,7 @@ class CheckpointWriter:
         raise AssertionError("attempts is at least 1")
 
     def begin(self, step: int, num_bytes: int = 0) -> Path:
-        """Make the directory that a step's files are written into. Collective.
+        """Make the directory for a step's files. Collective.
 
         Args:
             step: the step that is saved.
@@ -97,25 +97,26 @@ class CheckpointWriter:
         """
         self._num_bytes = int(reduce_sums({"num_bytes": float(num_bytes)})["num_bytes"])
         token = broadcast_json(secrets.token_hex(4) if dist.get_rank() == 0 else None, 0)
-        made: list[Path] = []
+        partial: Path | None = None
 
         def make() -> None:
+            nonlocal partial
             self._make_room()
-            made.append(prepare(self.run, step, token, self._disk))
-            self.permissions.begin(made[0])
+            partial = prepare(self.run, step, token, self._disk)
+            self.permissions.begin(partial)
 
-        error = _caught(make) if _is_first() else None
+        error = _catch(make) if _is_first() else None
         try:
             _agree(step, error)
         except SaveError as failure:
-            raise self._given_up(failure, made[0] if made else None) from failure
-        return Path(broadcast_json(str(made[0]) if _is_first() else None, 0))
+            raise self._give_up(failure, partial) from failure
+        return Path(broadcast_json(str(partial) if _is_first() else None, 0))
 
     def _make_room(self) -> None:
-        """Remove what failed saves have left where there is no room beside it.
+        """Remove the files of failed saves if the disk has no room beside them.
 
         Raises:
-            OSError: there is no room without it either.
+            OSError: there is no room without them either.
         """
         if self._fits():
             return
@@ -127,13 +128,13 @@ class CheckpointWriter:
         free = self._disk.free_bytes(self.run)
         return free is None or self._num_bytes <= free
 
-    def _given_up(self, failure: SaveError, partial: Path | None) -> SaveError:
-        """Remove what was written, and name what is missing where the disk is full. Collective."""
+    def _give_up(self, failure: SaveError, partial: Path | None) -> SaveError:
+        """Remove what was written and return ``failure``, with needed and free bytes if the disk is full. Collective."""
         room = ""
         if _is_first():
             if partial is not None:
-                # On a full disk it is in the way of everything else; what cannot be removed is cleared away by the next run.
-                _caught(lambda: self._disk.remove_tree(partial))
+                # On a full disk it is in the way of everything else. The next run removes what cannot be removed now.
+                _catch(lambda: self._disk.remove_tree(partial))
             free = self._disk.free_bytes(self.run) if isinstance(failure, DiskFullError) else None
             if free is not None and self._num_bytes:
                 room = f" {self.run} needs {self._num_bytes:,} bytes for it, {free:,} bytes are free."
@@ -143,9 +144,9 @@ class CheckpointWriter:
     def attempt(
         self, partial: Path, write: Callable[[Path], Iterable[str | Path]], base: Base | None = None
     ) -> tuple[dict[str, dict[str, Any]], Exception | None]:
-        """Write, fsync and hash this rank's files. Local if ``write`` is, so it may run in the background; never raises.
+        """Write, fsync and hash this rank's files. Never raises: returns their entries and the error, if any.
 
-        With a ``base``, weights become differences to it.
+        It is local if ``write`` is, so it may run in the background. With a ``base``, weights become differences to it.
         """
         try:
             paths = write(partial)
@@ -157,17 +158,17 @@ class CheckpointWriter:
             return {}, error
 
     def finish(self, info: CheckpointInfo, partial: Path, entries: Entries, error: Exception | None = None) -> Path:
-        """Commit what the ranks have written, or raise on all of them what went wrong on any. Collective.
+        """Commit the files of all ranks, or raise the errors of any rank on all of them. Collective.
 
         Raises:
             SaveError: on every rank; the partial directory is removed.
         """
         try:
             _agree(info.step, error)
-            files = _merged(gather_json(entries))
-            _agree(info.step, _caught(lambda: self._commit(info, partial, files)) if _is_first() else None)
+            files = _merge(gather_json(entries))
+            _agree(info.step, _catch(lambda: self._commit(info, partial, files)) if _is_first() else None)
         except SaveError as failure:
-            raise self._given_up(failure, partial) from failure
+            raise self._give_up(failure, partial) from failure
         return self.run / f"checkpoint-{info.step}"
 
     def _commit(self, info: CheckpointInfo, partial: Path, files: Entries) -> None:
@@ -179,11 +180,11 @@ class CheckpointWriter:
 def decide_together(
     triggers: Triggers | None, requests: SignalRequests, step: int, metrics: Mapping[str, float]
 ) -> Decision:
-    """What all ranks do after a step. Collective; a signal counts whichever rank it came to.
+    """Decide for all ranks what to do after a step. Collective; a signal counts on whichever rank it arrived.
 
     Args:
         triggers: on the first rank, None on the others.
-        requests: of this process; its request to save is taken.
+        requests: those of this process; its request to save is taken.
         step: the step that was just finished.
         metrics: of the evaluation at this step, empty if there was none.
 
@@ -194,10 +195,9 @@ def decide_together(
     answer: dict[str, Any] = {}
     if triggers is not None:
         try:
-            made = triggers.decide(
+            answer = triggers.decide(
                 step, metrics, save_requested=asked["save_max"] > 0, stop_requested=asked["stop_max"] > 0
-            )
-            answer = made.to_json()
+            ).to_json()
         except ConfigError as error:
             answer = {"error": str(error)}
     answer = broadcast_json(answer, 0)
@@ -218,7 +218,7 @@ def _is_first() -> bool:
     return dist.get_rank() == 0
 
 
-def _caught(action: Callable[[], object]) -> Exception | None:
+def _catch(action: Callable[[], object]) -> Exception | None:
     try:
         action()
     except Exception as error:
@@ -226,7 +226,7 @@ def _caught(action: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _merged(parts: list[Entries]) -> dict[str, Mapping[str, Any]]:
+def _merge(parts: list[Entries]) -> dict[str, Mapping[str, Any]]:
     merged: dict[str, Mapping[str, Any]] = {}
     for part in parts:
         assert not merged.keys() & part.keys(), f"two ranks wrote {sorted(merged.keys() & part.keys())}"
@@ -235,7 +235,7 @@ def _merged(parts: list[Entries]) -> dict[str, Mapping[str, Any]]:
 
 
 def _agree(step: int, error: Exception | None) -> None:
-    """Raise on every rank if there is an error on any."""
+    """Raise on every rank if any rank has an error."""
     failures = gather_failures(error)
     if failures:
         kind = SaveError

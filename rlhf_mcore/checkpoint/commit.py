@@ -1,8 +1,8 @@
 """The commit protocol of one checkpoint: a temporary directory, the manifest last, a rename, then the link.
 
-Killed at any instant, the run directory holds every checkpoint that was there before, or the new one in its place; what was half
-written has a hidden name, which ``housekeeping.recover`` clears away. Everything here is for one process; ``collective`` lets the
-ranks of a world go through it together.
+Killed at any instant, the run directory holds every checkpoint that was there before, or the new one in its place. A half-written
+checkpoint has a hidden name, and ``housekeeping.recover`` clears it away. Everything here is for one process; ``collective`` runs it
+for the ranks of a world.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ OWNER_FILE, OWNER_FOLDER = 0o600, 0o700
 
 
 def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
-    """An empty directory for the files of a step. What an earlier attempt at this step has left is quarantined first."""
-    for left in scan_transitional(run):
-        if left.step == step and left.state == "partial":
-            quarantine(left.path, disk)
+    """Make an empty directory for the files of a step. What an earlier attempt at this step has left is quarantined first."""
+    for directory in scan_transitional(run):
+        if directory.step == step and directory.state == "partial":
+            quarantine(directory.path, disk)
     partial = transitional_path(run, step, "partial", token)
     disk.make_directory(partial)
     return partial
@@ -45,7 +45,8 @@ def seal_files(partial: Path, paths: Iterable[str | Path], disk: Disk) -> dict[s
     if num_bytes < WORTH_BYTES:
         make_durable()
         return hash_files(partial, files)
-    with ThreadPoolExecutor(1) as beside:  # the disk writes while the processor hashes
+    # The disk writes while the processor hashes.
+    with ThreadPoolExecutor(1) as beside:
         durable = beside.submit(make_durable)
         entries = hash_files(partial, files)
         durable.result()
@@ -56,7 +57,7 @@ def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], info: Checkpoint
     """Make the directories durable and write the manifest. Returns its digest.
 
     Raises:
-        SaveError: a file is there that nobody has hashed, or an entry has no file.
+        SaveError: a file has no entry, or an entry has no file.
     """
     present = set(files_below(partial)) - {MANIFEST}
     if present != set(files):
@@ -72,7 +73,7 @@ def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], info: Checkpoint
 
 
 def publish(run: Path, step: int, partial: Path, disk: Disk) -> Path:
-    """Give a sealed directory its name, in the place of an earlier checkpoint of the same step, and move ``latest`` to it."""
+    """Rename a sealed directory to its final name, replacing a checkpoint of the same step, and point ``latest`` at it."""
     target = checkpoint_path(run, step)
     replaced = transitional_path(run, step, "replaced")
     if (target / MANIFEST).is_file():
@@ -94,22 +95,26 @@ def publish(run: Path, step: int, partial: Path, disk: Disk) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """``setting``: null leaves everything to the umask; an octal mode is that of every file; ``private`` gives optimizer state, run
-    state and configuration to the owner alone, and leaves the models and the manifest to the umask."""
+    """The modes of a checkpoint's files.
+
+    ``setting``: null leaves everything to the umask; an octal mode applies to every file; ``private`` makes optimizer state, run
+    state and configuration readable by the owner only, and leaves the models and the manifest to the umask.
+    """
 
     setting: str | None = None
 
     def of(self, name: str) -> int | None:
-        """The mode of a file by its path in a checkpoint, None: what the umask leaves."""
+        """Return the mode of a file by its path in a checkpoint, None for what the umask gives."""
         if self.setting is None:
             return None
         if self.setting != PRIVATE:
             return octal_mode(self.setting)
-        is_of_model = name.count("/") == 1  # actor/model.safetensors, not actor/training/ or trainer_state.json
+        # actor/model.safetensors, not actor/training/ or trainer_state.json
+        is_of_model = name.count("/") == 1
         return None if is_of_model or name == MANIFEST else OWNER_FILE
 
     def begin(self, partial: Path) -> None:
-        """Nobody else looks into a checkpoint that is being written."""
+        """Close a checkpoint that is being written to all but its owner."""
         if self.setting is not None:
             partial.chmod(OWNER_FOLDER)
 

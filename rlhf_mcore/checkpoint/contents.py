@@ -1,4 +1,4 @@
-"""What every checkpoint holds: a manifest that does not name it all is refused, however intact the files are that it names."""
+"""The files that every checkpoint must have. A manifest that does not name them all is refused, even if its own files are intact."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ SINGLE_FILE = "model.safetensors"
 
 
 def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
-    """What a manifest that names the files ``named`` leaves out; [] if it is all there.
+    """Return a problem for each required file that is not among the files ``named`` by a manifest; [] if none is missing.
 
-    A checkpoint has the documents of the run and the models of its configuration, at least one; a model has its configuration, all
-    weights, and where it was trained the whole state of its optimizer. Indexes are read for the files that they name.
+    A checkpoint has the documents of the run and the models of its configuration, at least one. A model has its configuration, all
+    weights, and if it was trained the whole state of its optimizer. Indexes are read for the files that they name.
     """
     models = model_names(named)
-    found = [name for name in DOCUMENTS if name not in named]
     problems = [
-        Problem(name, "absent", "the manifest does not name it, and no checkpoint is without") for name in found
+        Problem(name, "absent", "the manifest does not name it, and no checkpoint is without")
+        for name in DOCUMENTS
+        if name not in named
     ]
     if not models:
         problems.append(Problem(MANIFEST, "absent", "the manifest names no model"))
@@ -32,7 +33,8 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
         try:
             needed = further_models(read_text(checkpoint / CONFIG, limit=SMALL.num_bytes))
         except ConfigError:
-            needed = []  # damaged: reported by the comparison of hashes, or by who reads it
+            # Damaged: reported by the comparison of hashes, or by the code that reads it.
+            needed = []
         problems += [
             Problem(model, "absent", f"the manifest does not name it, and the run of {CONFIG} has it")
             for model in needed
@@ -42,7 +44,7 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
         try:
             problems += [
                 Problem(name, "absent", f"the manifest does not name it, and {model} needs it")
-                for name in _needed(checkpoint, model, named)
+                for name in _list_required(checkpoint, model, named)
                 if not (name in named or {name + DELTA_DATA, name + DELTA_INDEX} <= set(named))
             ]
         except ConfigError as error:
@@ -51,17 +53,17 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
 
 
 def model_names(named: Collection[str]) -> list[str]:
-    """The models of a checkpoint whose manifest names these files."""
+    """Return the models of a checkpoint whose manifest names these files."""
     return sorted({name.split("/")[0] for name in named if "/" in name})
 
 
 def model_files(named: Collection[str], model: str) -> list[str]:
-    """What makes a model's Hugging Face directory, relative to it: everything but its training state."""
+    """Return the files of a model's Hugging Face directory, relative to it: all but its training state."""
     inside = (name.removeprefix(f"{model}/") for name in named if name.startswith(f"{model}/"))
     return [name for name in inside if "/" not in name]
 
 
-def _needed(checkpoint: Path, model: str, named: Collection[str]) -> Iterator[str]:
+def _list_required(checkpoint: Path, model: str, named: Collection[str]) -> Iterator[str]:
     yield f"{model}/config.json"
     if f"{model}/{INDEX_FILE}" in named:
         index = read_json(checkpoint / model / INDEX_FILE, limits=INDEX, remedy="choose another checkpoint")

@@ -1,8 +1,7 @@
 """Delta saves: weight files as compressed differences to the last full checkpoint.
 
-Chains have length one: the base of a delta is always a full checkpoint, which its manifest names with
-the digest of that one's manifest.
-How a file is stored is in ``delta_files``.
+Chains have length one: the base of a delta is always a full checkpoint. The delta's manifest names it, with the digest of the base's
+manifest. ``delta_files`` defines how a file is stored.
 """
 
 from __future__ import annotations
@@ -16,34 +15,27 @@ from pathlib import Path
 from rlhf_mcore.checkpoint.contents import lacking, model_files, model_names
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import DELTA_DATA, DELTA_INDEX, MANIFEST, TRAINING, scan, step_of, transitional_path
-from rlhf_mcore.checkpoint.manifest import (
-    Base,
-    Manifest,
-    Problem,
-    compare,
-    read_manifest,
-    relative_name,
-    verify,
-)
+from rlhf_mcore.checkpoint.manifest import Base, Manifest, Problem, compare, read_manifest, relative_name, verify
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_files import own_directory, refuse_link
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file, by its path in a checkpoint, holds weights of a model: ``actor/*.safetensors``, not its training state."""
+    """Return whether a path in a checkpoint is a file of a model's weights: ``actor/*.safetensors``, not its training state."""
     parts = name.split("/")
     return len(parts) == 2 and name.endswith(".safetensors")
 
 
 def choose_base(run: Path, full_every: int) -> Base | None:
-    """What the next save is a difference to: the newest full checkpoint, or None when a full save is due.
+    """Return the base of the next save: the newest full checkpoint, or None when a full save is due.
 
     Args:
         run: the run directory.
-        full_every: a full save and the deltas to it, together.
+        full_every: number of saves from one full one to the next.
     """
     full: Base | None = None
-    last: dict[str, int] = {}  # position of the newest delta to each base; retention may have removed some before it
+    # Position of the newest delta to each base. Retention may have removed earlier ones.
+    last: dict[str, int] = {}
     for checkpoint in scan(run):
         try:
             manifest = read_manifest(checkpoint.path)
@@ -58,9 +50,9 @@ def choose_base(run: Path, full_every: int) -> Base | None:
 
 
 def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Path]:
-    """Replace the weight files among ``paths`` by differences to ``base``, a full checkpoint. Returns the paths that there are now.
+    """Replace the weight files among ``paths`` by differences to ``base``, a full checkpoint. Returns the paths of all files now.
 
-    Every rank does it with the files that it wrote, on its own.
+    Each rank does this for the files that it wrote. Local.
     """
     from rlhf_mcore.checkpoint.delta_files import encode_file
 
@@ -75,15 +67,15 @@ def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Pat
 
 
 def base_of(checkpoint: Path) -> Path | None:
-    """The full checkpoint that a delta is a difference to, None for a full one.
+    """Return the full checkpoint that a delta is a difference to, None for a full one.
 
     Raises:
-        ConfigError: it is not there, or not what it was.
+        ConfigError: the base is missing, or was saved again since.
     """
-    return _base_of(checkpoint, read_manifest(checkpoint))
+    return _find_base(checkpoint, read_manifest(checkpoint))
 
 
-def _base_of(checkpoint: Path, manifest: Manifest) -> Path | None:
+def _find_base(checkpoint: Path, manifest: Manifest) -> Path | None:
     base = manifest.info.base
     if base is None:
         return None
@@ -99,13 +91,14 @@ def _base_of(checkpoint: Path, manifest: Manifest) -> Path | None:
 
 
 def has_base(checkpoint: Path) -> bool:
-    """Whether all that a checkpoint needs is beside it: True for a full one, and for one whose manifest cannot be read."""
+    """Return whether a checkpoint's base is there. True for a full one, and for one with an unreadable manifest."""
     try:
         manifest = read_manifest(checkpoint)
     except ConfigError:
-        return True  # damaged, which is found and reported when it is loaded
+        # Damaged: reported when it is loaded.
+        return True
     try:
-        _base_of(checkpoint, manifest)
+        _find_base(checkpoint, manifest)
     except ConfigError:
         return False
     return True
@@ -118,9 +111,9 @@ def verify_chain(
     model: str | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Problem]:
-    """What keeps a checkpoint from being loaded: ``manifest.verify``, ``contents.lacking``, and damage of a delta's base.
+    """Return the problems of ``manifest.verify`` and ``contents.lacking``, and the damage of a delta's base.
 
-    ``progress`` is called with the size of each file of the checkpoint itself when it was compared, from any thread.
+    ``progress`` is called with the size of each file of the checkpoint itself after it was compared, from any thread.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -129,7 +122,7 @@ def verify_chain(
     problems = compare(checkpoint, manifest, hashes=hashes, model=model, progress=progress)
     problems += lacking(checkpoint, manifest.files)
     try:
-        base = _base_of(checkpoint, manifest)
+        base = _find_base(checkpoint, manifest)
     except ConfigError as error:
         return [*problems, Problem(MANIFEST, "base", str(error))]
     if base is not None:
@@ -139,15 +132,15 @@ def verify_chain(
 
 
 def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None) -> Path:
-    """A Hugging Face directory of a checkpoint's model that holds what the manifest names and nothing else. One process calls it.
+    """Return a Hugging Face directory of a checkpoint's model with the files of the manifest only. One process calls it.
 
-    It is the checkpoint's own directory, unless that is a delta's, or holds further files: then one is made, with links to the files
-    that are whole.
+    It is the checkpoint's own directory, unless the checkpoint is a delta or the directory has further files. Then a new one is
+    made: whole files are linked, differences restored.
 
     Args:
         checkpoint: a committed checkpoint.
         role: the model in it.
-        scratch: where a directory is made, the run directory by default; ``recover`` removes it there.
+        scratch: where a new directory is made, by default the run directory, from which ``recover`` removes it.
 
     Raises:
         ConfigError: the manifest names no such model, or a difference or its base is damaged.
@@ -156,8 +149,8 @@ def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None)
     base = base_of(checkpoint)
     names = model_files(manifest.files, role)
     if not names:
-        held = ", ".join(model_names(manifest.files))
-        raise ConfigError(f"{checkpoint}: the manifest names no model {role!r}, only: {held}; choose one of these")
+        models = ", ".join(model_names(manifest.files))
+        raise ConfigError(f"{checkpoint}: the manifest names no model {role!r}, only: {models}; choose one of these")
     if base is None and set(names) >= {path.name for path in (checkpoint / role).iterdir()} - {TRAINING}:
         return checkpoint / role
     scratch = scratch or checkpoint.resolve().parent
@@ -174,7 +167,7 @@ def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None)
 
 
 def _restore(source: Path, names: list[str], base: Path | None, out: Path) -> None:
-    """Make whole those files that are differences, and link the others."""
+    """Restore the files that are stored as differences, and link the others."""
     from rlhf_mcore.checkpoint.delta_files import restore_file
 
     out.mkdir(parents=True)
@@ -187,7 +180,7 @@ def _restore(source: Path, names: list[str], base: Path | None, out: Path) -> No
 
 
 def _link(file: Path, target: Path) -> None:
-    """A second name of a file that nobody writes to; a copy where the storage has no such names."""
+    """Hard-link a file that nobody writes to, or copy it where the storage has no hard links."""
     try:
         os.link(file, target)
     except OSError:

@@ -1,10 +1,10 @@
 """One file of weights as a difference to a full checkpoint, and back, bit for bit.
 
-A difference is the XOR of the bytes of a tensor with those of its namesake in the base. Of a small update most high bytes are zero;
-bytes of the same place in their elements lie together (byte planes) before they are compressed.
+A difference is the XOR of the bytes of a tensor with those of the tensor of the same name in the base. After a small update most high
+bytes of it are zero. Before compression bytes are grouped by their position in their elements (byte planes).
 
-In place of ``model.safetensors`` there is ``model.safetensors.delta``, the tensors' zstandard frames one after the other, and
-``model.safetensors.delta.json``, which holds where they are, the header and the digest of the whole file.
+``model.safetensors`` is replaced by ``model.safetensors.delta``, the tensors' zstandard frames one after the other, and
+``model.safetensors.delta.json``, which holds the frames' offsets, the header and the digest of the whole file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERSION = 1
 
 T = TypeVar("T")
 
-_LEVEL = 1  # of an update of bf16 weights it leaves as little as 3 does, in two thirds of the time
+_LEVEL = 1  # updates of bf16 weights become as small as with level 3, in two thirds of the time
 CHUNK_BYTES = 8 * 2**20
 _THREADS = 4
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -50,7 +50,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor in a delta file: its frame [begin, end), and its namesake in the base (None: it has none of this size)."""
+    """A tensor in a delta file: its frame [begin, end), and file and offset of the tensor in the base (None: none of this size)."""
 
     name: str
     begin: int
@@ -60,16 +60,16 @@ class Difference:
 
 
 def encode_file(directory: Path, name: str, base: Path) -> list[Path]:
-    """Replace a weight file, ``name`` relative to a checkpoint, by its difference to ``base``. Returns the two files there are now."""
+    """Replace a weight file, ``name`` relative to a checkpoint, by its difference to ``base``. Returns the two new files."""
     path = directory / name
     header, tensors = _read_header(path)
-    known = _tensors_of(base, name.split("/")[0])
+    known = _read_tensors(base, name.split("/")[0])
     delta, index = path.with_name(path.name + DELTA_DATA), path.with_name(path.name + DELTA_INDEX)
-    data, files = _mapped(path), _BaseFiles(base)
-    sources = [(tensor, *_namesake(known, tensor)) for tensor in tensors]
+    data, files = _map(path), _BaseFiles(base)
+    sources = [(tensor, *_locate(known, tensor)) for tensor in tensors]
     differences = []
     with delta.open("wb") as out:
-        frames = _in_order(lambda s: _compress(data, s[0], files.get(s[1]), s[2]), sources)
+        frames = _map_in_threads(lambda s: _compress(data, s[0], files.get(s[1]), s[2]), sources)
         for (tensor, base_file, base_begin), frame in zip(sources, frames, strict=True):
             begin = out.tell()
             out.write(frame)
@@ -87,10 +87,10 @@ def encode_file(directory: Path, name: str, base: Path) -> list[Path]:
 
 
 def restore_file(index: Path, base: Path, target: Path) -> None:
-    """Write the weight file that an index and its data describe, to ``target``.
+    """Write the weight file that an index and its data describe to ``target``.
 
     Raises:
-        ConfigError: the result is not the file that was saved, because the difference or the base is damaged.
+        ConfigError: the result differs from the file that was saved, because the difference or the base is damaged.
     """
     import zstandard
 
@@ -98,7 +98,7 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
         content = read_json(index, limits=INDEX, remedy="choose another checkpoint").content
         if content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(f"{index}: not an index that this release reads; use the release that wrote it")
-        found = _restore(index, content, base, target)
+        restored = _restore(index, content, base, target)
         expected = FileEntry(content["size"], content["xxh3_128"])
     except ConfigError:
         raise
@@ -114,7 +114,7 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
         raise ConfigError(
             f"{index}: the difference or its base is damaged ({error}); choose another checkpoint"
         ) from error
-    if found != expected:
+    if restored != expected:
         target.unlink()
         raise ConfigError(
             f"{index}: the file that it restores is not the one that was saved; choose another checkpoint"
@@ -122,22 +122,22 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
 
 
 def _restore(index: Path, content: Mapping[str, Any], base: Path, target: Path) -> FileEntry:
-    """Write the file; what it is, is found out on the way."""
+    """Write the file, and return its size and hash."""
     header = content["header"].encode("utf-8")
     items = list(zip(_parse_header(header, index), (Difference(**item) for item in content["tensors"]), strict=True))
-    data = _mapped(index.with_name(index.name.removesuffix(DELTA_INDEX) + DELTA_DATA))
+    data = _map(index.with_name(index.name.removesuffix(DELTA_INDEX) + DELTA_DATA))
     state, size = xxhash.xxh3_128(), 0
     with target.open("wb") as out:
-        for part in _whole(header, items, data, _BaseFiles(base)):
+        for part in _decode(header, items, data, _BaseFiles(base)):
             state.update(part)
             size += out.write(part)
     return FileEntry(size, state.hexdigest())
 
 
-def _whole(
+def _decode(
     header: bytes, items: list[tuple[Stored, Difference]], data: memoryview, files: _BaseFiles
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, from its header and its differences."""
+    """Yield the bytes of a file, from its header and its differences."""
     import zstandard
 
     yield len(header).to_bytes(8, "little") + header
@@ -155,7 +155,7 @@ def _whole(
 
 
 def _compress(data: memoryview, tensor: Stored, base: memoryview | None, base_begin: int) -> bytes:
-    """One frame: the byte planes of each chunk of the difference."""
+    """Return one frame, which holds the byte planes of each chunk of the difference."""
     import zstandard
 
     compressor = zstandard.ZstdCompressor(_LEVEL).compressobj(size=tensor.size)
@@ -185,27 +185,24 @@ def _read_exactly(stream: Any, count: int) -> bytes:
     return b"".join(parts)
 
 
-def _in_order(action: Callable[[T], bytes], items: list[T]) -> Iterator[bytes]:
-    """``action`` of each item, a few at a time in threads: no more results wait than there are threads."""
+def _map_in_threads(action: Callable[[T], bytes], items: list[T]) -> Iterator[bytes]:
+    """Yield ``action`` of each item in order, computed in threads. At most ``_THREADS`` results wait."""
     with ThreadPoolExecutor(_THREADS) as pool:
         rest = iter(items)
         while group := list(islice(rest, _THREADS)):
             yield from pool.map(action, group)
 
 
-def _namesake(known: Mapping[str, tuple[str, Stored]], tensor: Stored) -> tuple[str | None, int]:
-    """File and offset of the tensor of the same name and size in the base."""
-    file, found = known.get(tensor.name, (None, tensor))
-    return (file, found.begin) if file is not None and found.size == tensor.size else (None, 0)
+def _locate(known: Mapping[str, tuple[str, Stored]], tensor: Stored) -> tuple[str | None, int]:
+    """Return file and offset of the tensor of the same name and size in the base, (None, 0) if it has none."""
+    file, of_base = known.get(tensor.name, (None, tensor))
+    return (file, of_base.begin) if file is not None and of_base.size == tensor.size else (None, 0)
 
 
-def _tensors_of(base: Path, role: str) -> dict[str, tuple[str, Stored]]:
-    """All tensors of a model of a full checkpoint, by name, each with its file."""
-    found = {}
-    for path in sorted((base / role).glob("*.safetensors")):
-        for tensor in _read_header(path)[1]:
-            found[tensor.name] = (f"{role}/{path.name}", tensor)
-    return found
+def _read_tensors(base: Path, role: str) -> dict[str, tuple[str, Stored]]:
+    """Return all tensors of a model of a full checkpoint, by name, each with its file."""
+    files = sorted((base / role).glob("*.safetensors"))
+    return {tensor.name: (f"{role}/{path.name}", tensor) for path in files for tensor in _read_header(path)[1]}
 
 
 def _read_header(path: Path) -> tuple[bytes, list[Stored]]:
@@ -219,7 +216,7 @@ def _read_header(path: Path) -> tuple[bytes, list[Stored]]:
 
 
 def _parse_header(header: bytes, path: Path) -> list[Stored]:
-    """The tensors of a safetensors file in the order of their bytes, which follow each other without gaps."""
+    """Return the tensors of a safetensors file in the order of their bytes, which follow each other without gaps."""
     tensors = []
     for name, entry in parse_json(
         header, limits=INDEX, where=str(path), remedy="choose another checkpoint"
@@ -235,8 +232,8 @@ def _parse_header(header: bytes, path: Path) -> list[Stored]:
     return tensors
 
 
-def _mapped(path: Path) -> memoryview:
-    """A file's bytes, read as they are used; the mapping goes with the last view of it."""
+def _map(path: Path) -> memoryview:
+    """Map a file into memory. The mapping ends with its last view."""
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             return memoryview(b"")
@@ -244,7 +241,7 @@ def _mapped(path: Path) -> memoryview:
 
 
 class _BaseFiles:
-    """The files of a base, mapped when they are first asked for. Names come from an index: they must not lead out of the base."""
+    """The files of a base, mapped when first used. Their names come from an index, so they must not lead out of the base."""
 
     def __init__(self, base: Path):
         self._base = base.resolve()
@@ -258,7 +255,7 @@ class _BaseFiles:
             if self._base not in path.parents:
                 raise ConfigError(f"{name} leads out of {self._base}; the checkpoint is damaged, choose another")
             try:
-                self._mapped[name] = _mapped(path)
+                self._mapped[name] = _map(path)
             except OSError as error:
                 raise ConfigError(
                     f"{self._base}: a difference names {shorten(name)}, which cannot be read ({error.strerror}); the checkpoint "

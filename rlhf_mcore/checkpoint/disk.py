@@ -1,7 +1,6 @@
-"""Every change that this package makes to the disk, one primitive at a time.
+"""The only place where this package changes the disk, one primitive at a time.
 
-Two things hang on there being a single door: storage that fails for a moment is asked again, and tests can end the process, or
-fail, at any boundary.
+So every change is tried again when the storage fails for a moment, and tests can end the process, or fail, at any boundary.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rlhf_mcore.own_files import own_directory
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Network storage that is being failed over answers with these and recovers. A full or read-only disk does not.
+# Network storage returns these during a failover and then recovers. A full or read-only disk does not.
 TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO})
 WAITS_S = (0.1, 0.5, 2.0)
 WORTH_BYTES = 16 * 2**20  # below it, starting threads takes longer than the work
@@ -28,19 +27,19 @@ MAX_THREADS = min(8, os.cpu_count() or 1)
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. What was committed before is untouched. The same message on every rank."""
+    """A checkpoint could not be written. Committed checkpoints are untouched. The message is the same on every rank."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether asking the storage again may help."""
+    """Return whether asking the storage again may help."""
     return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
 class Disk:
-    """Changes to files and directories, each tried again a bounded number of times when the storage fails for a moment.
+    """Changes files and directories; each change is tried again a bounded number of times when the storage fails for a moment.
 
-    An fsync that failed is never simply repeated: the kernel may have dropped the pages and report success the second time
-    (https://wiki.postgresql.org/wiki/Fsync_Errors). What can be written again is, as a whole; else the save fails.
+    A failed fsync alone is never repeated: the kernel may have dropped the pages and report success the second time
+    (https://wiki.postgresql.org/wiki/Fsync_Errors). ``write`` writes the whole file again; otherwise the save fails.
 
     Args:
         waits_s: pauses before each further attempt.
@@ -52,25 +51,25 @@ class Disk:
         self._sleep = sleep
 
     def perform(self, name: str, action: Callable[[], T], path: Path) -> T:
-        """One system call, or a run of calls whose cut in the middle is like one before it. Tests override it."""
+        """Run one system call, or several of which an interruption has the effect of one before the first. Tests override it."""
         return action()
 
     def free_bytes(self, directory: Path) -> int | None:
-        """What may still be written below a directory; None where nobody tells. Quotas are not known here."""
+        """Return the bytes free below a directory, None where unknown. Quotas are not considered."""
         return free_bytes(directory)
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and its parents; it may be there, but is no link.
+        """Make a directory and its parents. It may exist already.
 
         Raises:
-            ConfigError: it is a link, or no directory.
+            ConfigError: ``path`` is a link, or no directory.
         """
 
         def make() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             own_directory(path)
 
-        self._retried("mkdir", make, path)
+        self._retry("mkdir", make, path)
 
     def write(self, path: Path, content: bytes) -> None:
         """Create or replace a file and make its content durable."""
@@ -79,22 +78,22 @@ class Disk:
             self.perform("write", lambda: _write(path, content), path)
             self.perform("fsync", lambda: fsync(path), path)
 
-        self._again(attempt)
+        self._retry_all(attempt)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename. A file is replaced; an existing directory, unless empty, is an error."""
-        self._retried("rename", lambda: os.replace(source, target), source)
+        self._retry("rename", lambda: os.replace(source, target), source)
 
     def symlink(self, link: Path, target: str) -> None:
-        """Make a link at a name that is free."""
-        self._retried("symlink", lambda: os.symlink(target, link), link)
+        """Make a link at an unused name."""
+        self._retry("symlink", lambda: os.symlink(target, link), link)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file or a link; it may be gone."""
-        self._retried("unlink", lambda: path.unlink(missing_ok=True), path)
+        """Remove a file or a link, if it exists."""
+        self._retry("unlink", lambda: path.unlink(missing_ok=True), path)
 
     def remove_tree(self, directory: Path) -> None:
-        """Remove a directory and what is in it; it may be gone. Links are removed, not followed, be it the directory's own name."""
+        """Remove a directory and its content, if it exists. Links, also ``directory`` itself, are removed and not followed."""
         if directory.is_symlink():
             self.unlink(directory)
             return
@@ -108,15 +107,15 @@ class Disk:
 
     def sync_directory(self, directory: Path) -> None:
         """Make the names in a directory durable."""
-        self._retried("fsync", lambda: fsync(directory), directory)
+        self._retry("fsync", lambda: fsync(directory), directory)
 
     def _remove_folder(self, path: Path) -> None:
-        self._retried("rmdir", path.unlink if path.is_symlink() else path.rmdir, path)
+        self._retry("rmdir", path.unlink if path.is_symlink() else path.rmdir, path)
 
-    def _retried(self, name: str, action: Callable[[], T], path: Path) -> T:
-        return self._again(lambda: self.perform(name, action, path))
+    def _retry(self, name: str, action: Callable[[], T], path: Path) -> T:
+        return self._retry_all(lambda: self.perform(name, action, path))
 
-    def _again(self, action: Callable[[], T]) -> T:
+    def _retry_all(self, action: Callable[[], T]) -> T:
         for wait_s in self._waits_s:
             try:
                 return action()
@@ -144,7 +143,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def spread(function: Callable[[S], T], items: Iterable[S], num_bytes: int) -> list[T]:
-    """``[function(item) for item in items]``, in threads if ``num_bytes``, what they go through together, is worth it."""
+    """Return ``[function(item) for item in items]``, computed in threads if ``num_bytes``, the size of all items, is worth it."""
     if num_bytes < WORTH_BYTES:
         return [function(item) for item in items]
     with ThreadPoolExecutor(MAX_THREADS) as pool:

@@ -1,4 +1,4 @@
-"""Versions of a checkpoint's documents (manifest, trainer_state.json, dataloader.json), and how an older one becomes the next.
+"""Versions of a checkpoint's documents (manifest, trainer_state.json, dataloader.json) and the migrations between them.
 
 A release writes ``VERSION`` and reads every version before it. To change what a document holds, raise ``VERSION`` and add a migration
 from the version before: documents of all older versions then pass through it.
@@ -31,10 +31,10 @@ def migration(version: int) -> Callable[[Migration], Migration]:
 
 
 def migrate(path: Path, content: dict[str, Any], version: Any) -> dict[str, Any]:
-    """The content of a document of some version in that of ``VERSION``.
+    """Migrate the content of a document from its version to ``VERSION``.
 
     Raises:
-        ConfigError: the version is none that this release knows.
+        ConfigError: this release does not know the version.
     """
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ConfigError(
@@ -47,6 +47,6 @@ def migrate(path: Path, content: dict[str, Any], version: Any) -> dict[str, Any]
 
 
 @migration(1)
-def _inputs_are_not_known(document: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Version 2 keeps fingerprints of the run's inputs and its last steps."""
+def _add_inputs(document: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Add the fingerprints of the run's inputs and its last steps, which version 2 keeps: none are known."""
     return {"inputs": None, "recent": [], **content} if document == TRAINER_STATE else content

@@ -1,7 +1,7 @@
-"""A run directory is put in order: at the start of a run, and by the first rank after a commit.
+"""Puts a run directory in order: at the start of a run, and on the first rank after a commit.
 
-At the start, under the run's lock, what a killed run has left half way is cleared away and the links are made true. Nothing is deleted
-that might be wanted: it is moved to ``quarantine/``, of which retention keeps the newest.
+At the start, under the run's lock, unfinished saves and removals of a killed run are cleared away and the links are corrected. What
+might be wanted is moved to ``quarantine/`` instead of deleted; retention keeps the newest entries there.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ SCARCE_BYTES = 64 * 2**20  # with less free a run may not even begin: logs, metr
 
 
 def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
-    """Bring a run directory into a state that a save leaves. Returns one line per thing that was done.
+    """Bring a run directory into the state after a complete save. Returns one line for each change.
 
-    A checkpoint that was being replaced comes back if its successor did not arrive; partial directories are quarantined; removals
-    are finished; ``latest`` and ``best`` are rebuilt by scanning. On a full disk partial directories are removed instead.
+    A checkpoint that was being replaced is restored if its successor is missing. Partial directories are quarantined, or removed if
+    the disk is full. Removals are finished. ``latest`` and ``best`` are rebuilt by scanning.
     """
     notes = []
     free = disk.free_bytes(run)
     if free is not None and free < SCARCE_BYTES and (count := remove_partials(run, disk)):
         notes.append(f"the disk is full ({free:,} bytes free): what {count} unfinished saves had left was removed")
-    for left in scan_transitional(run):
-        notes.append(_resolve(run, left, disk))
+    notes += [_resolve(run, directory, disk) for directory in scan_transitional(run)]
     for path in own_entries(run, ARCHIVE):
         if path.match(".*.partial"):
             disk.unlink(path)
@@ -51,7 +50,7 @@ def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
 
 
 def quarantine(path: Path, disk: Disk) -> Path:
-    """Move a directory (or file) of a run to ``quarantine/<name>-<time>``. Returns where it went."""
+    """Move a directory (or file) of a run to ``quarantine/<name>-<time>``. Returns the new path."""
     folder = path.parent / QUARANTINE
     disk.make_directory(folder)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
@@ -65,9 +64,9 @@ def quarantine(path: Path, disk: Disk) -> Path:
 
 
 def set_aside(run: Path, steps: Iterable[int], rule: BestRule | None, disk: Disk) -> list[str]:
-    """Quarantine checkpoints: damaged ones, or those of a future that a run resumed from an earlier step will not have.
+    """Quarantine checkpoints: damaged ones, or later ones than the step that a run resumes from.
 
-    Afterwards the newest checkpoint is the one that the run continues from. Returns one line per thing that was done.
+    Afterwards the newest checkpoint is the one that the run continues from. Returns one line for each change.
     """
     notes = []
     for step in sorted(steps, reverse=True):
@@ -77,29 +76,29 @@ def set_aside(run: Path, steps: Iterable[int], rule: BestRule | None, disk: Disk
 
 
 def steps_after(run: Path, step: int) -> list[int]:
-    """The steps of the committed checkpoints that come after ``step``."""
+    """Return the steps of the committed checkpoints after ``step``."""
     return [checkpoint.step for checkpoint in scan(run) if checkpoint.step > step]
 
 
-def _resolve(run: Path, left: Transitional, disk: Disk) -> str:
-    if left.state == "partial":
-        where = quarantine(left.path, disk)
-        return f"unfinished {left.path.name} moved to {where.relative_to(run)}"
-    target = checkpoint_path(run, left.step)
-    if left.state == "replaced" and not target.exists():
-        disk.rename(left.path, target)
+def _resolve(run: Path, directory: Transitional, disk: Disk) -> str:
+    if directory.state == "partial":
+        where = quarantine(directory.path, disk)
+        return f"unfinished {directory.path.name} moved to {where.relative_to(run)}"
+    target = checkpoint_path(run, directory.step)
+    if directory.state == "replaced" and not target.exists():
+        disk.rename(directory.path, target)
         disk.sync_directory(run)
         return f"{target.name} restored: it was being replaced when the run ended"
-    disk.remove_tree(left.path)
-    return f"{left.path.name} removed"
+    disk.remove_tree(directory.path)
+    return f"{directory.path.name} removed"
 
 
 def tidy(
     run: Path, policy: Retention, rule: BestRule | None, disk: Disk, archiver: Archiver | None = None
 ) -> list[str]:
-    """Let the links be true, then drop what the policy does not keep. To be called after a commit, on the first rank.
+    """Correct the links, then remove what the policy does not keep. To be called after a commit, on the first rank.
 
-    Never fails a run. Returns one line per thing that went, or that could not be done.
+    Never fails a run. Returns one line for each checkpoint removed, and for what could not be done.
     """
     notes = archiver.take_notes() if archiver else []
     try:
@@ -116,13 +115,13 @@ def tidy(
 
 
 def remove_partials(run: Path, disk: Disk) -> int:
-    """Remove what saves that were not finished have left, in the run directory and in quarantine. None may be under way.
+    """Remove the directories of unfinished saves, in the run directory and in quarantine. No save may be under way.
 
     Returns how many there were.
     """
-    left = [item.path for item in scan_transitional(run) if item.state == "partial"]
+    partials = [item.path for item in scan_transitional(run) if item.state == "partial"]
     quarantined = (path for path in own_entries(run, QUARANTINE) if path.match("checkpoint-*.partial-*"))
-    left += [path for path in quarantined if path.is_dir() and not path.is_symlink()]
-    for path in left:
+    partials += [path for path in quarantined if path.is_dir() and not path.is_symlink()]
+    for path in partials:
         disk.remove_tree(path)
-    return len(left)
+    return len(partials)

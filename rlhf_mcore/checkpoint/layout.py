@@ -1,6 +1,6 @@
-"""Names in a run directory, and what is there.
+"""Names in a run directory, and functions that list what is there.
 
-The name of a thing is its state: only ``checkpoint-<step>`` with a manifest is a checkpoint, wherever the links point.
+The name of a directory is its state: only ``checkpoint-<step>`` with a manifest is a checkpoint, wherever the links point.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TRAINER_STATE = "trainer_state.json"
 DATALOADER = "dataloader.json"
 CONFIG = "config.yaml"
 RNG_FILE = "rng.safetensors"
-ROLLOUTS = "rollouts.safetensors"  # where sampling runs ahead: responses that wait to be learned from
+ROLLOUTS = "rollouts.safetensors"  # of runs that sample ahead: responses that wait to be learned from
 DOCUMENTS = (TRAINER_STATE, DATALOADER, CONFIG, RNG_FILE)
-TRAINING = "training"  # in the directory of a model: what its optimizer needs
-# Of a weight file that is stored as a difference, in the place of the file.
+TRAINING = "training"  # in the directory of a model: the state of its optimizer
+# Suffixes of the two files that replace a weight file stored as a difference.
 DELTA_DATA = ".delta"
 DELTA_INDEX = ".delta.json"
 
@@ -50,61 +50,61 @@ class Transitional:
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the path of a step's checkpoint."""
     return run / f"checkpoint-{step}"
 
 
 def transitional_path(run: Path, step: int, state: str, token: str = "") -> Path:
-    """A hidden name of a step's directory. A ``token`` keeps writers that outlive a killed run away from the next run's files."""
+    """Return a hidden path of a step's directory. A ``token`` keeps writers that outlive a killed run out of the next run's files."""
     return run / f".checkpoint-{step}.{state}{f'-{token}' if token else ''}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in ``checkpoint-<step>``, None for other names."""
+    """Return the step in ``checkpoint-<step>``, None for other names."""
     match = _COMMITTED.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def scan(run: Path) -> list[Checkpoint]:
-    """The committed checkpoints in a run directory, by rising step."""
-    found = []
-    for path in _folders(run):
-        step = step_of(path.name)
-        if step is not None and (path / MANIFEST).is_file():
-            found.append(Checkpoint(step, path))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    """Return the committed checkpoints in a run directory, by rising step."""
+    checkpoints = [
+        Checkpoint(step, path)
+        for path in _folders(run)
+        if (step := step_of(path.name)) is not None and (path / MANIFEST).is_file()
+    ]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def without_manifest(run: Path) -> list[str]:
-    """Names of directories that are called a checkpoint and have no manifest, which a commit does not leave."""
+    """Return the names of directories with a checkpoint's name but no manifest. A commit leaves none."""
     return sorted(
         path.name for path in _folders(run) if step_of(path.name) is not None and not (path / MANIFEST).is_file()
     )
 
 
 def scan_transitional(run: Path) -> list[Transitional]:
-    """What a killed run has left half way in or out, by rising step."""
-    found = []
-    for path in _folders(run):
-        match = _TRANSITIONAL.fullmatch(path.name)
-        if match:
-            found.append(Transitional(int(match[1]), match[2], path))
-    return sorted(found, key=lambda item: (item.step, item.path.name))
+    """Return the directories that a killed run was writing, replacing or removing, by rising step."""
+    directories = [
+        Transitional(int(match[1]), match[2], path)
+        for path in _folders(run)
+        if (match := _TRANSITIONAL.fullmatch(path.name))
+    ]
+    return sorted(directories, key=lambda item: (item.step, item.path.name))
 
 
 def own_entries(run: Path, folder: str) -> list[Path]:
-    """What is in a directory of the run (``quarantine``, ``archive``), by name; nothing where that is a link."""
+    """Return the entries of a directory of the run (``quarantine``, ``archive``), by name; [] if that is a link."""
     path = run / folder
     return sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
 
 
 def linked_checkpoints(run: Path) -> list[Path]:
-    """Links that have the name of a checkpoint, which no run makes."""
+    """Return links with a checkpoint's name. No run makes such links."""
     return sorted(path for path in run.glob("checkpoint-*") if path.is_symlink() and step_of(path.name) is not None)
 
 
 def linked_step(run: Path, link: str) -> int | None:
-    """The step that a link of the run directory names, None when it is missing or does not name a committed checkpoint."""
+    """Return the step that a link of the run directory names, None when it is missing or does not name a committed checkpoint."""
     path = run / link
     if not path.is_symlink():
         return None

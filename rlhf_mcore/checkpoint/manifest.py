@@ -1,7 +1,7 @@
-"""manifest.json: every file's size and hash. It is written last, so a directory that has one was complete.
+"""manifest.json: the size and hash of every file. It is written last, so a directory with a manifest was complete.
 
-The manifest hashes itself too, and is accepted only in the exact form in which it is written: one flipped bit anywhere in a
-checkpoint is seen.
+The manifest holds its own hash and is accepted only in the exact form in which it is written, so one flipped bit anywhere in a
+checkpoint is detected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REMEDY = "choose another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file must be: its size in bytes and the xxh3-128 of its content, in hexadecimal."""
+    """The expected size of a file in bytes and the xxh3-128 of its content, in hexadecimal."""
 
     size: int
     xxh3_128: str
@@ -64,7 +64,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What a manifest holds beside its files. ``metrics``: those of the evaluation at this step, empty if there was none."""
+    """The entries of a manifest beside its files. ``metrics``: those of the evaluation at this step, empty if there was none."""
 
     step: int
     kind: str = FULL
@@ -96,7 +96,7 @@ class Problem:
 
     @property
     def is_damage(self) -> bool:
-        """Whether the checkpoint cannot be trusted: what is not in the manifest is not loaded."""
+        """Whether the checkpoint cannot be trusted. Extra files are no damage: they are not loaded."""
         return self.kind != "extra"
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Problem:
 
 @cache
 def library_versions() -> Mapping[str, str]:
-    """Versions of ourselves and of the large libraries, which are not imported for it; of a run on a CPU, its processor too."""
+    """Return the versions of this package and of the large libraries, without importing them; without a GPU the processor too."""
     versions = {"rlhf_mcore": __version__}
     if not has_gpu() and (kind := processor()):
         versions["processor"] = kind
@@ -120,14 +120,14 @@ def library_versions() -> Mapping[str, str]:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and hash of a file, read in pieces."""
-    # A link to what never ends, such as a device of the kernel's log, is not waited for.
+    """Return size and hash of a file, read in pieces."""
+    # Without O_NONBLOCK a link to an endless device, such as the kernel's log, would block.
     with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         return hash_content(file, path.stat().st_size)
 
 
 def hash_content(file: RawIOBase | BufferedIOBase, expected: int) -> FileEntry:
-    """Size and hash of what an open file holds from here on, probably ``expected`` bytes."""
+    """Return size and hash of the rest of an open file, probably ``expected`` bytes."""
     state, size = xxhash.xxh3_128(), 0
     # Most files are small: clearing a whole chunk takes longer than reading them.
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(expected, 4096))))
@@ -138,7 +138,7 @@ def hash_content(file: RawIOBase | BufferedIOBase, expected: int) -> FileEntry:
 
 
 def hash_files(directory: Path, paths: Iterable[str | Path]) -> dict[str, dict[str, Any]]:
-    """Entries of files, given as paths in or relative to ``directory``: plain JSON, so that ranks can gather theirs."""
+    """Return the entries of files, given as paths in or relative to ``directory``, as plain JSON that ranks can gather."""
     names = sorted({relative_name(directory, path) for path in paths})
     num_bytes = sum((directory / name).stat().st_size for name in names)
     entries = spread(lambda name: asdict(hash_file(directory / name)), names, num_bytes)
@@ -146,7 +146,7 @@ def hash_files(directory: Path, paths: Iterable[str | Path]) -> dict[str, dict[s
 
 
 def relative_name(directory: Path, path: str | Path) -> str:
-    """``path`` relative to ``directory``, with forward slashes. It must not lead out of it."""
+    """Return ``path`` relative to ``directory``, with forward slashes. It must not lead out of it."""
     name = Path(path)
     if name.is_absolute():
         name = name.relative_to(directory)
@@ -164,7 +164,7 @@ def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], info
         "libraries": dict(library_versions()),
         "files": {name: dict(files[name]) for name in sorted(files)},
     }
-    digest, data = _sealed(content)
+    digest, data = _seal(content)
     disk.write(directory / MANIFEST, data)
     return digest
 
@@ -173,7 +173,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        ConfigError: it is missing, damaged, or of a format that this version does not know.
+        ConfigError: it is missing, damaged, or of a format that this release does not know.
     """
     path = directory / MANIFEST
     data = read_bytes(path, limit=INDEX.num_bytes, remedy=_REMEDY)
@@ -182,19 +182,19 @@ def read_manifest(directory: Path) -> Manifest:
         raise ConfigError(f"{path}: not the manifest of a checkpoint of this project; {_REMEDY}")
     digest = content.pop("digest", None)
     migrated = migrate(path, content, content.get("version"))
-    if (digest, data) != _sealed(content):
+    if (digest, data) != _seal(content):
         raise ConfigError(f"{path}: the manifest is damaged (its digest differs); {_REMEDY}")
     return _parse(Fields(migrated, str(path), _REMEDY), digest)
 
 
 def verify(directory: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
-    """Every damaged, missing, truncated or extra file of a checkpoint, by path; [] when it is intact.
+    """Return every damaged, missing, truncated or extra file of a checkpoint, by path; [] when it is intact.
 
-    Whether the manifest names all that a checkpoint needs, and a delta's base, is checked by ``delta.verify_chain``.
+    ``delta.verify_chain`` also checks that the manifest names all required files, and checks a delta's base.
 
     Args:
         hashes: false: compare names and sizes only.
-        model: hash the files of this model's directory only, without its training state; of all others compare names and sizes.
+        model: hash only the files of this model's directory, without its training state; compare names and sizes of all others.
     """
     try:
         manifest = read_manifest(directory)
@@ -211,30 +211,30 @@ def compare(
     model: str | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Problem]:
-    """As ``verify``, of a checkpoint whose manifest has been read. ``progress`` gets the size of each file, from any thread."""
+    """Do what ``verify`` does, with a manifest that has been read. ``progress`` gets the size of each file, from any thread."""
     root = directory.resolve()
     num_bytes = sum(entry.size for entry in manifest.files.values())
 
     def check(item: tuple[str, FileEntry]) -> Problem | None:
         wanted = model is None or item[0].rpartition("/")[0] == model
-        found = _check(root, *item, hashes=hashes and wanted)
+        problem = _check(root, *item, hashes=hashes and wanted)
         progress(item[1].size)
-        return found
+        return problem
 
-    found = spread(check, manifest.files.items(), num_bytes)
-    problems = [problem for problem in found if problem is not None]
+    checked = spread(check, manifest.files.items(), num_bytes)
+    problems = [problem for problem in checked if problem is not None]
     known = {*manifest.files, MANIFEST}
     problems += [Problem(name, "extra", "not in the manifest") for name in files_below(root) if name not in known]
     return sorted(problems, key=lambda problem: (problem.path, problem.kind))
 
 
 def files_below(directory: Path) -> list[str]:
-    """Paths of all files and links below a directory, relative to it. Links to directories are not followed."""
-    found = []
+    """Return the paths of all files and links below a directory, relative to it. Links to directories are not followed."""
+    names: list[str] = []
     for folder, folders, files in os.walk(directory):
         linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        found += [Path(folder, name).relative_to(directory).as_posix() for name in (*files, *linked)]
-    return sorted(found)
+        names += [Path(folder, name).relative_to(directory).as_posix() for name in (*files, *linked)]
+    return sorted(names)
 
 
 def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem | None:
@@ -257,8 +257,8 @@ def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem 
     return None
 
 
-def _sealed(content: Mapping[str, Any]) -> tuple[str, bytes]:
-    """The digest of a manifest, and the manifest with the digest as its last entry."""
+def _seal(content: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Return the digest of a manifest, and the manifest with the digest as its last entry."""
     unsealed = json.dumps(content, indent=1, ensure_ascii=True, allow_nan=False).encode()
     digest = xxhash.xxh3_128_hexdigest(unsealed + b"\n")
     return digest, unsealed[:-2] + f',\n "digest": "{digest}"\n}}\n'.encode()

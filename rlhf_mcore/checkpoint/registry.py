@@ -1,4 +1,4 @@
-"""Everything of a run that has a state, in one place, so that nothing is forgotten when saving and nothing ignored when loading."""
+"""The registry of a run's objects with a state: none is forgotten when saving, and no saved state is ignored when loading."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _REMEDY = "It was written by another version or another configuration of the tra
 
 
 class Stateful(Protocol):
-    """Something that continues where it was."""
+    """An object with a state that can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
+        """Return the state as plain JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -23,29 +23,29 @@ class Stateful(Protocol):
 
 
 class Registry:
-    """Objects with a state, by name. A name is registered once."""
+    """Objects with a state by name. Each name is registered once."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._added_later: set[str] = set()
 
     def register(self, name: str, holder: Stateful, *, added_later: bool = False) -> None:
-        """Have the state of ``holder`` saved and loaded under ``name``. ``added_later``: checkpoints of earlier releases have none."""
+        """Save and load the state of ``holder`` under ``name``. ``added_later``: checkpoints of earlier releases lack it."""
         assert name not in self._objects, f"{name} is registered already"
         self._objects[name] = holder
         if added_later:
             self._added_later.add(name)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The states of all objects by name."""
+        """Return the states of all objects by name."""
         return {name: holder.state_dict() for name, holder in self._objects.items()}
 
     def load_state_dict(self, states: Mapping[str, Any], source: str = "the saved state") -> None:
-        """Give every object its state back.
+        """Restore the state of every object.
 
         Raises:
-            ConfigError: a registered name has no state, a state has no registered name, or an object did not read all of its keys
-                or asked for one that is not there. Names are listed; ``source`` is where they were read.
+            ConfigError: a registered name has no state, a state has no registered name, or an object did not read all keys of its
+                state or read a missing one. The message lists the names; ``source`` says where the states were read.
         """
         if unknown := sorted(states.keys() - self._objects.keys()):
             raise ConfigError(f"{source} holds the state of {unknown}, which this run does not have. {_REMEDY}")
@@ -70,7 +70,7 @@ class _Absent(KeyError):
 
 
 class _Watched(Mapping[str, Any]):
-    """A mapping that knows which of its keys were read."""
+    """A mapping that records which of its keys were read."""
 
     def __init__(self, content: Mapping[str, Any]):
         self._content = content

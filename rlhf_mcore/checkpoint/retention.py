@@ -1,7 +1,7 @@
-"""Which checkpoints stay. Decided from what is on the disk, and only after a commit.
+"""Removes old checkpoints, decided from what is on the disk and only after a commit.
 
-What is dropped first loses its name, then its files: a kill in between leaves no half checkpoint. Differences go before the full
-checkpoint that they need: a kill in between leaves none without it.
+A checkpoint is first renamed, then its files are removed: a kill in between leaves no half checkpoint. Deltas are removed before
+their base: a kill in between leaves none without it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.config.errors import ConfigError
 
-QUARANTINED = 2  # things in quarantine/ that are kept
+QUARANTINED = 2  # entries of quarantine/ that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How many checkpoints stay: the newest ``limit`` (None: all), and those of ``keep`` and of multiples of ``keep_every``.
+    """Keeps the newest ``limit`` checkpoints (None: all), the steps ``keep`` and all multiples of ``keep_every``.
 
-    The best one, the one that ``latest`` names, pinned ones, and the full checkpoint that a delta which stays needs, stay beside
-    them.
+    The best checkpoint, the one that ``latest`` names, pinned ones, and the bases of kept deltas are kept too.
     """
 
     limit: int | None = None
     keep_every: int | None = None
-    keep: tuple[int, ...] = ()  # steps
+    keep: tuple[int, ...] = ()
 
 
 def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
-    """The checkpoints that the policy does not keep, in the order in which they may go: deltas before full ones, oldest first."""
+    """Return the checkpoints that the policy does not keep, in the order of removal: deltas before full ones, oldest first."""
     checkpoints = scan(run)
     if policy.limit is None:
         return []
@@ -52,32 +51,33 @@ def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
     kept |= {step for link in (LATEST, BEST) if (step := linked_step(run, link)) is not None}
     if policy.keep_every:
         kept |= {checkpoint.step for checkpoint in checkpoints if checkpoint.step % policy.keep_every == 0}
-    kept |= _bases([checkpoint for checkpoint in checkpoints if checkpoint.step in kept])
-    gone = [checkpoint for checkpoint in checkpoints if checkpoint.step not in kept]
-    return sorted(gone, key=lambda checkpoint: not _bases([checkpoint]))
+    kept |= _find_bases([checkpoint for checkpoint in checkpoints if checkpoint.step in kept])
+    others = [checkpoint for checkpoint in checkpoints if checkpoint.step not in kept]
+    return sorted(others, key=lambda checkpoint: not _find_bases([checkpoint]))
 
 
 def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
-    """Remove what the policy drops. Returns the checkpoints that went."""
-    gone = []
+    """Remove the checkpoints that the policy does not keep. Returns their paths."""
+    removed = []
     for checkpoint in dropped(run, policy):
-        if checkpoint.step not in read_pins(run).values():  # somebody may have pinned it while others were removed
+        # Somebody may have pinned it while others were removed.
+        if checkpoint.step not in read_pins(run).values():
             remove(checkpoint, disk)
-            gone.append(checkpoint.path)
-    return gone
+            removed.append(checkpoint.path)
+    return removed
 
 
 def prune_quarantine(run: Path, disk: Disk) -> None:
-    """Remove all but the newest of what was set aside. Checkpoints of steps that are pinned stay."""
+    """Remove all but the newest entries of quarantine. Checkpoints of pinned steps stay."""
     pinned = tuple(f"checkpoint-{step}-" for step in read_pins(run).values())
-    found = [path for path in own_entries(run, QUARANTINE) if path.is_dir() and not path.is_symlink()]
-    for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-QUARANTINED]:
+    folders = [path for path in own_entries(run, QUARANTINE) if path.is_dir() and not path.is_symlink()]
+    for path in sorted(folders, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-QUARANTINED]:
         if not path.name.startswith(pinned):
             disk.remove_tree(path)
 
 
 def remove(checkpoint: Checkpoint, disk: Disk) -> None:
-    """Remove one checkpoint: whole, or finished by the next start."""
+    """Remove one checkpoint. If interrupted, the next start finishes the removal."""
     doomed = transitional_path(checkpoint.path.parent, checkpoint.step, "removed")
     disk.remove_tree(doomed)
     disk.rename(checkpoint.path, doomed)
@@ -85,13 +85,14 @@ def remove(checkpoint: Checkpoint, disk: Disk) -> None:
     disk.remove_tree(doomed)
 
 
-def _bases(kept: Sequence[Checkpoint]) -> set[int]:
-    """Steps of the full checkpoints that deltas among these are differences to."""
+def _find_bases(checkpoints: Sequence[Checkpoint]) -> set[int]:
+    """Return the steps of the bases of the deltas among ``checkpoints``."""
     steps = set()
-    for checkpoint in kept:
+    for checkpoint in checkpoints:
         try:
             base = read_manifest(checkpoint.path).info.base
-        except ConfigError:  # damaged: it is refused when it is loaded, not here
+        except ConfigError:
+            # Damaged: it is refused when it is loaded, not here.
             continue
         step = step_of(base.name) if base else None
         if step is not None:

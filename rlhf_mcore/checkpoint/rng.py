@@ -1,6 +1,6 @@
-"""The random generators of every rank as tensors: Python's, numpy's, torch's on the host and on the device, and further ones.
+"""The states of each rank's random generators as tensors: Python's, numpy's, and torch's on the host and on the device.
 
-They are state like any other, so they go into a file of tensors; nothing of Python's own pickled state is kept.
+They are saved in a file of tensors, so nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_mcore.parallel.collectives import gather_bytes
 
 
 def seed_process(seed: int, rank: int) -> None:
-    """Start Python's, numpy's and torch's generators of a rank from the run's seed, each rank's at another place."""
+    """Seed a rank's Python, numpy and torch generators from the run's seed and the rank."""
     python, legacy, torchs = (int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3))
     random.seed(python)
     np.random.seed(legacy)
@@ -31,7 +31,7 @@ def seed_process(seed: int, rank: int) -> None:
 
 
 def capture() -> dict[str, Tensor]:
-    """The state of this process's generators, by name."""
+    """Return the state of this process's generators, by name."""
     version, words, gauss = random.getstate()
     assert version == 3, version
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -49,7 +49,7 @@ def capture() -> dict[str, Tensor]:
 
 
 def restore(states: Mapping[str, Tensor]) -> None:
-    """Set this process's generators to what :func:`capture` has found. A GPU's is left alone where the file has none."""
+    """Set this process's generators to the states of :func:`capture`. A GPU's is left alone if ``states`` has none."""
     random.setstate(_python_state(states))
     np.random.set_state(_numpy_state(states))
     torch.set_rng_state(states["torch.cpu"])
@@ -57,39 +57,39 @@ def restore(states: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(states["torch.cuda"])
 
 
-def gather_states(mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The states of all ranks on the first one, as ``rank-<r>/<name>``; None on the others. Collective over the world."""
-    parts = gather_bytes(save(dict(mine)))
+def gather_states(states: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return the states of all ranks on the first one, as ``rank-<r>/<name>``; None on the others. Collective over the world."""
+    parts = gather_bytes(save(dict(states)))
     if dist.get_rank() != 0:
         return None
     return {f"rank-{rank}/{name}": tensor for rank, part in enumerate(parts) for name, tensor in load(part).items()}
 
 
 def encode(states: Mapping[str, Tensor]) -> bytes:
-    """The content of ``rng.safetensors``."""
+    """Return the content of ``rng.safetensors``."""
     return save(dict(states), metadata={"format": "pt"})
 
 
 def read_states(directory: Path, rank: int, world_size: int) -> dict[str, Tensor] | None:
-    """What a rank had, or None when the file was written by another number of ranks: then there is nothing to continue from.
+    """Read the states of a rank. Returns None when the file was written by another number of ranks.
 
     Raises:
-        ConfigError: the file cannot be read, or holds what is no state of a generator.
+        ConfigError: the file cannot be read, or holds no states of generators.
     """
-    held = _by_rank(directory)
-    return held[f"rank-{rank}"] if held.keys() == {f"rank-{r}" for r in range(world_size)} else None
+    by_rank = _read_by_rank(directory)
+    return by_rank[f"rank-{rank}"] if by_rank.keys() == {f"rank-{r}" for r in range(world_size)} else None
 
 
 def check_states(directory: Path) -> None:
-    """Whether generators can be set to what the file holds.
+    """Check that generators can be set to the states in the file.
 
     Raises:
         ConfigError: as ``read_states``.
     """
-    _by_rank(directory)
+    _read_by_rank(directory)
 
 
-def _by_rank(directory: Path) -> dict[str, dict[str, Tensor]]:
+def _read_by_rank(directory: Path) -> dict[str, dict[str, Tensor]]:
     path, by_rank = directory / RNG_FILE, dict[str, dict[str, Tensor]]()
     try:
         for name, tensor in load_file(path).items():

@@ -1,10 +1,10 @@
-"""Whether to save after a step, and whether to stop: decided by the first rank, from the clock, files, signals and metrics.
+"""Decides whether to save and whether to stop after a step: on the first rank, from the clock, files, signals and metrics.
 
-Signals: Ctrl-C, SIGUSR1 and SIGTERM ask to finish the step, save and end; SIGUSR2 to save. A handler only sets a flag, which is read
-between steps. So a signal never cuts a step or a save, and a second one changes nothing. Ctrl-C alone is for impatient people too:
-before the first step, and the second time, it ends the process at once.
+Signals: Ctrl-C, SIGUSR1 and SIGTERM ask to finish the step, save and end; SIGUSR2 asks to save. A handler only sets a flag, which is
+read between steps. So a signal never interrupts a step or a save, and a second one changes nothing. Only Ctrl-C is different: before
+the first step, and the second time, it ends the process at once.
 
-The decision is an object of plain values; ``collective.decide_together`` tells it to all ranks.
+``collective.decide_together`` sends the decision to all ranks.
 """
 
 from __future__ import annotations
@@ -28,20 +28,9 @@ from rlhf_mcore.config.schema import CheckpointConfig
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 SAVE_SIGNALS = (signal.SIGUSR2,)
 _INTERRUPTED = 128 + signal.SIGINT
-# Reasons to save, and how they are shown.
-STEPS, EPOCHS, KEPT, MINUTES, BEST, SIGNAL, REQUEST, STOP, DEADLINE, MEASURE, END = (
-    "steps",
-    "epochs",
-    "kept",
-    "minutes",
-    "best",
-    "signal",
-    "request",
-    "stop",
-    "deadline",
-    "measure",
-    "end",
-)
+# Reasons to save, and their texts.
+STEPS, EPOCHS, KEPT, MINUTES, BEST, SIGNAL = "steps", "epochs", "kept", "minutes", "best", "signal"
+REQUEST, STOP, DEADLINE, MEASURE, END = "request", "stop", "deadline", "measure", "end"
 REASONS = {
     STEPS: "save_steps",
     EPOCHS: "save_epochs",
@@ -55,13 +44,13 @@ REASONS = {
     MEASURE: "to learn how long a save takes",
     END: "the last step",
 }
-MARGIN = 1.25  # times what a step and a save are expected to take
+MARGIN = 1.25  # factor on the expected time of a step and a save
 WINDOW = 100  # measurements that are remembered
-OUTLIER = 10.0  # times the second longest: a machine that stood still, not a time to expect again
+OUTLIER = 10.0  # a time so many times the second longest is an outlier: the machine stood still
 
 
 class SignalRequests:
-    """The requests that have come to this process. ``stop_requested`` stays; a request to save is taken once.
+    """The requests that signals have made to this process. ``stop_requested`` stays set; a request to save is taken once.
 
     Args:
         acknowledge: called inside a handler with what will happen.
@@ -78,11 +67,11 @@ class SignalRequests:
 
     @contextmanager
     def listening(self) -> Iterator[SignalRequests]:
-        """Take the signals while the block runs. Main thread only; earlier handlers come back afterwards."""
+        """Handle the signals while the block runs. Main thread only; earlier handlers are restored afterwards."""
         handlers = dict.fromkeys(STOP_SIGNALS, self._stop) | dict.fromkeys(SAVE_SIGNALS, self._save)
         handlers[signal.SIGINT] = self._interrupt
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        # The launcher may have held some back until now.
+        # The launcher may have blocked some until now.
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
         try:
             yield self
@@ -92,25 +81,25 @@ class SignalRequests:
                 signal.signal(number, handler)
 
     def begin(self) -> None:
-        """The first step begins: from now on there is something to save."""
+        """Note that the first step begins: from now on there is something to save."""
         self._training = True
         self._begun()
 
     def request_save(self) -> None:
-        """A checkpoint is wanted after this step."""
+        """Ask for a checkpoint after this step."""
         self._save_requested = True
 
     def request_stop(self) -> None:
-        """The run ends after this step, saved."""
+        """Ask to save and end the run after this step."""
         self.stop_requested = True
 
     def take_save(self) -> bool:
-        """Whether a save was asked for since this was called last."""
+        """Return whether a save was requested since the last call."""
         requested, self._save_requested = self._save_requested, False
         return requested
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        # torchrun ends the ranks by SIGTERM once one has failed; then nothing is finished or saved.
+        # torchrun sends SIGTERM to the ranks once one has failed; then nothing is finished or saved.
         if number != signal.SIGTERM and not self.stop_requested:
             self._acknowledge("asked to stop: this step is finished and saved, then the run ends")
         self.stop_requested = True
@@ -130,7 +119,7 @@ class SignalRequests:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do after a step. ``best``: the checkpoint is the best so far; ``stop``: end the run, to be started again."""
+    """The decision after a step. ``best``: the checkpoint is the best so far; ``stop``: end the run, to be started again."""
 
     reasons: tuple[str, ...] = ()
     best: bool = False
@@ -142,36 +131,39 @@ class Decision:
         return bool(self.reasons)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the decision as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Decision:
-        """What ``to_json`` made, after its travels."""
+        """Build a decision from the values of ``to_json``."""
         return cls(tuple(value["reasons"]), value["best"], value["stop"])
 
 
 @dataclass(slots=True)
 class Expected:
-    """How long something takes: the longest of the last ``WINDOW`` times, unless that one stands alone."""
+    """The expected duration of something: the longest of the last ``WINDOW`` times, unless that one is an outlier.
 
-    recent: list[float] = field(default_factory=list)  # seconds, oldest first
+    ``recent``: in seconds, oldest first.
+    """
+
+    recent: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> float | None:
-        """The time to reckon with, None before the first measurement."""
+        """The expected duration, None before the first measurement."""
         longest = sorted(self.recent)[-2:]
         if len(longest) == 2 and longest[1] > OUTLIER * longest[0]:
             return longest[0]
         return longest[-1] if longest else None
 
     def measured(self, seconds: float) -> None:
-        """Learn from one more time."""
+        """Add a measurement."""
         self.recent = [*self.recent, seconds][-WINDOW:]
 
     @classmethod
     def from_json(cls, value: list[float] | float | None) -> Expected:
-        """What a checkpoint holds: the recent times, or the single expected time that earlier versions wrote."""
+        """Read the value of a checkpoint: the recent times, or the single expected time that earlier versions wrote."""
         if value is None:
             return cls()
         return cls(list(value) if isinstance(value, list) else [value])
@@ -179,15 +171,15 @@ class Expected:
 
 @dataclass(slots=True)
 class Triggers:
-    """Knows when the last save was, how good the best model is, and how long steps and saves take. First rank only.
+    """Decides from the time of the last save, the best metric, and the durations of steps and saves. First rank only.
 
     Args:
-        config: of ``checkpoint``.
+        config: the group ``checkpoint``.
         num_steps: the run's last step, which is always saved.
-        run: the run directory, where a file ``SAVE`` asks for a save.
+        run: the run directory, in which a file ``SAVE`` asks for a save.
         deadline: when the job will be ended, by ``clock``.
-        clock: seconds of a clock that nobody sets.
-        num_epochs: how often the training data has been gone through.
+        clock: seconds of a monotonic clock.
+        num_epochs: passes over the training data so far.
     """
 
     config: CheckpointConfig
@@ -201,22 +193,22 @@ class Triggers:
     step_s: Expected = field(default_factory=Expected)
     save_s: Expected = field(default_factory=Expected)
     _started: float = 0.0
-    _mark: float = 0.0  # since when the step is running
+    _mark: float = 0.0  # when the current step began
     _last_save: float = 0.0
     _saved_step: int | None = None
     _epoch_mark: int = 0  # multiples of save_epochs that have passed
     _earlier_best: tuple[float | None, int | None] = (None, None)
-    _request: int | None = None  # modification time of the SAVE file that was seen, ns
+    _request: int | None = None  # modification time in ns of the SAVE file when it was seen
 
     def begin(self) -> None:
-        """The first step begins: clocks start here."""
+        """Start the clocks, when the first step begins."""
         self._started = self._mark = self._last_save = self.clock()
-        self._epoch_mark = self._epochs_passed()
+        self._epoch_mark = self._count_epochs()
 
     def decide(
         self, step: int, metrics: Mapping[str, float], *, save_requested: bool = False, stop_requested: bool = False
     ) -> Decision:
-        """What to do after ``step``.
+        """Decide what to do after ``step``.
 
         Args:
             step: the step that was just finished.
@@ -225,13 +217,13 @@ class Triggers:
             stop_requested: a signal has asked to end the run after this step.
 
         Raises:
-            ConfigError: the evaluation has no metric of the name that was configured.
+            ConfigError: the evaluation does not have the configured metric.
         """
         now = self.clock()
         self.step_s.measured(now - self._mark)
         self._mark = now
-        earlier, self._epoch_mark = self._epoch_mark, self._epochs_passed()
-        best = self._is_best(step, metrics)
+        earlier, self._epoch_mark = self._epoch_mark, self._count_epochs()
+        best = self._update_best(step, metrics)
         reasons = {
             STEPS: self.config.save_steps > 0 and step % self.config.save_steps == 0,
             EPOCHS: self._epoch_mark > earlier,
@@ -239,9 +231,9 @@ class Triggers:
             MINUTES: self.config.save_minutes > 0 and now - self._last_save >= 60 * self.config.save_minutes,
             BEST: best,
             SIGNAL: save_requested,
-            REQUEST: self._is_requested(),
+            REQUEST: self._read_request(),
             STOP: stop_requested,
-            # Half of the time is gone and nobody knows how long a save takes: find out while there is time.
+            # Half of the time is gone and the duration of a save is unknown: measure it while there is time.
             MEASURE: self.deadline is not None
             and self.save_s.seconds is None
             and now >= (self._started + self.deadline) / 2,
@@ -250,16 +242,17 @@ class Triggers:
         late = self._is_late(now, save_is_due=any(reasons.values()))
         reasons[DEADLINE] = late
         stop = (stop_requested or late) and step < self.num_steps
-        if step == self._saved_step:  # asked once more about a step that is on the disk already
+        # A step may be decided twice; it is saved once.
+        if step == self._saved_step:
             return Decision(stop=stop)
         return Decision(tuple(reason for reason, holds in reasons.items() if holds), best, stop)
 
     def saved(self, step: int, seconds: float) -> None:
-        """A checkpoint of ``step`` has been committed; it kept the run waiting, or was being written, for so many seconds."""
+        """Note that a checkpoint of ``step`` was committed, which blocked the run, or was written beside it, for ``seconds``."""
         self.save_s.measured(seconds)
         self._saved_step = step
         self._mark = self._last_save = self.clock()
-        # The request is served, unless it was made again since it was seen.
+        # The request is fulfilled, unless it was made again since it was seen.
         path = self.run / SAVE_REQUEST
         with suppress(FileNotFoundError):
             if self._request is not None and path.stat().st_mtime_ns == self._request:
@@ -267,13 +260,13 @@ class Triggers:
         self._request = None
 
     def not_saved(self, decision: Decision) -> None:
-        """The save that was decided on has failed, and the run continues without it."""
+        """Note that the save of ``decision`` has failed and the run continues without it."""
         self._mark = self.clock()
         if decision.best:
             self.best_value, self.best_step = self._earlier_best
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues from, as plain JSON. A save that was decided on counts as done: it stores this."""
+        """Return the state for a resumed run, as plain JSON. A save that was decided on counts as done: it stores this state."""
         return {
             "best_value": self.best_value,
             "best_step": self.best_step,
@@ -287,11 +280,11 @@ class Triggers:
         self.best_value, self.best_step = state["best_value"], state["best_step"]
         self.step_s, self.save_s = Expected.from_json(state["step_s"]), Expected.from_json(state["save_s"])
 
-    def _epochs_passed(self) -> int:
+    def _count_epochs(self) -> int:
         every = self.config.save_epochs
         return math.floor(self.num_epochs() / every + 1e-9) if every else 0
 
-    def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
+    def _update_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         rule = best_rule(self.config)
         if rule is None or not metrics:
             return False
@@ -307,14 +300,14 @@ class Triggers:
         return True
 
     def _is_late(self, now: float, *, save_is_due: bool) -> bool:
-        """Whether another step and a save, after the one that is due now, would not fit before the deadline."""
+        """Return whether another step and a save, after a save that is due now, would not fit before the deadline."""
         if self.deadline is None:
             return False
         num_saves = 2 if save_is_due else 1
         needed = (self.step_s.seconds or 0.0) + num_saves * (self.save_s.seconds or 0.0)
         return now + MARGIN * needed >= self.deadline
 
-    def _is_requested(self) -> bool:
+    def _read_request(self) -> bool:
         try:
             self._request = (self.run / SAVE_REQUEST).stat().st_mtime_ns
         except FileNotFoundError:
