@@ -1,4 +1,4 @@
-"""How far the trainer's logprobs are from those of the engine that sampled the tokens, and what is done about it."""
+"""Measures the difference between the logprobs of the trainer and of the engine that sampled the tokens, and corrects for it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def rollout_ratio_statistics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: OwnedRows
 ) -> dict[str, float]:
-    """Mean and maximum of |log rollout_ratio| = |old_logprobs - rollout_logprobs| over the tokens in ``mask``, of all rows.
+    """Compute mean and maximum of |log rollout_ratio| = |old_logprobs - rollout_logprobs| over the tokens in ``mask`` of all rows.
 
     Inputs are [N], of the rows that this rank owns. ``logprob_diff_mean`` and ``logprob_diff_max`` are 0 for an empty mask. A NaN
-    inside the mask shows.
+    inside the mask is not hidden.
     """
     differences = (at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)).abs()
     count = rows.sums(torch.ones_like(differences), mask).sum().clamp(min=1)
@@ -36,7 +36,7 @@ RATIO_MODES = ("token", "sequence")
 
 
 def ratio_factors(log_ratio: Tensor, cfg: RolloutCorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """From log rollout_ratio, of tokens or responses: the ratio, the factor of the weight, and whether it is in the band."""
+    """Return the ratio, the factor of the weight, and whether the ratio is in the band, from log rollout_ratio of any shape."""
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     kept = torch.ones_like(ratio, dtype=torch.bool)
     if cfg.mode not in RATIO_MODES:
@@ -55,7 +55,7 @@ def factors_of_microbatch(
     num_sequences: int,
     cfg: RolloutCorrectionConfig,
 ) -> Tensor:
-    """The factors of ``rollout_correction`` but for staleness, inside a loss: in the shape of a microbatch of whole sequences."""
+    """Return the factors of ``rollout_correction`` without staleness for a microbatch of whole sequences, in its shape."""
     log_ratio = torch.where(mask, at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs), 0)
     if cfg.mode == "sequence":
         zeros = torch.zeros(num_sequences, dtype=torch.float64, device=log_ratio.device)
@@ -66,12 +66,12 @@ def factors_of_microbatch(
 
 @torch.no_grad()
 def staleness_factors(staleness: Tensor, loss_mask: Tensor, rows: OwnedRows, cfg: RolloutCorrectionConfig) -> Tensor:
-    """[N] float32: 1 where ``rollout_correction`` leaves a token in for its age, 0 where not. Collective where ``rows`` are."""
-    return (loss_mask & ~_stale(staleness, loss_mask, rows, cfg)[0]).float()
+    """Return [N] float32: 0 for tokens that ``rollout_correction`` masks for their age, else 1. Collective if ``rows`` are."""
+    return (loss_mask & ~_find_stale(staleness, loss_mask, rows, cfg)[0]).float()
 
 
 def takes_part(cfg: RolloutCorrectionConfig, is_asynchronous: bool) -> bool:
-    """Whether any factor may be other than 1."""
+    """Return whether any factor may be other than 1."""
     limits = (cfg.max_token_staleness, cfg.max_response_staleness)
     return cfg.mode in RATIO_MODES or (is_asynchronous and limits != (None, None))
 
@@ -85,7 +85,7 @@ def rollout_correction(
     cfg: RolloutCorrectionConfig,
     staleness: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Factors of the policy loss's token weights that make up for the engine sampling from another distribution than the trainer's.
+    """Compute factors of the policy loss's token weights that correct for the engine's distribution differing from the trainer's.
 
     With the rollout ratio rho_t = exp(old_logprobs_t - rollout_logprobs_t) of a token, for ``mode``
 
@@ -94,48 +94,49 @@ def rollout_correction(
     - ``sequence``: min(prod_t rho_t, cap) for all tokens of a response, the unbiased ratio but for the cap;
     - ``off``: 1.
 
-    Where the engine's policy is an older one, behaviour, this makes the decoupled objective of a clipped loss (Hilton et al. 2022,
-    arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5): ``old_logprobs``, of the trainer's weights before the step's updates,
-    are those of the proximal policy, around which the loss clips, and rho is proximal over behaviour.
+    If the engine samples from an older policy, the behaviour policy, a clipped loss with these factors is the decoupled objective
+    (Hilton et al. 2022, arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5). The proximal policy, around which the loss
+    clips, is the trainer's before the step's updates, with ``old_logprobs``. Rho is the ratio of proximal to behaviour policy.
 
-    Where the ratio, before the cap, is outside of [mask_low, mask_high] the factor is 0. So it is, with every mode, at tokens more
-    than ``max_token_staleness`` versions old, and in responses with a token more than ``max_response_staleness`` old. The counts by
-    which a loss is divided stay. As in verl, NeMo-RL and TRL the factors are of the policy term alone: KL and entropy hold the policy
-    back on every token. Log ratios are clamped to +-``MAX_LOG_RATIO``.
+    The factor is 0 if the ratio before the cap is outside of [mask_low, mask_high]. With every mode it is 0 for tokens more than
+    ``max_token_staleness`` versions old, and in responses with a token more than ``max_response_staleness`` old. The counts by which
+    a loss is divided do not change. As in verl, NeMo-RL and TRL the factors apply to the policy term only; KL and entropy apply to
+    every token. Log ratios are clamped to +-``MAX_LOG_RATIO``.
 
     Args:
         old_logprobs, rollout_logprobs: [N], of the rows that this rank owns.
         loss_mask: [N] bool; outside of it the inputs may be anything and the factor is 0.
-        rows: which these are.
+        rows: the rows that this rank owns.
         staleness: [N] int: versions from the policy that sampled a token to that of ``old_logprobs``; None in a synchronous run.
 
     Returns:
-        [N] float32 factors, and statistics of the ratios of all rows, of tokens (``off``, ``token``) or responses (``sequence``):
+        [N] float32 factors, and statistics of the ratios of all tokens (``off``, ``token``) or responses (``sequence``) of all rows:
         ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clipped_fraction`` (above the cap, and not masked), ``masked_fraction`` (not
-        in the band) and ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 where all are equal. Empty masks
-        give ones, and fractions of 0. With ``staleness``, of tokens: ``staleness_mean``, ``staleness_max``, and
-        ``stale_fraction``, the share that is left out for it.
+        in the band) and ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 if all are equal. For an empty mask
+        these are 1, and fractions 0. With ``staleness`` also those of tokens: ``staleness_mean``, ``staleness_max``, and
+        ``stale_fraction``, the share that is masked for its age.
     """
     difference = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
     log_ratio, counted = torch.where(loss_mask, difference, 0), loss_mask
-    if cfg.mode == "sequence":  # the same number at every token of a row, and one of them is counted
+    if cfg.mode == "sequence":
+        # Every token of a row has the same ratio, and one of them is counted.
         log_ratio = rows.to_tokens(rows.local_sums(log_ratio, loss_mask).to(log_ratio.dtype))
         counted = rows.last(loss_mask)
     ratio, factor, kept = ratio_factors(log_ratio, cfg)
     is_capped = (ratio > cfg.cap) & kept if cfg.mode in RATIO_MODES else torch.zeros_like(kept)
     ages: dict[str, float] = {}
     if staleness is not None:
-        is_stale, ages = _stale(staleness, loss_mask, rows, cfg)
+        is_stale, ages = _find_stale(staleness, loss_mask, rows, cfg)
         factor = torch.where(is_stale, 0, factor)
     factor = torch.where(loss_mask, factor, 0)
-    return factor, _statistics(ratio, factor, kept, is_capped, counted, rows) | ages
+    return factor, _summarize(ratio, factor, kept, is_capped, counted, rows) | ages
 
 
-def _stale(
+def _find_stale(
     staleness: Tensor, loss_mask: Tensor, rows: OwnedRows, cfg: RolloutCorrectionConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """[N] bool: tokens that are left out as too old. And statistics over all rows."""
-    newest, oldest = rows.extremes(staleness, loss_mask)  # [B]
+    """Return which tokens [N] are masked for their age, and statistics over all rows."""
+    newest, oldest = rows.extremes(staleness, loss_mask)
     assert not (newest < 0).any(), "tokens of a policy that the trainer does not have yet"
     is_stale = torch.zeros_like(loss_mask)
     if cfg.max_token_staleness is not None:
@@ -150,10 +151,10 @@ def _stale(
     }
 
 
-def _statistics(
+def _summarize(
     ratio: Tensor, factor: Tensor, kept: Tensor, is_capped: Tensor, counted: Tensor, rows: OwnedRows
 ) -> dict[str, float]:
-    """Over the positions ``counted`` [N] of all ranks."""
+    """Return statistics over the positions ``counted`` [N] of all ranks."""
 
     def total(values: Tensor) -> float:
         return float(rows.sums(values.double(), counted).sum())
@@ -163,7 +164,7 @@ def _statistics(
     if not count:
         ones = dict.fromkeys(("ratio_mean", "ratio_max", "ratio_min", "effective_sample_size"), 1.0)
         return {**ones, "clipped_fraction": 0.0, "masked_fraction": 0.0}
-    smallest, largest = (found[per_row > 0] for found in rows.extremes(ratio, counted))
+    smallest, largest = (extremes[per_row > 0] for extremes in rows.extremes(ratio, counted))
     squares = total(factor.double().square()) / count
     return {
         "ratio_mean": total(ratio) / count,

@@ -1,4 +1,4 @@
-"""What an advantage estimator and a policy loss get and give, and the tables of those that have a name.
+"""The inputs and results of advantage estimators and policy losses, and the tables of registered ones.
 
 A function of a user's own file has the same signature as the ones here: see docs/algorithms.md.
 """
@@ -25,12 +25,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True)
 class AdvantageInputs:
-    """The responses of a step, in any order: their tokens back to back where this rank owns them, and [B] numbers of all of them.
+    """The responses of a step, in any order: tokens [N] of the rows that this rank owns, back to back, and numbers [B] of all rows.
 
-    What stands outside ``loss_mask`` may be anything. ``rows`` has the sums by row that estimators need.
+    Values outside ``loss_mask`` may be anything. ``rows`` has the sums by row that estimators need.
     """
 
-    rewards: Tensor  # [N] float64: after shaping, and after the KL where it is in the reward
+    rewards: Tensor  # [N] float64: after shaping, and after the KL if it is part of the reward
     loss_mask: Tensor  # [N] bool: trainable tokens
     rows: OwnedRows
     group_ids: Tensor  # [B] int64: equal for the responses to one prompt
@@ -43,10 +43,10 @@ class AdvantageInputs:
 
 @dataclass(slots=True)
 class Advantages:
-    """What an estimator gives: zero outside of the loss mask."""
+    """The result of an estimator, zero outside of the loss mask."""
 
     advantages: Tensor  # [N] float32
-    returns: Tensor | None = None  # [N] float32: what the critic is to predict
+    returns: Tensor | None = None  # [N] float32: the targets of the critic
 
 
 @dataclass(slots=True)
@@ -64,27 +64,26 @@ class LossInputs:
     weights: Tensor
     sequence_ids: Tensor  # int64: which sequence of the microbatch a token belongs to, 0 <= id < num_sequences
     num_sequences: int
-    fields: Mapping[str, Field] = field(
-        default_factory=dict
-    )  # by name, those that the loss ``reads``, [..., k] or ragged
+    # By name, those that the loss ``reads``: [..., k] or ragged.
+    fields: Mapping[str, Field] = field(default_factory=dict)
 
 
 AdvantageEstimator = Callable[[AdvantageInputs, "AlgorithmConfig"], Advantages]
-# The loss share of the tokens, differentiable, and detached scalar sums over the trainable tokens for the metrics.
+# Returns the tokens' share of the loss, differentiable, and detached scalar sums over the trainable tokens for the metrics.
 PolicyLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, dict[str, Tensor]]"]
 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
-# Decorators: the function is the one that ``algorithm.advantage: name`` or ``algorithm.policy_loss: name`` chooses.
+# Decorators that register a function under its name in ``algorithm.advantage`` or ``algorithm.policy_loss``.
 advantage_estimator = registering(ADVANTAGE_ESTIMATORS, choices.ADVANTAGES)
 policy_loss = registering(POLICY_LOSSES, choices.POLICY_LOSSES)
 
 
 def reads(*names: str) -> Callable[[F], F]:
-    """Declare the fields of tokens that a loss or an estimator reads, beside those that all are given: ``@reads("teacher_logprobs")``.
+    """Declare the fields of tokens that a loss or an estimator reads beside those that all get: ``@reads("teacher_logprobs")``.
 
-    They arrive in ``fields`` of its inputs: what engines have recorded, what roles computed, or an optional field of
+    They arrive in ``fields`` of its inputs: recorded by engines, computed by roles, or an optional field of
     :class:`~rlhf_mcore.types.TrainBatch`.
     """
 

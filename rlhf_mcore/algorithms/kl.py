@@ -13,11 +13,11 @@ from rlhf_mcore.config.choices import KL_ESTIMATORS, registering
 if TYPE_CHECKING:
     from torch import Tensor
 
-KLFunction = Callable[["Tensor", float], "Tensor"]  # d = ref_logprobs - logprobs and the largest value -> the estimate
+KLFunction = Callable[["Tensor", float], "Tensor"]  # (d = ref_logprobs - logprobs, the largest value) -> the estimate
 ESTIMATORS: dict[str, KLFunction] = {}
 kl_estimator = registering(ESTIMATORS, KL_ESTIMATORS)
 
-# exp(20) is 4.9e8: far outside anything a healthy run shows, and far from the float32 overflow at exp(88).
+# exp(20) is 4.9e8: far outside the range of a healthy run, and far from the float32 overflow at exp(88).
 MAX_LOG_RATIO = 20.0
 
 
@@ -32,18 +32,17 @@ def kl_penalty(
     - ``k2`` = d^2 / 2: biased, low variance;
     - ``k3`` = exp(d) - 1 - d: unbiased and never negative (GRPO, arXiv 2402.03300, eq. 4).
 
-    The value is what is unbiased. As a loss, differentiated through ``logprobs``, k1 has an expected gradient of zero
-    (E[grad logprobs] = 0) and k2 has that of the KL itself.
+    This is about the value. As a loss, differentiated through ``logprobs``, k1 has an expected gradient of zero
+    (E[grad logprobs] = 0) and k2 has the gradient of the KL itself.
 
     k3 grows as exp(d): at d = 12 one token outweighs 10^5 ordinary ones. ``clip`` bounds the value of ``k2`` and ``k3``, as
     verl, OpenRLHF and slime do at 10; a token beyond it has that value and no gradient. ``k1`` grows only linearly and is never
-    bounded. Without ``clip`` d is still clamped from above at ``MAX_LOG_RATIO`` for k3, so that it does not overflow.
+    bounded. For k3, d is also clamped from above at ``MAX_LOG_RATIO``, so that it does not overflow without ``clip``.
 
     Args:
         logprobs, ref_logprobs: same shape, padded [B, T] or packed [1, N].
         estimator: one of ``ESTIMATORS``.
-        mask: bool of that shape. Outside it the result is 0 and garbage in the inputs reaches neither value nor
-            gradient.
+        mask: bool of that shape. Outside it the result is 0, and the inputs affect neither value nor gradient.
         clip: largest value of a token in nats, above 0; None: no limit.
 
     Returns:
@@ -77,5 +76,5 @@ def k3(log_ratio: Tensor, limit: float) -> Tensor:
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """``values`` in float32, or unchanged if they are wider: differences of bf16 logprobs lose all their digits."""
+    """Return ``values`` in float32, or unchanged if they are wider: differences of bf16 logprobs lose all their digits."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""How the weight of the KL changes from step to step."""
+"""Controllers, which change the weight of the KL from step to step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlhf_mcore.config.schema import KLConfig
 
 
 class KLController(Protocol):
-    """``coef`` is the weight for the step to come. The state is plain JSON values."""
+    """A schedule of the KL's weight. ``coef`` is the weight for the next step. The state is plain JSON values."""
 
     @property
     def coef(self) -> float: ...
 
     def update(self, kl: float) -> None:
-        """Close a step in which the mean KL per response token was ``kl`` nats. Equal on every rank, so no collective."""
+        """End a step in which the mean KL per response token was ``kl`` nats, the same on every rank. Local."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -26,10 +26,10 @@ class KLController(Protocol):
 
 
 def build_kl_controller(cfg: KLConfig) -> KLController:
-    """The controller that a valid, resolved configuration asks for.
+    """Build the controller of a valid, resolved configuration.
 
     Raises:
-        ConfigError: an unknown name, or a number that the controller needs and that is null.
+        ConfigError: an unknown name, or a number that the controller needs is null.
     """
     controller = cfg.controller
     if controller.name == "fixed":
@@ -44,13 +44,13 @@ def build_kl_controller(cfg: KLConfig) -> KLController:
 
 
 class FixedKL:
-    """The weight stays."""
+    """A constant weight."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, kl: float) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"name": "fixed"}
@@ -62,7 +62,7 @@ class FixedKL:
 class AdaptiveKL:
     """A log-space proportional controller (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
-    coef <- coef (1 + gain clip(kl / target - 1, -0.2, 0.2)); the paper's gain is 0.1. Its KL is that of a whole response, ours is per
+    coef <- coef (1 + gain clip(kl / target - 1, -0.2, 0.2)); the paper's gain is 0.1. The paper's KL is per response, this one per
     token, as it is logged.
     """
 
@@ -72,7 +72,8 @@ class AdaptiveKL:
         self._gain = gain
 
     def update(self, kl: float) -> None:
-        if math.isnan(kl):  # no direction can be read from it
+        # NaN has no direction.
+        if math.isnan(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + self._gain * error
@@ -86,7 +87,7 @@ class AdaptiveKL:
 
 
 class LinearKL:
-    """From ``start`` in the first step to ``final`` in step number ``steps``, and ``final`` from then on."""
+    """A weight that moves linearly from ``start`` in the first step to ``final`` in step number ``steps``, then stays."""
 
     def __init__(self, start: float, final: float, steps: int) -> None:
         self._start = start
@@ -111,11 +112,11 @@ class LinearKL:
         self._num_steps = int(state["num_steps"])
 
 
-def _check(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    if state.get("name") != mine["name"]:
+def _check(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if state.get("name") != own["name"]:
         raise ConfigError(
-            f"cannot resume: algorithm.kl.controller.name was {state.get('name')} and is now {mine['name']}; "
+            f"cannot resume: algorithm.kl.controller.name was {state.get('name')} and is now {own['name']}; "
             "restore it, or start a new experiment"
         )
-    if set(state) != set(mine):
-        raise ConfigError(f"the state of the KL controller has the keys {sorted(state)}, expected {sorted(mine)}")
+    if set(state) != set(own):
+        raise ConfigError(f"the state of the KL controller has the keys {sorted(state)}, expected {sorted(own)}")

@@ -17,17 +17,16 @@ AGGREGATIONS = ("token", "sequence", "constant")
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar sum of ``values`` where the bool ``mask`` of the same shape holds; 0 for an empty mask."""
+    """Return the scalar sum of ``values`` where the bool ``mask`` of the same shape is true; 0 for an empty mask."""
     return torch.where(mask, values, 0).sum()
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Scalar sum of ``weights * values`` (same shapes), skipping positions of weight zero.
+    """Return the scalar sum of ``weights * values`` (same shapes), skipping positions of weight zero.
 
-    With weights from :func:`row_weights` this is the share of a KL or entropy term that this microbatch contributes
-    to the loss. Its gradient with respect to ``values`` is zero where the weight is zero; if ``values`` were
-    themselves computed from garbage there, that computation must be masked too (see the ``mask`` of
-    :func:`~rlhf_mcore.algorithms.kl.kl_penalty`).
+    With weights from :func:`row_weights` this is the microbatch's share of a KL or entropy term of the loss. Its gradient with
+    respect to ``values`` is zero where the weight is zero. If ``values`` were computed from garbage there, that computation must be
+    masked too (see the ``mask`` of :func:`~rlhf_mcore.algorithms.kl.kl_penalty`).
     """
     return (weights * torch.where(weights != 0, values, 0)).sum()
 
@@ -35,10 +34,10 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 def row_weights(
     num_sampled: Tensor, aggregation: str, *, num_tokens: int, num_rows: int, constant_length: int | None = None
 ) -> Tensor:
-    """Weight of each trainable token of a row, so that loss = sum(weights * per_token_loss) over all microbatches and all ranks.
+    """Compute the weight of a row's trainable tokens: loss = sum(weights * per_token_loss) over all microbatches and all ranks.
 
-    Because the counts are those of the whole minibatch, the gradient does not depend on how its rows are cut into
-    microbatches, packed, or spread over ranks. For row i with len_i trainable tokens:
+    The counts are those of the whole minibatch, so the gradient does not depend on how its rows are cut into microbatches, packed,
+    or spread over ranks. For row i with len_i trainable tokens:
 
     - ``token``: 1 / num_tokens. Every token counts the same (DAPO, arXiv 2503.14476, eq. 8).
     - ``sequence``: 1 / (len_i * num_rows). Mean of the rows' means (GRPO, arXiv 2402.03300, eq. 3).
@@ -48,7 +47,7 @@ def row_weights(
         num_sampled: [rows] trainable tokens of some rows of the minibatch.
         aggregation: one of ``AGGREGATIONS``.
         num_tokens: trainable tokens of the minibatch over all ranks.
-        num_rows: rows of the minibatch over all ranks, those without a trainable token included.
+        num_rows: rows of the minibatch over all ranks, including those without a trainable token.
         constant_length: tokens; used and needed by ``constant`` only.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The direction of Muon's update: a matrix of momentum with singular values near 1 in the place of its own.
+"""The direction and size of Muon's update: a momentum matrix whose singular values are replaced by values near 1.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon); its size as in Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv
-2502.16982), equation 4: as large as AdamW's updates are, so that learning rates and weight decays of AdamW are Muon's too.
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon). The size follows Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv
+2502.16982), equation 4: it is that of AdamW's updates, so that AdamW's learning rates and weight decays can be used.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import Tensor
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, of the quintic iteration
 _STEPS = 5
-_RMS = 0.2  # of AdamW's updates, as Liu et al. have measured it
+# The root mean square of AdamW's updates, as Liu et al. measured it.
+_RMS = 0.2
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """U V^T of matrix = U S V^T [m, n], nearly: singular values come to 0.7 to 1.2, by five Newton-Schulz iterations."""
+    """Approximate U V^T of matrix = U S V^T [m, n] by five Newton-Schulz iterations. Its singular values are 0.7 to 1.2."""
     first, second, third = _COEFFICIENTS
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     wide = wide / wide.norm().clamp(min=1e-7)
@@ -28,5 +29,5 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """What a direction is multiplied by, so that the root mean square of its elements is 0.2."""
+    """Return the factor of a direction with which the root mean square of its elements is 0.2."""
     return _RMS * math.sqrt(max(rows, columns))

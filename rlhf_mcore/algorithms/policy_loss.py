@@ -1,10 +1,9 @@
-"""Policy-gradient losses: one function per paper, under the name that ``algorithm.policy_loss`` gives it.
+"""Policy-gradient losses: one function per paper, registered under its name in ``algorithm.policy_loss``.
 
-All of them take a microbatch's tokens and give the weighted *sum* of the token losses, and detached scalar *sums* over the
-trainable tokens, which the caller divides by the global number of trainable tokens: ``clip_fraction_low`` and
-``clip_fraction_high`` (tokens at which the lower or upper bound acts), ``approx_kl`` (k3 of KL(old || new)) and
-``importance_ratio``. Tokens outside of the mask are replaced before any arithmetic: NaN or inf in padding reaches neither loss nor
-gradient.
+Each takes a microbatch's tokens and returns the weighted *sum* of the token losses, and detached scalar *sums* over the trainable
+tokens, which the caller divides by the global number of trainable tokens: ``clip_fraction_low`` and ``clip_fraction_high`` (tokens
+at which the lower or upper bound acts), ``approx_kl`` (k3 of KL(old || new)) and ``importance_ratio``. Tokens outside of the mask
+are replaced before any arithmetic, so NaN or inf in padding reaches neither loss nor gradient.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ def ppo_clip(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str
 
     loss = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),   r_t = exp(logprobs_t - old_logprobs_t)
 
-    With ``dual_clip`` c the minimum is not below c A_t where A_t is negative (Ye et al. 2020, arXiv 1912.09729, eq. 5), and
+    With ``dual_clip`` c and a negative A_t the minimum is raised to at least c A_t (Ye et al. 2020, arXiv 1912.09729, eq. 5), and
     ``clip_fraction_dual`` counts those tokens. The log ratio is clamped to +-``MAX_LOG_RATIO`` (no gradient beyond), so that the
     one unclipped case, a negative advantage on a token that has become far more likely, stays finite.
     """
-    ratio = _bounded(_log_ratio(inputs)).exp()
+    ratio = _bound(_log_ratio(inputs)).exp()
     advantages = inputs.advantages
-    surrogate = torch.minimum(ratio * advantages, _clipped(ratio, cfg) * advantages)
+    surrogate = torch.minimum(ratio * advantages, _clip(ratio, cfg) * advantages)
     metrics = _clip_metrics(ratio, inputs, cfg)
     if cfg.dual_clip is not None:
         floor = torch.where(advantages < 0, cfg.dual_clip * advantages, surrogate)
@@ -51,17 +50,17 @@ def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
     loss = -sum_t w_t min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
     s_t = sg[s] exp(logprobs_t - sg[logprobs_t]),   s = exp(mean over the response's tokens of logprobs - old_logprobs)
 
-    The value of s_t is that of s for every token, its gradient is that of the token's own logprob. With one advantage per response
-    and ``loss_aggregation: sequence`` loss and gradient are those of eq. 5; other weights and per-token advantages have a meaning too.
-    The mean is over trainable tokens, also those that the rollout correction leaves out of the loss. Metrics count tokens, of which a
-    clipped response gives all.
+    Every token's s_t has the value of s and the gradient of its own logprob. With one advantage per response and
+    ``loss_aggregation: sequence`` loss and gradient are those of eq. 5; other weights and per-token advantages are possible too.
+    The mean is over all trainable tokens, also those that the rollout correction masks. Metrics count tokens: a clipped response
+    counts with all of its tokens.
     """
-    # Only the sequence's log ratio is bounded: every token counts in it as it is, and has a gradient.
+    # Only the sequence's log ratio is bounded: every token's enters it unclamped, and has a gradient.
     log_ratio = _log_ratio(inputs)
     means = _sequence_means(log_ratio.detach(), inputs)
-    # The bracket is 0: it only carries the gradient.
-    ratio = _bounded(means + (log_ratio - log_ratio.detach())).exp()
-    surrogate = torch.minimum(ratio * inputs.advantages, _clipped(ratio, cfg) * inputs.advantages)
+    # The difference is 0 and carries only the gradient.
+    ratio = _bound(means + (log_ratio - log_ratio.detach())).exp()
+    surrogate = torch.minimum(ratio * inputs.advantages, _clip(ratio, cfg) * inputs.advantages)
     return weighted_sum(-surrogate, inputs.weights), _clip_metrics(ratio, inputs, cfg)
 
 
@@ -74,9 +73,9 @@ def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, T
     No token loses its gradient. ``clip_low: 1`` is no lower bound, as in the paper. The clip fractions count every token at
     a bound, whatever the sign of its advantage.
     """
-    ratio = _bounded(_log_ratio(inputs)).exp().detach()
+    ratio = _bound(_log_ratio(inputs)).exp().detach()
     logprobs = torch.where(inputs.mask, at_least_float32(inputs.logprobs), 0)
-    loss = weighted_sum(-_clipped(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
+    loss = weighted_sum(-_clip(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
     metrics = _clip_metrics(ratio, inputs, cfg)
     metrics["clip_fraction_low"] = _count((ratio < 1.0 - cfg.clip_low) & inputs.mask)
     metrics["clip_fraction_high"] = _count((ratio > 1.0 + cfg.clip_high) & inputs.mask)
@@ -84,24 +83,24 @@ def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, T
 
 
 def _log_ratio(inputs: LossInputs) -> Tensor:
-    """log r of every token, 0 where it is not trainable.
+    """Compute log r of every token, 0 for tokens that are not trainable.
 
-    This one selection also keeps garbage advantages out of the gradient: its backward drops whatever arrives there.
+    This selection also keeps garbage advantages out of the gradient: its backward pass drops theirs.
     """
     log_ratio = at_least_float32(inputs.logprobs) - at_least_float32(inputs.old_logprobs)
     return torch.where(inputs.mask, log_ratio, 0)
 
 
-def _bounded(log_ratio: Tensor) -> Tensor:
+def _bound(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _clipped(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:
+def _clip(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:
     return ratio.clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
 
 
 def _sequence_means(values: Tensor, inputs: LossInputs) -> Tensor:
-    """Mean of ``values`` over the trainable tokens of each sequence, at each of its positions."""
+    """Average ``values`` over the trainable tokens of each sequence. Each position gets the mean of its sequence."""
     ids, trainable = inputs.sequence_ids.flatten(), inputs.mask.flatten()
     zeros = values.new_zeros(inputs.num_sequences)
     sums = zeros.index_add(0, ids, torch.where(trainable, values.flatten(), 0))
@@ -111,7 +110,7 @@ def _sequence_means(values: Tensor, inputs: LossInputs) -> Tensor:
 
 @torch.no_grad()
 def _clip_metrics(ratio: Tensor, inputs: LossInputs, cfg: AlgorithmConfig) -> dict[str, Tensor]:
-    """The four sums of every loss; the clip fractions are of tokens whose gradient a bound removes."""
+    """Compute the four sums of every loss. The clip fractions count tokens whose gradient a bound removes."""
     trainable = inputs.mask
     return {
         "clip_fraction_low": _count((ratio < 1.0 - cfg.clip_low) & (inputs.advantages < 0) & trainable),

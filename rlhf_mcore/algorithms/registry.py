@@ -1,4 +1,4 @@
-"""From names in a configuration to functions: those of this package, or one of a user's file (``path/to/file.py:name``)."""
+"""Finds functions by their names in a configuration: those of this package, or one of a user's file (``path/to/file.py:name``)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ F = TypeVar("F")
 
 
 def find_advantage_estimator(name: str) -> AdvantageEstimator:
-    """The estimator that ``algorithm.advantage`` names. A user's file is executed once, here.
+    """Return the estimator that ``algorithm.advantage`` names. A user's file is executed once, here.
 
     Raises:
         ConfigError: an unknown name, or a file that is missing, broken or without the function.
     """
     function = _find(ADVANTAGE_ESTIMATORS, name, "algorithm.advantage")
-    return _checked(function, name) if is_file_spec(name) else function
+    return _with_checks(function, name) if is_file_spec(name) else function
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
-    """The loss that ``algorithm.policy_loss`` names; else as :func:`find_advantage_estimator`."""
+    """Return the loss that ``algorithm.policy_loss`` names, as :func:`find_advantage_estimator` does."""
     return _find(POLICY_LOSSES, name, "algorithm.policy_loss")
 
 
@@ -47,8 +47,8 @@ def _find(table: dict[str, F], name: str, key: str) -> F:
     return table[name]
 
 
-def _checked(function: AdvantageEstimator, name: str) -> AdvantageEstimator:
-    """A user's estimator whose result is checked at once."""
+def _with_checks(function: AdvantageEstimator, name: str) -> AdvantageEstimator:
+    """Wrap a user's estimator so that its result is checked at once."""
 
     @wraps(function)
     def estimate(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:

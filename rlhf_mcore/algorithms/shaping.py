@@ -1,4 +1,4 @@
-"""From one score per response to a reward per token."""
+"""Turns one score per response into a reward per token."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def token_rewards(
     kl_coef: float = 0.0,
     turn_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Place each score on its row's last trainable token and charge the KL penalty on every trainable token.
+    """Add each score at its row's last trainable token, and subtract the KL penalty at every trainable token.
 
     rewards_k = turn reward_k + [k is the last trainable token of its row] * (score - turn rewards of the row) - kl_coef * kl_k
-    (InstructGPT, arXiv 2203.02155, eq. 2, written per token). A row's rewards add up to its score, with rewards of turns and without.
+    (InstructGPT, arXiv 2203.02155, eq. 2, written per token). Without the KL a row's rewards add up to its score.
 
     Args:
         scores: [B] raw reward per response.
         loss_mask: [N] bool, of the rows that this rank owns.
-        rows: which these are.
+        rows: the rows that this rank owns.
         kl: [N] per-token KL to the reference; values outside the mask are ignored.
         kl_coef: not negative; 0 ignores ``kl``.
-        turn_rewards: [N] of single turns, at the last token of each, which the scores contain; None: no turn has one.
+        turn_rewards: [N] rewards of single turns, which are part of the scores, at the last token of each; None: no turn has one.
 
     Returns:
-        [N] float64, so that scores which differ still do, zero outside the mask. A row without a trainable token is all zero: its
+        [N] float64, so that different scores stay different; zero outside the mask. A row without a trainable token is all zero: its
         score is lost.
 
     Raises:
@@ -43,10 +43,8 @@ def token_rewards(
     if turn_rewards is None:
         rewards = torch.where(rows.last(loss_mask), rows.to_tokens(scores.double()), 0.0)
     else:
-        left = scores.double() - rows.local_sums(turn_rewards, loss_mask)
-        rewards = torch.where(rows.last(loss_mask), rows.to_tokens(left), 0.0) + torch.where(
-            loss_mask, turn_rewards, 0.0
-        )
+        rest = rows.to_tokens(scores.double() - rows.local_sums(turn_rewards, loss_mask))
+        rewards = torch.where(rows.last(loss_mask), rest, 0.0) + torch.where(loss_mask, turn_rewards, 0.0)
     if kl_coef == 0.0:
         return rewards
     if kl is None:
@@ -55,7 +53,7 @@ def token_rewards(
 
 
 def overlong_penalty(response_lengths: Tensor, max_tokens: int, cache_tokens: int, penalty: float = 1.0) -> Tensor:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), to be added to the scores.
+    """Compute the soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), to be added to the scores.
 
     For a response of length n: 0 up to max_tokens - cache_tokens, then falling linearly to -penalty at max_tokens, and
     -penalty beyond. The paper's penalty is 1.
@@ -71,9 +69,9 @@ def overlong_penalty(response_lengths: Tensor, max_tokens: int, cache_tokens: in
 
 
 def groups_that_differ(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """Which groups have responses of different scores: those that a group-relative advantage learns from.
+    """Mark the groups whose responses have different scores: a group-relative advantage learns from these only.
 
-    The condition of DAPO's dynamic sampling (arXiv 2503.14476, eq. 11) for scores of any kind.
+    This is the condition of DAPO's dynamic sampling (arXiv 2503.14476, eq. 11) for scores of any kind.
 
     Args:
         scores: [B]; group_ids: [B] int64.
@@ -85,4 +83,5 @@ def groups_that_differ(scores: Tensor, group_ids: Tensor) -> Tensor:
     empty = scores.new_zeros(int(index.max()) + 1 if index.numel() else 0)
     smallest = empty.scatter_reduce(0, index, scores, "amin", include_self=False)
     largest = empty.scatter_reduce(0, index, scores, "amax", include_self=False)
-    return (largest != smallest)[index]  # a NaN is not equal: it stays, to be reported
+    # A NaN differs from itself, so its group is kept and can be reported.
+    return (largest != smallest)[index]

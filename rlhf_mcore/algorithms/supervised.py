@@ -1,4 +1,4 @@
-"""Losses of what comes before reinforcement learning: supervised fine-tuning and reward models."""
+"""Losses of supervised fine-tuning and reward models."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def sft_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tenso
 
     Args:
         logprobs: current, differentiable; padded [b, T] or packed [1, N].
-        weights: same shape, from :func:`~rlhf_mcore.algorithms.masking.row_weights`; 0 skips a token, whatever it holds.
+        weights: same shape, from :func:`~rlhf_mcore.algorithms.masking.row_weights`; tokens of weight 0 may hold anything.
 
     Returns:
-        The scalar loss share of these tokens, and the detached sum ``nll`` over the tokens of weight above 0: divided by their
-        global number it is the log of the perplexity.
+        The tokens' scalar share of the loss, and the detached sum ``nll`` over the tokens of weight above 0. Divided by their global
+        number it is the log of the perplexity.
     """
     logprobs = at_least_float32(logprobs)
     return weighted_sum(-logprobs, weights), {"nll": masked_sum(-logprobs.detach(), weights > 0)}
@@ -44,19 +44,19 @@ def bradley_terry_loss(
 
     Args:
         chosen, rejected: [b] rewards of the two responses of each pair, differentiable.
-        weights: [b], 1 / pairs of the whole minibatch; 0 skips a pair, whatever its rewards are.
-        margins: [b] by how much the chosen one is to win; None: 0.
+        weights: [b], 1 / pairs of the whole minibatch; pairs of weight 0 may have any rewards.
+        margins: [b], how much higher the chosen reward should be; None: 0.
 
     Returns:
-        The scalar loss share of these pairs, and detached sums over the pairs of weight above 0: ``accuracy`` (pairs in the right
+        The pairs' scalar share of the loss, and detached sums over the pairs of weight above 0: ``accuracy`` (pairs in the right
         order; a tie counts half), ``margin`` (c - r), ``chosen`` and ``rejected``.
     """
     counted = weights > 0
     chosen = torch.where(counted, at_least_float32(chosen), 0)
     rejected = torch.where(counted, at_least_float32(rejected), 0)
     difference = chosen - rejected
-    wanted = difference if margins is None else difference - torch.where(counted, margins, 0)
-    losses = -logsigmoid(wanted) + centering * (chosen + rejected).square()
+    excess = difference if margins is None else difference - torch.where(counted, margins, 0)
+    losses = -logsigmoid(excess) + centering * (chosen + rejected).square()
     with torch.no_grad():
         right = (difference > 0).float() + 0.5 * (difference == 0).float()
         metrics = {
@@ -69,5 +69,5 @@ def bradley_terry_loss(
 
 
 def perplexity(nll: float) -> float:
-    """exp of the mean negative log-likelihood of a token, in nats; infinite where that is too large for a float."""
+    """Return exp of the mean negative log-likelihood of a token in nats, infinity if that is too large for a float."""
     return math.exp(nll) if nll < MAX_EXPONENT else math.inf

@@ -1,4 +1,4 @@
-"""What a critic is trained with: its loss, how well it explains the returns, and a normalisation of what it predicts."""
+"""A critic's loss, its explained variance, and the normalisation of its targets."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def value_loss(
 
     Args:
         values: current, differentiable; padded [b, T] or packed [1, N].
-        old_values, returns, weights: same shape, constants. What stands where the weight is 0 reaches neither loss nor gradient.
+        old_values, returns, weights: same shape, constants. Positions of weight 0 affect neither loss nor gradient.
         clip: largest step away from the old value that is rewarded; None: the plain squared error.
 
     Returns:
-        The scalar loss share of these tokens, and detached sums over the tokens of weight above 0: ``clip_fraction`` (tokens whose
+        The tokens' scalar share of the loss, and detached sums over the tokens of weight above 0: ``clip_fraction`` (tokens whose
         gradient the bound removes) and ``values``.
     """
     trainable = weights > 0
@@ -52,7 +52,7 @@ def value_loss(
 
 @torch.no_grad()
 def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor, rows: OwnedRows) -> dict[str, float]:
-    """Sums over the tokens of all rows in ``mask`` from which :func:`explained_variance` follows.
+    """Return the sums over the tokens in ``mask`` of all rows that :func:`explained_variance` needs.
 
     ``values``, ``returns`` and ``mask`` are [N], of the rows that this rank owns.
     """
@@ -69,20 +69,20 @@ def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor, rows:
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows the mean only.
+    """Compute 1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows only the mean.
 
-    0 where the returns do not vary.
+    It is 0 if the returns do not vary.
     """
     count = max(sums["count"], 1.0)
     variance = sums["returns_squared"] / count - (sums["returns"] / count) ** 2
     unexplained = sums["errors_squared"] / count - (sums["errors"] / count) ** 2
-    # What the subtraction leaves of equal returns is rounding.
+    # Of equal returns the subtraction leaves only rounding.
     if variance <= 1e-12 * max(sums["returns_squared"] / count, 1e-30):
         return 0.0
     return 1.0 - unexplained / variance
 
 
-# How far from the rest a return counts, in units of the spread: a reward of 1e38 may not decide what all later ones are divided by.
+# Returns further from the centre, in spreads, are clamped: one reward of 1e38 must not decide the divisor of all later ones.
 MAX_DEVIATIONS = 100.0
 
 
@@ -90,8 +90,8 @@ MAX_DEVIATIONS = 100.0
 class ReturnNormalizer:
     """Running mean and deviation of the returns, so that a critic predicts numbers around 0 and 1 (value whitening).
 
-    The critic's outputs are ``denormalize``d before advantages are computed, its targets ``normalize``d. Moments are those of all
-    returns seen (Chan et al. 1983), not of the last step: a prediction keeps its meaning from step to step (Yu et al. 2022, MAPPO,
+    The critic's outputs are ``denormalize``d before advantages are computed, its targets ``normalize``d. Moments are over all returns
+    so far (Chan et al. 1983), not over the last step, so that predictions of different steps are comparable (Yu et al. 2022, MAPPO,
     arXiv 2103.01955, section 3). Before the first update both functions are the identity.
     """
 
@@ -105,19 +105,19 @@ class ReturnNormalizer:
         return math.sqrt(variance) if variance > 1e-12 else 1.0
 
     def update(self, returns: Tensor, mask: Tensor, rows: OwnedRows) -> None:
-        """Take in the returns of a step: [N] of the rows that this rank owns, where the bool mask holds. Moments are of all rows.
+        """Add the returns [N] of a step in the bool mask, of the rows that this rank owns. Moments are over all rows.
 
-        Returns that are not finite are left out. Those further than ``MAX_DEVIATIONS`` spreads from the centre count as that far: the
-        centre is the median of the rows' means, the spread the distance within which three quarters of the rows are, or the running
-        deviation if that is more.
+        Returns that are not finite are skipped. Those further than ``MAX_DEVIATIONS`` spreads from the centre are clamped there. The
+        centre is the median of the rows' means. The spread is the distance within which three quarters of the rows are, or the
+        running deviation if that is larger.
         """
         mask = mask & returns.isfinite()
         counts = rows.sums(torch.ones_like(returns), mask)
-        held = counts > 0
-        if not held.any():
+        has_tokens = counts > 0
+        if not has_tokens.any():
             return
-        centre = (rows.sums(returns, mask)[held] / counts[held]).median()
-        smallest, largest = (found[held] for found in rows.extremes(returns, mask))
+        centre = (rows.sums(returns, mask)[has_tokens] / counts[has_tokens]).median()
+        smallest, largest = (extremes[has_tokens] for extremes in rows.extremes(returns, mask))
         distances = torch.maximum(largest - centre, centre - smallest)
         spread = max(float(distances.kthvalue(math.ceil(0.75 * len(distances))).values), self.deviation)
         inside = returns.double().clamp(centre - MAX_DEVIATIONS * spread, centre + MAX_DEVIATIONS * spread)
@@ -139,7 +139,7 @@ class ReturnNormalizer:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Raises ConfigError where the keys are not those of :meth:`state_dict`."""
+        """Restore the state of :meth:`state_dict`. Raises ConfigError for other keys."""
         names = {field.name for field in fields(self)}
         if set(state) != names:
             raise ConfigError(
