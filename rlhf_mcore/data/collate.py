@@ -1,11 +1,11 @@
-"""Rows -> microbatches, and what a model computed back to rows. The one place of the shift.
+"""Collates rows into microbatches, and restores a model's outputs to rows. The only place of the shift.
 
-Token layout, flat over rows back to back: ``x[k]`` belongs to ``token_ids[k]``. So the loop and the algorithms see everything.
+Token layout, flat over rows back to back: ``x[k]`` belongs to ``token_ids[k]``. The loop and the algorithms use it.
 
 Model layout: position i of a row predicts token i + 1, so a field holds at position i the value of token i + 1, and zero at the last
-position of each row. So a forward pass sees everything.
+position of each row. Forward passes use it.
 
-``to_model_layout`` and ``to_token_layout`` are the only functions that go from one to the other.
+Only ``to_model_layout`` and ``to_token_layout`` convert one into the other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rlhf_mcore.types import Microbatch, Ragged
 
 @dataclass(slots=True)
 class RowTokens:
-    """Some rows of a step with their tokens back to back: what a model is run over.
+    """Some rows of a step with their tokens back to back, the input of a model run.
 
-    ``fields`` are flat tensors [sum of lengths, ...] in token layout, ``token_ids`` among them. ``ragged`` fields are of the same
-    tokens; the first of a row, which nothing predicts, has no values.
+    ``fields`` are flat tensors [sum of lengths, ...] in token layout, ``token_ids`` among them. ``ragged`` fields have values of the
+    same tokens, but none of a row's first token, which no position predicts.
     """
 
     rows: list[int]
@@ -37,12 +37,12 @@ class RowTokens:
 
     @property
     def starts(self) -> list[int]:
-        """Where each row begins, and the end of the last one."""
+        """Offsets at which the rows begin, and the end of the last one."""
         return [0, *accumulate(self.lengths)]
 
 
 def make_microbatches(
-    held: RowTokens,
+    tokens: RowTokens,
     *,
     max_tokens: int,
     packing: bool,
@@ -55,55 +55,56 @@ def make_microbatches(
 ) -> list[Microbatch]:
     """Cut rows into microbatches of at most ``max_tokens`` tokens, padding included.
 
-    The fields arrive in ``Microbatch.fields`` in model layout with their dtype, and ``token_ids`` as "labels" (int64, the next token,
-    0 where there is none). There are at least ``min_count`` microbatches and a multiple of ``multiple_of``; those that no row is left
-    for are dummies of ``pad_multiple`` pad tokens with zero fields and no rows, which keep ranks in step and add nothing to a sum.
+    ``Microbatch.fields`` holds the fields in model layout with their dtype, and ``token_ids`` as "labels" (int64, the next token, 0 if
+    there is none). There are at least ``min_count`` microbatches and a multiple of ``multiple_of``. Surplus ones are dummies of
+    ``pad_multiple`` pad tokens with zero fields and no rows, which keep ranks in step and add nothing to a sum.
 
-    Ragged fields arrive in ``Microbatch.ragged``, with the counts as a field, and the values of the rows in their order.
+    ``Microbatch.ragged`` holds the ragged fields: the counts in model layout, and the values of the rows in order.
 
-    Every ``rows_per_unit`` consecutive rows stay together, and follow each other. ``Microbatch.rows`` are places in ``held.rows``.
+    Every ``rows_per_unit`` consecutive rows stay together, and follow each other. ``Microbatch.rows`` are places in ``tokens.rows``.
 
-    Packed: token_ids [1, N], each sequence filled up to ``sequence_multiple``, with one extra dummy sequence that fills N up to
-    ``pad_multiple``, a multiple of the former; it has an entry in ``cu_seqlens`` but none in ``rows`` and ``lengths``. Padded:
-    [b, T_b], T_b a multiple of ``pad_multiple``.
+    Packed: token_ids [1, N], each sequence padded to a multiple of ``sequence_multiple``. A dummy sequence pads N to ``pad_multiple``,
+    a multiple of the former; it has an entry in ``cu_seqlens`` but none in ``rows`` and ``lengths``. Padded: [b, T_b], T_b a multiple
+    of ``pad_multiple``.
 
     Raises:
         ConfigError: one row, or unit of rows, is longer than ``max_tokens``.
     """
-    assert "labels" not in held.fields, "labels are made here"
-    units = in_units(range(len(held.rows)), rows_per_unit)
-    lengths = [[round_up(held.lengths[place], sequence_multiple) for place in unit] for unit in units]
-    cut, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)
-    bins = cut(
+    assert "labels" not in tokens.fields, "labels are made here"
+    units = in_units(range(len(tokens.rows)), rows_per_unit)
+    lengths = [[round_up(tokens.lengths[place], sequence_multiple) for place in unit] for unit in units]
+    assign, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)
+    bins = assign(
         [size(unit) for unit in lengths],
         max_tokens,
         min_bins=min_count,
         multiple_of=multiple_of,
         pad_multiple=height * pad_multiple,
     )
-    fields = {"labels": held.fields["token_ids"].long(), **held.fields}
+    fields = {"labels": tokens.fields["token_ids"].long(), **tokens.fields}
     del fields["token_ids"]
-    shifted = {name: to_model_layout(values, held.lengths) for name, values in fields.items()}
-    shifted |= {name: to_model_layout(field.counts, held.lengths) for name, field in held.ragged.items()}
-    values = {name: [part.values for part in split_tokens(f, held.lengths)] for name, f in held.ragged.items()}
+    shifted = {name: to_model_layout(values, tokens.lengths) for name, values in fields.items()}
+    shifted |= {name: to_model_layout(field.counts, tokens.lengths) for name, field in tokens.ragged.items()}
+    values = {name: [part.values for part in split_tokens(f, tokens.lengths)] for name, f in tokens.ragged.items()}
     chosen = [[place for unit in bin for place in units[unit]] for bin in bins]
-    made = []
+    microbatches = []
     for places in chosen:
         if packing:
-            part = _build_packed(held, places, shifted, (sequence_multiple, pad_multiple), pad_token_id)
+            microbatch = _build_packed(tokens, places, shifted, (sequence_multiple, pad_multiple), pad_token_id)
         else:
-            part = _build_padded(held, places, shifted, pad_multiple, pad_token_id)
+            microbatch = _build_padded(tokens, places, shifted, pad_multiple, pad_token_id)
         for name, rows in values.items():
-            # The shift moves no value past one of another token: a row's first token has none, and its last position gets none.
-            taken = [held.ragged[name].values[:0], *(rows[place] for place in places)]
-            part.ragged[name] = Ragged(part.fields.pop(name), torch.cat(taken))
-            assert int(part.ragged[name].counts.sum()) == len(part.ragged[name].values), name
-        made.append(part)
-    return made
+            # The shift keeps the values' order: a row's first token has none, and its last position gets none.
+            parts = [tokens.ragged[name].values[:0], *(rows[place] for place in places)]
+            ragged = Ragged(microbatch.fields.pop(name), torch.cat(parts))
+            assert int(ragged.counts.sum()) == len(ragged.values), name
+            microbatch.ragged[name] = ragged
+        microbatches.append(microbatch)
+    return microbatches
 
 
 def in_units(rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
-    """Consecutive rows in runs of ``rows_per_unit``."""
+    """Cut consecutive rows into units of ``rows_per_unit``."""
     assert len(rows) % rows_per_unit == 0, (len(rows), rows_per_unit)
     return [list(rows[start : start + rows_per_unit]) for start in range(0, len(rows), rows_per_unit)]
 
@@ -113,28 +114,28 @@ def _padded_size(lengths: Sequence[int]) -> int:
 
 
 def restore_tokens(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> Tensor:
-    """Per-token outputs of microbatches, in model layout, back to the token layout of the rows that they were cut from.
+    """Convert per-token outputs of microbatches from model layout to the token layout of their rows.
 
-    Each output has the shape of its microbatch's token_ids, or that and further dimensions. Returns [sum of lengths, ...] float32 on
-    the host; the first token of a row, which nothing predicts, is zero.
+    Each output has the shape of its microbatch's token_ids, and maybe further dimensions. Returns [sum of lengths, ...] float32 on
+    the host; the first token of a row, which no position predicts, is zero.
     """
     result = torch.zeros(sum(lengths), *outputs[0].shape[2:], dtype=torch.float32)
     parts = result.split(list(lengths))
-    for place, values in _by_row(outputs, microbatches):
+    for place, values in _iterate_rows(outputs, microbatches):
         parts[place].copy_(values)
     return to_token_layout(result, lengths)
 
 
 def restore_last(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], num_rows: int) -> Tensor:
-    """What a model computed at the last token of each row: [num_rows, ...] float32 on the host."""
+    """Return a model's outputs at the last token of each row: [num_rows, ...] float32 on the host."""
     result = torch.zeros(num_rows, *outputs[0].shape[2:], dtype=torch.float32)
-    for place, values in _by_row(outputs, microbatches):
+    for place, values in _iterate_rows(outputs, microbatches):
         result[place] = values[-1]
     return result
 
 
-def _by_row(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Tensor]]:
-    """Place of a row and its outputs [length], in model layout, of every sequence."""
+def _iterate_rows(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the place of each row and its outputs [length], in model layout."""
     for output, microbatch in zip(outputs, microbatches, strict=True):
         assert output.shape[:2] == microbatch.token_ids.shape, (output.shape, microbatch.token_ids.shape)
         values = output.detach().to(device="cpu", dtype=torch.float32)
@@ -145,7 +146,7 @@ def _by_row(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> It
 
 
 def last_positions(microbatch: Microbatch) -> Tensor:
-    """Where the last token of each of its rows is, counted over the flattened token_ids: [num_rows] int64."""
+    """Return the position of each row's last token in the flattened token_ids: [num_rows] int64."""
     lengths = torch.tensor(microbatch.lengths, dtype=torch.int64)
     if microbatch.cu_seqlens is None:
         return torch.arange(len(lengths)) * microbatch.token_ids.size(1) + lengths - 1
@@ -153,7 +154,7 @@ def last_positions(microbatch: Microbatch) -> Tensor:
 
 
 def sequence_sizes(microbatch: Microbatch) -> list[int]:
-    """Tokens of each sequence along the last dimension, padding included: those of packed input, or the width of padded rows."""
+    """Return the tokens of each sequence along the last dimension, with padding: of packed input, or the width of padded rows."""
     if microbatch.cu_seqlens is None:
         return [microbatch.token_ids.size(1)]
     sizes: list[int] = microbatch.cu_seqlens.diff().tolist()
@@ -161,9 +162,9 @@ def sequence_sizes(microbatch: Microbatch) -> list[int]:
 
 
 def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:
-    """Which sequence of the microbatch each position belongs to, in the shape of its token_ids, and how many there are.
+    """Return the sequence that each position of a microbatch belongs to, in the shape of its token_ids, and their number.
 
-    Padding counts as part of its row; what fills up a packed microbatch is a sequence of its own behind the others.
+    Padding counts as part of its row; the padding at the end of a packed microbatch is a sequence of its own.
     """
     if microbatch.cu_seqlens is None:
         height = microbatch.token_ids.size(0)
@@ -173,7 +174,7 @@ def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:
 
 
 def one_later(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """In model layout, of every position what the next one of its sequence has, and zero at the last position of each."""
+    """Shift values in model layout: each position gets the next one's value of its sequence, the last position zero."""
     shifted = torch.zeros_like(values)
     shifted[:, :-1] = values[:, 1:]
     if microbatch.cu_seqlens is not None:
@@ -182,7 +183,7 @@ def one_later(values: Tensor, microbatch: Microbatch) -> Tensor:
 
 
 def to_model_layout(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Flat token layout -> model layout: out[i] = values[i + 1] within a row, and zero at its last position."""
+    """Convert flat token layout to model layout: out[i] = values[i + 1] within a row, and zero at its last position."""
     shifted = torch.zeros_like(values)
     shifted[:-1] = values[1:]
     shifted[torch.tensor(list(accumulate(lengths)), dtype=torch.int64) - 1] = 0
@@ -190,7 +191,7 @@ def to_model_layout(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def to_token_layout(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Flat model layout -> token layout: out[t] = values[t - 1] within a row, and zero at its first position."""
+    """Convert flat model layout to token layout: out[t] = values[t - 1] within a row, and zero at its first position."""
     shifted = torch.zeros_like(values)
     shifted[1:] = values[:-1]
     shifted[torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)[:-1]] = 0
@@ -198,49 +199,49 @@ def to_token_layout(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _build_packed(
-    held: RowTokens, places: list[int], fields: Mapping[str, Tensor], multiples: tuple[int, int], pad_token_id: int
+    tokens: RowTokens, places: list[int], fields: Mapping[str, Tensor], multiples: tuple[int, int], pad_token_id: int
 ) -> Microbatch:
-    (sequence_multiple, pad_multiple), starts = multiples, held.starts
-    lengths = [held.lengths[place] for place in places]
+    (sequence_multiple, pad_multiple), starts = multiples, tokens.starts
+    lengths = [tokens.lengths[place] for place in places]
     sizes = [round_up(length, sequence_multiple) for length in lengths]
     num_padding = max(round_up(sum(sizes), pad_multiple), pad_multiple) - sum(sizes)
     sizes += [num_padding] * (num_padding > 0)
 
-    def packed(values: Tensor, filler: int) -> Tensor:
+    def pack_rows(values: Tensor, filler: int) -> Tensor:
         out = values.new_full((sum(sizes), *values.shape[1:]), filler)
         for part, place in zip(out.split(sizes), places, strict=False):
-            part[: held.lengths[place]] = values[starts[place] : starts[place + 1]]
+            part[: tokens.lengths[place]] = values[starts[place] : starts[place + 1]]
         return out[None]
 
     return Microbatch(
-        token_ids=packed(held.fields["token_ids"], pad_token_id).long(),
+        token_ids=pack_rows(tokens.fields["token_ids"], pad_token_id).long(),
         position_ids=torch.cat([torch.arange(size) for size in sizes])[None],
         rows=places,
         lengths=lengths,
         cu_seqlens=torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         max_seqlen=max(sizes),
-        fields={name: packed(values, 0) for name, values in fields.items()},
+        fields={name: pack_rows(values, 0) for name, values in fields.items()},
     )
 
 
 def _build_padded(
-    held: RowTokens, places: list[int], fields: Mapping[str, Tensor], pad_multiple: int, pad_token_id: int
+    tokens: RowTokens, places: list[int], fields: Mapping[str, Tensor], pad_multiple: int, pad_token_id: int
 ) -> Microbatch:
-    starts, lengths = held.starts, [held.lengths[place] for place in places]
+    starts, lengths = tokens.starts, [tokens.lengths[place] for place in places]
     height = max(len(places), 1)
     width = round_up(max(lengths, default=1), pad_multiple)
 
-    def padded(values: Tensor, filler: int) -> Tensor:
+    def pad_rows(values: Tensor, filler: int) -> Tensor:
         out = values.new_full((height, width, *values.shape[1:]), filler)
         for line, place in enumerate(places):
             out[line, : lengths[line]] = values[starts[place] : starts[place + 1]]
         return out
 
     return Microbatch(
-        token_ids=padded(held.fields["token_ids"], pad_token_id).long(),
+        token_ids=pad_rows(tokens.fields["token_ids"], pad_token_id).long(),
         position_ids=torch.arange(width).expand(height, width).contiguous(),
         rows=places,
         lengths=lengths,
         max_seqlen=width,
-        fields={name: padded(values, 0) for name, values in fields.items()},
+        fields={name: pad_rows(values, 0) for name, values in fields.items()},
     )

@@ -1,4 +1,4 @@
-"""Sampled episodes as records, and their tokens as the flat tensors that travel."""
+"""Sampled episodes as records, and their tokens as the flat tensors that ranks exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_mcore.types import Completion, Field, Prompt, Ragged, Recorded, Score, Trajectory, Turn
 
-# Names in a file of trajectories: the two parts of a support, and the beginning of those of fields that engines recorded.
+# Names in a file of trajectories: the two parts of a support, and prefixes of the fields that engines recorded.
 _SUPPORT = ("support_counts", "support_ids")
 _FIELD, _COUNTS, _VALUES = "field.", "counts.", "values."
 
@@ -28,13 +28,13 @@ def episode(
     response_text: str,
     rewards: Sequence[float] = (),
 ) -> Trajectory:
-    """A prompt and what was written after it, in order: completions by the policy, tokens [n] by the environment.
+    """Build a trajectory from a prompt and the parts after it: completions of the policy and tokens [n] of the environment, in order.
 
-    ``rewards``: of each completion, where turns have their own.
+    ``rewards``: one for each completion, if turns have their own.
 
     Raises:
-        ValueError: the prompt has no tokens, so that nothing predicts the first token of the policy; the number of logprobs of a
-            completion, or of what else the engine recorded, is not that of its tokens; or completions have different fields.
+        ValueError: the prompt has no tokens, so that nothing predicts the first token of the policy; a completion has another number
+            of logprobs, or values of another recorded field, than of tokens; or completions have different fields.
     """
     where = f"prompt {prompt.prompt_id!r}, sample {sample}"
     stop = len(prompt.prompt_ids)
@@ -70,13 +70,15 @@ def episode(
         finish_reason=finish_reason,
         num_prefilled=num_prefilled,
         num_cached=num_cached,
-        support=_support(len(prompt.prompt_ids), written),
-        fields=_fields(where, len(prompt.prompt_ids), written),
+        support=_join_support(len(prompt.prompt_ids), written),
+        fields=_join_fields(where, len(prompt.prompt_ids), written),
     )
 
 
-def _support(prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]) -> Ragged[NDArray[np.int32]] | None:
-    """Of an episode: that of the policy's tokens, and none of the prompt's and the environment's. None where no engine recorded it."""
+def _join_support(
+    prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]
+) -> Ragged[NDArray[np.int32]] | None:
+    """Join the support of the policy's tokens, empty for other tokens. Returns None if a completion has none recorded."""
     none = Ragged(np.zeros(0, np.int32), np.zeros(0, np.int32))
     parts: list[Recorded] = [_blank(none, prompt_tokens)]
     for part in written:
@@ -86,13 +88,15 @@ def _support(prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32
             return None
         else:
             parts.append(part.support)
-    joined = _joined(parts)
+    joined = _join(parts)
     assert isinstance(joined, Ragged)
     return joined
 
 
-def _fields(where: str, prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]) -> dict[str, Recorded]:
-    """What an engine recorded of the policy's tokens of an episode, and blanks for the prompt's and the environment's."""
+def _join_fields(
+    where: str, prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]
+) -> dict[str, Recorded]:
+    """Join the fields that an engine recorded of the policy's tokens of an episode, blank for other tokens."""
     completions = [part for part in written if isinstance(part, Completion)]
     names = completions[0].fields.keys() if completions else ()
     for completion in completions:
@@ -107,7 +111,7 @@ def _fields(where: str, prompt_tokens: int, written: Sequence[Completion | NDArr
     for name in names:
         like = completions[0].fields[name]
         parts = [part.fields[name] if isinstance(part, Completion) else _blank(like, len(part)) for part in written]
-        fields[name] = _joined([_blank(like, prompt_tokens), *parts])
+        fields[name] = _join([_blank(like, prompt_tokens), *parts])
     return fields
 
 
@@ -116,14 +120,14 @@ def _num_tokens(values: Recorded) -> int:
 
 
 def _blank(like: Recorded, num_tokens: int) -> Recorded:
-    """Zeros for so many tokens, or no values, in the form of ``like``."""
+    """Return zeros for ``num_tokens`` tokens, or no values, in the form of ``like``."""
     if isinstance(like, Ragged):
         return Ragged(np.zeros(num_tokens, np.int32), like.values[:0])
     return np.zeros((num_tokens, *like.shape[1:]), like.dtype)
 
 
-def _joined(parts: Sequence[Recorded]) -> Recorded:
-    """Fields of tokens back to back."""
+def _join(parts: Sequence[Recorded]) -> Recorded:
+    """Concatenate the parts of a field of tokens."""
     if isinstance(parts[0], Ragged):
         ragged = [part for part in parts if isinstance(part, Ragged)]
         return Ragged(
@@ -133,7 +137,7 @@ def _joined(parts: Sequence[Recorded]) -> Recorded:
 
 
 def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """``token_ids`` int32, ``loss_mask`` bool and ``rollout_logprobs`` float32 of trajectories, back to back: [N] each."""
+    """Return ``token_ids`` int32, ``loss_mask`` bool and ``rollout_logprobs`` float32 of trajectories, back to back: [N] each."""
     token_ids = np.concatenate([np.zeros(0, np.int32), *(t.token_ids for t in trajectories)])
     loss_mask = np.concatenate([np.zeros(0, np.bool_), *(t.loss_mask for t in trajectories)])
     logprobs = np.concatenate([np.zeros(0, np.float32), *(t.logprobs for t in trajectories)])
@@ -142,7 +146,7 @@ def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def flat_support(trajectories: Sequence[Trajectory]) -> Ragged[Tensor]:
-    """The support of trajectories back to back; tokens of a trajectory without one have no ids."""
+    """Return the support of trajectories back to back; tokens of a trajectory without one have no ids."""
     none = np.zeros(0, np.int32)
     counts = [np.zeros(len(t.token_ids), np.int32) if t.support is None else t.support.counts for t in trajectories]
     values = [none if t.support is None else t.support.values for t in trajectories]
@@ -150,7 +154,7 @@ def flat_support(trajectories: Sequence[Trajectory]) -> Ragged[Tensor]:
 
 
 def recorded_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
-    """What engines recorded of the tokens of trajectories, back to back, by name: [N, ...], or ragged.
+    """Return the fields that engines recorded of the tokens of trajectories, back to back, by name: [N, ...], or ragged.
 
     Raises:
         ValueError: two trajectories do not have the same fields.
@@ -163,7 +167,7 @@ def recorded_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
         )
     fields: dict[str, Field] = {}
     for name in names:
-        joined = _joined([t.fields[name] for t in trajectories])
+        joined = _join([t.fields[name] for t in trajectories])
         if isinstance(joined, Ragged):
             fields[name] = Ragged(torch.from_numpy(joined.counts), torch.from_numpy(joined.values))
         else:
@@ -172,11 +176,12 @@ def recorded_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
 
 
 def token_versions(trajectories: Sequence[Trajectory]) -> Tensor:
-    """Version of the policy that sampled each token, and zero at other tokens, of trajectories back to back: [N] int32."""
+    """Return the version of the policy that sampled each token, zero for other tokens, of trajectories back to back: [N] int32."""
     flat, start = np.zeros(sum(len(t.token_ids) for t in trajectories), np.int32), 0
     for trajectory in trajectories:
         stop = start + len(trajectory.token_ids)
-        for first, version in trajectory.versions:  # each holds until the next one begins
+        # Each version lasts until the next one begins.
+        for first, version in trajectory.versions:
             flat[start + first : stop] = version
         flat[start:stop][~trajectory.loss_mask] = 0
         start = stop
@@ -184,7 +189,7 @@ def token_versions(trajectories: Sequence[Trajectory]) -> Tensor:
 
 
 def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> bytes:
-    """Trajectories under the numbers of their groups as a safetensors file: tokens back to back, all else as JSON in its header."""
+    """Encode trajectories by the number of their group as a safetensors file: tokens back to back, all else as JSON in its header."""
     rows = [(number, trajectory) for number, group in trajectories.items() for trajectory in group]
     records = [
         {
@@ -196,9 +201,8 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             "text": t.response_text,
             "finish_reason": t.finish_reason,
             "score": t.score and asdict(t.score),
-            **(
-                {"prompt": t.prompt.text} if t.score else {}
-            ),  # which ends with the first observation of its environment
+            # A finished prompt ends with the first observation of its environment.
+            **({"prompt": t.prompt.text} if t.score else {}),
         }
         for number, t in rows
     ]
@@ -215,10 +219,10 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
 
 
 def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[int, list[Trajectory]]:
-    """What ``encode_trajectories`` has written. ``prompts``: of the groups.
+    """Decode the content of ``encode_trajectories``. ``prompts``: those of the groups.
 
     Raises:
-        ValueError: there is something else in ``content``, or a group has no prompt.
+        ValueError: ``content`` is something else, or a group has no prompt.
     """
     try:
         flat = safetensors.numpy.load(content)
@@ -226,7 +230,7 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
         records = json.loads(header["__metadata__"]["records"])
         lengths = [record["length"] for record in records]
         supports = _cut(Ragged(*(flat.pop(name) for name in _SUPPORT)), lengths) if _SUPPORT[0] in flat else []
-        recorded = _recorded_of_rows(flat, lengths)
+        recorded = _take_recorded(flat, lengths)
         groups: dict[int, list[Trajectory]] = {}
         start = 0
         for number, record in enumerate(records):
@@ -257,8 +261,8 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
     return groups
 
 
-def _recorded_of_rows(flat: dict[str, NDArray[Any]], lengths: Sequence[int]) -> dict[str, list[Any]]:
-    """Fields that engines recorded, row by row; counts and values leave ``flat``."""
+def _take_recorded(flat: dict[str, NDArray[Any]], lengths: Sequence[int]) -> dict[str, list[Any]]:
+    """Return the fields that engines recorded by row, and remove counts and values from ``flat``."""
     recorded: dict[str, list[Any]] = {}
     for name in list(flat):
         if name.startswith(_FIELD):
@@ -270,10 +274,10 @@ def _recorded_of_rows(flat: dict[str, NDArray[Any]], lengths: Sequence[int]) -> 
 
 
 def _cut(values: Ragged[NDArray[Any]], lengths: Sequence[int]) -> list[Ragged[NDArray[Any]]]:
-    """Rows of ``lengths`` tokens each.
+    """Cut values into rows of ``lengths`` tokens.
 
     Raises:
-        ValueError: it is of another number of tokens, or has another number of values than it counts.
+        ValueError: there are other numbers of tokens or values than counted.
     """
     if len(values.counts) != sum(lengths) or values.counts.sum() != len(values.values):
         raise ValueError(
@@ -285,7 +289,7 @@ def _cut(values: Ragged[NDArray[Any]], lengths: Sequence[int]) -> list[Ragged[ND
 
 
 def turn_rewards(trajectories: Sequence[Trajectory]) -> Tensor:
-    """Rewards of turns at the last token of each, and zeros, of trajectories back to back: [N] float32."""
+    """Return the rewards of turns at the last token of each, else zero, of trajectories back to back: [N] float32."""
     flat, start = np.zeros(sum(len(t.token_ids) for t in trajectories), np.float32), 0
     for trajectory in trajectories:
         for turn in trajectory.turns:

@@ -1,7 +1,7 @@
-"""Files of given responses -> tokenised examples, for supervised fine-tuning and for reward models.
+"""Reads files of given responses into tokenised examples, for supervised fine-tuning and for reward models.
 
-Tokens are those of a rollout: the prompt as ``load_prompts`` renders it, then the response as the policy would have to generate it,
-its text and the end-of-sequence token. So what is learned here is what is generated and scored later.
+The tokens are those of a rollout: the prompt as ``load_prompts`` renders it, then the response as the policy would generate it, its
+text and the end-of-sequence token. So training uses the same tokens as later generation and scoring.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TokenizedExample:
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest row."""
+        """Tokens of the longest row."""
         return len(self.prompt_ids) + max(map(len, self.response_ids))
 
 
@@ -63,12 +63,12 @@ def load_examples(
     field: str = "data.train",
     data: DataConfig | None = None,
 ) -> list[TokenizedExample]:
-    """All examples of ``files`` in order.
+    """Return all examples of ``files`` in order.
 
     Args:
-        columns: of the prompt and of its responses, in this order, by the config keys that name them; or such for each file.
-            A file of single responses may have a column "messages" instead, of which the last message is the response.
-        max_tokens: of prompt and response together.
+        columns: those of the prompt and of its responses, in this order, by the config keys that name them; or one such mapping for
+            each file. A file of single responses may have a column "messages" instead, whose last message is the response.
+        max_tokens: limit of prompt and response together.
         drop_longer: leave longer examples out instead of refusing them.
         field: the config key that names the files, for messages.
         data: how rows are read and rendered; None: the defaults.
@@ -87,7 +87,7 @@ def load_examples(
         texts += [
             _Texts(place, text, list(answers)) for text, (place, _, answers) in zip(prompts, contents, strict=True)
         ]
-    examples = list(_tokenized(texts, tokenizer))
+    examples = list(_tokenize(texts, tokenizer))
     longer = [example for example in examples if example.num_tokens > max_tokens]
     if longer and not drop_longer:
         longest = max(example.num_tokens for example in longer)
@@ -105,9 +105,9 @@ def load_examples(
 
 
 def example_batch(examples: Sequence[TokenizedExample]) -> TrainBatch:
-    """The rows of the examples one after the other; ``group_ids`` tell which example each belongs to.
+    """Build a batch of the examples' rows, one after the other; ``group_ids`` are the numbers of their examples.
 
-    Every rank of the world passes the same examples and keeps the tokens of the rows that it owns; nothing is sent.
+    Every rank of the world passes the same examples and keeps the tokens of the rows that it owns. Local.
     """
     tokens = [(example.prompt_ids, response) for example in examples for response in example.response_ids]
     lengths = np.array([len(prompt) + len(response) for prompt, response in tokens], dtype=np.int64)
@@ -139,11 +139,11 @@ class ExampleBatches:
     sampler: Sampler
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
-        """The rows of the next step, without metrics: the sampler counts the steps."""
+        """Return the rows of the next step, without metrics: the sampler counts the steps."""
         return example_batch([self.examples[place] for place in self.sampler.next_batch()]), {}
 
 
-def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenizedExample]:
+def _tokenize(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenizedExample]:
     for start in range(0, len(texts), EXAMPLES_PER_TOKENIZER_CALL):
         part = texts[start : start + EXAMPLES_PER_TOKENIZER_CALL]
         flat = [text for item in part for text in (item.prompt, *item.responses)]
@@ -152,10 +152,10 @@ def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> I
             prompt_ids = np.array(next(encoded), np.int32)
             if not len(prompt_ids):
                 raise ConfigError(f"{item.place}: the prompt {item.prompt!r:.60} has no tokens; remove the row")
-            responses = [_ended(next(encoded), int(tokenizer.eos_token_id)) for _ in item.responses]
+            responses = [_end(next(encoded), int(tokenizer.eos_token_id)) for _ in item.responses]
             yield TokenizedExample(item.place, prompt_ids, responses)
 
 
-def _ended(response_ids: Sequence[int], eos_token_id: int) -> NDArray[np.int32]:
-    ended = bool(response_ids) and response_ids[-1] == eos_token_id
-    return np.array([*response_ids] if ended else [*response_ids, eos_token_id], np.int32)
+def _end(response_ids: Sequence[int], eos_token_id: int) -> NDArray[np.int32]:
+    has_ended = bool(response_ids) and response_ids[-1] == eos_token_id
+    return np.array([*response_ids] if has_ended else [*response_ids, eos_token_id], np.int32)

@@ -1,6 +1,6 @@
-"""What the tokenizer's files show of the first prompts before any process has started: the template that they need, and their lengths.
+"""Checks the first prompts against the tokenizer's files before any process starts: the template that they need, and their lengths.
 
-Nothing here imports transformers. What is refused the ranks would refuse, later; they look at every row, and render templates.
+Nothing here imports transformers. The ranks would refuse the same later; they check every row, and render templates.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import INDEX, read_json, read_text
 
-ROWS = 64  # of each file
-_MAX_CHARACTERS = 2**20  # of a prompt that is tokenised here
+ROWS = 64  # rows of each file that are checked
+_MAX_CHARACTERS = 2**20  # longer prompts are not tokenised here
 
 
 def check_first_rows(cfg: Config) -> None:
-    """Look at the first rows of ``data.train`` and ``data.eval`` of a run that samples responses.
+    """Check the first rows of ``data.train`` and ``data.eval`` of a run that samples responses.
 
     Raises:
-        ConfigError: prompts need a chat template that the tokenizer does not have, or that is broken, or are too long.
+        ConfigError: prompts need a chat template that the tokenizer lacks or that is broken, or prompts are too long.
     """
     data = cfg.data
-    if not run_kind(cfg).generates or data.transform is not None:  # a user's code runs in the ranks alone
+    # A user's code runs only in the ranks.
+    if not run_kind(cfg).generates or data.transform is not None:
         return
     folder = cfg.model.tokenizer_path or cfg.model.path
-    template = _template(Path(folder))
+    template = _read_template(Path(folder))
     if template is None and data.apply_chat_template == "true":
         raise ConfigError(
             f"data.apply_chat_template=true, but the tokenizer in {folder} has no chat template; give model.tokenizer_path one with a "
@@ -40,30 +41,30 @@ def check_first_rows(cfg: Config) -> None:
         )
     if template is not None and data.apply_chat_template != "false":
         _check_syntax(template, folder)
-    tokenizer = _fast_tokenizer(Path(folder)) if data.overlong_prompts == "error" else None
+    tokenizer = _load_fast_tokenizer(Path(folder)) if data.overlong_prompts == "error" else None
     for field, files in (("data.train", data.train), ("data.eval", data.eval)):
-        for place, prompt in _prompts(cfg, field, files):
+        for place, prompt in _read_prompts(cfg, field, files):
             if template is None and not isinstance(prompt, str):
                 raise ConfigError(
                     f"{field}: {place}: the prompt is a list of messages, but the tokenizer in {folder} has no chat template; give "
                     "model.tokenizer_path one with a template, or make the prompts plain strings"
                 )
-            if tokenizer is not None and (least := _least_tokens(tokenizer, prompt)) > data.max_prompt_tokens:
+            if tokenizer is not None and (least := _count_least_tokens(tokenizer, prompt)) > data.max_prompt_tokens:
                 raise ConfigError(
                     f"{field}: {place}: the prompt has {least} tokens or more, data.max_prompt_tokens={data.max_prompt_tokens}; raise "
                     "it, or set data.overlong_prompts=drop"
                 )
 
 
-def _prompts(cfg: Config, field: str, files: list[str]) -> Iterator[tuple[str, Any]]:
+def _read_prompts(cfg: Config, field: str, files: list[str]) -> Iterator[tuple[str, Any]]:
     for file, (key, _) in zip(files, file_keys(cfg.data, files, field), strict=True):
         for place, row in islice(read_rows(Path(file), row_limits(cfg.data)), ROWS):
             if has_column(list(row), key):
                 yield place, require_column(row, key, place, setting=settings_of(field)[0])
 
 
-def _least_tokens(tokenizer: Any, prompt: Any) -> int:
-    """Tokens of what a prompt says, without those that a template adds. Of a conversation the user's words count alone."""
+def _count_least_tokens(tokenizer: Any, prompt: Any) -> int:
+    """Count the tokens of a prompt without those that a template adds. Of a conversation only the user's messages count."""
     is_text = isinstance(prompt, str)
     messages = [] if is_text else [message for message in prompt if isinstance(message, Mapping)]
     said = [prompt] if is_text else [message.get("content") for message in messages if message.get("role") == "user"]
@@ -71,56 +72,58 @@ def _least_tokens(tokenizer: Any, prompt: Any) -> int:
     try:
         return sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of the Rust half
-            return 0  # the ranks report it
+        # The Rust half raises PanicException. The ranks report it.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            return 0
         raise
 
 
-def _fast_tokenizer(folder: Path) -> Any:
-    """The tokenizer of tokenizer.json; None where there is none that can be read, which others report."""
+def _load_fast_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of tokenizer.json, None if that is missing or unreadable, which the ranks report."""
     if not (folder / "tokenizer.json").is_file():
         return None
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    # The library's threads do not survive a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:
         return None
-    tokenizer.no_padding()  # which the file may ask for; transformers decides it by the call
+    # The file may ask for both; transformers decides them by the call.
+    tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
 
 
-def _template(folder: Path) -> str | None:
-    """The chat template of a tokenizer's directory: a file of its own, or a key of tokenizer_config.json."""
+def _read_template(folder: Path) -> str | None:
+    """Return the chat template of a tokenizer's directory, from a file of its own or a key of tokenizer_config.json."""
     try:
         if (folder / "chat_template.jinja").is_file():
             return read_text(folder / "chat_template.jinja", limit=INDEX.num_bytes)
         for name in ("chat_template.json", "tokenizer_config.json"):
-            if (folder / name).is_file() and (
-                found := read_json(folder / name, limits=INDEX).content.get("chat_template")
-            ):
-                return _default_of(found)
-    except ConfigError:  # which is reported when the tokenizer is loaded
+            template = None
+            if (folder / name).is_file():
+                template = read_json(folder / name, limits=INDEX).content.get("chat_template")
+            if template and isinstance(template, list):
+                named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, Mapping)}
+                return str(named.get("default") or "")
+            if template:
+                return str(template)
+    except ConfigError:
+        # It is reported when the tokenizer is loaded.
         return ""
     return "" if (folder / "additional_chat_templates").is_dir() else None
 
 
-def _default_of(found: Any) -> str:
-    """One of several templates: the one that is called default."""
-    if not isinstance(found, list):
-        return str(found)
-    named = {str(one.get("name")): one.get("template") for one in found if isinstance(one, Mapping)}
-    return str(named.get("default") or "")
-
-
 def _check_syntax(template: str, folder: str) -> None:
-    """
+    """Check the syntax of a chat template.
+
     Raises:
-        ConfigError: it is no template.
+        ConfigError: it has an error.
     """
-    if "generation" in template:  # a statement of transformers' own
+    # A statement of transformers' own.
+    if "generation" in template:
         return
     from jinja2 import Environment, TemplateSyntaxError
 

@@ -1,4 +1,4 @@
-"""Rows to ranks with equal token sums, and to microbatches under a token budget: packed, or grouped by length for padding."""
+"""Assigns rows to ranks with equal token sums, and to microbatches under a token budget: packed, or grouped by length for padding."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 def pack(
     lengths: Sequence[int], max_tokens: int, min_bins: int = 1, multiple_of: int = 1, *, pad_multiple: int = 1
 ) -> list[list[int]]:
-    """Bins of rows, as few as a good heuristic finds, with nearly equal token sums.
+    """Pack rows into as few bins as a good heuristic finds, with nearly equal token sums.
 
     A bin's sum, rounded up to ``pad_multiple``, is at most ``max_tokens``. The count comes from best-fit decreasing
     (about 11/9 of the optimum at worst, Johnson et al. 1974), raised to ``min_bins`` and to a multiple of
-    ``multiple_of``. The rows are then spread anew over that many bins by largest differencing; where this would break
-    the budget, the best-fit bins are levelled instead. Where rows do not reach, bins are empty. Deterministic.
+    ``multiple_of``. The rows are then spread anew over that many bins by largest differencing; if this would exceed
+    the budget, the best-fit bins are levelled instead. Bins without a row are empty. Deterministic.
 
     Raises:
         ConfigError: one padded row alone is longer than ``max_tokens``.
@@ -41,10 +41,10 @@ def pack(
 def group_by_length(
     lengths: Sequence[int], max_tokens: int, *, pad_multiple: int = 1, min_bins: int = 1, multiple_of: int = 1
 ) -> list[list[int]]:
-    """Groups of rows of similar length, so that rows x padded length (to ``pad_multiple``) is at most ``max_tokens``.
+    """Group rows of similar length, so that rows x padded length (to ``pad_multiple``) is at most ``max_tokens``.
 
-    Rows are taken longest first, as many as fit, which gives the fewest groups of a sorted list. Counts as in ``pack``:
-    where more groups are asked for, the largest are halved, and what rows cannot reach stays empty.
+    Rows are taken longest first, as many as fit, which gives the fewest groups of a sorted list. The count is raised as in
+    ``pack``: the largest groups are halved, and further groups stay empty.
 
     Raises:
         ConfigError: one padded row alone is longer than ``max_tokens``.
@@ -75,26 +75,27 @@ def _check_budget(lengths: Sequence[int], max_tokens: int, pad_multiple: int) ->
 
 
 def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: each row, longest first, goes to the fullest bin that still has room for it."""
+    """Assign each row, longest first, to the fullest bin that still has room for it (best-fit decreasing)."""
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    # (free tokens, bin), sorted
+    room: list[tuple[int, int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         place = bisect_left(room, (lengths[row], 0))
         if place == len(room):
             bins.append([])
-            left, target = max_tokens, len(bins) - 1
+            free, target = max_tokens, len(bins) - 1
         else:
-            left, target = room.pop(place)
+            free, target = room.pop(place)
         bins[target].append(row)
-        insort(room, (left - lengths[row], target))
+        insort(room, (free - lengths[row], target))
     return bins
 
 
 def _level(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Move rows from the heaviest bin that can spare one to the lightest, as long as that brings the two closer.
+    """Move rows from the heaviest bin of two or more rows to the lightest, as long as that brings the two closer.
 
-    Every move lowers the sum of squared bin sums and never makes the lighter bin heavier than the other was, so it ends
-    and keeps the budget.
+    Every move lowers the sum of squared bin sums and never makes the lighter bin heavier than the other was, so the loop
+    ends and the budget is kept.
     """
     sums = [sum(lengths[row] for row in rows) for rows in bins]
     while True:
@@ -126,9 +127,9 @@ def _split_largest(groups: list[list[int]], lengths: Sequence[int]) -> None:
 def balance(lengths: Sequence[float], num_bins: int) -> list[list[int]]:
     """Partition rows into ``num_bins`` bins of nearly equal sums (tokens, or costs); every row is in exactly one bin.
 
-    The k-way largest differencing method (Karmarkar and Karp 1982, "The differencing method of set partitioning"):
-    keep a heap of partial partitions, join the two with the largest spread, heaviest bin to lightest, until one is
-    left. About O(rows * (log rows + num_bins)). Deterministic. A bin is empty only when there are fewer rows than bins.
+    This is the k-way largest differencing method (Karmarkar and Karp 1982, "The differencing method of set partitioning"):
+    keep a heap of partial partitions, join the two with the largest spread, heaviest bin to lightest, until one
+    remains. About O(rows * (log rows + num_bins)). Deterministic. A bin is empty only when there are fewer rows than bins.
 
     Returns rows in ascending order within a bin, and bins ordered by their first row, empty ones last.
     """

@@ -1,8 +1,8 @@
-"""Prompts as text: chat templates, in a process of their own with bounds.
+"""Renders prompts as text: chat templates run in a process of their own with bounds.
 
-A template is a program that came with a model. Jinja's sandbox keeps it from touching anything, but neither from looping nor from
-computing ``10 ** 10 ** 8``, in C code that no signal handler interrupts. So templates are rendered in a forked child whose processor
-time and memory the kernel bounds; what it may cost is counted for each prompt, so a loaded machine changes nothing.
+A template is a program that came with a model. Jinja's sandbox isolates it, but does not stop it from looping or from computing
+``10 ** 10 ** 8``, in C code that no signal handler interrupts. So templates are rendered in a forked child whose processor time and
+memory the kernel bounds. The bounds apply to each prompt, so the load of the machine does not matter.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _EXCEEDED = -signal.SIGXCPU
 
 
 class Renderer:
-    """Contents of prompts -> texts that the model reads.
+    """Renders the contents of prompts as texts that the model reads.
 
     A list of messages goes through the tokenizer's chat template. A text becomes one message of the user with ``mode`` "true", and
-    with "auto" where the tokenizer has a template and the text has none of its special tokens (with one it is rendered already).
-    Otherwise it is used as it is.
+    with "auto" if the tokenizer has a template and the text has none of its special tokens (with one it is rendered already).
+    Otherwise it is used unchanged.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str, tools: Sequence[dict[str, Any]] = ()) -> None:
-        """``tools``: schemas that the template writes into every prompt.
+        """Check the template. ``tools``: schemas that the template writes into every prompt.
 
         Raises:
-            ConfigError: texts have to go through a template that the tokenizer does not have, or that does not write ``tools``.
+            ConfigError: a template is needed that the tokenizer lacks, or that does not write ``tools``.
         """
         self._tokenizer = tokenizer
         self._mode = mode
@@ -68,25 +68,25 @@ class Renderer:
         question = [{"role": "user", "content": "question"}]
         [without] = in_child(self._apply, [question])
         self._tools = tools
-        [found] = in_child(self._apply, [question])
-        if "error" in found:
-            raise ConfigError(f"the chat template refuses environment.tools: {found['error']}; {remedy}")
-        if found == without:
+        [rendered] = in_child(self._apply, [question])
+        if "error" in rendered:
+            raise ConfigError(f"the chat template refuses environment.tools: {rendered['error']}; {remedy}")
+        if rendered == without:
             raise ConfigError(f"the chat template does not write environment.tools into a prompt; {remedy}")
 
     def all(self, contents: Sequence[tuple[Any, str]]) -> Iterator[str]:
-        """The texts of (content, place), in order. ``place`` is for messages.
+        """Yield the texts of (content, place), in order. ``place`` is for messages.
 
         Raises:
             ConfigError: a content is no prompt, there is no template, or it refuses the messages or takes too long.
         """
-        checked = [(self._messages(checked_prompt(content, place)), place) for content, place in contents]
+        checked = [(self._prepare(checked_prompt(content, place)), place) for content, place in contents]
         rendered = self._render([(content, place) for content, place in checked if not isinstance(content, str)])
         for content, _ in checked:
             yield content if isinstance(content, str) else next(rendered)
 
-    def _messages(self, content: Content) -> Content:
-        """Messages where a template is to be applied, else the text."""
+    def _prepare(self, content: Content) -> Content:
+        """Return messages if a template is to be applied, else the text."""
         if not isinstance(content, str) or self._mode == "false":
             return content
         is_rendered = self._rendered is not None and self._rendered.search(content) is not None
@@ -118,14 +118,15 @@ class Renderer:
 
 
 def in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:
-    """What ``apply`` makes of each input, {"text": ...} or {"error": ...}, in a child that the kernel ends where it takes too much."""
+    """Yield the result of ``apply`` for each input, {"text": ...} or {"error": ...}, from a child with limited resources."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child runs no code that takes their locks
+        # It is about threads, but the child runs no code that takes their locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         os.close(reading)
-        _answer(apply, inputs, writing)
+        _serve(apply, inputs, writing)
     os.close(writing)
     ended = False
     try:
@@ -143,11 +144,12 @@ def in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:
                 yield json.loads(line)
     finally:
         if not ended:
-            os.waitpid(child, 0)  # a child that nobody reads from ends with a broken pipe
+            # A child that nobody reads from ends with a broken pipe.
+            os.waitpid(child, 0)
 
 
-def _answer(apply: Any, inputs: Sequence[Any], writing: int) -> None:
-    """The child: it ends here, without the exit handlers of the process that it is a copy of."""
+def _serve(apply: Any, inputs: Sequence[Any], writing: int) -> None:
+    """Run the child. It ends here, without the exit handlers of its parent."""
     code = 1
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
@@ -163,19 +165,21 @@ def _answer(apply: Any, inputs: Sequence[Any], writing: int) -> None:
                 used = resource.getrusage(resource.RUSAGE_SELF)
                 allowed = int(used.ru_utime + used.ru_stime) + CPU_S + 1
                 resource.setrlimit(resource.RLIMIT_CPU, (allowed, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-                lines.write(json.dumps(_one(apply, item)).encode("ascii") + b"\n")
-                lines.flush()  # or the prompt before the one that was ended would be blamed
+                lines.write(json.dumps(_render_one(apply, item)).encode("ascii") + b"\n")
+                # Without it an earlier prompt would be blamed when the child is ended.
+                lines.flush()
         code = 0
     finally:
         os._exit(code)
 
 
-def _one(apply: Any, item: Any) -> dict[str, str]:
+def _render_one(apply: Any, item: Any) -> dict[str, str]:
     try:
         text = apply(item)
     except MemoryError:
         return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory; correct the template"}
-    except Exception as error:  # a template may fail in any way that an expression can
+    # A template may fail in any way that an expression can.
+    except Exception as error:
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         return {"error": f"{name}{error}"[:500]}
     if len(text) > MAX_CHARACTERS:
@@ -186,7 +190,7 @@ def _one(apply: Any, item: Any) -> dict[str, str]:
 
 
 def shown(text: str, num_tokens: int) -> str:
-    """The beginning of a prompt for the terminal, on a few lines."""
+    """Return the beginning of a prompt for the terminal, on a few lines."""
     lines = [line[:160] + ("..." if len(line) > 160 else "") for line in text[:1200].splitlines()]
     printable = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines[:10]]
     if len(lines) > 10 or len(text) > 1200:

@@ -11,36 +11,35 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 class Sampler(Protocol):
-    """Positions in a data set."""
+    """Draws positions in a data set."""
 
     def next_batch(self) -> list[int]:
-        """Those of the next step."""
+        """Return the positions of the next step."""
         ...
 
 
 class ResumableSampler(Sampler, Protocol):
-    """One that a checkpoint keeps."""
+    """A sampler whose state a checkpoint keeps."""
 
     @property
     def num_epochs(self) -> float:
-        """How often all positions have been drawn, on average."""
+        """Passes over all positions so far, on average."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is; plain JSON values."""
+        """Return the position in the order, as plain JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken."""
+        """Continue from ``state``."""
         ...
 
 
 class PromptSampler:
-    """Batches of positions 0 <= i < num_prompts, epoch after epoch, each epoch in an order of its own.
+    """Draws batches of positions 0 <= i < num_prompts, epoch after epoch, each epoch in an order of its own.
 
-    A batch may straddle epochs, so that no prompt is ever left out; it may then hold a prompt twice. The order of an
-    epoch depends on (seed, epoch) alone, and the state is a single count, so a run may be resumed with another batch
-    size.
+    A batch may span two epochs, so that no prompt is skipped; it may then hold a prompt twice. The order of an epoch
+    depends only on (seed, epoch), and the state is a single count, so a run may be resumed with another batch size.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, seed: int, shuffle: bool) -> None:
@@ -65,16 +64,16 @@ class PromptSampler:
 
     @property
     def num_drawn(self) -> int:
-        """How many prompts it has drawn."""
+        """Prompts drawn so far."""
         return self._num_drawn
 
     @property
     def num_epochs(self) -> float:
-        """How often all prompts have been drawn."""
+        """Passes over all prompts so far."""
         return self._num_drawn / self.num_prompts
 
     def next_batch(self) -> list[int]:
-        """The positions of the next ``batch_size`` prompts."""
+        """Return the positions of the next ``batch_size`` prompts."""
         batch: list[int] = []
         while len(batch) < self.batch_size:
             start = self._num_drawn % self.num_prompts
@@ -88,7 +87,7 @@ class PromptSampler:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the sampler is, and what it walks over; plain JSON values."""
+        """Return the position in the order and the order's parameters, as plain JSON values."""
         return {
             "num_drawn": self._num_drawn,
             "num_prompts": self.num_prompts,
@@ -97,19 +96,19 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken.
+        """Continue from ``state``.
 
         Raises:
             ConfigError: keys are missing or unknown, or the data, the seed or the shuffling have changed.
         """
-        mine = self.state_dict()
-        if set(state) != set(mine):
-            raise ConfigError(f"sampler state has the keys {sorted(state)}, expected {sorted(mine)}")
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise ConfigError(f"sampler state has the keys {sorted(state)}, expected {sorted(own)}")
         names = {"num_prompts": "the number of prompts in data.train", "seed": "seed", "shuffle": "data.shuffle"}
         for key, name in names.items():
-            if state[key] != mine[key]:
+            if state[key] != own[key]:
                 raise ConfigError(
-                    f"cannot resume: {name} was {state[key]} and is now {mine[key]}; "
+                    f"cannot resume: {name} was {state[key]} and is now {own[key]}; "
                     "restore it, or start a new experiment"
                 )
         num_drawn = state["num_drawn"]
@@ -119,10 +118,10 @@ class PromptSampler:
 
 
 class WeightedSampler:
-    """Batches from several data sets, each in epochs and orders of its own, in fixed proportions.
+    """Draws batches from several data sets, each in epochs and orders of its own, in fixed proportions.
 
-    The next prompt comes from the data set that is furthest behind its share, with nothing left to chance: after any number of draws
-    each has had what it is due, to a prompt or two.
+    The next prompt comes from the data set that is furthest behind its share. This is deterministic: after any number of draws each
+    data set has had its share, to a prompt or two.
 
     Args:
         sizes: prompts of each data set; positions count through all of them in order.
@@ -141,16 +140,16 @@ class WeightedSampler:
         self.batch_size = batch_size
         self._shares = [weight / total for weight in weights]
         self._first = [sum(sizes[:number]) for number in range(len(sizes))]
-        # Orders of data sets of one size are different ones.
+        # Data sets of the same size get different orders.
         self._parts = [PromptSampler(size, 1, seed + (number << 32), shuffle) for number, size in enumerate(sizes)]
 
     @property
     def num_epochs(self) -> float:
-        """Prompts that were drawn, in units of all of them; a data set with a large share has had more epochs of its own."""
+        """Drawn prompts divided by all prompts. A data set with a large share has had more epochs of its own."""
         return sum(part.num_drawn for part in self._parts) / sum(part.num_prompts for part in self._parts)
 
     def next_batch(self) -> list[int]:
-        """The positions of the next ``batch_size`` prompts."""
+        """Return the positions of the next ``batch_size`` prompts."""
         batch, drawn = [], sum(part.num_drawn for part in self._parts)
         for due in range(drawn + 1, drawn + 1 + self.batch_size):
             behind = [share * due - part.num_drawn for share, part in zip(self._shares, self._parts, strict=True)]
@@ -159,14 +158,14 @@ class WeightedSampler:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How far each data set is; plain JSON values."""
+        """Return the shares and the state of each data set, as plain JSON values."""
         return {"shares": self._shares, "parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken. Other shares hold from here on.
+        """Continue from ``state``. The shares may differ and apply from here on.
 
         Raises:
-            ConfigError: there were other data sets, or something of them has changed.
+            ConfigError: the number of data sets has changed, or one of them has.
         """
         parts = state["parts"]
         _ = state["shares"]
@@ -174,12 +173,12 @@ class WeightedSampler:
             raise ConfigError(
                 f"cannot resume: data.train had {len(parts)} files and has {len(self._parts)}; restore them, or start a new experiment"
             )
-        for part, mine in zip(parts, self._parts, strict=True):
-            mine.load_state_dict(part)
+        for state_of_part, part in zip(parts, self._parts, strict=True):
+            part.load_state_dict(state_of_part)
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation [num_prompts] that is a pure function of its arguments.
+    """Return a permutation [num_prompts] that is a pure function of its arguments.
 
     Prompts are sorted by raw words of the counter-based generator Philox4x64-10 (Salmon et al. 2011, "Parallel random
     numbers: as easy as 1, 2, 3") keyed with (seed, epoch). Raw words are fixed by the paper, whereas the shuffles of

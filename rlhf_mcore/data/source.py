@@ -1,4 +1,4 @@
-"""Files of prompts -> rendered, tokenised and checked ``Prompt`` records."""
+"""Reads files of prompts into rendered, tokenised and checked ``Prompt`` records."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class PromptBatches:
     sampler: Sampler
 
     def next_batch(self) -> list[Prompt]:
-        """The prompts of the next step."""
+        """Return the prompts of the next step."""
         return [self.prompts[place] for place in self.sampler.next_batch()]
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A prompt before tokenisation, and where it was found."""
+    """A prompt before tokenisation, and its file and row for messages."""
 
     place: str
     prompt: Prompt
@@ -64,10 +64,10 @@ def load_prompts(
     field: str = "data.train",
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[Prompt]:
-    """All prompts of ``files`` in order, rendered (see ``Renderer``) and tokenised.
+    """Return all prompts of ``files`` in order, rendered (see ``Renderer``) and tokenised.
 
-    ``Prompt.index`` numbers the rows of the concatenation, dropped ones included, so a rollout's seed does not move
-    when ``max_prompt_tokens`` does; it is therefore not always the position in the returned list. ``field`` names the
+    ``Prompt.index`` numbers the rows of all files, including dropped ones, so a rollout's seed does not change with
+    ``max_prompt_tokens``; it is therefore not always the position in the returned list. ``field`` names the
     config key in messages. ``tools`` are schemas that the chat template writes into the prompts.
 
     Raises:
@@ -78,7 +78,7 @@ def load_prompts(
     drafts = list(_read_drafts(files, Renderer(tokenizer, cfg.apply_chat_template, tools), cfg, field))
     _refuse_duplicates(drafts)
     _tokenize(drafts, tokenizer)
-    return _within_length(drafts, cfg, field)
+    return _limit_length(drafts, cfg, field)
 
 
 def _read_drafts(files: Sequence[str], render: Renderer, cfg: DataConfig, field: str) -> Iterator[_Draft]:
@@ -114,7 +114,7 @@ def _draft_prompt(
     name: str,
     index: int,
 ) -> tuple[_Draft, Any]:
-    """A prompt without its text, and the content that is to be rendered as its text."""
+    """Return a prompt without its text, and the content to be rendered as its text."""
     prompt_key, answer_key = keys
     content = checked_prompt(
         require_column(row, prompt_key, place, setting=settings[0]), f"{place}, column {prompt_key!r}"
@@ -155,7 +155,7 @@ def _refuse_duplicates(drafts: Sequence[_Draft]) -> None:
 
 
 def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Fill ``prompt_ids``. No special tokens are added: the template, or the author of a string, has written them."""
+    """Set ``prompt_ids``. No special tokens are added: the template, or the author of a string, has written them."""
     for start in range(0, len(drafts), PROMPTS_PER_TOKENIZER_CALL):
         part = drafts[start : start + PROMPTS_PER_TOKENIZER_CALL]
         encoded = token_ids(tokenizer, [draft.prompt.text for draft in part])
@@ -165,7 +165,7 @@ def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> N
             draft.prompt.prompt_ids = list(prompt_ids)
 
 
-def _within_length(drafts: Sequence[_Draft], cfg: DataConfig, field: str) -> list[Prompt]:
+def _limit_length(drafts: Sequence[_Draft], cfg: DataConfig, field: str) -> list[Prompt]:
     too_long = [draft for draft in drafts if len(draft.prompt.prompt_ids) > cfg.max_prompt_tokens]
     if too_long and cfg.overlong_prompts == "error":
         first = too_long[0]
@@ -186,28 +186,28 @@ def _within_length(drafts: Sequence[_Draft], cfg: DataConfig, field: str) -> lis
 
 
 def load_transform(spec: str | None) -> Transform | None:
-    """The function that ``data.transform`` names; None where it is not set."""
+    """Return the function that ``data.transform`` names, None if it is not set."""
     return None if spec is None else load_function(spec, "data.transform")
 
 
 def transformed_rows(file: Path, limits: RowLimits, transform: Transform | None) -> Iterator[tuple[str, Row | None]]:
-    """Yield (place, row) as ``read_rows``, every row passed through ``transform``; None for one that it leaves out.
+    """Yield (place, row) as ``read_rows`` does, each row passed through ``transform``; None for a row that it drops.
 
     Raises:
-        ConfigError: as ``read_rows``; the function fails, or returns something else than a row: naming the place.
+        ConfigError: as ``read_rows``; or the function fails or does not return a row. The message names the place.
     """
     for place, row in read_rows(file, limits):
         if transform is None:
             yield place, row
             continue
         try:
-            made = transform(row)
+            changed = transform(row)
         except Exception as error:
             raise ConfigError(
                 f"{place}: data.transform failed ({type(error).__name__}: {error}); correct the function"
             ) from error
-        if made is not None and not isinstance(made, dict):
+        if changed is not None and not isinstance(changed, dict):
             raise ConfigError(
-                f"{place}: data.transform returned {type(made).__name__} {made!r:.60}, not a row (a dict) or None"
+                f"{place}: data.transform returned {type(changed).__name__} {changed!r:.60}, not a row (a dict) or None"
             )
-        yield place, made
+        yield place, changed

@@ -1,4 +1,4 @@
-"""Tokenizers from a Hugging Face directory."""
+"""Loads tokenizers from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face directory. Code that comes with a model is never run.
+    """Return the tokenizer of a local Hugging Face directory. Code that comes with a model is never run.
 
-    A tokenizer without a pad token pads with its end-of-sequence token: padding is masked everywhere, any id will do.
+    A tokenizer without a pad token pads with its end-of-sequence token: padding is masked everywhere, so the id does not matter.
 
     Raises:
-        ConfigError: no such directory, a tokenizer that asks for its own code, or one without an end-of-sequence token.
+        ConfigError: no such directory, or the tokenizer asks to run its own code or has no end-of-sequence token.
     """
     _refuse_foreign_code(path)
     if problems := list(growth_problems(path)):
         raise ConfigError.many(problems)
-    from transformers import AutoTokenizer  # seconds to import, so not before the cheap checks
+    # It takes seconds to import, so the cheap checks come first.
+    from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the Rust half raises plain ones for what it does not know
+    # The Rust half raises plain exceptions for what it does not know.
+    except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:300]
         raise ConfigError(f"model.tokenizer_path={path!r}: no tokenizer could be loaded from it ({reason})") from error
     if tokenizer.eos_token_id is None:
@@ -44,7 +46,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each text, without special ones.
+    """Return the tokens of each text, without special ones.
 
     Raises:
         ConfigError: a pattern of tokenizer.json takes more steps on a text than the library allows.
@@ -52,7 +54,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
     try:
         return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [])
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of the Rust half, which is no Exception
+        # The Rust half raises PanicException, which is no Exception.
+        if type(error).__name__ != "PanicException":
             raise
         raise ConfigError(
             f"{tokenizer.name_or_path}: tokenizer.json cannot split a text of {max(map(len, texts)):,} characters or fewer "

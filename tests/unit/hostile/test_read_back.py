@@ -20,7 +20,7 @@ from rlhf_mcore.commands.migrate.sources import read_tree
 from rlhf_mcore.commands.prepare_data.prepare import read_source
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.user_functions import function_problems
-from rlhf_mcore.data.rendering import _one
+from rlhf_mcore.data.rendering import _render_one
 from rlhf_mcore.observability.run_directory import RunDirectory
 from tests.unit.hostile.refusals import refusal
 from tests.unit.hostile.test_config_json import LLAMA, QWEN_MOE
@@ -237,7 +237,7 @@ def test_more_processes_than_a_machine_can_start() -> None:
 
 @pytest.mark.parametrize("text", ["a\0", "\ud800"])
 def test_a_template_that_makes_what_is_no_text(text: str) -> None:
-    assert "NUL or a lone surrogate" in _one(lambda _: text, [])["error"]
+    assert "NUL or a lone surrogate" in _render_one(lambda _: text, [])["error"]
 
 
 # ------------------------------------------------------------------------------------------------ parts of an evaluation
