@@ -1,4 +1,4 @@
-"""Small collectives on host data: JSON instead of pickles, reductions of named numbers, and failures that all ranks learn of."""
+"""Small collectives on host data: JSON instead of pickles, reductions of named numbers, and errors shared among ranks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _decode(data: Tensor) -> Any:
 
 
 def world_group() -> dist.ProcessGroup:
-    """The group of all ranks, for callees that take a group."""
+    """Return the group of all ranks, for functions that take a group."""
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     return group
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's JSON-able value, in rank order. Nothing is pickled."""
+    """Return every rank's JSON-able value, in rank order. Nothing is pickled."""
     data = _encode(value)
     sizes = _gather_sizes(data.numel(), group)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -50,7 +50,7 @@ def _gather_sizes(size: int, group: dist.ProcessGroup | None) -> list[int]:
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Concatenation over ranks of [n_r, ...] host tensors whose first sizes differ."""
+    """Concatenate host tensors [n_r, ...] of all ranks, whose first sizes may differ."""
     sizes = _gather_sizes(rows.size(0), group)
     padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
     padded[: rows.size(0)] = rows
@@ -60,12 +60,12 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Ten
 
 
 def union(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Named numbers of all ranks of the world; where several ranks have a name, the value of the last one is taken."""
+    """Return the named numbers of all ranks of the world. If several ranks have a name, the last one's value counts."""
     return {name: value for part in all_gather_json(dict(metrics)) for name, value in part.items()}
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """The JSON-able value of group rank ``source``, on every rank of the group."""
+    """Return the JSON-able value of group rank ``source``, on every rank of the group."""
     is_source = (group or world_group()).rank() == source
     data = _encode(value if is_source else None)
     size = torch.tensor([data.numel()])
@@ -77,7 +77,7 @@ def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = No
 
 
 def reduce_sums(values: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Sum over ranks of named numbers; every rank passes the same names. Names that end in ``_max`` are maximised instead."""
+    """Sum named numbers over ranks; every rank passes the same names. Of names that end in ``_max`` return the maximum instead."""
     names = sorted(values)
     sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
     maxima = sums.clone()
@@ -87,12 +87,12 @@ def reduce_sums(values: Mapping[str, float], group: dist.ProcessGroup | None = N
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's JSON-able value on the first rank of the group, in rank order; [] on the others."""
+    """Return every rank's JSON-able value on the first rank of the group, in rank order; [] on the others."""
     return [json.loads(part) for part in gather_bytes(json.dumps(value).encode(), group)]
 
 
 def gather_bytes(value: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's bytes on the first rank of the group, in rank order; [] on the others."""
+    """Return every rank's bytes on the first rank of the group, in rank order; [] on the others."""
     data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
     sizes = _gather_sizes(data.numel(), group)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -103,23 +103,23 @@ def gather_bytes(value: bytes, group: dist.ProcessGroup | None = None) -> list[b
 
 
 def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -> list[tuple[Any, list[int]]]:
-    """The different JSON-able values among the ranks, each with the group ranks that have it, in order of their first rank.
+    """Return the different JSON-able values of the ranks, each with its group ranks, in order of their first rank.
 
-    A value travels once however many ranks share it, so a world of thousands of ranks with few kinds of them stays cheap.
+    Each value is sent once, however many ranks share it, so few kinds of values among thousands of ranks are cheap.
     """
     data = _encode(value)
     digest = torch.frombuffer(bytearray(blake2b(data.numpy().tobytes(), digest_size=16).digest()), dtype=torch.uint8)
     digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, digest, group=group)
     holders: dict[bytes, list[int]] = {}
-    for rank, seen in enumerate(digests):
-        holders.setdefault(bytes(seen.tolist()), []).append(rank)
+    for rank, other in enumerate(digests):
+        holders.setdefault(bytes(other.tolist()), []).append(rank)
     return [(broadcast_json(value, ranks[0], group), ranks) for ranks in holders.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """What went wrong on a rank: the error's class, its errno (OSErrors only) and its text."""
+    """An error of a rank: its class, its errno (OSErrors only) and its text."""
 
     rank: int
     kind: str
@@ -132,7 +132,7 @@ class RankFailure:
 
 
 class RanksFailed(RuntimeError):
-    """Raised on the ranks where all was well when others have failed."""
+    """Other ranks have failed. It is raised on the ranks without an error."""
 
     def __init__(self, failures: list[RankFailure]) -> None:
         self.failures = failures
@@ -140,21 +140,21 @@ class RanksFailed(RuntimeError):
 
 
 def gather_failures(error: Exception | None, group: dist.ProcessGroup | None = None) -> list[RankFailure]:
-    """What went wrong on any rank, in rank order and the same on all; [] when every rank passes None. Collective."""
-    mine = None
+    """Gather the errors of all ranks, in rank order and the same on all; [] when every rank passes None. Collective."""
+    own = None
     if error is not None:
-        mine = (type(error).__name__, error.errno if isinstance(error, OSError) else None, str(error))
-    return [RankFailure(rank, *parts) for rank, parts in enumerate(all_gather_json(mine, group)) if parts is not None]
+        own = (type(error).__name__, error.errno if isinstance(error, OSError) else None, str(error))
+    return [RankFailure(rank, *parts) for rank, parts in enumerate(all_gather_json(own, group)) if parts is not None]
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run a part that may fail on some ranks only, and raise on all of them, so that none waits for another. Collective.
+    """Run an action that may fail on some ranks only, and raise on all of them, so that none waits for another. Collective.
 
     The action itself must not wait for other ranks once it has failed on one.
 
     Raises:
-        ConfigError: on every rank, when a mistake of the user was all that went wrong.
-        RanksFailed: on the ranks where nothing went wrong; the others raise what they met.
+        ConfigError: on every rank, when all errors are mistakes of the user.
+        RanksFailed: on the ranks without an error; the others raise their own.
     """
     caught: Exception | None = None
     try:

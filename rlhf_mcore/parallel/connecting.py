@@ -1,4 +1,4 @@
-"""The connections of a group's devices, made before anything else asks for them."""
+"""Connects the devices of a group before anything else uses them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from rlhf_mcore.protocols import PeersLost
 def connect_device(group: dist.ProcessGroup | None = None, limit_s: float | None = None) -> None:
     """Sum one number on the devices of all ranks of a group. Collective.
 
-    NCCL connects a group in its first operation, for which it waits for every rank. Messages between some of the ranks would wait
-    forever for the others. The memory of the connections is taken here too, so who measures free memory afterwards sees it.
+    NCCL connects a group in its first operation, in which it waits for every rank. If that were a message between some of the ranks,
+    it would wait forever for the others. The connections' memory is allocated here too, so later measurements of free memory see it.
 
     Args:
         group: None: all ranks of the world.
         limit_s: seconds to wait for the others; None: as long as the group does. While NCCL connects, a timeout of the group does
-            not count, and torch no longer chooses NCCL's non-blocking mode, which hangs in some versions (pytorch issue 153960).
-            So a thread connects. Where it is late, nobody waits for it any more.
+            not apply, and torch no longer chooses NCCL's non-blocking mode, which hangs in some versions (pytorch issue 153960).
+            So a thread connects, and is abandoned after ``limit_s``.
 
     Raises:
-        PeersLost: the others have not come in time.
+        PeersLost: the others are late.
     """
     size = (group or world_group()).size()
-    total = torch.ones(1, device=current_platform().device())  # with an index: the device of a thread is its own
+    # With an index, since each thread has its own current device.
+    total = torch.ones(1, device=current_platform().device())
 
     def connect() -> None:
         dist.all_reduce(total, group=group)
-        assert int(total) == size, f"{int(total)} of {size} ranks"  # reading it waits for the device
+        # Reading it waits for the device.
+        assert int(total) == size, f"{int(total)} of {size} ranks"
 
     if limit_s is None:
         connect()

@@ -1,7 +1,7 @@
-"""Context parallelism: how the ranks of a group share the tokens of every sequence, and how they get all of them back.
+"""Context parallelism: splits the tokens of every sequence among the ranks of a group, and gathers them.
 
-A sequence is cut into 2 * cp chunks of equal length, of which rank r has the chunks r and 2 * cp - 1 - r. So all ranks attend to
-equally much under a causal mask. Sequences that are packed are cut one by one, as Megatron and Transformer Engine expect it.
+A sequence is cut into 2 * cp chunks of equal length, and rank r has the chunks r and 2 * cp - 1 - r. So all ranks have equally much
+work under a causal mask. Packed sequences are cut one by one, as Megatron and Transformer Engine expect it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def chunks_of(rank: int, cp: int) -> tuple[int, int]:
-    """Numbers of the two chunks of every sequence that a rank has."""
+    """Return the numbers of the two chunks of every sequence that a rank has."""
     return rank, 2 * cp - 1 - rank
 
 
 def local_places(sizes: Sequence[int], rank: int, cp: int) -> Tensor:
-    """Where a rank's tokens are among sequences of ``sizes`` tokens back to back: [sum(sizes) / cp] int64.
+    """Return the places of a rank's tokens in sequences of ``sizes`` tokens back to back: [sum(sizes) / cp] int64.
 
     ``sizes`` are multiples of 2 * cp.
     """
@@ -34,36 +34,36 @@ def local_places(sizes: Sequence[int], rank: int, cp: int) -> Tensor:
 
 
 def gather_context(local: Tensor, order: Tensor, group: dist.ProcessGroup, *, sums_gradient: bool) -> Tensor:
-    """All tokens [sum(sizes), ...] in their order, from those of each rank [sum(sizes) / cp, ...]. Collective over the group.
+    """Gather all tokens [sum(sizes), ...] in their order from those of each rank [sum(sizes) / cp, ...]. Collective over the group.
 
-    ``order``: of ``order_of_ranks``, where the tokens are.
+    ``order``: the places of ``order_of_ranks``.
 
-    With ``sums_gradient`` each rank does something of its own with them (keys and values): the gradient of a token is the sum over
-    ranks. Without, all ranks compute the same loss of them, and each takes the gradient of its own tokens.
+    With ``sums_gradient`` each rank uses the tokens differently (keys and values), so the gradient of a token is the sum over ranks.
+    Without it all ranks compute the same loss of them, and each takes the gradient of its own tokens.
     """
     whole: Tensor = _Gather.apply(local, order, group, sums_gradient)
     return whole
 
 
 def order_of_ranks(sizes: Sequence[int], cp: int) -> Tensor:
-    """Where the tokens of all ranks, one rank's after the other's, are among the sequences: [sum(sizes)] int64."""
+    """Return the places of all ranks' tokens in the sequences, one rank after the other: [sum(sizes)] int64."""
     return torch.cat([local_places(sizes, rank, cp) for rank in range(cp)])
 
 
 def order_of_one(length: int, cp: int, device: torch.device) -> Tensor:
-    """``order_of_ranks`` for one sequence, computed on a device, which nothing is copied to."""
+    """Return ``order_of_ranks`` for one sequence, computed on a device, to which nothing is copied."""
     chunks = torch.arange(length, device=device).chunk(2 * cp)
     return torch.cat([chunks[number] for rank in range(cp) for number in chunks_of(rank, cp)])
 
 
 def to_parts(local: Tensor, widths: Sequence[int], order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All tokens in their order, of this rank's part of their elements, from all elements of each rank's tokens.
+    """Exchange each rank's tokens with all elements for all tokens, in order, with this rank's part of the elements.
 
-    Collective over the group, as the way back is (Jacobs et al. 2023, arXiv 2309.14509: "Ulysses").
+    Collective over the group, as ``to_tokens`` is (Jacobs et al. 2023, arXiv 2309.14509: "Ulysses").
 
     Args:
         local: [sum(sizes) / cp, b, sum(widths)].
-        widths: how many elements each rank's part has; none is possible.
+        widths: number of elements of each rank's part, which may be 0.
         order: [sum(sizes)] of ``order_of_ranks``, on the device of ``local``.
 
     Returns:
@@ -78,7 +78,7 @@ def to_parts(local: Tensor, widths: Sequence[int], order: Tensor, group: dist.Pr
 
 
 def to_tokens(part: Tensor, widths: Sequence[int], order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: [sum(sizes), b, widths[rank]] -> [sum(sizes) / cp, b, sum(widths)]."""
+    """Reverse ``to_parts``: [sum(sizes), b, widths[rank]] -> [sum(sizes) / cp, b, sum(widths)]."""
     count, batch, width = len(order) // group.size(), part.size(1), widths[group.rank()]
     counts = [count * batch * each for each in widths]
     sent = part.index_select(0, order).flatten()
@@ -100,9 +100,9 @@ class _Gather(torch.autograd.Function):
         if not ctx.sums_gradient:
             return grads[0][ctx.order.chunk(ctx.group.size())[ctx.group.rank()]], None, None, None
         parts = grads[0][ctx.order]
-        mine = parts.new_empty(len(parts) // ctx.group.size(), *parts.shape[1:])
-        dist.reduce_scatter_tensor(mine, parts, group=ctx.group)
-        return mine, None, None, None
+        local = parts.new_empty(len(parts) // ctx.group.size(), *parts.shape[1:])
+        dist.reduce_scatter_tensor(local, parts, group=ctx.group)
+        return local, None, None, None
 
 
 class _Exchange(torch.autograd.Function):

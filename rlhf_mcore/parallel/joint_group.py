@@ -1,8 +1,8 @@
-"""Process groups of processes that have no world in common: the trainer's ranks are one world, those of an engine another.
+"""Process groups across worlds: the trainer's ranks are one world, those of an engine another.
 
-torch makes groups inside of a world only (``new_group``), so this file makes one as ``init_process_group`` does, from a store of its
-own, and enters it in torch's tables. It then is an argument of every function of ``torch.distributed``, as any other group. What it
-uses of torch is private, and alike in 2.11 to 2.13; tests/unit/parallel/test_joint_group.py fails where that changes.
+torch makes groups only inside a world (``new_group``), so this file makes one as ``init_process_group`` does, from a store of its
+own, and enters it in torch's tables. All functions of ``torch.distributed`` then take it as any other group. It uses private parts
+of torch, which are the same in 2.11 to 2.13; tests/unit/parallel/test_joint_group.py fails if they change.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from rlhf_mcore.parallel.connecting import connect_device
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import GroupSpec, PeersLost
 
-_BREAK_TAG = (1 << 31) - 1  # of a message that nobody sends
-# How gloo and NCCL begin or end what they say about a connection; what they raise has no class of its own.
+_BREAK_TAG = (1 << 31) - 1  # the tag of a message that nobody sends
+# Parts of gloo's and NCCL's messages about connections; their errors have no class of their own.
 _CONNECTION = ("gloo/", "pair closure", "NCCL", "Connection", "Socket Timeout", "wait timeout")
 
 
 class JointGroup:
-    """A group, from joining it to leaving it. ``group`` is what functions of ``torch.distributed`` take.
+    """A group from joining to leaving it. ``group`` is the argument for functions of ``torch.distributed``.
 
-    Its members are known by group ranks (``group_src=``, ``group.rank()``): there is no world that would number them all.
+    Its members have group ranks only (``group_src=``, ``group.rank()``): no world numbers them all.
     """
 
     def __init__(self, spec: GroupSpec, listening: socket.socket | None = None) -> None:
         """Join the others. Collective over all processes with a specification of the same name.
 
         Args:
-            spec: this process's.
-            listening: of rank 0: the socket at the address and port that all specifications have, see ``addresses.listener``. It is
-                taken over.
+            spec: this process's specification.
+            listening: on rank 0 the socket at the address and port of all specifications, see ``addresses.listener``. The group owns
+                it from now on.
 
         Raises:
-            PeersLost: the others have not come within ``spec.timeout_s``, or not connected within as long again, or one is lost.
+            PeersLost: the others do not arrive within ``spec.timeout_s``, do not connect within as long again, or one is lost.
         """
         assert (listening is not None) == (spec.rank == 0), "rank 0 has the store"
         limit = timedelta(seconds=spec.timeout_s)
@@ -54,13 +54,14 @@ class JointGroup:
                 is_master=listening is not None,
                 timeout=limit,
                 wait_for_workers=False,
-                master_listen_fd=None if listening is None else listening.detach(),  # the store closes it
+                # The store closes it.
+                master_listen_fd=None if listening is None else listening.detach(),
             )
-            # Wait until all are there, so that nobody waits for a connection to one that never comes.
+            # Wait until all have arrived, so that no rank waits for a connection to one that never does.
             if self._store.add(f"{spec.name}/arrived", 1) == spec.world_size:
                 self._store.set(f"{spec.name}/complete", "")
             self._store.wait([f"{spec.name}/complete"], limit)
-            self.group = _made(self._store, spec, limit)
+            self.group = _build_group(self._store, spec, limit)
             try:
                 connect_device(self.group, spec.timeout_s)
             except BaseException:
@@ -68,12 +69,12 @@ class JointGroup:
                 raise
 
     def close(self) -> None:
-        """Leave. Whoever still waits for this rank is told: its connections are closed, even if something refers to the group."""
+        """Leave the group. The connections are closed, even if the group is still referenced, so others stop waiting for this rank."""
         if self._store is None:
             return
         self._store = None
         if self.group.size() > 1:
-            # gloo closes the connections of a group where an operation runs out of time, and not by any call.
+            # gloo has no call that closes a group's connections, but an operation that runs out of time does.
             peer = (self.group.rank() + 1) % self.group.size()
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
@@ -85,7 +86,7 @@ class JointGroup:
 
 @contextmanager
 def connections() -> Iterator[None]:
-    """What is raised inside because of other ranks is raised as PeersLost."""
+    """Raise errors of connections to other ranks as PeersLost."""
     try:
         yield
     except RuntimeError as error:
@@ -95,16 +96,18 @@ def connections() -> Iterator[None]:
         raise
 
 
-def _made(store: dist.Store, spec: GroupSpec, limit: timedelta) -> dist.ProcessGroup:
+def _build_group(store: dist.Store, spec: GroupSpec, limit: timedelta) -> dist.ProcessGroup:
     backend = current_platform().collective_backend
-    # gloo would listen where the host's name points to.
+    # By default gloo listens at the address of the host's name.
     settings = {"GLOO_SOCKET_IFNAME": interface_of(source_address(spec.address))}
-    if "nccl" in backend:  # an operation that runs out of time has to raise; it would end the process
+    if "nccl" in backend:
+        # An operation that runs out of time has to raise instead of ending the process.
         settings |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    with _environment(settings):
-        name: Any = spec.name  # torch has a type of its own for names
+    with _set_environment(settings):
+        # torch has a type of its own for names.
+        name: Any = spec.name
         group, _ = c10d._new_process_group_helper(spec.world_size, spec.rank, [], backend, store, name, timeout=limit)
-    # torch translates between ranks of a group and of the world. Members of other worlds get numbers behind those of this one.
+    # torch translates between ranks of a group and of the world. Members of other worlds get numbers after those of this one.
     own, others = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (spec.rank, spec.world_size)
     numbers = {others + rank: rank for rank in range(spec.world_size) if rank != spec.rank}
     c10d._world.pg_group_ranks[group] = {own: spec.rank, **numbers}
@@ -112,7 +115,7 @@ def _made(store: dist.Store, spec: GroupSpec, limit: timedelta) -> dist.ProcessG
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     changed = {name: value for name, value in values.items() if before[name] != value}
     os.environ.update(changed)

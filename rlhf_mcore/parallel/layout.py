@@ -1,7 +1,7 @@
-"""A rank's coordinates in a layout: pure arithmetic, no torch.
+"""Computes a rank's coordinates in a layout: pure arithmetic, no torch.
 
 Rank order is tensor-fastest, then context, data, pipeline (Megatron's ``tp-cp-dp-pp``). The experts of a mixture-of-experts
-model are cut by a grid of their own over the same ranks of a pipeline stage: expert tensor, expert, data.
+model are sharded by a grid of their own over the same ranks of a pipeline stage: expert tensor, expert, data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhf_mcore.types import Shard
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The sizes of one model's parallel axes over ``world_size`` consecutive ranks, of which ``first_rank`` is the first."""
+    """The sizes of one model's parallel axes over ``world_size`` consecutive ranks from ``first_rank`` on."""
 
     world_size: int
     tp: int = 1
@@ -24,7 +24,7 @@ class ParallelLayout:
     cp: int = 1
     sequence_parallel: bool = False
     ep: int = 1
-    etp: int | None = None  # tensor-parallel size of an expert; None: as the rest of the model
+    etp: int | None = None  # tensor-parallel size of an expert; None: that of the rest of the model
     # Layers of every stage, chunk after chunk in the order of the network; None: all stages have equally many.
     layers_per_stage: tuple[int, ...] | None = None
     first_rank: int = 0
@@ -46,10 +46,10 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, cfg: LayoutConfig, ranks: list[int] | None, world_size: int) -> ParallelLayout:
-        """A layout over ``ranks`` = [first, end); None: over all ranks of the world.
+        """Build a layout over ``ranks`` = [first, end); None: over all ranks of the world.
 
         Raises:
-            ValueError: it does not divide its ranks.
+            ValueError: its axes do not divide the number of ranks.
         """
         first, end = ranks or (0, world_size)
         return cls(
@@ -77,12 +77,12 @@ class ParallelLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        """Every sequence is padded to a multiple of it: two chunks for each context-parallel rank."""
+        """The length of a padded sequence is a multiple of this: two chunks for each context-parallel rank."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def token_multiple(self) -> int:
-        """The tokens of a microbatch are a multiple of it, so that context and sequence parallelism share them equally."""
+        """The number of a microbatch's tokens is a multiple of this: context and sequence parallelism split them equally."""
         return token_multiple(self.tp, self.cp, self.sequence_parallel)
 
     @property
@@ -91,10 +91,10 @@ class ParallelLayout:
         return self.pp * (self.vpp or 1)
 
     def layers_of(self, num_layers: int, pp: int, chunk: int = 0) -> range:
-        """Numbers of the layers of a model that one chunk of a pipeline rank has.
+        """Return the numbers of the layers that one chunk of a pipeline rank has.
 
         Raises:
-            ValueError: the stages do not share the layers equally and ``layers_per_stage`` is not given, or has another sum.
+            ValueError: the stages cannot have equally many layers and ``layers_per_stage`` is not given, or it has another sum.
         """
         sizes = self.layers_per_stage or (num_layers // self.num_stages,) * self.num_stages
         if sum(sizes) != num_layers:
@@ -113,25 +113,25 @@ class ParallelLayout:
         return self.world_size // (self.pp * self.expert_tp * self.ep)
 
     def rank_of(self, tp: int = 0, dp: int = 0, pp: int = 0, cp: int = 0) -> int:
-        """The global rank at the given coordinates."""
+        """Return the global rank at the given coordinates."""
         return self.first_rank + ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of a global rank: keys tp, cp, dp, pp."""
+        """Return the coordinates of a global rank: keys tp, cp, dp, pp."""
         rank, tp = divmod(rank - self.first_rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)
         return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of a global rank in the grid of the experts: keys etp, ep, edp, pp."""
+        """Return the coordinates of a global rank in the grid of the experts: keys etp, ep, edp, pp."""
         rank, etp = divmod(rank - self.first_rank, self.expert_tp)
         rank, ep = divmod(rank, self.ep)
         pp, edp = divmod(rank, self.expert_dp)
         return {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
 
     def shard_of(self, name: str, rank: int) -> Shard:
-        """Which part of the Megatron parameter ``name`` a rank holds."""
+        """Return the shard of the Megatron parameter ``name`` that a rank holds."""
         if is_expert(name):
             place = self.expert_coordinates(rank)
             return Shard(place["etp"], self.expert_tp, place["ep"], self.ep)
@@ -139,5 +139,5 @@ class ParallelLayout:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a Megatron parameter belongs to one expert (a router does not)."""
+    """Return whether a Megatron parameter belongs to one expert (a router does not)."""
     return ".mlp.experts." in name

@@ -1,8 +1,8 @@
-"""Logprobs and entropy of an output layer whose vocabulary is sharded over tensor-parallel ranks.
+"""Computes logprobs and entropy of an output layer whose vocabulary is sharded over tensor-parallel ranks.
 
-No rank ever sees the full vocabulary: three scalars per token are reduced instead. Nor are there logits of all tokens: they are
-made in chunks of tokens, and made again in the backward pass, so the extra memory is one chunk of them whatever the batch. Megatron's
-own vocab-parallel cross entropy is not used: it overwrites fp32 logits, gives no entropy, and its fused form rounds gradients to bf16.
+No rank holds logits of the full vocabulary: three scalars per token are reduced instead. Nor does it hold logits of all tokens: they
+are computed in chunks of tokens, and again in the backward pass, so the extra memory is one chunk whatever the batch. Megatron's own
+vocab-parallel cross entropy is not used: it overwrites fp32 logits, gives no entropy, and its fused form rounds gradients to bf16.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from rlhf_mcore.types import Ragged
 
-CHUNK_TOKENS = 2048  # of logits that are there whose softmax is computed at a time
-CACHE_BYTES = 2**19  # of them, so that what a CPU does with them stays in its cache
-CHUNK_BYTES = 512 * 2**20  # of fp32 logits that an output layer makes at a time
+CHUNK_TOKENS = 2048  # tokens whose softmax is computed at a time from stored logits
+CACHE_BYTES = 2**19  # the same in bytes of logits on a CPU, so that they stay in its cache
+CHUNK_BYTES = 512 * 2**20  # fp32 logits that an output layer computes at a time
 
 
 def chunk_tokens_of(columns: int) -> int:
-    """Tokens whose fp32 logits over so many columns fill a chunk."""
+    """Return the number of tokens whose fp32 logits over ``columns`` columns fill a chunk."""
     return max(CHUNK_BYTES // (4 * columns), 1)
 
 
 class TokenLogprobs(NamedTuple):
-    """Of tokens and their distributions, fp32 and differentiable; what was not asked for is None.
+    """Logprobs and statistics of tokens' distributions, fp32 and differentiable; None if not requested.
 
-    ``log_mass`` is the log of the probability that a distribution has on the support of its token. So ``logprobs - log_mass`` are the
-    logprobs under what top-k and top-p leave of it, renormalised.
+    ``log_mass`` is the log of a distribution's probability of its token's support. So ``logprobs - log_mass`` are the logprobs under
+    the distribution after top-k and top-p, renormalised.
     """
 
     logprobs: Tensor
@@ -54,23 +54,23 @@ def linear_logprobs(
     support: Subsets | None = None,
     main_grad: Tensor | None = None,
 ) -> TokenLogprobs:
-    """Logprob of each label, and entropy of each distribution where it is wanted, of what an output layer makes of hidden states.
+    """Compute an output layer's logprob of each label, and the entropy of each distribution if wanted, from hidden states.
 
     Args:
-        hidden: [N, h], the same on all ranks of the group. Their gradient is summed over the group, so it is whole on each.
+        hidden: [N, h], the same on all ranks of the group. Their gradient is summed over the group, so it is complete on each.
         weight: [V_local, h], this rank's rows of the output layer's weight.
         labels: [N] int64 token ids.
-        vocab_size: the true size; rows of the weight beyond it are padding and get no probability.
+        vocab_size: the true size; rows of the weight beyond it are padding and have probability 0.
         temperature: logits are divided by it, as the sampler does.
         group: the tensor-parallel group.
-        chunk_tokens: most tokens that have logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of no more tokens than
-            that stay for the backward pass; those of more are computed again there, once.
-        support: ids of tokens of each of the N labels; no ids stand for the whole vocabulary.
+        chunk_tokens: largest number of tokens with logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of at most so many
+            tokens are kept for the backward pass; those of more tokens are computed again there, once.
+        support: token ids for each of the N labels; no ids mean the whole vocabulary.
         main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets zeros for it. None:
             autograd gets the gradient.
 
     Returns:
-        logprobs [N], entropy [N] unless not ``with_entropy``, and log_mass [N] with a support, equal on all ranks of the group.
+        logprobs [N], entropy [N] with ``with_entropy``, and log_mass [N] with a support, equal on all ranks of the group.
     """
     hidden = hidden.to(weight.dtype)
     if group.size() > 1:
@@ -102,7 +102,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _KeptLinear(torch.autograd.Function):
-    """Of logits that are made once and become their own gradient.
+    """Logprobs of logits that are computed once, and overwritten by their gradient.
 
     With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j z_j.
     The largest logit is subtracted first, so an offset that all logits share costs no precision.
@@ -126,33 +126,35 @@ class _KeptLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.subsets, ctx.main_grad = columns, subsets, main_grad
         z = F.linear(hidden, weight).float()
-        # On a CPU as many as its cache holds, unless that would make more messages.
+        # On a CPU as many tokens as its cache holds, unless that would need more messages.
         in_cache = not z.is_cuda and columns.group.size() == 1
         ctx.chunk = max(CACHE_BYTES // (4 * z.size(1)), 1) if in_cache else CHUNK_TOKENS
 
         def scaled(a: int, b: int) -> Tensor:
             return ctx.columns.scaled(z[a:b])
 
-        found, sums = _forward(scaled, labels, ctx.chunk, columns, with_entropy, subsets, keeps=True)
+        results, sums = _forward(scaled, labels, ctx.chunk, columns, with_entropy, subsets, keeps=True)
         ctx.save_for_backward(hidden, weight, labels, z, *sums)
-        return found
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, z, _, *sums = ctx.saved_tensors  # a second backward pass is refused: z has changed
+        # torch refuses a second backward pass, since z has changed.
+        hidden, weight, labels, z, _, *sums = ctx.saved_tensors
         for a, b in _chunks(len(hidden), ctx.chunk):
-            of_chunk = [None, *_cut(sums, a, b)]  # the peak is subtracted already
+            # The peak is subtracted already.
+            of_chunk = [None, *_slice(sums, a, b)]
             within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
-            found = _gradient(z[a:b], labels[a:b], of_chunk, _cut(grads, a, b), ctx.columns, within)
-            if found.data_ptr() != z[a:b].data_ptr():
-                z[a:b] = found
+            of_logits = _compute_gradient(z[a:b], labels[a:b], of_chunk, _slice(grads, a, b), ctx.columns, within)
+            if of_logits.data_ptr() != z[a:b].data_ptr():
+                z[a:b] = of_logits
         grad, total = z.to(weight.dtype), _WeightGradient(ctx, weight)
         total.add(grad, hidden)
         return grad @ weight, total.rest(), *[None] * 5
 
 
 class _ChunkedLinear(torch.autograd.Function):
-    """The same with only one chunk of logits there at a time."""
+    """The same with only one chunk of logits in memory at a time."""
 
     @staticmethod
     def forward(
@@ -172,9 +174,9 @@ class _ChunkedLinear(torch.autograd.Function):
         def scaled(a: int, b: int) -> Tensor:
             return ctx.columns.scaled(F.linear(hidden[a:b], weight))
 
-        found, sums = _forward(scaled, labels, chunk, columns, with_entropy, subsets)
+        results, sums = _forward(scaled, labels, chunk, columns, with_entropy, subsets)
         ctx.save_for_backward(hidden, weight, labels, *sums)
-        return found
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -183,7 +185,8 @@ class _ChunkedLinear(torch.autograd.Function):
         for a, b in _chunks(len(hidden), ctx.chunk):
             z = ctx.columns.scaled(F.linear(hidden[a:b], weight))
             within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
-            grad = _gradient(z, labels[a:b], _cut(sums, a, b), _cut(grads, a, b), ctx.columns, within).to(weight.dtype)
+            of_logits = _compute_gradient(z, labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns, within)
+            grad = of_logits.to(weight.dtype)
             torch.mm(grad, weight, out=out[a:b])
             total.add(grad, hidden[a:b])
         return out, total.rest(), *[None] * 6
@@ -192,7 +195,7 @@ class _ChunkedLinear(torch.autograd.Function):
 class _WeightGradient:
     """The gradient of an output layer's weight, summed in fp32 over chunks of tokens.
 
-    A sum in bf16 would lose of every chunk what is below half a unit in the last place of the sum.
+    A sum in bf16 would lose every contribution below half a unit in the last place of the sum.
     """
 
     def __init__(self, ctx: Any, weight: Tensor) -> None:
@@ -202,19 +205,20 @@ class _WeightGradient:
             self._total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     def add(self, grad: Tensor, hidden: Tensor) -> None:
-        """Add what a chunk contributes. ``grad``: of its logits [n, V_local]; ``hidden``: [n, h] of the same type."""
+        """Add the contribution of a chunk. ``grad``: that of its logits [n, V_local]; ``hidden``: [n, h] of the same type."""
         if not self._is_wanted:
             return
-        total, left = self._total, grad.t()
+        total, transposed = self._total, grad.t()
         if grad.dtype == total.dtype:
-            total.addmm_(left, hidden)
-        elif grad.device.type == "cpu":  # torch has the product below on CUDA alone
-            total.addmm_(left.to(total.dtype), hidden.to(total.dtype))
+            total.addmm_(transposed, hidden)
+        elif grad.device.type == "cpu":
+            # torch has the product below only on CUDA.
+            total.addmm_(transposed.to(total.dtype), hidden.to(total.dtype))
         else:
-            torch.addmm(total, left, hidden, out_dtype=total.dtype, out=total)
+            torch.addmm(total, transposed, hidden, out_dtype=total.dtype, out=total)
 
     def rest(self) -> Tensor | None:
-        """What autograd is told. Hooks of data parallelism wait for a tensor, also where the sum is in ``main_grad``."""
+        """Return the gradient for autograd. Hooks of data parallelism need a tensor, even if the sum is in ``main_grad``."""
         if not self._is_wanted:
             return None
         return torch.zeros_like(self._weight) if self._is_elsewhere else self._total.to(self._weight.dtype)
@@ -226,7 +230,7 @@ class _Columns:
 
     group: dist.ProcessGroup
     first: int
-    width: int  # true columns from ``first`` on; fewer than there are where the rest is padding
+    width: int  # true columns from ``first`` on; the others are padding
     temperature: float
 
     @classmethod
@@ -235,7 +239,7 @@ class _Columns:
         return cls(group, first, vocab_size - first, temperature)
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """fp32 logits over temperature with the padding columns at -inf. The logits may be overwritten."""
+        """Divide logits by the temperature in fp32, and set padding columns to -inf. The logits may be overwritten."""
         z = logits.float()
         if self.temperature != 1.0:
             z.div_(self.temperature)
@@ -244,11 +248,11 @@ class _Columns:
         return z
 
     def is_shared(self, z: Tensor) -> bool:
-        """Whether sums over the columns of ``z`` are sums over ranks too."""
+        """Return whether sums over the columns of ``z`` are sums over ranks too."""
         return self.group.size() > 1 and len(z) > 0
 
     def local(self, labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """Column of each label on this rank (0 where another rank has it), and whether this rank has it."""
+        """Return the column of each label on this rank (0 if another rank has it), and whether this rank has it."""
         local = labels - self.first
         here = (local >= 0) & (local < columns)
         return torch.where(here, local, 0), here
@@ -260,12 +264,12 @@ class Subsets:
 
     tokens: Tensor  # [M] int64
     ids: Tensor  # [M] int64
-    ends: list[int]  # [N + 1]: where the pairs of each token end, behind a zero
+    ends: list[int]  # [N + 1]: a zero, then the end of each token's pairs
     is_cut: Tensor  # [N] bool: tokens with a support; the others were drawn from the whole vocabulary
 
     @classmethod
     def of(cls, support: Ragged[Tensor]) -> Subsets:
-        """Return those of a field of the host, there."""
+        """Build the pairs of a ragged field on the host."""
         counts = support.counts.long()
         tokens = torch.arange(len(counts)).repeat_interleave(counts)
         return cls(tokens, support.values.long(), [0, *accumulate(counts.tolist())], counts > 0)
@@ -278,15 +282,15 @@ class Subsets:
         return Subsets(self.tokens[first:last] - a, self.ids[first:last], self.ends[a : b + 1], self.is_cut[a:b])
 
     def log_sum(self, z: Tensor, columns: _Columns) -> Tensor:
-        """Log-sum-exp [n] over each support, zero where there is none. Collective over the columns' group."""
+        """Compute log-sum-exp [n] over each support, zero for tokens without one. Collective over the columns' group."""
         places, here = columns.local(self.ids, z.size(1))
-        held = torch.where(here, z[self.tokens, places], -torch.inf)
+        logits = torch.where(here, z[self.tokens, places], -torch.inf)
         # Relative to the largest of the support: all of it may be improbable by now.
-        peak = z.new_full((len(z),), -torch.inf).scatter_reduce_(0, self.tokens, held, "amax")
+        peak = z.new_full((len(z),), -torch.inf).scatter_reduce_(0, self.tokens, logits, "amax")
         if is_shared := columns.is_shared(z):
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
         peak = torch.where(self.is_cut, peak, 0.0)
-        sums = z.new_zeros(len(z)).index_add_(0, self.tokens, (held - peak[self.tokens]).exp_())
+        sums = z.new_zeros(len(z)).index_add_(0, self.tokens, (logits - peak[self.tokens]).exp_())
         if is_shared:
             dist.all_reduce(sums, group=columns.group)
         return torch.where(self.is_cut, peak + sums.log(), 0.0)
@@ -302,9 +306,9 @@ def _forward(
     *,
     keeps: bool = False,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], list[Tensor | None]]:
-    """Logprobs, entropy and log mass, and what the backward pass needs of each token.
+    """Compute logprobs, entropy and log mass, and the values of each token that the backward pass needs.
 
-    ``scaled``: from where to where -> scaled logits, which are overwritten: with ``keeps`` by those relative to the largest.
+    ``scaled``: (first token, end) -> scaled logits, which are overwritten: with ``keeps`` by those relative to the largest.
     """
     parts = [
         _forward_chunk(
@@ -323,7 +327,7 @@ def _forward(
     return (target - log_sum, entropy, log_mass), [peak, log_sum, entropy, log_mass]
 
 
-def _gradient(
+def _compute_gradient(
     z: Tensor,
     labels: Tensor,
     sums: Sequence[Tensor | None],
@@ -331,18 +335,23 @@ def _gradient(
     columns: _Columns,
     subsets: Subsets | None,
 ) -> Tensor:
-    """Gradient of a chunk's logits [n, V_local] fp32. ``z``: the scaled logits, which are overwritten; relative to no ``peak``."""
+    """Compute the gradient of a chunk's logits [n, V_local] fp32.
+
+    ``z``: the scaled logits, which are overwritten. If ``peak`` in ``sums`` is None, it is subtracted from them already.
+    """
     grad_logprobs, grad_entropy, grad_mass = grads
     peak, log_sum, entropy, log_mass = sums
     assert log_sum is not None
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_sum)
     log_p = (z if peak is None else z.sub_(peak[:, None])).sub_(log_sum[:, None])
-    spread, inside = grad_logprobs, None  # what every column gets by its probability, and those of a support beside it
+    # Every column's share is proportional to its probability; columns of a support also get ``inside``.
+    spread, inside = grad_logprobs, None
     if grad_mass is not None:
         assert subsets is not None and log_mass is not None
         grad_mass = torch.where(subsets.is_cut, grad_mass, 0.0)
-        spread = grad_logprobs + grad_mass  # exactly zero outside of the support for logprobs - log_mass
+        # Exactly zero outside of the support for logprobs - log_mass.
+        spread = grad_logprobs + grad_mass
         own, own_here = columns.local(subsets.ids, z.size(1))
         share = (log_p[subsets.tokens, own] - log_mass[subsets.tokens]).exp_()
         inside = torch.where(own_here, share * grad_mass[subsets.tokens], 0.0)
@@ -363,21 +372,21 @@ def _gradient(
 
 
 def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """One of no tokens where there are none: all ranks of a group make the same collectives."""
+    """Return the chunks of ``num_tokens`` tokens, an empty one of none: all ranks of a group make the same collectives."""
     return [(a, min(a + chunk, num_tokens)) for a in range(0, max(num_tokens, 1), chunk)]
 
 
-def _cut(values: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | None]:
+def _slice(values: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | None]:
     return [None if each is None else each[a:b] for each in values]
 
 
 def _forward_chunk(
     z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool, subsets: Subsets | None, keeps: bool = False
 ) -> list[Tensor]:
-    """Target logit, log-sum-exp, both relative to the largest logit, that one, and as wanted the expected logit and the log-sum-exp of
-    the support: [n] each.
+    """Compute the target logit and log-sum-exp, relative to the largest logit, that one, and if wanted the expected logit and the
+    log-sum-exp of the support: [n] each.
 
-    Reduced over the group. ``z``, the scaled logits, is overwritten: with ``keeps`` it is relative to the largest then.
+    Reduced over the group. ``z``, the scaled logits, is overwritten: with ``keeps`` by the logits relative to the largest.
     """
     peak = z.amax(dim=1)
     is_shared = columns.is_shared(z)

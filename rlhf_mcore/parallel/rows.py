@@ -1,7 +1,7 @@
-"""Rows of a step on the move: flat tensors over the tokens of rows travel from the ranks that hold them to those that need them.
+"""Moves rows of a step: sends flat tensors over the tokens of rows from the ranks that hold them to those that need them.
 
-Every rank knows the number of tokens of all rows, who holds each, and who needs which. So both ends of every message know its
-size, and nothing but the tokens themselves travels.
+Every rank knows the number of tokens of all rows, which rank holds each, and which ranks need it. So both ends of every message
+know its size, and only the tokens themselves are sent.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ def move_rows(
         wanted: for each rank of the group the rows that it needs, in its order. Ranks that need the same rows share one array.
 
     Returns:
-        [tokens of this rank's wanted rows, ...] by name, in the order in which they are wanted.
+        [tokens of this rank's wanted rows, ...] by name, in the order of ``wanted``.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     assert len(wanted) == world_size, (len(wanted), world_size)
-    held = np.flatnonzero(holders == rank)
+    own = np.flatnonzero(holders == rank)
     place = np.full(len(lengths), -1)
-    place[held] = np.arange(len(held))
-    mine_of: dict[int, list[int]] = {}  # by identity of a wanted array: which of the held rows are in it
+    place[own] = np.arange(len(own))
+    # The places of the rank's own rows in each wanted array, by the array's identity.
+    places_of: dict[int, list[int]] = {}
     for rows in wanted:
-        if id(rows) not in mine_of:
-            mine_of[id(rows)] = place[rows[holders[rows] == rank]].tolist()
-    sent = [mine_of[id(rows)] for rows in wanted]
-    held_lengths = lengths[held].tolist()
-    sent_tokens = [sum(held_lengths[k] for k in rows) for rows in sent]
+        if id(rows) not in places_of:
+            places_of[id(rows)] = place[rows[holders[rows] == rank]].tolist()
+    sent = [places_of[id(rows)] for rows in wanted]
+    own_lengths = lengths[own].tolist()
+    sent_tokens = [sum(own_lengths[k] for k in rows) for rows in sent]
 
-    order = np.argsort(holders[wanted[rank]], kind="stable")  # rows arrive sender by sender
+    # Rows arrive sender by sender.
+    order = np.argsort(holders[wanted[rank]], kind="stable")
     arriving = wanted[rank][order]
     received_tokens = np.bincount(holders[arriving], weights=lengths[arriving], minlength=world_size)
     arriving_lengths = lengths[arriving].tolist()
@@ -58,20 +60,20 @@ def move_rows(
 
     moved = {}
     for name in sorted(fields):
-        parts = fields[name].split(held_lengths)
-        outgoing = _joined([parts[k] for rows in sent for k in rows], fields[name])
+        parts = fields[name].split(own_lengths)
+        outgoing = _join([parts[k] for rows in sent for k in rows], fields[name])
         incoming = fields[name].new_empty(int(received_tokens.sum()), *fields[name].shape[1:])
         if world_size == 1:
             incoming = outgoing
         else:
             dist.all_to_all_single(incoming, outgoing, received_tokens.astype(int).tolist(), sent_tokens, group=group)
         received = incoming.split(arriving_lengths)
-        moved[name] = _joined([received[k] for k in back], incoming)
+        moved[name] = _join([received[k] for k in back], incoming)
     return moved
 
 
 def merge_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """[B, ...] host values, of which each rank has filled in its own rows and left the others zero, on all ranks of the group.
+    """Sum host values [B, ...] over the ranks of a group, in place. Each rank has set its own rows and left the others zero.
 
     A row has one owner, so a sum has one term that is not zero: the result is exact, and does not depend on which rank owns a row.
     """
@@ -80,7 +82,7 @@ def merge_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 
 
 def owners_of(lengths: Rows, world_size: int) -> Rows:
-    """[B] the rank that stores each row: dealt back and forth from the longest to the shortest, so that tokens are nearly equal."""
+    """Assign each row [B] to a rank: dealt back and forth from the longest to the shortest, so that tokens are nearly equal."""
     order = np.argsort(-lengths, kind="stable")
     turn, place = np.divmod(np.arange(len(lengths)), world_size)
     owners = np.empty(len(lengths), np.int64)
@@ -89,10 +91,10 @@ def owners_of(lengths: Rows, world_size: int) -> Rows:
 
 
 def rows_by_rank(ranks: Rows, world_size: int) -> list[Rows]:
-    """The rows of each rank, ascending, from the rank of each row."""
+    """Return the rows of each rank, ascending, from the rank of each row."""
     counts = np.bincount(ranks, minlength=world_size)
     return np.split(np.argsort(ranks, kind="stable"), np.cumsum(counts)[:-1])
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def _join(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat(list(parts)) if parts else like.new_empty(0, *like.shape[1:])
