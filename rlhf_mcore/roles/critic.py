@@ -1,4 +1,4 @@
-"""The critic: what a response is expected to earn from each of its tokens on."""
+"""The critic: predicts the return of a response from each of its tokens on."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Critic:
     bootstrap: bool = False  # whether the states after the last tokens need values
 
     def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]:
-        """Values [N] fp32 of the states before each sampled token, zero elsewhere.
+        """Compute the values [N] fp32 of the states before each sampled token, zero elsewhere.
 
-        With ``bootstrap`` also [B] of the states after the last tokens, on every rank. Collective over the world.
+        With ``bootstrap`` also return values [B] of the states after the last tokens, on every rank. Collective over the world.
         """
         values, last = self.model.per_token_and_row(batch, scalar_outputs)
         if self.normalizer is not None:
@@ -56,7 +56,7 @@ class Critic:
         return values, last if self.bootstrap else None
 
     def deliver_update(self, batch: TrainBatch) -> Update:
-        """All updates of a step. A normalizer is updated with the step's returns first; the model then learns in its units.
+        """Prepare all updates of a step. A normalizer is first updated with the step's returns; the model then learns in its units.
 
         See :meth:`TrainedModel.deliver_update`.
         """

@@ -1,4 +1,4 @@
-"""Weights of a trained model that stay as they are."""
+"""Freezes weights of a trained model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlhf_mcore.types import ModelGeometry
 
 
 def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]:
-    """Hugging Face names of the tensors that no pattern (``model.layers.0.*``) means.
+    """Return the Hugging Face names of the tensors that match no pattern (``model.layers.0.*``).
 
     Raises:
-        ConfigError: a pattern means none, or all together mean every tensor.
+        ConfigError: a pattern matches no tensor, or the patterns match all.
     """
     known = list(hf_shapes(geometry, trained=True))
     for pattern in patterns:
@@ -37,29 +37,29 @@ def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]
 def freeze(
     chunks: Sequence[torch.nn.Module], geometry: ModelGeometry, layout: ParallelLayout, patterns: Sequence[str]
 ) -> None:
-    """Take the gradients of tensors from the model of this rank, which is in no wrapper for training yet.
+    """Turn off the gradients of frozen tensors in this rank's model, which has no wrapper for training yet.
 
     Raises:
-        ConfigError: see ``trained_names``; or Megatron has a frozen and a trained one in one tensor, or this rank has none to train.
+        ConfigError: see ``trained_names``; or one tensor of Megatron's holds frozen and trained ones, or this rank has none to train.
     """
     trained, rank, some = set(trained_names(geometry, patterns)), dist.get_rank(), False
     if geometry.tied_embeddings and layout.pp > 1 and "model.embed_tokens.weight" not in trained:
         raise ConfigError("actor.freeze: tied embeddings cannot be frozen with actor.layout.pp above 1; remove them")
     for chunk in map(unwrap, chunks):
         for name, full_name, parameter in global_names(chunk):
-            held = {piece.hf_name for piece in pieces(full_name, geometry, layout.shard_of(name, rank))}
-            if len(held & trained) not in (0, len(held)):
+            names = {piece.hf_name for piece in pieces(full_name, geometry, layout.shard_of(name, rank))}
+            if len(names & trained) not in (0, len(names)):
                 raise ConfigError(
-                    f"actor.freeze: {shortened(sorted(held - trained))} and {shortened(sorted(held & trained))} are one tensor of "
+                    f"actor.freeze: {shortened(sorted(names - trained))} and {shortened(sorted(names & trained))} are one tensor of "
                     "Megatron's; freeze all of them, or none"
                 )
-            parameter.requires_grad_(bool(held & trained))
-            some |= bool(held & trained)
-        if hasattr(chunk, "embedding"):  # recomputed layers have gradients only where their input has
-            chunk.embedding.register_forward_hook(_with_gradient)
+            parameter.requires_grad_(bool(names & trained))
+            some |= bool(names & trained)
+        if hasattr(chunk, "embedding"):  # recomputed layers have gradients only if their input has
+            chunk.embedding.register_forward_hook(_require_gradient)
     if not some:
         raise ConfigError(f"actor.freeze={list(patterns)} leaves a pipeline stage with nothing to train; remove some")
 
 
-def _with_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def _require_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

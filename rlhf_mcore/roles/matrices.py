@@ -1,4 +1,4 @@
-"""Where the matrices of a model's layers are in what a rank's optimizer steps."""
+"""Maps the optimizer's flat shards to the 2-d matrices that Muon updates."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from rlhf_mcore.types import ModelGeometry, Shard
 
 
 def matrices_of(geometry: ModelGeometry) -> Locate:
-    """Those that Muon orthogonalises: Hugging Face's tensors of two dimensions within layers, and each expert's of a stack of such."""
+    """Return a function that locates the matrices that Muon orthogonalises: Hugging Face's 2-d tensors within layers.
+
+    In a stack of experts' matrices each expert has its own.
+    """
     shapes = hf_shapes(geometry)
 
     def locate(name: str, shard: Shard, start: int, stop: int) -> list[MatrixPart]:
         if not holds_matrices(name, geometry):
             return []
-        found = regions(pieces(name, geometry, shard), start, stop)
-        return [_part(region, shapes[region.hf_name]) for region in found]
+        parts = regions(pieces(name, geometry, shard), start, stop)
+        return [_locate_part(region, shapes[region.hf_name]) for region in parts]
 
     return locate
 
 
-def _part(region: Region, shape: tuple[int, ...]) -> MatrixPart:
+def _locate_part(region: Region, shape: tuple[int, ...]) -> MatrixPart:
     leading = len(shape) - 2  # of a stack
     first, extent = region.rectangle
     number = f"[{first[0]}]" if leading else ""

@@ -1,6 +1,6 @@
-"""A model in a layout of its own, on some ranks of the world or on all of them: run over the rows of a step, and updated.
+"""Runs and updates a model over the rows of a step. The model has its own layout, on some ranks of the world or on all.
 
-What a model is trained for is an :class:`Objective`. A role (actor, critic, reward model) is a model plus an objective.
+An :class:`Objective` defines what a model is trained for. A role (actor, critic, reward model) is a model plus an objective.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ Update = Callable[[], dict[str, float]]
 
 @dataclass(slots=True)
 class RoleModel:
-    """A model, and the ways to run it over the rows of a step.
+    """A model, and methods that run it over the rows of a step.
 
-    ``model`` is None on ranks outside of the layout: these call the same methods, because they own rows too.
+    ``model`` is None on ranks outside of the layout. They call the same methods, because they own rows too.
     """
 
     layout: ParallelLayout
     model: MegatronModel | None
     spec: ModelSpec
     trainer: TrainerConfig
-    flops: ModelFlops | None = None  # None: rows are dealt to data-parallel ranks by their tokens alone
+    flops: ModelFlops | None = None  # None: rows are dealt to data-parallel ranks by their tokens only
 
     def local_parameters(self) -> list[LocalParameter]:
-        """What this rank holds of the model."""
+        """Return this rank's parameters of the model."""
         return self.model.local_parameters() if self.model is not None else []
 
     def on_device(self) -> AbstractContextManager[None]:
-        """The weights are on the device within this block, beside whatever else is there."""
+        """Keep the weights on the device within this block, beside whatever else is there."""
         return self.model.movable.use(WEIGHTS, beside=True) if self.model is not None else nullcontext()
 
     def deliver(
@@ -63,18 +63,18 @@ class RoleModel:
         fields: Mapping[str, Field],
         rows_per_unit: int = 1,
     ) -> list[RowTokens]:
-        """Bring rows from their owners to the data-parallel ranks that the model runs them on. Collective over the world.
+        """Send rows from their owners to the data-parallel ranks that run them. Collective over the world.
 
         Args:
-            parts: rows that are run together, each part dealt to the data-parallel ranks by tokens for itself.
-            fields: of the batch, tensors [N, ...] and ragged ones, which travel beside the tokens.
+            parts: rows that are run together. Each part is dealt to the data-parallel ranks by tokens separately.
+            fields: those of the batch to send with the tokens, tensors [N, ...] and ragged ones.
             rows_per_unit: so many consecutive rows of a part stay together.
 
         Returns:
-            This rank's share of each part; nothing on ranks without the model.
+            This rank's share of each part; [] on ranks without the model.
         """
         lengths = batch.lengths.numpy()
-        shares = [self._shares(batch.lengths, part, rows_per_unit) for part in parts]
+        shares = [self._deal(batch.lengths, part, rows_per_unit) for part in parts]
         by_replica = [np.array([r for share in shares for r in share[dp]], np.int64) for dp in range(self.layout.dp)]
         wanted: list[Rows] = [NO_ROWS] * dist.get_world_size()
         for rank in self.layout.ranks:
@@ -90,9 +90,9 @@ class RoleModel:
         if self.model is None:
             return []
         replica = self.layout.coordinates(dist.get_rank())["dp"]
-        mine = [share[replica] for share in shares]
-        row_lengths = [lengths[rows].tolist() for rows in mine]
-        sizes = [sum(held) for held in row_lengths]
+        own = [share[replica] for share in shares]
+        row_lengths = [lengths[rows].tolist() for rows in own]
+        sizes = [sum(of_part) for of_part in row_lengths]
         columns = {name: tensor.split(sizes) for name, tensor in moved.items()}
         others = {name: split_tokens(field, sizes) for name, field in ragged.items()}
         return [
@@ -102,14 +102,16 @@ class RoleModel:
                 {name: column[number] for name, column in columns.items()},
                 {name: column[number] for name, column in others.items()},
             )
-            for number, rows in enumerate(mine)
+            for number, rows in enumerate(own)
         ]
 
-    def microbatches(self, held: RowTokens, rows_per_unit: int = 1, *, forward_only: bool = False) -> list[Microbatch]:
-        """Rows of this rank as microbatches: limited in tokens, padded for its layout, as many as the pipeline needs.
+    def microbatches(
+        self, tokens: RowTokens, rows_per_unit: int = 1, *, forward_only: bool = False
+    ) -> list[Microbatch]:
+        """Cut this rank's rows into microbatches: limited in tokens, padded for its layout, as many as the pipeline needs.
 
-        Where tensor-parallel communication overlaps computation all are filled up to the limit, also without a backward pass.
-        Data-parallel ranks among which experts are sharded exchange tokens in every layer, so they all run equally many.
+        If tensor-parallel communication overlaps computation, all are padded to the limit, also without a backward pass.
+        Data-parallel ranks with sharded experts exchange tokens in every layer, so they all run equally many.
         """
         assert self.model is not None
         limit, multiple = self.trainer.max_tokens_per_microbatch, self.layout.token_multiple
@@ -119,7 +121,7 @@ class RoleModel:
             limit = self.trainer.forward_tokens or 2 * limit
         split = partial(
             make_microbatches,
-            held,
+            tokens,
             rows_per_unit=rows_per_unit,
             max_tokens=limit,
             packing=self.trainer.packing,
@@ -127,12 +129,12 @@ class RoleModel:
             sequence_multiple=self.layout.sequence_multiple,
             multiple_of=self.layout.pp if self.layout.vpp else 1,
         )
-        made = split()
+        microbatches = split()
         if self.layout.ep == 1:
-            return made
+            return microbatches
         group = self.model.groups.collection.dp
-        most = int(reduce_sums({"count_max": float(len(made))}, group)["count_max"])
-        return made if len(made) == most else split(min_count=most)
+        most = int(reduce_sums({"count_max": float(len(microbatches))}, group)["count_max"])
+        return microbatches if len(microbatches) == most else split(min_count=most)
 
     def per_token(
         self,
@@ -142,30 +144,30 @@ class RoleModel:
         *,
         shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """What ``function`` returns at the predictor of each token in the loss mask: [N, *shape] fp32, zero elsewhere.
+        """Return the result of ``function`` for each token in the loss mask, at its predictor: [N, *shape] fp32, zero elsewhere.
 
-        Collective over the world. ``fields``: of the batch, as in ``deliver``, that it finds in the microbatches. ``shape``: of what
-        it returns for a token.
+        Collective over the world. ``fields``: those of the batch, as in ``deliver``, that the microbatches hold for it. ``shape``:
+        that of its result for a token.
         """
         return self.to_owners(batch, self._run(batch, function, fields, shape)[1])
 
     def per_row(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
-        """What ``function`` returns at the last token of each row: [B] fp32 on every rank. Collective over the world."""
+        """Return the result of ``function`` at the last token of each row: [B] fp32 on every rank. Collective over the world."""
         last, _ = self._run(batch, function)
         return merge_rows(last)
 
     def per_token_and_row(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor]:
-        """Both of the above, in one run of the model."""
+        """Return the results of ``per_token`` and ``per_row`` from one run of the model."""
         last, tokens = self._run(batch, function)
         return self.to_owners(batch, tokens), merge_rows(last)
 
     def to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
-        """Values of tokens in the loss mask, on the ranks that own the rows: [N, ...] fp32, zero elsewhere. Collective over the world.
+        """Send values of tokens in the loss mask to the owners of the rows: [N, ...] fp32, zero elsewhere. Collective over the world.
 
-        ``tokens``: those of all rows that were run together, back to back on the first rank of each data-parallel rank's last stage.
+        ``tokens``: values of all rows that were run together, back to back on the first rank of each data-parallel rank's last stage.
         """
         holders = np.zeros(batch.num_rows, np.int64)
-        for replica, rows in enumerate(self._shares(batch.lengths, range(batch.num_rows), 1)):
+        for replica, rows in enumerate(self._deal(batch.lengths, range(batch.num_rows), 1)):
             holders[rows] = self.layout.rank_of(dp=replica, pp=self.layout.pp - 1)
         owned = rows_by_rank(batch.owners.numpy(), dist.get_world_size())
         values = move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)["values"]
@@ -173,7 +175,7 @@ class RoleModel:
 
     @property
     def keeps_outputs(self) -> bool:
-        """Whether this rank gives the outputs of its data-parallel rank to others."""
+        """Whether this rank sends the outputs of its data-parallel rank to the owners."""
         if self.model is None or not self.model.is_last_stage:
             return False
         return self.model.groups.tp_rank == 0 and self.model.groups.cp_rank == 0
@@ -185,20 +187,20 @@ class RoleModel:
         fields: Mapping[str, Field] | None = None,
         shape: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Outputs of all rows where they were computed: [B, *shape], and flat tokens."""
-        held = self.deliver(batch, [range(batch.num_rows)], fields or {})
+        """Return the outputs at the last tokens [B, *shape] and at all tokens of the rows that this rank has run."""
+        parts = self.deliver(batch, [range(batch.num_rows)], fields or {})
         last, tokens = torch.zeros(batch.num_rows, *shape), torch.zeros(0, *shape)
         if self.model is not None:
-            microbatches = self.microbatches(held[0], forward_only=True)
+            microbatches = self.microbatches(parts[0], forward_only=True)
             outputs = self.model.forward(microbatches, function)
             if self.keeps_outputs:
-                rows, lengths = held[0].rows, held[0].lengths
+                rows, lengths = parts[0].rows, parts[0].lengths
                 tokens = restore_tokens(outputs, microbatches, lengths)
                 last[rows] = restore_last(outputs, microbatches, len(rows))
         return last, tokens
 
-    def _shares(self, lengths: Tensor, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
-        """The rows of each data-parallel rank, ascending: about equally much to compute. The same on every rank of the world."""
+    def _deal(self, lengths: Tensor, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
+        """Deal rows to the data-parallel ranks, ascending, with about equal costs. The same on every rank of the world."""
         units, costs = in_units(rows, rows_per_unit), lengths.double()
         if self.flops is not None:  # in units of a token without attention
             costs = costs + self.flops.attention(costs) / (self.flops.token + self.flops.logits)
@@ -207,31 +209,31 @@ class RoleModel:
 
 
 class Objective(Protocol):
-    """What a model is trained for. By default it reads no field, takes the aggregation's token weights, and rows are independent."""
+    """The loss of a model. By default it reads no field, uses the aggregation's token weights, and rows are independent."""
 
     rows_per_unit: ClassVar[int] = 1  # so many consecutive rows of a batch stay together in a microbatch
-    losses: ClassVar[tuple[str, ...]] = ("loss",)  # sums that are means over their minibatch: summed with its weights
+    losses: ClassVar[tuple[str, ...]] = ("loss",)  # sums with the minibatch's weights, so means over the minibatch
 
     def fields(self, batch: TrainBatch) -> Mapping[str, Field]:
-        """What the loss reads of the batch, tensors [N, ...] and ragged fields; it travels with the tokens."""
+        """Return the fields of the batch that the loss reads, tensors [N, ...] and ragged ones. They are sent with the tokens."""
         return {}
 
-    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
-        """Token weights [N] of the loss, from those of the aggregation. ``num_rows``: of the minibatch, over all ranks."""
+    def weights(self, tokens: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
+        """Return token weights [N] of the loss from those of the aggregation. ``num_rows``: of the minibatch, over all ranks."""
         return weights
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Loss of a microbatch, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""
+        """Return a microbatch's loss, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""
         ...
 
     def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        """Sums over the step's updates under their public names. ``num_tokens``: trainable ones of these updates."""
+        """Convert sums over the step's updates to public metrics. ``num_tokens``: trainable tokens of these updates."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPlan:
-    """How a step's rows become updates: ``prompts_per_minibatch`` each, ``epochs`` times over all of them."""
+    """The updates of a step: ``prompts_per_minibatch`` prompts each, ``epochs`` passes over all rows."""
 
     prompts_per_minibatch: int
     epochs: int = 1
@@ -241,7 +243,7 @@ class MinibatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class MinibatchCounts:
-    """What a minibatch has over all ranks: trainable tokens, rows, and all tokens of these."""
+    """Counts of a minibatch over all ranks: trainable tokens, rows, and all tokens of the rows."""
 
     sampled: int
     rows: int
@@ -252,41 +254,41 @@ class MinibatchCounts:
 class TrainedModel(RoleModel):
     """A model with an optimizer, updated by minibatches. ``name`` prefixes the metrics.
 
-    ``trained``: Hugging Face names of the tensors that the optimizer has, None: of all.
+    ``trained``: Hugging Face names of the tensors that the optimizer updates; None: all.
     """
 
     optimizer: OptimizerConfig
     plan: MinibatchPlan
     name: str
     trained: Sequence[str] | None = None
-    progress: Callable[[str], None] = lambda text: None  # how far the updates of a step are
-    num_updates: int = field(default=0, init=False)  # skipped ones count too
-    # Updates in a row, the last one among them, without a finite gradient.
+    progress: Callable[[str], None] = lambda text: None  # shows the current update of the step
+    num_updates: int = field(default=0, init=False)  # including skipped ones
+    # Updates in a row without a finite gradient, up to the last one.
     num_bad: int = field(default=0, init=False)
 
     def deliver_update(self, batch: TrainBatch, objective: Objective) -> Update:
-        """Bring the rows of a step to the ranks that learn from them. Collective over the world.
+        """Send the rows of a step to the ranks that learn from them. Collective over the world.
 
         Returns:
-            What makes all updates of the step. Collective over the ranks of the model alone, so that models on different ranks learn
-            at the same time. It returns their metrics, nothing on ranks without the model: means over the tokens, or rows, of all
-            updates, as if they were one; of the gradient's norm and the like, over updates. ``<name>/not_finite`` is among them
-            when the updates have left a weight or a moment NaN or infinite on any rank.
+            A function that makes all updates of the step. It is collective over the ranks of the model only, so that models on
+            different ranks learn at the same time. It returns metrics, none on ranks without the model: means over the tokens, or
+            rows, of all updates, as if they were one; for the gradient's norm and the like, means over updates.
+            ``<name>/not_finite`` is among them if a weight or a moment is NaN or infinite on any rank after the updates.
         """
         parts = minibatches(batch, self.plan.prompts_per_minibatch)
         fields: dict[str, Field] = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
-        held = self.deliver(batch, parts, fields, objective.rows_per_unit)
+        shares = self.deliver(batch, parts, fields, objective.rows_per_unit)
         counts = [
             MinibatchCounts(int(batch.num_sampled[rows].sum()), len(rows), int(batch.lengths[rows].sum()))
             for rows in parts
         ]
         if self.model is None:
             return dict
-        weighted = [self._weighted(batch, objective, tokens, count) for tokens, count in zip(held, counts, strict=True)]
+        weighted = [self._weigh(batch, objective, tokens, count) for tokens, count in zip(shares, counts, strict=True)]
         return partial(self._update_all, objective, weighted, counts)
 
     def makes_one_update(self, batch: TrainBatch) -> bool:
-        """Whether a step learns from these rows in one update."""
+        """Return whether a step learns from these rows in one update."""
         return self.plan.epochs == 1 and len(minibatches(batch, self.plan.prompts_per_minibatch)) == 1
 
     def tokens_of_update(
@@ -297,26 +299,26 @@ class TrainedModel(RoleModel):
         *,
         shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """What a loss has kept of the microbatches of the one update of a step, as ``per_token``. Collective over the world."""
+        """Return outputs that a loss has kept in the only update of a step, as ``per_token`` does. Collective over the world."""
         tokens = torch.zeros(0, *shape)
         if self.keeps_outputs:
             replica = self.layout.coordinates(dist.get_rank())["dp"]
-            rows = self._shares(batch.lengths, range(batch.num_rows), 1)[replica]
+            rows = self._deal(batch.lengths, range(batch.num_rows), 1)[replica]
             tokens = restore_tokens(outputs, microbatches, batch.lengths[rows].tolist())
         return self.to_owners(batch, tokens)
 
-    def _weighted(self, batch: TrainBatch, objective: Objective, held: RowTokens, counts: MinibatchCounts) -> RowTokens:
-        """The rows with token weights in place of the loss mask."""
-        sampled = batch.num_sampled[held.rows]
+    def _weigh(self, batch: TrainBatch, objective: Objective, tokens: RowTokens, counts: MinibatchCounts) -> RowTokens:
+        """Replace the loss mask of rows by token weights."""
+        sampled = batch.num_sampled[tokens.rows]
         aggregation, constant = self.plan.loss_aggregation, self.plan.constant_length
         per_row = row_weights(
             sampled, aggregation, num_tokens=counts.sampled, num_rows=counts.rows, constant_length=constant
         )
-        fields = dict(held.fields)
-        lengths = torch.tensor(held.lengths, dtype=torch.int64)
+        fields = dict(tokens.fields)
+        lengths = torch.tensor(tokens.lengths, dtype=torch.int64)
         weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)
-        fields["weights"] = objective.weights(held, weights, counts.rows)
-        return RowTokens(held.rows, held.lengths, fields, held.ragged)
+        fields["weights"] = objective.weights(tokens, weights, counts.rows)
+        return RowTokens(tokens.rows, tokens.lengths, fields, tokens.ragged)
 
     def _update_all(
         self, objective: Objective, parts: list[RowTokens], counts: list[MinibatchCounts]
@@ -325,32 +327,32 @@ class TrainedModel(RoleModel):
         sums: list[dict[str, float]] = []
         outcomes: list[dict[str, float]] = []
         with self.model.updating():
-            for held in parts * self.plan.epochs:
+            for tokens in parts * self.plan.epochs:
                 self.progress(f"{self.name}, update {len(sums) + 1} of {len(parts) * self.plan.epochs}")
-                of_update, outcome = self._update(objective, held)
+                of_update, outcome = self._update(objective, tokens)
                 sums.append(of_update)
                 outcomes.append(outcome)
             self.model.gather_weights()
-            is_finite = self._all_ranks(self.is_finite())
-        found = self._metrics_of_step(objective, sums, counts * self.plan.epochs)
-        found |= {
+            is_finite = self._holds_everywhere(self.is_finite())
+        metrics = self._merge_sums(objective, sums, counts * self.plan.epochs)
+        metrics |= {
             f"{self.name}/{key}": sum(outcome[key] for outcome in outcomes) / len(outcomes) for key in outcomes[0]
         }
         if not is_finite:
-            found[f"{self.name}/not_finite"] = 1.0
-        return found | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
+            metrics[f"{self.name}/not_finite"] = 1.0
+        return metrics | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
 
-    def _metrics_of_step(
+    def _merge_sums(
         self, objective: Objective, sums: list[dict[str, float]], counts: list[MinibatchCounts]
     ) -> dict[str, float]:
-        """Sums of all updates over what all of them count. A loss weighs as much as what it is a mean of: tokens, or rows."""
+        """Merge the sums of all updates into metrics. An update's loss is weighted by the tokens, or rows, that it is a mean of."""
         by_tokens = self.plan.loss_aggregation == "token"
         masses = {key: [count.sampled if by_tokens else count.rows for count in counts] for key in objective.losses}
         masses["load_balance"] = [count.tokens for count in counts]
         total = {}
         for name in sums[0]:
-            shares = _shares_of(masses[name]) if name in masses else [1.0] * len(sums)
-            total[name] = sum(share * found[name] for share, found in zip(shares, sums, strict=True))
+            shares = _normalize(masses[name]) if name in masses else [1.0] * len(sums)
+            total[name] = sum(share * of_update[name] for share, of_update in zip(shares, sums, strict=True))
         mtp_nll, mtp_tokens = total.pop("mtp_nll", None), total.pop("mtp_tokens", 0.0)
         balance = total.pop("load_balance", None)
         named = objective.metrics(total, max(float(sum(count.sampled for count in counts)), 1.0))
@@ -361,19 +363,19 @@ class TrainedModel(RoleModel):
         return named
 
     def is_finite(self) -> bool:
-        """Whether the weights and the optimizer's state on this rank hold no NaN and no infinity. Local."""
+        """Return whether the weights and the optimizer's state on this rank hold no NaN and no infinity. Local."""
         return self.model is None or self.model.optimizer is None or self.model.optimizer.is_finite()
 
-    def _update(self, objective: Objective, held: RowTokens) -> tuple[dict[str, float], dict[str, float]]:
-        """One update. Returns its sums, and what there is one of by update."""
+    def _update(self, objective: Objective, tokens: RowTokens) -> tuple[dict[str, float], dict[str, float]]:
+        """Make one update. Returns its sums, and the metrics with one value per update."""
         assert self.model is not None
-        microbatches = self.microbatches(held, objective.rows_per_unit)
+        microbatches = self.microbatches(tokens, objective.rows_per_unit)
         metrics = self.model.forward_backward(microbatches, partial(objective.loss, self.model))
         sums = self._reduce(metrics)
         lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
-        # The loss may be NaN on one tensor-parallel rank alone; all ranks of the role have to skip the same updates.
+        # The loss may be NaN on a single tensor-parallel rank; all ranks of the role have to skip the same updates.
         outcome = StepOutcome(False, math.nan, finite=False)
-        if self._all_ranks(math.isfinite(sums["loss"])):
+        if self._holds_everywhere(math.isfinite(sums["loss"])):
             outcome = self.model.step(lr)
         self.num_updates += 1
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
@@ -384,13 +386,13 @@ class TrainedModel(RoleModel):
             optimizer["mtp_grad_norm"] = outcome.norm_alone
         return sums, optimizer
 
-    def _all_ranks(self, holds: bool) -> bool:
-        """Whether it holds on every rank of the role. Collective over them."""
+    def _holds_everywhere(self, holds: bool) -> bool:
+        """Return whether a condition holds on every rank of the role. Collective over them."""
         assert self.model is not None
         return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
 
     def _reduce(self, metrics: list[Metrics]) -> dict[str, float]:
-        """Sums over microbatches and data-parallel ranks, known to the last stage, on every rank of the role."""
+        """Sum the last stage's metrics over microbatches and data-parallel ranks. Returns them on every rank of the role."""
         assert self.model is not None
         groups = self.model.groups
         sums: dict[str, float] = {}
@@ -398,19 +400,20 @@ class TrainedModel(RoleModel):
             device = metrics[0]["loss"].device
             sums_of = (sum(m[name] for m in metrics) for name in metrics[0])
             values = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in sums_of]
-            local = dict(zip(metrics[0], torch.stack(values).tolist(), strict=True))  # waits for the device once
+            # It waits for the device once.
+            local = dict(zip(metrics[0], torch.stack(values).tolist(), strict=True))
             sums = reduce_sums(local, groups.collection.dp)
         if groups.layout.pp > 1:
             sums = broadcast_json(sums, groups.layout.pp - 1, groups.collection.pp)
         return sums
 
 
-def _shares_of(masses: Sequence[int]) -> list[float]:
+def _normalize(masses: Sequence[int]) -> list[float]:
     total = sum(masses)
     return [mass / total if total else 1.0 / len(masses) for mass in masses]
 
 
 def minibatches(batch: TrainBatch, prompts_per_minibatch: int) -> list[list[int]]:
-    """Rows of each minibatch: those of consecutive prompts. It depends on the prompts only, never on a layout."""
+    """Return the rows of each minibatch, those of consecutive prompts. They depend only on the prompts, not on a layout."""
     numbers = torch.div(batch.group_ids, prompts_per_minibatch, rounding_mode="floor")
     return [(numbers == number).nonzero().flatten().tolist() for number in numbers.unique().tolist()]

@@ -1,4 +1,4 @@
-"""The policies of a run: an actor, trained by reinforcement, and the frozen reference it is compared with."""
+"""The policies of a run: an actor, trained by reinforcement, and the frozen reference."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rlhf_mcore.types import Field, Microbatch, Ragged, TrainBatch
 def logprobs_of(
     model: RoleModel, batch: TrainBatch, temperature: float, support: Ragged[Tensor] | None = None
 ) -> Tensor:
-    """Logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world.
+    """Compute logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world.
 
-    With a ``support`` of the batch's tokens [N, 2], as ``drawn_logprobs``.
+    With a ``support`` of the batch's tokens the result is [N, 2], as that of ``drawn_logprobs``.
     """
 
     def logprobs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
@@ -40,15 +40,18 @@ def logprobs_of(
     return model.per_token(batch, logprobs, {**fields, "support": support}, shape=(2,))
 
 
-def drawn_logprobs(found: TokenLogprobs) -> Tensor:
-    """Logprobs under the distribution that tokens were drawn from, [...]; with a support the log of its mass beside them, [..., 2]."""
-    if found.log_mass is None:
-        return found.logprobs
-    return torch.stack([found.logprobs - found.log_mass, found.log_mass], dim=-1)
+def drawn_logprobs(whole: TokenLogprobs) -> Tensor:
+    """Return logprobs under the distribution that tokens were drawn from: [...], or with a support [..., 2] with the log of its mass.
+
+    ``whole``: logprobs under the whole distribution.
+    """
+    if whole.log_mass is None:
+        return whole.logprobs
+    return torch.stack([whole.logprobs - whole.log_mass, whole.log_mass], dim=-1)
 
 
 def keep_logprobs(batch: TrainBatch, drawn: Tensor) -> Tensor:
-    """The logprobs [N] of what ``drawn_logprobs`` has made; the log masses, where there are any, go into the batch."""
+    """Return the logprobs [N] in the result of ``drawn_logprobs``, and set ``batch.log_mass`` if there is a support."""
     if batch.support is None:
         return drawn
     logprobs, batch.log_mass = drawn.contiguous().unbind(-1)
@@ -57,29 +60,29 @@ def keep_logprobs(batch: TrainBatch, drawn: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Reference:
-    """The frozen policy. It has the actor's layout, so it can be brought up to date rank by rank."""
+    """The frozen policy. It has the actor's layout, so it can be refreshed rank by rank."""
 
     model: RoleModel
     temperature: float
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [N] fp32 of the sampled tokens, zero elsewhere. Collective over the world."""
+        """Compute logprobs [N] fp32 of the sampled tokens, zero elsewhere. Collective over the world."""
         return logprobs_of(self.model, batch, self.temperature)
 
     def refresh(self, actor: Actor) -> None:
         """Copy the actor's weights."""
-        mine, new = self.model.model, actor.model.model
-        if mine is None or new is None:
+        own, new = self.model.model, actor.model.model
+        if own is None or new is None:
             return
-        with new.movable.use(WEIGHTS), mine.movable.use(WEIGHTS, writes=True):
-            sources = {source.name: source.tensor for source in new.local_parameters()}  # MTP layers may be beside them
-            for parameter in mine.local_parameters():
+        with new.movable.use(WEIGHTS), own.movable.use(WEIGHTS, writes=True):
+            sources = {source.name: source.tensor for source in new.local_parameters()}  # it may have MTP layers too
+            for parameter in own.local_parameters():
                 parameter.tensor.copy_(sources[parameter.name])
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective(Objective):
-    """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus the KL term where it is in the loss."""
+    """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus the KL term if it is part of the loss."""
 
     losses: ClassVar[tuple[str, ...]] = ("loss", "policy")
 
@@ -88,7 +91,7 @@ class PolicyObjective(Objective):
     temperature: float
     kl_coef: float = 0.0
     with_entropy: bool = True  # whether it is a metric; a bonus needs it in any case
-    # Logprobs of the update's forward pass, where they are the old ones too, and the microbatches that they are of.
+    # Logprobs of the update's forward pass with their microbatches, if these are the old logprobs too.
     kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
     def fields(self, batch: TrainBatch) -> dict[str, Field]:
@@ -107,16 +110,16 @@ class PolicyObjective(Objective):
         }
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Weighted sums throughout. Without ``old_logprobs`` the policy before the update is the present one: every ratio is 1.
+        """Sum the terms of the loss. Without ``old_logprobs`` the old policy is the current one: every ratio is 1.
 
-        Ratios are of the distribution that was drawn from, so under a support renormalised. Entropy and KL are of the whole one.
+        Ratios use the distribution that was drawn from, renormalised on a support. Entropy and KL use the whole distribution.
         """
-        found = model.logprobs_and_entropy(
+        whole = model.logprobs_and_entropy(
             outputs, microbatch, self.temperature, with_entropy=self.with_entropy or bool(self.algorithm.entropy_coef)
         )
-        entropy, logprobs = found.entropy, found.logprobs
-        if found.log_mass is not None:
-            logprobs = logprobs - found.log_mass
+        entropy, logprobs = whole.entropy, whole.logprobs
+        if whole.log_mass is not None:
+            logprobs = logprobs - whole.log_mass
         fields = microbatch.fields_on(logprobs.device)
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
@@ -125,7 +128,7 @@ class PolicyObjective(Objective):
         old = fields.get("old_logprobs")
         if old is None:
             old = logprobs.detach()
-            self.kept.append((drawn_logprobs(found).detach(), microbatch))
+            self.kept.append((drawn_logprobs(whole).detach(), microbatch))
         corrected = weights * fields["correction"] if "correction" in fields else weights
         if "rollout_logprobs" in fields:
             corrected = corrected * factors_of_microbatch(
@@ -150,7 +153,7 @@ class PolicyObjective(Objective):
             assert entropy is not None
             loss = loss - cfg.entropy_coef * weighted_sum(entropy, weights)
         if self.kl_coef:
-            kl = kl_penalty(found.logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable, clip=cfg.kl.clip)
+            kl = kl_penalty(whole.logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable, clip=cfg.kl.clip)
             loss = loss + self.kl_coef * weighted_sum(kl, weights)
             metrics["kl"] = masked_sum(kl.detach(), trainable)
         return loss, metrics
@@ -176,25 +179,25 @@ class Actor:
         self._objective = PolicyObjective(self.algorithm, policy_loss, self.temperature)
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [N] fp32 of the sampled tokens under the distribution that they were drawn from, zero elsewhere.
+        """Compute logprobs [N] fp32 of the sampled tokens under the distribution that they were drawn from, zero elsewhere.
 
-        With a support ``batch.log_mass`` is filled in too. Collective over the world.
+        With a support ``batch.log_mass`` is set too. Collective over the world.
         """
         return keep_logprobs(batch, logprobs_of(self.model, batch, self.temperature, batch.support))
 
     def deliver_update(self, batch: TrainBatch) -> Update:
-        """All updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
+        """Prepare all updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
         self._objective = replace(self._objective, kl_coef=batch.kl_coef, with_entropy=batch.with_entropy, kept=[])
         return self.model.deliver_update(batch, self._objective)
 
     def makes_one_update(self, batch: TrainBatch) -> bool:
-        """Whether a step learns from these rows in one update."""
+        """Return whether a step learns from these rows in one update."""
         return self.model.makes_one_update(batch)
 
     def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [N] fp32 of the forward pass of the update of these rows, as ``compute_logprobs``. Collective over the world."""
+        """Return logprobs [N] fp32 of the update's forward pass, in the form of ``compute_logprobs``. Collective over the world."""
         kept = self._objective.kept
-        values, parts = [values for values, _ in kept], [held for _, held in kept]
-        found = self.model.tokens_of_update(batch, values, parts, shape=() if batch.support is None else (2,))
+        values, microbatches = [values for values, _ in kept], [microbatch for _, microbatch in kept]
+        drawn = self.model.tokens_of_update(batch, values, microbatches, shape=() if batch.support is None else (2,))
         kept.clear()
-        return keep_logprobs(batch, found)
+        return keep_logprobs(batch, drawn)

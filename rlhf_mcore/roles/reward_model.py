@@ -23,7 +23,7 @@ class RewardModel:
     model: RoleModel
 
     def compute_scores(self, batch: TrainBatch) -> Tensor:
-        """[B] fp32, on every rank. Collective over the world."""
+        """Compute the scores [B] fp32, on every rank. Collective over the world."""
         return self.model.per_row(batch, scalar_outputs)
 
 
@@ -31,24 +31,24 @@ class RewardModel:
 class PairwiseObjective(Objective):
     """Bradley-Terry: rows 2k and 2k + 1 of a batch are the chosen and the rejected response of a pair.
 
-    The score of a row is the model's output at its last token, as ``RewardModel`` takes it.
+    The score of a row is the model's output at its last token, as in ``RewardModel``.
     """
 
     rows_per_unit: ClassVar[int] = 2
 
     centering: float
 
-    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
-        """1 / pairs at the last token of each row, and nothing elsewhere."""
-        last = torch.tensor(list(accumulate(held.lengths)), dtype=torch.int64) - 1
+    def weights(self, tokens: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
+        """Return 1 / pairs at the last token of each row, and zero elsewhere."""
+        last = torch.tensor(list(accumulate(tokens.lengths)), dtype=torch.int64) - 1
         return torch.zeros_like(weights).index_fill_(0, last, self.rows_per_unit / max(num_rows, 1))
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        found = scalar_outputs(outputs, microbatch)
-        last = microbatch.placed.get("last_positions", last_positions(microbatch)).to(found.device)
-        # A field holds at each position the value of the token after it, so the last token's is one before.
-        weights = microbatch.fields_on(found.device)["weights"].flatten()[last - 1]
-        pairs, scores = weights.view(-1, 2), found.flatten()[last].view(-1, 2)
+        scalars = scalar_outputs(outputs, microbatch)
+        last = microbatch.placed.get("last_positions", last_positions(microbatch)).to(scalars.device)
+        # A field holds at each position the value of the next token, so the last token's is one before.
+        weights = microbatch.fields_on(scalars.device)["weights"].flatten()[last - 1]
+        pairs, scores = weights.view(-1, 2), scalars.flatten()[last].view(-1, 2)
         loss, metrics = bradley_terry_loss(scores[:, 0], scores[:, 1], pairs[:, 0], centering=self.centering)
         return loss, {**metrics, "pairs": (pairs[:, 0] > 0).sum().float()}
 
@@ -70,5 +70,5 @@ class RewardModelTrainer(RewardModel):
     centering: float
 
     def deliver_update(self, batch: TrainBatch) -> Update:
-        """One update. See :meth:`TrainedModel.deliver_update`."""
+        """Prepare one update. See :meth:`TrainedModel.deliver_update`."""
         return self.model.deliver_update(batch, PairwiseObjective(self.centering))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trained role: a Hugging Face directory, and beside its weights the state of the optimizer."""
+"""The files of a role in a checkpoint: a Hugging Face directory, and beside its weights the state of the optimizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COUNTS = ("num_updates", "num_bad_updates")
 class RoleFiles:
     """Writes and reads one model's part of a checkpoint, ``<checkpoint>/<name>``. Built and called on every rank of the world.
 
-    Of a role that is not trained only the weights are kept.
+    A role that is not trained has only weights.
     """
 
     def __init__(self, name: str, role: RoleModel, exporter: Exporter):
@@ -43,21 +43,22 @@ class RoleFiles:
         self._image: FileImage | None = None
 
     def num_bytes(self) -> int:
-        """Size of the files that this rank writes. Local."""
-        state = self._state().layout
-        return self._exporter.num_bytes + state.num_bytes + len(state.header)  # the index names what headers name
+        """Return the size of the files that this rank writes. Local."""
+        state = self._build_state().layout
+        # The index is about as large as the headers, whose tensors it names.
+        return self._exporter.num_bytes + state.num_bytes + len(state.header)
 
     def is_finite(self) -> bool:
-        """Whether what would be saved of a trained role holds no NaN and no infinity on this rank. Local."""
+        """Return whether this rank's weights and state of a trained role hold no NaN and no infinity. Local."""
         return not isinstance(self._role, TrainedModel) or self._role.is_finite()
 
     def write(self, checkpoint: Path) -> list[Path]:
         """Write this rank's files straight from the live tensors and return their paths. Collective over the world.
 
-        Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
+        It runs to its end on every rank even if files of this one fail, and raises afterwards.
         """
         directory = checkpoint / self.name
-        index = self._gather_index(state := self._state())
+        index = self._gather_index(state := self._build_state())
         with self._role.on_device():
             paths = self._exporter.write(directory)
         if state.described:
@@ -67,13 +68,13 @@ class RoleFiles:
         return paths + _write_index(directory, index)
 
     def snapshot(self) -> Callable[[Path], list[Path]]:
-        """Copy everything into host memory that is kept for the next time. Collective over the world.
+        """Copy everything into host memory, which is kept for the next snapshot. Collective over the world.
 
-        Only weights that are put together from several ranks' or columns are copied here, and those that leave the device. The others
-        and the state of the optimizer, most of the bytes, are copied by a thread while the run continues: the next update waits for
-        it, and before that come evaluation and generation.
+        Only weights that are joined from those of several ranks or columns are copied here, and those that leave the device. The
+        others and the state of the optimizer, most of the bytes, are copied by a thread while the run continues: the next update
+        waits for it, after evaluation and generation.
 
-        Returns what writes the copy: it needs no other rank, and may run in a thread of its own, until the next snapshot.
+        Returns a function that writes the copy. It needs no other rank, and may run in a thread of its own, until the next snapshot.
         """
         model, optimizer = self._role.model, self._optimizer
         stays = optimizer is not None and model is not None and WEIGHTS not in model.movable.parts
@@ -82,7 +83,7 @@ class RoleFiles:
             if not stays:
                 copy_weights()
         images, copies = [(image, "") for image in kept], [copy_weights] if stays else []
-        state = self._state()
+        state = self._build_state()
         if state.described:
             if self._image is None or self._image.layout.header != state.layout.header:
                 self._image = FileImage.empty(state_file(dist.get_rank()), state.layout)
@@ -91,7 +92,7 @@ class RoleFiles:
         copied: Future[None] | None = None
         if copies:
             assert optimizer is not None
-            copied = optimizer.read_in_thread(partial(_each, copies))
+            copied = optimizer.read_in_thread(partial(_run_all, copies))
         if self._role.model is not None:
             self._role.model.platform.synchronize()
         index = self._gather_index(state)
@@ -108,7 +109,7 @@ class RoleFiles:
         return write
 
     def load_state(self, checkpoint: Path) -> None:
-        """Fill the optimizer from a checkpoint whose weights the model has already. Local.
+        """Load the optimizer's state from a checkpoint whose weights the model has already. Local.
 
         Raises:
             ConfigError: the state is damaged, of another model, or does not belong to these weights.
@@ -130,14 +131,14 @@ class RoleFiles:
 
     @property
     def _optimizer(self) -> Optimizer | None:
-        """Of a trained role, where this rank holds a part of it."""
+        """The optimizer of a trained role, None if this rank holds no part of it."""
         return self._role.model.optimizer if self._role.model is not None else None
 
-    def _state(self) -> RankState:
+    def _build_state(self) -> RankState:
         return RankState(self._optimizer.shards() if self._optimizer is not None else [], self._geometry)
 
     def _gather_index(self, state: RankState) -> dict[str, Any] | None:
-        """On the first rank, of a role that is trained."""
+        """Gather the index of a trained role's state. Returns it on the first rank, None on others."""
         role = self._role
         if not isinstance(role, TrainedModel):
             return None
@@ -148,9 +149,9 @@ class RoleFiles:
         return gather_index(state.described, self._geometry, scalars, world_group(), role.trained)
 
 
-def _each(works: Sequence[Callable[[], None]]) -> None:
-    for work in works:
-        work()
+def _run_all(actions: Sequence[Callable[[], None]]) -> None:
+    for action in actions:
+        action()
 
 
 def _write_index(directory: Path, index: dict[str, Any] | None) -> list[Path]:

@@ -32,9 +32,9 @@ class SupervisedActor:
     model: TrainedModel
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [N] fp32 of the response tokens, zero elsewhere. Collective over the world."""
+        """Compute logprobs [N] fp32 of the response tokens, zero elsewhere. Collective over the world."""
         return logprobs_of(self.model, batch, temperature=1.0)
 
     def deliver_update(self, batch: TrainBatch) -> Update:
-        """One update. See :meth:`TrainedModel.deliver_update`."""
+        """Prepare one update. See :meth:`TrainedModel.deliver_update`."""
         return self.model.deliver_update(batch, ImitationObjective())

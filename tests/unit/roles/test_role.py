@@ -253,7 +253,7 @@ def test_rows_are_dealt_by_what_they_cost_attention_included() -> None:
 
     def shares(flops: ModelFlops | None) -> list[list[int]]:
         held = RoleModel(ParallelLayout(2), None, Lookup().spec, TrainerConfig(), flops)
-        return held._shares(torch.tensor([8, 6, 2, 2, 2, 2]), range(6), 1)
+        return held._deal(torch.tensor([8, 6, 2, 2, 2, 2]), range(6), 1)
 
     assert shares(ModelFlops(token=0.6, pair=1.0, logits=0.4)) == [[0], [1, 2, 3, 4, 5]]
     tokens = [8, 6, 2, 2, 2, 2]
