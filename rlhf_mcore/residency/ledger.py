@@ -1,4 +1,4 @@
-"""The ledger of a device: what is on it, the most at a time in every phase, and that nothing comes or goes out of order."""
+"""The ledger of a device: records its allocations and each phase's peak, and refuses those that are out of order."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ OUTSIDE = "between_phases"
 
 
 class OutOfOrder(RuntimeError):
-    """Memory was asked for, or given back, against the plan. It is a mistake of this program, not of its user."""
+    """Memory was allocated or freed against the plan. It is a bug of this program, not a mistake of its user."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes by name of what moves to this rank's device and leaves it.
+    """Bytes by name of the parts that move to and from this rank's device.
 
-    What never moves is not in it, nor what a pass needs for itself. While an engine's cache is allocated, nothing that only an update
-    needs may be: the one leaves before the other comes.
+    Tensors that never move and those inside a pass are not counted. While an engine's cache is allocated, gradients and optimizer
+    state must not be: one is freed before the other is allocated.
     """
 
     resident: dict[str, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is allocated in the block counts for the phase ``name``."""
+        """Count allocations in the block for the phase ``name``."""
         before, self._phase = self._phase, name
         self._note()
         try:
@@ -43,10 +43,10 @@ class Ledger:
             self._phase = before
 
     def add(self, name: str, num_bytes: int) -> None:
-        """It has been allocated.
+        """Record an allocation.
 
         Raises:
-            OutOfOrder: it is there already, or it must not be there beside something else that is.
+            OutOfOrder: ``name`` is allocated already, or something that it must not be beside.
         """
         if name in self.resident:
             raise OutOfOrder(f"{name} was allocated twice, the second time in phase {self._phase}")
@@ -56,17 +56,17 @@ class Ledger:
         self._note()
 
     def remove(self, name: str) -> None:
-        """It has been freed.
+        """Record that memory was freed.
 
         Raises:
-            OutOfOrder: it is not there.
+            OutOfOrder: ``name`` is not allocated.
         """
         if name not in self.resident:
             raise OutOfOrder(f"{name} was freed in phase {self._phase} and is not on the device")
         del self.resident[name]
 
     def pop(self) -> dict[str, float]:
-        """``memory/<phase>_bytes``, the most at a time in each phase since the last call."""
+        """Return ``memory/<phase>_bytes``, the peak of each phase since the last call."""
         metrics = {f"memory/{phase}_bytes": float(peak) for phase, peak in self.peaks.items() if phase != OUTSIDE}
         self.peaks = {}
         return metrics
@@ -76,7 +76,6 @@ class Ledger:
 
 
 def _exclude(name: str, other: str) -> bool:
-    """Whether the two are never on the device together."""
-    return any(
-        mine == ENGINE_CACHE and its.endswith((GRADIENTS, OPTIMIZER)) for mine, its in ((name, other), (other, name))
-    )
+    """Return whether the two are never on the device together."""
+    pairs = ((name, other), (other, name))
+    return any(first == ENGINE_CACHE and second.endswith((GRADIENTS, OPTIMIZER)) for first, second in pairs)

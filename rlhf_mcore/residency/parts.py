@@ -1,9 +1,9 @@
 """A part of a model that moves: its tensors' storages on the device, and one buffer on the host.
 
-A storage is emptied and filled again in place, so every view of it (a parameter, its gradient, a shard of the optimizer, what a bridge
-reads) is the same tensor before and after. Megatron-core frees gradient buffers in this way itself. It also moves parameters and
-optimizers (``offload_to_cpu``), but into memory that is allocated at each move, not pinned, and copied back whether it has changed or
-not; so these two are moved here.
+A storage is emptied and filled again in place, so every view of it (a parameter, its gradient, a shard of the optimizer, the source of
+a bridge) is the same tensor before and after. Megatron-core frees gradient buffers in this way itself. It also moves parameters and
+optimizers (``offload_to_cpu``), but into unpinned memory that is allocated at each move, and copies them back even if unchanged. So
+these two are moved here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ALIGNMENT = 512  # bytes, of a storage in the host buffer
 
 
 class Part:
-    """Tensors that are on the device together, or not.
+    """Tensors that move to and from the device together.
 
     Args:
         name: in the ledger.
-        tensors: views of all storages. More than one may be of the same storage.
-        copied: False for what nobody reads again: it is freed, and comes back undefined.
-        lingers: it may stay on the device after its use, until somebody needs the room.
+        tensors: views of all storages. Several may be of the same storage.
+        copied: False if the content is not needed again: it is freed, and undefined after the return.
+        lingers: it may stay on the device after its use, until the room is needed.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Part:
         self._copies = platform.copies()
         self._offsets: dict[int, int] = {}
         self._host: Tensor | None = None
-        self._is_stored = False  # the host has what the device has
+        self._is_stored = False  # the host's copy is current
         self._wait: Callable[[], None] | None = None  # for a copy that has begun
         self.reader: Future[None] | None = None  # a thread that reads the tensors where they are
         offset = 0
@@ -51,11 +51,11 @@ class Part:
         self._host_bytes, self._allocate = offset, platform.host_buffer
 
     def changed(self) -> None:
-        """The device's tensors were written."""
+        """Note that the device's tensors were written."""
         self._is_stored = False
 
     def begin_storing(self) -> None:
-        """Begin to copy what has changed to the host; the device may do other things meanwhile, but not write it."""
+        """Begin to copy changed content to the host. Meanwhile the device must not write it."""
         if self.copied and not self._is_stored:
             self._finish_copy()
             if self._host is None:
@@ -64,7 +64,7 @@ class Part:
             self._is_stored = True
 
     def leave(self) -> None:
-        """Free the device's memory, when the host has a copy of what is to be kept."""
+        """Free the device's memory after the content, if needed, is copied to the host."""
         if self.reader is not None:
             wait([self.reader])
             self.reader = None
@@ -75,7 +75,7 @@ class Part:
         self.is_resident = False
 
     def come(self) -> None:
-        """Allocate the device's memory and begin to fill it; :meth:`ready` waits until it is."""
+        """Allocate the device's memory and begin to fill it; :meth:`ready` waits for the copy."""
         for key, storage in self._storages.items():
             storage.resize_(self._sizes[key])
         self.is_resident = True
@@ -83,14 +83,14 @@ class Part:
             self._wait = self._copies([(self._on_device(key), self._on_host(key)) for key in self._storages])
 
     def ready(self) -> None:
-        """What the device does from here on finds the part whole."""
+        """Make later operations of the device wait for the copy."""
         self._finish_copy()
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """The host's copy of one of its tensors, of the same shape; writing it changes what comes to the device next time."""
+        """Return the host's copy of one of its tensors, of the same shape. What is written to it is on the device after its return."""
         assert not self.is_resident and self._host is not None, self.name
         self._copies.synchronize()
         flat = self._on_host(tensor.untyped_storage()._cdata).view(tensor.dtype)
@@ -125,7 +125,7 @@ class Gradients(Part):
         self.is_resident = False
 
     def come(self) -> None:
-        """Allocate the buffers, zero."""
+        """Allocate the buffers, filled with zeros."""
         for chunk in self._chunks:
             chunk.restore_grad_buffers(synchronize=False)
         self.is_resident = True

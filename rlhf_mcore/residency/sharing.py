@@ -1,4 +1,4 @@
-"""How the models of a rank share its device: a part is on it while it is used, and leaves when others need the room."""
+"""Shares a rank's device among its models: a part is on it while it is used, and leaves when others need the room."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _OF_ENGINES = dict(zip(MEMORY, (ENGINE_WEIGHTS, ENGINE_CACHE), strict=True))
 
 @dataclass(slots=True)
 class DeviceSharing:
-    """The parts that move on this rank, of all its models.
+    """The parts of all models of this rank that move.
 
-    A part that is needed no longer is copied to the host at once, while the device does other things, and freed when something else is
-    to come: the next model, or the engine. So what is used again next does not travel.
+    An unused part is copied to the host at once, while the device does other things, and freed when something else needs the room: the
+    next model, or the engine. So a part that is used again next is not moved.
     """
 
     platform: Platform
     ledger: Ledger = field(default_factory=Ledger)
     parts: list[Part] = field(default_factory=list)
-    engine_bytes: int = 0  # of the weights of this rank's part of an engine
+    engine_bytes: int = 0  # size of this rank's weights of an engine
     sleep_level: int = 2  # of engines: see ``Sleeper``
     _allocated: dict[str, int] = field(default_factory=dict)
 
     def join(self, part: Part) -> None:
-        """From now on the part leaves the device between its uses; it is there now."""
+        """Move a part off the device between its uses from now on. It is on the device now."""
         self.parts.append(part)
         self.ledger.add(part.name, part.num_bytes)
         self.send(part)
 
     @contextmanager
     def use(self, parts: Sequence[Part], *, writes: bool = False, beside: bool = False) -> Iterator[None]:
-        """The parts are on the device within this block. ``writes``: the block changes them. ``beside``: what is idle stays too."""
+        """Keep parts on the device within this block. ``writes``: the block changes them. ``beside``: idle parts stay too."""
         if not beside:
             self.make_room(0, keep=parts)
         for part in parts:
@@ -64,19 +64,19 @@ class DeviceSharing:
                     self.send(part)
 
     def bring(self, part: Part) -> None:
-        """Begin to bring a part to the device, if it is not there."""
+        """Begin to move a part to the device, if it is not there."""
         if not part.is_resident:
             part.come()
             self.ledger.add(part.name, part.num_bytes)
 
     def send(self, part: Part) -> None:
-        """A part that nobody uses leaves the device, if it is there."""
+        """Move a part off the device, if it is there and not in use."""
         if part.is_resident and not part.users:
             part.leave()
             self.ledger.remove(part.name)
 
     def make_room(self, num_bytes: int, keep: Collection[Part] = ()) -> None:
-        """Idle parts leave the device, but for those to ``keep``. With ``num_bytes``: only until so many bytes are free there."""
+        """Move idle parts except ``keep`` off the device. With ``num_bytes`` stop when so many bytes are free there."""
         idle = [part for part in self.parts if part.is_resident and not part.users and part not in keep]
         for part in sorted(idle, key=lambda part: part.name.endswith(WEIGHTS)):  # weights are used again first
             if num_bytes and (free := self.platform.free_bytes()) is not None and free >= num_bytes:
@@ -84,7 +84,7 @@ class DeviceSharing:
             self.send(part)
 
     def wake(self, sleeper: Sleeper, tag: str) -> None:
-        """An engine's weights, or its cache, come to the device."""
+        """Allocate an engine's weights, or its cache, on the device."""
         before = self.platform.free_bytes()
         sleeper.wake((tag,))
         if (name := _OF_ENGINES[tag]) not in self.ledger.resident:
@@ -92,14 +92,14 @@ class DeviceSharing:
             self.ledger.add(name, before - after if before is not None and after is not None else 0)
 
     def sleep(self, sleeper: Sleeper) -> None:
-        """An engine leaves the device until the next weights come."""
+        """Move an engine off the device until the next weights arrive."""
         sleeper.sleep(self.sleep_level)
         for name in self.ledger.resident.keys() & _OF_ENGINES.values():
             self.ledger.remove(name)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens in the block counts for the phase ``name``."""
+        """Count memory used in the block for the phase ``name``."""
         self.platform.reset_peak()
         with self.ledger.phase(name):
             yield
@@ -107,24 +107,24 @@ class DeviceSharing:
             self._allocated[name] = max(self._allocated.get(name, 0), peak)
 
     def pop(self) -> dict[str, float]:
-        """Metrics of this rank since the last call. ``memory/<phase>_bytes``: the most that was there at a time of what moves, if
-        anything does. ``memory/<phase>_allocated_bytes``: of everything that torch has allocated on a GPU, for passes too."""
+        """Return this rank's metrics since the last call. ``memory/<phase>_bytes``: the peak of the parts that move, if any do.
+        ``memory/<phase>_allocated_bytes``: the peak of everything that torch has allocated on a GPU, including passes."""
         allocated = {f"memory/{name}_allocated_bytes": float(peak) for name, peak in self._allocated.items()}
         self._allocated = {}
         moved = self.ledger.pop()
         return allocated | (moved if self.parts else {})
 
     def settle(self) -> None:
-        """Nothing idle stays, and the device's memory is given back to whoever allocates in another way, as an engine does."""
+        """Move all idle parts off the device, and release its cached memory to other allocators, such as an engine's."""
         self.make_room(0)
         self.platform.empty_cache()
 
 
 @dataclass(slots=True)
 class Movable:
-    """The parts of one model that move, by kind; without any, the model stays where it is.
+    """The parts of one model that move, by kind; without any, the model never moves.
 
-    ``layers``: weights that are not in ``parts``, because in a pass they come one layer after the other.
+    ``layers``: weights that are not in ``parts``, because in a pass they are moved one layer after the other.
     """
 
     sharing: DeviceSharing | None = None
@@ -137,7 +137,7 @@ class Movable:
         self.sharing.join(part)
 
     def add_layers(self, name: str, layers: Sequence[Module]) -> None:
-        """Layers that run one after the other. While one runs the next is on its way; what has run leaves."""
+        """Move layers that run one after the other separately. While one runs the next is copied; afterwards it leaves."""
         assert self.sharing is not None
         first, platform = len(self.layers), self.sharing.platform
         for layer in layers:
@@ -150,7 +150,7 @@ class Movable:
 
     @contextmanager
     def use(self, *kinds: str, writes: bool = False, beside: bool = False) -> Iterator[None]:
-        """The parts of these kinds are on the device within this block, and ready, but for the optimizer: see :meth:`ready`."""
+        """Keep the parts of these kinds on the device within this block, all ready but the optimizer: see :meth:`ready`."""
         if self.sharing is None:
             yield
             return
@@ -164,7 +164,7 @@ class Movable:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """As ``use(WEIGHTS)``, around forward passes: of layers that come one by one no more than two are there at a time."""
+        """Do what ``use(WEIGHTS)`` does for forward passes: of layers that move separately at most two are there at a time."""
         if not self.layers:
             with self.use(WEIGHTS):
                 yield
@@ -179,7 +179,7 @@ class Movable:
                     self.sharing.send(part)
 
     def ready(self, *kinds: str) -> None:
-        """Parts whose way to the device has begun are there for all that the device does from here on."""
+        """Make later operations of the device wait for the copies of these parts."""
         for kind in kinds:
             if kind in self.parts:
                 self.parts[kind].ready()
@@ -195,7 +195,7 @@ class Movable:
         self.sharing.send(part)
 
     def current(self, tensor: Tensor) -> Tensor:
-        """The tensor, or its copy on the host where its part is not on the device."""
+        """Return the tensor, or its copy on the host if its part is not on the device."""
         for part in (*self.parts.values(), *self.layers):
             if part.holds(tensor) and not part.is_resident:
                 return part.on_host(tensor)
@@ -203,6 +203,6 @@ class Movable:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory that tensors hold. What several are views of counts once, as what latent attention makes of a projection is."""
+    """Return the memory that tensors use. A storage of several views counts once, such as that of latent attention's projection."""
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
