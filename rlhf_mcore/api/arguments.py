@@ -16,17 +16,17 @@ from rlhf_mcore.foreign import is_plain, shorten
 
 
 def refusal(name: str, value: Any, remedy: str) -> ConfigError:
-    """What is raised for an argument that is none."""
+    """Build the error for an invalid argument."""
     return ConfigError(f"{name}={shown(value)} is not valid; {remedy}")
 
 
 def shown(value: Any) -> str:
-    """A value for a message."""
+    """Return a value for a message."""
     return shorten(repr(value) if isinstance(value, str) else value)
 
 
 def checked_config(cfg: Any) -> Config:
-    """A copy, whose values are all of their types.
+    """Return a copy, whose values are all of their types.
 
     Raises:
         ConfigError: it is no configuration, or a list in it was changed into something else.
@@ -73,23 +73,23 @@ def checked_choice(name: str, value: Any, choices: Sequence[str | None]) -> Any:
 
 
 def checked_list(name: str, value: Any, items: str) -> list[Any]:
-    """The items of a list, a tuple or another row of things that is no text."""
+    """Return the items of a list, a tuple or another row of things that is no text."""
     if isinstance(value, str | bytes | Mapping | os.PathLike) or not isinstance(value, Iterable):
         raise refusal(name, value, f"give a list of {items}")
     return list(value)
 
 
 def checked_callback(value: Any, kind: type) -> Any:
-    """An object of ``kind``, or a function of a step and its metrics."""
+    """Return an object of ``kind``, or a function of a step and its metrics."""
     remedy = f"give functions of (step, metrics), or objects of a subclass of rm.{kind.__name__}"
     if isinstance(value, type):
         raise refusal("callbacks", value, f"{remedy}: {value.__name__}() and not the class")
-    if not isinstance(value, kind) and (not callable(value) or not _takes(value, 1, {})):
+    if not isinstance(value, kind) and (not callable(value) or not _accepts(value, 1, {})):
         raise refusal("callbacks", value, remedy)
     return value
 
 
-def _takes(function: Callable[..., Any], step: int, metrics: Mapping[str, Any]) -> bool:
+def _accepts(function: Callable[..., Any], step: int, metrics: Mapping[str, Any]) -> bool:
     try:
         inspect.signature(function).bind(step, metrics)
     except TypeError:

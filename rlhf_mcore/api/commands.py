@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation has come to, on the first rank; empty on others.
+    """The result of an evaluation, on the first rank; empty on others.
 
     ``results`` are figures over all prompts: a number, or a dict of ``value``, ``low`` and ``high`` (95 % interval). ``samples`` are
-    the graded responses. ``comparison`` is that with ``evaluate.compare``, as in comparison.json. ``directory`` holds all of it.
+    the graded responses. ``comparison`` is that with ``evaluate.compare``, as in comparison.json. ``directory`` holds their files.
     """
 
     results: dict[str, Any]
@@ -86,10 +86,11 @@ def evaluate(
         from rlhf_mcore.commands.evaluate.evaluation import run
 
         with rank.no_early_exit():
-            made, comparison = run(cfg)
-    if not made:
+            evaluations, comparison = run(cfg)
+    if not evaluations:
         return Evaluation({}, [], {}, None)
-    return Evaluation(made[0].content["results"]["all"], made[0].samples, comparison, made[0].directory)
+    first = evaluations[0]
+    return Evaluation(first.content["results"]["all"], first.samples, comparison, first.directory)
 
 
 def convert(
@@ -124,7 +125,7 @@ def convert(
         raise refusal("shard_size", shard_size, "give a text such as 500MB or 4GiB")
     checked_flag("verify", verify)
     check_destination(target, origin, may_exist=checked_flag("overwrite", overwrite))
-    made = run(
+    converted = run(
         Conversion(
             source_format=source_format,
             target_format=target_format,
@@ -139,12 +140,12 @@ def convert(
             overwrite=overwrite,
         )
     )
-    assert made is not None, "this is no dry run"
-    return made
+    assert converted is not None, "this is no dry run"
+    return converted
 
 
 def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPlan:
-    """Memory, traffic and time of a run, as ``rlhf-mcore plan`` shows them; ``fits`` tells whether it can be.
+    """Estimate memory, traffic and time of a run, as ``rlhf-mcore plan`` does; ``fits`` tells whether it fits.
 
     Raises:
         ConfigError: a mistake in the configuration, or there is no such device.

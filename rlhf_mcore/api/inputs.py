@@ -1,4 +1,4 @@
-"""What is given from Python in the place of keys: rewards, rows of data; and the run directory that follows from them."""
+"""Turns arguments given in the place of keys (rewards, rows of data) into a configuration and its run directory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,10 @@ from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec
 from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.rewards.user_function import load_reward
 
-_COLUMNS = ("data_source", "reward_model", "extra_info", "ability", "answer")  # that are read anyway
+_COLUMNS = ("data_source", "reward_model", "extra_info", "ability", "answer")  # these are always read
 DATA_FILES = (".parquet", ".jsonl")
-_NOT_THE_RUN = (
-    *FREE,
-    "trainer.num_steps",
-    "data.train",
-    "data.eval",
-)  # of which it may be another one and the same run
+# Keys that may change without making another run.
+_NOT_THE_RUN = (*FREE, "trainer.num_steps", "data.train", "data.eval")
 
 
 def run_config(
@@ -37,34 +33,35 @@ def run_config(
     prompts: Any = None,
     eval_prompts: Any = None,
 ) -> schema.Config:
-    """The configuration of a run: ``cfg`` with settings, or one of settings alone; and with what is given beside it.
+    """Build the configuration of a run from ``cfg`` and settings, or settings only, and the other arguments.
 
-    Settings alone name no experiment: without one the run directory is named after what the run is made from, so that the same call
-    continues its run, and a call with another reward, other prompts or other settings begins one of its own. More steps, and how
-    a run is saved and shown, are no other run.
+    Without ``cfg`` and ``experiment`` the run directory is named after a digest of the run's inputs: the same call continues its run,
+    and a call with another reward, other prompts or other settings begins a new one. More steps, or another way of saving and showing
+    a run, do not make it another run.
 
     Raises:
         ConfigError: a mistake in an argument.
     """
     if cfg is None:
-        made: schema.Config = checked_config(Config(settings))
+        result: schema.Config = checked_config(Config(settings))
     else:
-        made = checked_config(cfg)
-        apply_settings(made, settings)
+        result = checked_config(cfg)
+        apply_settings(result, settings)
     if reward is not None:
-        set_reward(made, reward)
+        set_reward(result, reward)
     rows = {"train": prompts, "eval": eval_prompts}
     names = {"train": "prompts", "eval": "eval_prompts"}
-    given = {name: rows_of(names[name], held, made.data.prompt_key) for name, held in rows.items() if held is not None}
-    for name, held in given.items():
-        if not isinstance(held, bytes):
-            setattr(made.data, name, held)
+    key = result.data.prompt_key
+    given = {name: rows_of(names[name], value, key) for name, value in rows.items() if value is not None}
+    for name, content in given.items():
+        if not isinstance(content, bytes):
+            setattr(result.data, name, content)
     if cfg is None and "experiment" not in settings:
-        made.experiment = f"{made.algorithm.preset}-{_digest(made, given)}"
-    for name, held in given.items():
-        if isinstance(held, bytes):
-            setattr(made.data, name, [write_rows(held, run_directory(made) / "data" / f"{name}.jsonl")])
-    return made
+        result.experiment = f"{result.algorithm.preset}-{_digest(result, given)}"
+    for name, content in given.items():
+        if isinstance(content, bytes):
+            setattr(result.data, name, [write_rows(content, run_directory(result) / "data" / f"{name}.jsonl")])
+    return result
 
 
 def run_directory(cfg: schema.Config) -> Path:
@@ -72,11 +69,11 @@ def run_directory(cfg: schema.Config) -> Path:
 
 
 def _digest(cfg: schema.Config, given: Mapping[str, list[str] | bytes]) -> str:
-    """The same on every rank, and the next time."""
+    """Return a digest of a run's inputs, the same on every rank and in every process."""
     from rlhf_mcore.trainer.inputs import own_files
 
-    held = {key: value for key, value in leaves(asdict(cfg)) if not key.startswith(_NOT_THE_RUN)}
-    parts: list[Any] = [sorted(held.items(), key=lambda item: item[0])]
+    values = {key: value for key, value in leaves(asdict(cfg)) if not key.startswith(_NOT_THE_RUN)}
+    parts: list[Any] = [sorted(values.items(), key=lambda item: item[0])]
     parts.append(sorted((name, entry["content"]) for name, entry in own_files(cfg).items()))
     for name in ("train", "eval"):
         content = given.get(name)
@@ -128,10 +125,10 @@ def _set_rewards(cfg: schema.Config, rewards: Sequence[Any], remedy: str) -> Non
 
 # ------------------------------------------------------------------------------------------------------- rows of data
 def rows_of(name: str, given: Any, prompt_key: Any) -> list[str] | bytes:
-    """Paths of data files, or the content of one: lines of JSON.
+    """Return paths of data files, or the content of one as lines of JSON.
 
     Args:
-        name: of the argument.
+        name: that of the argument, for messages.
         given: a path or several, texts, rows (dicts), conversations (lists of messages), a table of pandas or
             a data set of Hugging Face.
         prompt_key: as ``data.prompt_key``, under which a text or a conversation is written.
@@ -171,7 +168,7 @@ def _line(name: str, row: Any, prompt_key: str, wanted: str) -> bytes:
         raise ConfigError(f"{name}: {shown(row)} is no prompt; {wanted}")
     if wrong := [column for column in row if not isinstance(column, str)]:
         raise ConfigError(f"{name}: the column {shown(wrong[0])} of a row is no text; {wanted}")
-    extra = {column: held for column, held in row.items() if column not in (prompt_key, *_COLUMNS)}
+    extra = {column: value for column, value in row.items() if column not in (prompt_key, *_COLUMNS)}
     if extra and isinstance(row.get("extra_info") or {}, Mapping):  # where a reward finds them
         row = {**row, "extra_info": {**extra, **(row.get("extra_info") or {})}}
     try:
@@ -183,7 +180,7 @@ def _line(name: str, row: Any, prompt_key: str, wanted: str) -> bytes:
 
 
 def write_rows(content: bytes, path: Path) -> str:
-    """The path of a file with rows. Ranks write the same content, each whole.
+    """Write rows to a file and return its path. Each rank writes the same content.
 
     Raises:
         ConfigError: the run directory cannot be made.

@@ -37,10 +37,10 @@ class Config(schema.Config):
         apply_settings(self, {**(settings or {}), **keys}, is_new=True)
 
     def __repr__(self) -> str:
-        """What differs from the defaults, without secrets."""
+        """Show the keys that differ from the defaults, without secrets."""
         defaults = dict(leaves(asdict(schema.Config())))
-        held = dict(leaves(redact(asdict(self))))
-        return f"Config({', '.join(f'{key}={value!r}' for key, value in held.items() if value != defaults.get(key))})"
+        values = dict(leaves(redact(asdict(self))))
+        return f"Config({', '.join(f'{key}={value!r}' for key, value in values.items() if value != defaults.get(key))})"
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, without_model: bool = False) -> Config:
@@ -61,9 +61,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise refusal("overrides", wrong[0], "give a list of texts such as 'trainer.num_steps=5'")
     loaded = load.load_config(file, texts, without_model=checked_flag("without_model", without_model))
-    made = Config.__new__(Config)
-    vars(made).update(vars(loaded))
-    return made
+    cfg = Config.__new__(Config)
+    vars(cfg).update(vars(loaded))
+    return cfg
 
 
 def apply_settings(cfg: schema.Config, settings: Mapping[str, Any], *, is_new: bool = False) -> None:
@@ -73,14 +73,14 @@ def apply_settings(cfg: schema.Config, settings: Mapping[str, Any], *, is_new: b
         ConfigError: naming every unknown key and every value of another type.
     """
     problems: list[str] = []
-    given = dict(_flat(settings, problems))
+    given = dict(_flatten(settings, problems))
     if is_new:
         preset = given.get("algorithm.preset", cfg.algorithm.preset)
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ConfigError(f"algorithm={shown(preset)} is unknown; choose one of: {', '.join(PRESETS)}")
         given = {
             "algorithm.preset": preset,
-            **{f"algorithm.{name}": held for name, held in PRESETS[preset].items()},
+            **{f"algorithm.{name}": value for name, value in PRESETS[preset].items()},
             **given,
         }
         vars(cfg.algorithm)["preset"] = preset
@@ -93,8 +93,8 @@ def apply_settings(cfg: schema.Config, settings: Mapping[str, Any], *, is_new: b
         raise ConfigError.many(problems)
 
 
-def _flat(settings: Mapping[Any, Any], problems: list[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; a group may be a dict, or be short for one of its keys."""
+def _flatten(settings: Mapping[Any, Any], problems: list[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values. A group may be a dict, or stand for one of its keys."""
     for name, value in settings.items():
         if not isinstance(name, str):
             problems.append(f"{prefix}{shown(name)} is no key; keys are texts, such as 'trainer.num_steps'")
@@ -103,7 +103,7 @@ def _flat(settings: Mapping[Any, Any], problems: list[str], prefix: str = "") ->
         if key in _SHORT and isinstance(value, str | os.PathLike):
             yield _SHORT[key], value
         elif key in KEYS and is_group(key) and isinstance(value, Mapping):
-            yield from _flat(value, problems, f"{key}.")
+            yield from _flatten(value, problems, f"{key}.")
         elif key not in KEYS and table_of(key) is None:
             problems.append(
                 f"unknown key {shorten(key, 100)}; {hint(key[:100], holds_keys=isinstance(value, Mapping))}"

@@ -32,38 +32,37 @@ if TYPE_CHECKING:
 # Called as f(data_source, solution_str, ground_truth, extra_info); by keyword, where it has parameters of these names.
 Reward = Callable[..., Any]
 OnStep = Callable[[int, Mapping[str, Any]], None]  # a step, and its metrics under the names of metrics.jsonl
-Rows = (
-    str | os.PathLike[str] | Iterable[Any]
-)  # prompts, or rows with the columns that the configuration names; or their files
+# Prompts, or rows with the columns that the configuration names; or their files.
+Rows = str | os.PathLike[str] | Iterable[Any]
 
 
 class Callback:
-    """What a run calls on its way, on the first rank. Override what is wanted; what is raised ends the run."""
+    """Methods that a run calls on the first rank. Override those that you need; an exception in one ends the run."""
 
     def on_begin(self, directory: Path, step: int) -> None:
-        """Models and engines are ready. ``step`` is the first that will be made; above 1 where the run continues."""
+        """Handle that models and engines are ready. ``step`` is the first to be made, above 1 if the run continues."""
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A step was made. ``metrics`` have the names of metrics.jsonl."""
+        """Handle the end of a step. ``metrics`` have the names of metrics.jsonl."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The held-out prompts were scored: ``evaluate/*``, of step 0 too, before ``on_step``; ``final/*`` at the end of some runs."""
+        """Handle an evaluation: ``evaluate/*``, also of step 0, before ``on_step``; ``final/*`` at the end of some runs."""
 
     def on_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """A step's responses were scored. ``rollouts`` are as in rollouts/step-*.jsonl, whether that is written or not."""
+        """Handle a step's scored responses. ``rollouts`` are as in rollouts/step-*.jsonl, whether that is written or not."""
 
     def on_save(self, step: int, checkpoint: Path) -> None:
-        """A checkpoint is whole, with its models as Hugging Face directories; of a save in the background some steps later."""
+        """Handle a committed checkpoint, whose models are Hugging Face directories. A save in the background ends some steps later."""
 
     def on_end(self, trained: Trained) -> None:
-        """The last step was made, or a signal, an alarm or a time limit has ended the run after a save."""
+        """Handle the end of the run, after its last step or, after a save, by a signal, an alarm or a time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run has come to. ``model`` is a Hugging Face directory.
+    """The result of a run. ``model`` is a Hugging Face directory.
 
-    ``metrics`` has a row for each step of the run, those before an interruption too, on the first rank; ``pandas.DataFrame`` takes it.
+    ``metrics`` has a row for each step of the run, also before an interruption, on the first rank; ``pandas.DataFrame`` takes it.
     """
 
     finished: bool  # or it was ended by a signal, an alarm or a time limit, after a save
@@ -184,7 +183,7 @@ class Trainer:
         self._run = None
         return self._stack.__exit__(kind, error, trace)
 
-    def _opened(self) -> OpenRun:
+    def _require_run(self) -> OpenRun:
         if self._run is None:
             raise RuntimeError("a Trainer makes steps within its block: `with rm.Trainer(cfg) as trainer:`")
         return self._run
@@ -195,10 +194,10 @@ class Trainer:
         Returns its metrics, on the first rank; {} on others. None after the last step, or where a signal, an alarm or a time limit
         has ended the run.
         """
-        run = self._opened()
+        run = self._require_run()
         if self._ended or run.trainer is None or self._next > self._last:
             return None
-        made = len(self._steps.made)
+        count = len(self._steps.own)
         self._ended = run.trainer.step(self._next, self._last)
         self._next += 1
         if self._next > self._last and not self._ended:
@@ -208,7 +207,7 @@ class Trainer:
         if (self._ended or self._next > self._last) and run.record.directory is not None:
             for callback in self._steps.callbacks:
                 callback.on_end(self.trained())
-        return next(iter(self._steps.made[made:]), {})
+        return next(iter(self._steps.own[count:]), {})
 
     def save_checkpoint(self, directory: str | Path) -> Path:
         """Save ``<directory>/checkpoint-<step>`` between two steps, and return its path. Collective over the world.
@@ -217,19 +216,19 @@ class Trainer:
             ConfigError: the run had made its last step before, so that no model is loaded.
         """
         place = checked_path("directory", directory)
-        if (trainer := self._opened().trainer) is None:
+        if (trainer := self._require_run().trainer) is None:
             raise ConfigError(f"the run has made all its steps; its last checkpoint is in {run_directory(self.cfg)}")
         return trainer.save_checkpoint(place.resolve())
 
     def trained(self) -> Trained:
-        """What the run has come to so far."""
+        """Return the result of the run so far."""
         from rlhf_mcore.checkpoint.layout import BEST, LATEST
 
         cfg = self.cfg
         directory = run_directory(cfg)
         chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
         model = directory / chosen / run_kind(cfg).saved_as
-        metrics = [*self._steps.earlier, *self._steps.made]
+        metrics = [*self._steps.earlier, *self._steps.own]
         return Trained(self._next > self._last and not self._ended, directory, model, metrics)
 
 
@@ -243,11 +242,11 @@ class _StepFunction(Callback):
 
 @dataclass(slots=True)
 class _Steps:
-    """A tracker that keeps what it is given, and tells the callbacks."""
+    """A tracker that keeps the metrics of steps, and calls the callbacks."""
 
     callbacks: Sequence[Callback]
-    made: list[dict[str, Any]] = field(default_factory=list)
-    earlier: list[dict[str, Any]] = field(default_factory=list)  # steps of the run that were made before
+    own: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[dict[str, Any]] = field(default_factory=list)  # steps of the run before it was continued
 
     def recall(self, records: Iterable[Mapping[str, Any]], first_step: int) -> None:
         """Keep the steps before ``first_step``."""
@@ -257,7 +256,7 @@ class _Steps:
         evaluation = {name: value for name, value in metrics.items() if name.startswith(("evaluate/", "final/"))}
         is_step = step > 0 and "final/step" not in metrics  # and not an evaluation that belongs to none
         if is_step:
-            self.made.append({"step": step, **metrics})
+            self.own.append({"step": step, **metrics})
         for callback in self.callbacks:
             if evaluation:
                 callback.on_evaluation(step, evaluation)
@@ -277,11 +276,11 @@ class _Steps:
             callback.on_begin(directory, step)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def world_size_of(cfg: Config) -> int:
-    """torchrun's, else one.
+    """Return torchrun's world size, or 1.
 
     Raises:
         ConfigError: the configuration needs more than this process.
@@ -297,7 +296,7 @@ def world_size_of(cfg: Config) -> int:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """What torchrun would have set for a world of one process; under torchrun nothing is changed. Libraries do not warn meanwhile."""
+    """Set the environment of a world of one process, unless under torchrun. Libraries do not warn within the block."""
     names = {}
     if torchrun_world_size() is None:
         sizes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
