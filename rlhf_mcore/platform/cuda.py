@@ -81,6 +81,14 @@ class CudaPlatform(Platform):
             torch.set_deterministic_debug_mode(mode)
             settings.fill_uninitialized_memory = fills
 
+    def prepare_megatron(self) -> None:
+        """See :meth:`Platform.prepare_megatron`. Without fused permutation Megatron's is replaced: it waits."""
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+        super().prepare_megatron()
+        if token_dispatcher.permute is moe_utils.permute and getattr(moe_utils, "fused_permute", None) is None:
+            token_dispatcher.permute = partial(_permute, moe_utils.permute)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
@@ -157,6 +165,32 @@ class CudaPlatform(Platform):
             stream.synchronize()
 
         return super().in_thread(beside)
+
+
+def _permute(
+    permute: Callable[..., Any],
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    num_out_tokens: Any = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Sort tokens [n, hidden] by the experts that ``routing_map`` [n, experts] gives them to, as Megatron's ``permute`` does.
+
+    Megatron's own selects by a mask, so the host waits to know how many there are; here it is known: ``num_out_tokens``.
+    """
+    if fused or drop_and_pad or others or not isinstance(num_out_tokens, int):
+        permuted: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = permute(
+            tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **others
+        )
+        return permuted
+    by_expert = routing_map.T.flatten().to(torch.int8)
+    places = by_expert.argsort(descending=True, stable=True)[:num_out_tokens]
+    indices = places % len(tokens)
+    chosen = None if probs is None else probs.T.flatten().index_select(0, places)
+    return tokens.index_select(0, indices), chosen, indices
 
 
 class _Pages(mmap.mmap):

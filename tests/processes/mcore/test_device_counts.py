@@ -28,8 +28,8 @@ BOUNDS = {
     "pipeline 2, last stage": (0, 1),
     "gated delta nets": (0, 1),
     "gated delta nets, context parallel 2": (0, 1),
-    "experts": (12, 9),
-    "experts parallel 2": (12, 21),
+    "experts": (4, 9),
+    "experts parallel 2": (4, 21),
 }
 # Beside the passes: for metrics, and for the norm of the gradient.
 BOUND_OF_REST = 2

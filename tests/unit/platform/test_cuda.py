@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.cuda import CudaPlatform
+
+
+@pytest.fixture(autouse=True)
+def own_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a platform does to Megatron's permutation is undone after a test."""
+    monkeypatch.setattr(token_dispatcher, "permute", moe_utils.permute)
 
 
 @pytest.mark.parametrize("platform", [CudaPlatform(), CpuPlatform()])
@@ -36,6 +42,40 @@ def test_a_product_of_transformer_engine_stays(monkeypatch: pytest.MonkeyPatch) 
     CudaPlatform().prepare_megatron()
     assert moe_utils.te_general_gemm is fused
     assert "te_general_gemm is not None" in inspect.getsource(moe_utils)
+
+
+@pytest.mark.parametrize("with_probs", [True, False])
+def test_tokens_are_sorted_by_experts_as_megatron_sorts_them(with_probs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In value and gradient. Some experts get no token."""
+    monkeypatch.setattr(moe_utils, "fused_permute", None, raising=False)
+    CudaPlatform().prepare_megatron()
+    assert token_dispatcher.permute is not moe_utils.permute
+    draw = torch.Generator().manual_seed(0)
+    routing = torch.zeros(50, 16, dtype=torch.bool)
+    routing.scatter_(1, torch.rand(50, 13, generator=draw).topk(3).indices, True)
+    results = []
+    for permute in (moe_utils.permute, token_dispatcher.permute):
+        tokens = torch.randn(50, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        probs = torch.rand(50, 16, generator=torch.Generator().manual_seed(2), requires_grad=True)
+        rows, weights, order = permute(tokens, routing, probs=probs if with_probs else None, num_out_tokens=150)
+        weighted = rows * weights[:, None] if with_probs else rows
+        (weighted * torch.arange(150.0)[:, None]).sum().backward()
+        results.append([rows, order, tokens.grad, *([weights, probs.grad] if with_probs else [])])
+    for expected, computed in zip(*results, strict=True):
+        assert torch.equal(expected, computed)
+
+
+def test_a_permutation_of_transformer_engine_or_of_a_number_on_the_device_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moe_utils, "fused_permute", object(), raising=False)
+    CudaPlatform().prepare_megatron()
+    assert token_dispatcher.permute is moe_utils.permute
+    monkeypatch.setattr(moe_utils, "fused_permute", None, raising=False)
+    CudaPlatform().prepare_megatron()
+    routing = torch.tensor([[True, False], [True, False], [False, False]])  # a token that was dropped
+    rows, _, order = token_dispatcher.permute(torch.arange(3.0)[:, None], routing, num_out_tokens=torch.tensor(2))
+    assert (rows.tolist(), order.tolist()) == ([[0.0], [1.0]], [0, 1])
 
 
 VARIABLES = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
