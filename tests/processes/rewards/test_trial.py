@@ -193,8 +193,9 @@ def test_prompts_that_hold_the_answer_are_warned_of(tmp_path: Path) -> None:
 def test_the_trial_tells_of_itself_and_ends(
     reward: str, is_slow: bool, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "SILENT_S", 1.5)
-    monkeypatch.setattr(trial, "TRIAL_S", 3.0)
+    # A busy machine may take seconds to start the worker of a quick reward.
+    monkeypatch.setattr(trial, "SILENT_S", 1.5 if is_slow else 100.0)
+    monkeypatch.setattr(trial, "TRIAL_S", 3.0 if is_slow else 200.0)
     (tmp_path / "slow.py").write_text(reward)
     cfg = Config(data=data(NUMBERS), reward=RewardConfig(function=f"{tmp_path}/slow.py:grade", workers=1))
     said, before = list[str](), set(descendants(os.getpid()))
