@@ -82,12 +82,12 @@ class CarriedTensors:
 
 
 def _dtype(reader: HFReader, name: str) -> torch.dtype:
-    found = reader.dtype(name)
+    stored = reader.dtype(name)
     for dtype, code in CODES.items():
-        if code == found:
+        if code == stored:
             return dtype
     raise ConfigError(
-        f"{reader.directory}: tensor {name} of an MTP layer is {found}; weights are {', '.join(CODES.values())}. "
+        f"{reader.directory}: tensor {name} of an MTP layer is {stored}; weights are {', '.join(CODES.values())}. "
         "Use the model before it was quantised."
     )
 

@@ -113,8 +113,8 @@ class HFReader:
         first, end, _ = rows.indices(self.shape(name)[-2])
         groups = slice(first // GROUP, -(-end // GROUP))
         blocks = self.read(name + BLOCKS, (*outer, columns, groups, slice(None)))
-        found = dequantise(blocks, self.read(name + SCALES, (*outer, columns, groups)))
-        return found[..., first - groups.start * GROUP : end - groups.start * GROUP, :]
+        whole = dequantise(blocks, self.read(name + SCALES, (*outer, columns, groups)))
+        return whole[..., first - groups.start * GROUP : end - groups.start * GROUP, :]
 
     def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """Every tensor whole, in the file's dtype, file by file, ``without`` some."""

@@ -21,5 +21,5 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     values = torch.tensor([*_TWICE, *(-value for value in _TWICE)], dtype=torch.bfloat16)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]: the values of every byte
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS_OF_HALVES).bfloat16()
-    found = pairs.view(torch.int32)[:, 0][blocks.int()].view(torch.bfloat16)  # two values move as one number
-    return found.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2).mT
+    matrices = pairs.view(torch.int32)[:, 0][blocks.int()].view(torch.bfloat16)  # two values move as one number
+    return matrices.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2).mT

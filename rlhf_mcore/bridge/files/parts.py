@@ -85,11 +85,13 @@ def _in_parts(place: Place, parts: Parts) -> Place:
 
 def assembled(plan: RankPlan) -> set[str]:
     """Names of the parts that a rank has to put together. It has the others in runs of their elements, in whatever order."""
-    found = {copy.buffer for b in plan.buckets for p in b.phases for m in (*p.receives, *p.sends) for copy in m.copies}
+    unfinished = {
+        copy.buffer for b in plan.buckets for p in b.phases for m in (*p.receives, *p.sends) for copy in m.copies
+    }
     for target in (copy.destination for bucket in plan.buckets for copy in bucket.local):
         if target.strides != contiguous_strides(target.shape):
-            found.add(target.buffer)
-    return found
+            unfinished.add(target.buffer)
+    return unfinished
 
 
 def assembled_bytes(plan: RankPlan, parts: Mapping[str, Part]) -> int:

@@ -49,10 +49,10 @@ def check_saved_model(weights: Path, training: Path | None, *, values: bool = Tr
     reader = HFReader(weights)
     reader.check_index()
     for name, shape in hf_shapes(geometry).items():
-        found = reader.shape(name)
-        if found != shape or reader.dtype(name) not in WEIGHT_DTYPES:
+        stored = reader.shape(name)
+        if stored != shape or reader.dtype(name) not in WEIGHT_DTYPES:
             raise ConfigError(
-                f"{weights}: tensor {name} is {reader.dtype(name)} {list(found)}, config.json asks for {list(shape)} of "
+                f"{weights}: tensor {name} is {reader.dtype(name)} {list(stored)}, config.json asks for {list(shape)} of "
                 f"{', '.join(WEIGHT_DTYPES)}; choose another checkpoint"
             )
     state = StateReader(training, geometry) if training is not None else None
@@ -90,9 +90,9 @@ def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | N
 
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         try:
-            found = pool.map(look_at_weights, names)
+            of_weights = pool.map(look_at_weights, names)
             stored = pool.map(lambda region: look_at_state(*region), state.stored() if state is not None else ())
-            for problem in chain(found, stored):
+            for problem in chain(of_weights, stored):
                 if problem is not None:
                     raise ConfigError(problem)
         except BaseException:  # Ctrl-C too: what nobody has begun to read is not read

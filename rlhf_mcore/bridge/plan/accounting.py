@@ -88,7 +88,7 @@ def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
 
 def _runs(buckets: Sequence[Sequence[Unit]]) -> dict[int, tuple[Route, list[tuple[int, int, int, int]]]]:
     """Of every route what its cells take in each bucket: (bucket, bytes of a cell, first turn, number of turns, consecutive ones)."""
-    found: dict[int, tuple[Route, list[tuple[int, int, int, int]]]] = {}
+    runs: dict[int, tuple[Route, list[tuple[int, int, int, int]]]] = {}
     for bucket, units in enumerate(buckets):
         firsts: dict[int, Unit] = {}
         counts: dict[int, int] = {}
@@ -99,8 +99,8 @@ def _runs(buckets: Sequence[Sequence[Unit]]) -> dict[int, tuple[Route, list[tupl
             for group in unit.pattern.groups:
                 turns = len(group.cells)
                 run = (bucket, group.nbytes, group.first_turn + unit.number * turns, counts[key] * turns)
-                found.setdefault(id(group.route), (group.route, []))[1].append(run)
-    return found
+                runs.setdefault(id(group.route), (group.route, []))[1].append(run)
+    return runs
 
 
 def _round_robin(members: Ranks, size: Ranks | int, first: Ranks | int, turns: Ranks | int) -> Ranks:

@@ -223,5 +223,5 @@ def _found(values: Ranks, among: Ranks) -> NDArray[np.bool_]:
     if not len(among):
         return np.zeros(len(values), dtype=bool)
     at = np.minimum(np.searchsorted(among, values), len(among) - 1)
-    found: NDArray[np.bool_] = among[at] == values
-    return found
+    occurs: NDArray[np.bool_] = among[at] == values
+    return occurs

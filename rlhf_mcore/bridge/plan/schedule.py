@@ -298,8 +298,8 @@ def gather_tensors(
 
 def _by_tensor(places: Sequence[Place], order: Sequence[str], sets: RankSets) -> dict[str, PlacedPieces]:
     """Pieces of the tensors of ``order``. The one loop over all pieces of all places, so it is kept lean."""
-    found = {name: PlacedPieces() for name in order}
-    find = found.get
+    placed = {name: PlacedPieces() for name in order}
+    find = placed.get
     for place in places:
         number, buffer = sets.number(place.ranks), place.buffer
         for piece in place.pieces:
@@ -308,7 +308,7 @@ def _by_tensor(places: Sequence[Place], order: Sequence[str], sets: RankSets) ->
                 entry.sets.append(number)
                 entry.buffers.append(buffer)
                 entry.pieces.append(piece)
-    return found
+    return placed
 
 
 def _turns(run: Sequence[Sequence[Unit]]) -> Iterator[Unit]:

@@ -203,8 +203,8 @@ class RemoteBridge:
         self._end_side = side
         stats: SyncStats | None = None
         while stats is None:
-            found = self._on_first(lambda engines: [astuple(process) for process in engines.pause()])
-            members = [EngineProcess(*fields) for fields in broadcast_json(found, 0, self._trainers)]
+            processes = self._on_first(lambda engines: [astuple(process) for process in engines.pause()])
+            members = [EngineProcess(*fields) for fields in broadcast_json(processes, 0, self._trainers)]
             tries = tries + 1 if members == tried else 1
             tried = members
             if tries > ATTEMPTS:

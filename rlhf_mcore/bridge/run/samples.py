@@ -105,7 +105,7 @@ class Held:
         inside = ((local >= 0) & (local < shape)).all(axis=1)
         element, number, piece = (offset + (local * strides).sum(axis=1))[inside], number[inside], piece[inside]
         both = torch.from_numpy(np.stack([element, number])).to(device)
-        found: dict[str, list[Read]] = {}
+        by_buffer: dict[str, list[Read]] = {}
         ends = np.searchsorted(piece, np.arange(1, len(self.kinds) + 1))  # pieces come one after the other
         first = 0
         for place, kind in enumerate(self.kinds):
@@ -113,9 +113,9 @@ class Held:
                 continue  # neighbours of one buffer are read together
             end = int(ends[place])
             if end > first:
-                found.setdefault(kind[0], []).append(Read(both[0, first:end], both[1, first:end], kind[1]))
+                by_buffer.setdefault(kind[0], []).append(Read(both[0, first:end], both[1, first:end], kind[1]))
             first = end
-        return found
+        return by_buffer
 
 
 @dataclass(slots=True)

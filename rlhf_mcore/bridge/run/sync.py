@@ -293,13 +293,13 @@ class PlannedBridge:
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
         """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the group."""
         described = self._described
-        found = {
+        digests = {
             place.buffer: [described.digest(flat, piece) for piece in place.pieces]
             for place, flat in self._sent(transfer)
         }
         places = _brought(described.sources, transfer)
         held = [place for place in places if self._group.rank() in place.ranks]
-        mine = [value for place in held for value in found.get(place.buffer, [None] * len(place.pieces))]
+        mine = [value for place in held for value in digests.get(place.buffer, [None] * len(place.pieces))]
         return tensor_digests(mine, places, described.shapes, self._group)
 
     def _sent(self, transfer: _Transfer) -> Iterator[tuple[Place, Tensor]]:
@@ -410,10 +410,10 @@ def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> fro
     every = {*known, *aliases}
     for pattern in only:  # thousands of plain names are no patterns
         matching = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
-        found = {aliases.get(name, name) for name in matching}
-        if not found:
+        matched = {aliases.get(name, name) for name in matching}
+        if not matched:
             raise ValueError(f"sync(only=...): {pattern!r} matches no tensor of the model, such as {next(iter(known))}")
-        names |= found
+        names |= matched
     if not names:
         raise ValueError("sync(only=[]) names no tensor; None means all")
     return frozenset(names)

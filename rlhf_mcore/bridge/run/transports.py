@@ -161,10 +161,10 @@ class SharedMemory(Transport):
         far = self._otherwise.post(far_sends, far_receives, tag)
         origin = self._memory.own.data_ptr()
         offsets = [(torch.tensor([packet.flat.data_ptr() - origin]), packet.message.peer) for packet in near]
-        found = [(torch.zeros(1, dtype=torch.int64), packet.message.peer) for packet in read]
-        works = self.links.exchange(offsets, found, 2 * tag)
+        places = [(torch.zeros(1, dtype=torch.int64), packet.message.peer) for packet in read]
+        works = self.links.exchange(offsets, places, 2 * tag)
         notices = self.links.exchange([], [(_notice(), packet.message.peer) for packet in near], 2 * tag + 1)
-        return _Read(self, tag, far, list(works), list(notices), read, [place for place, _ in found])
+        return _Read(self, tag, far, list(works), list(notices), read, [place for place, _ in places])
 
     def locate(self, packet: Packet, offset: int) -> None:
         """Find an arrived message in its sender's memory. It is at the same place in every run."""
@@ -230,7 +230,7 @@ def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup)
             own = _map(f"/proc/self/fd/{descriptor}", size)
             own[:16] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
         every, rank = all_gather_json([machine(), os.getpid(), descriptor, size, stamp.hex()], group), group.rank()
-        of = {peer: found for peer in wanted if (found := _of_rank(every[peer], every[rank][0])) is not None}
+        of = {peer: memory for peer in wanted if (memory := _of_rank(every[peer], every[rank][0])) is not None}
         readers = [peer for peer, ranks in enumerate(all_gather_json(sorted(of), group)) if rank in ranks]
     finally:
         if descriptor is not None:
