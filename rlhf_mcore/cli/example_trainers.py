@@ -100,6 +100,7 @@ def _load_examples(
             drop_longer=data.overlong_prompts == "drop",
             data=data,
             field=field,
+            note=run.record.note,
         )
 
     return load(data.train, "data.train"), load(data.eval, "data.eval") if data.eval else []

@@ -189,8 +189,9 @@ def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[
         from rlhf_mcore.config.tool_schemas import read_tools
 
         tools = read_tools(path)
-    train = load_prompts(data.train, tokenizer, data, tools=tools)
-    held_out = load_prompts(data.eval, tokenizer, data, field="data.eval", tools=tools) if data.eval else []
+    load = partial(load_prompts, tokenizer=tokenizer, cfg=data, tools=tools, note=run.record.note)
+    train = load(data.train)
+    held_out = load(data.eval, field="data.eval") if data.eval else []
     if not scores_alone(reward) and grades(run.cfg):
         check_sources(train, reward.sources, "data.train")
         check_sources(held_out, reward.sources, "data.eval")

@@ -6,7 +6,7 @@ text and the end-of-sequence token. So training uses the same tokens as later ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
-from rlhf_mcore.data.source import load_transform, transformed_rows
+from rlhf_mcore.data.source import left_out, load_transform, transformed_rows
 from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.parallel.rows import owners_of
 from rlhf_mcore.types import TrainBatch
@@ -62,6 +62,7 @@ def load_examples(
     drop_longer: bool,
     field: str = "data.train",
     data: DataConfig | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[TokenizedExample]:
     """Return all examples of ``files`` in order.
 
@@ -72,6 +73,7 @@ def load_examples(
         drop_longer: leave longer examples out instead of refusing them.
         field: the config key that names the files, for messages.
         data: how rows are read and rendered; None: the defaults.
+        note: is told how many examples are left out.
 
     Raises:
         ConfigError: for anything wrong with a file or a row, naming both, and when no example is left.
@@ -101,6 +103,8 @@ def load_examples(
         raise ConfigError(
             f"{field}: all {len(examples)} examples are longer than {max_tokens} tokens; raise data.max_tokens"
         )
+    if longer:
+        note(left_out(field, len(longer), len(examples), f"{max_tokens} tokens"))
     return kept
 
 

@@ -63,12 +63,14 @@ def load_prompts(
     *,
     field: str = "data.train",
     tools: Sequence[dict[str, Any]] = (),
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[Prompt]:
     """Return all prompts of ``files`` in order, rendered (see ``Renderer``) and tokenised.
 
     ``Prompt.index`` numbers the rows of all files, including dropped ones, so a rollout's seed does not change with
     ``max_prompt_tokens``; it is therefore not always the position in the returned list. ``field`` names the
-    config key in messages. ``tools`` are schemas that the chat template writes into the prompts.
+    config key in messages. ``tools`` are schemas that the chat template writes into the prompts. ``note`` is
+    told how many prompts ``data.overlong_prompts=drop`` leaves out.
 
     Raises:
         ConfigError: for anything wrong with a file or a row, naming both, and when no prompt is left.
@@ -78,7 +80,7 @@ def load_prompts(
     drafts = list(_read_drafts(files, Renderer(tokenizer, cfg.apply_chat_template, tools), cfg, field))
     _refuse_duplicates(drafts)
     _tokenize(drafts, tokenizer)
-    return _limit_length(drafts, cfg, field)
+    return _limit_length(drafts, cfg, field, note)
 
 
 def _read_drafts(files: Sequence[str], render: Renderer, cfg: DataConfig, field: str) -> Iterator[_Draft]:
@@ -165,7 +167,7 @@ def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> N
             draft.prompt.prompt_ids = list(prompt_ids)
 
 
-def _limit_length(drafts: Sequence[_Draft], cfg: DataConfig, field: str) -> list[Prompt]:
+def _limit_length(drafts: Sequence[_Draft], cfg: DataConfig, field: str, note: Callable[[str], None]) -> list[Prompt]:
     too_long = [draft for draft in drafts if len(draft.prompt.prompt_ids) > cfg.max_prompt_tokens]
     if too_long and cfg.overlong_prompts == "error":
         first = too_long[0]
@@ -182,7 +184,14 @@ def _limit_length(drafts: Sequence[_Draft], cfg: DataConfig, field: str) -> list
             f"{field}: all {len(drafts)} prompts are longer than data.max_prompt_tokens={cfg.max_prompt_tokens}; "
             "raise it"
         )
+    if too_long:
+        note(left_out(field, len(too_long), len(drafts), f"data.max_prompt_tokens={cfg.max_prompt_tokens}"))
     return kept
+
+
+def left_out(field: str, dropped: int, total: int, limit: str) -> str:
+    """Tell how many rows of ``field`` are longer than ``limit``."""
+    return f"{field}: {dropped:,} of {total:,} rows are longer than {limit} and left out (data.overlong_prompts=drop)"
 
 
 def load_transform(spec: str | None) -> Transform | None:

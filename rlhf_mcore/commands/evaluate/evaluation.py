@@ -190,7 +190,13 @@ def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
     if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
         raise ConfigError.many(problems)
     tools = read_tools(cfg.environment.tools)
-    return load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval", tools=tools)[: cfg.evaluate.max_prompts]
+
+    def tell(text: str) -> None:
+        if dist.get_rank() == 0:
+            say(text, file=sys.stderr)
+
+    prompts = load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval", tools=tools, note=tell)
+    return prompts[: cfg.evaluate.max_prompts]
 
 
 def _evaluate(

@@ -99,7 +99,10 @@ def test_dropped_prompts_leave_the_indices_of_the_others_alone(
 ) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "12345"}, {"prompt": "1234"}, {"prompt": "123456"})
     cfg = DataConfig(max_prompt_tokens=4, overlong_prompts="drop", apply_chat_template="false")
-    assert [(p.prompt_id, p.index) for p in load_prompts([file], tokenizer, cfg)] == [("a#1", 1)]
+    told: list[str] = []
+    assert [(p.prompt_id, p.index) for p in load_prompts([file], tokenizer, cfg, note=told.append)] == [("a#1", 1)]
+    [line] = told
+    assert "data.train: 2 of 3 rows" in line and "data.max_prompt_tokens=4" in line
 
 
 def test_overlong_prompts_are_counted_and_the_remedy_is_named(
