@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
-from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
+from rlhf_mcore.parallel.rows import Rows, move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
 from rlhf_mcore.types import FAILURES, Field, Prompt, Ragged, Score, TrainBatch, Trajectory
@@ -123,12 +123,10 @@ def exchange_rows(
         RuntimeError: a row has no finite score, or engines recorded other fields of it than of others.
     """
     num_rows, sent, support = len(group_ids), flat_fields(trajectories), flat_support(trajectories)
-    recorded: dict[str, Field] = {}
-    problem = ""
     try:
-        recorded = recorded_fields(trajectories)
+        recorded, problem = recorded_fields(trajectories), ""
     except ValueError as error:
-        problem = str(error)  # for all ranks
+        recorded, problem = {}, str(error)  # for all ranks
     if asynchronous:
         sent["versions"] = token_versions(trajectories)
     facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), _optional(t)) for t in trajectories]
@@ -147,9 +145,8 @@ def exchange_rows(
     _, lengths, num_sampled, truncated, holders, optional, digests = table.unbind(1)
     if (optional & _REWARDED).any():
         sent["turn_rewards"] = turn_rewards(trajectories)
-    world_size = dist.get_world_size()
-    owners = owners_of(lengths.numpy(), world_size)
-    owned = rows_by_rank(owners, world_size)
+    owners = owners_of(lengths.numpy(), dist.get_world_size())
+    owned = rows_by_rank(owners, dist.get_world_size())
     rows = torch.from_numpy(owned[dist.get_rank()])
     moved = move_rows(sent, lengths.numpy(), holders.numpy(), owned)
     own_support = None
@@ -158,11 +155,7 @@ def exchange_rows(
     own_fields: dict[str, Field] = {}
     if (optional & _RECORDED).any():
         recorded = _as_everywhere(recorded, problem, draws=bool(trajectories))
-        tensors = {own: values for own, values in recorded.items() if isinstance(values, Tensor)}
-        own_fields |= move_rows(tensors, lengths.numpy(), holders.numpy(), owned)
-        for own, values in recorded.items():
-            if isinstance(values, Ragged):
-                own_fields[own] = move_ragged(values, lengths.numpy(), holders.numpy(), owned)
+        own_fields = _move_fields(recorded, lengths.numpy(), holders.numpy(), owned)
     checked = {name: values for name, values in moved.items() if name != "turn_rewards"}
     others = {_OWN + name: field for name, field in own_fields.items()}
     arrived = row_digests(checked, lengths[rows].tolist(), others | ({"support": own_support} if own_support else {}))
@@ -201,8 +194,18 @@ def _optional(trajectory: Trajectory) -> int:
     return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None) + recorded
 
 
+def _move_fields(fields: Mapping[str, Field], lengths: Rows, holders: Rows, wanted: Sequence[Rows]) -> dict[str, Field]:
+    """Send rows of fields of any kind, as ``move_rows``. Collective over the world."""
+    tensors = {name: values for name, values in fields.items() if isinstance(values, Tensor)}
+    moved: dict[str, Field] = dict(move_rows(tensors, lengths, holders, wanted))
+    for name, values in fields.items():
+        if isinstance(values, Ragged):
+            moved[name] = move_ragged(values, lengths, holders, wanted)
+    return moved
+
+
 def _as_everywhere(recorded: dict[str, Field], problem: str, *, draws: bool) -> dict[str, Field]:
-    """The fields that every rank has, of no tokens where this one draws nothing. Collective over the world.
+    """Return the fields that every rank has, of no tokens where this one draws nothing. Collective over the world.
 
     Raises:
         RuntimeError: on every rank, rows have different fields, or a rank has a problem.
