@@ -258,11 +258,13 @@ class _Threads:
 
     def _answer(self, worker: PoolWorker, task: _Task) -> Outcome | None:
         """Return the outcome of an item; None: its actor was lost, and it may be tried again."""
+        tries_before = task.tries
         while True:
             try:
                 outcome = worker.answer(task.item)
             except WorkerLost as lost:
-                task.tries += 1
+                # Ray kills the process of an actor before the actor ends. Both are one loss.
+                task.tries = max(task.tries, tries_before + 1)
                 return None if task.tries <= self._limits.retries else Outcome(lost=str(lost))
             task.tries += bool(outcome.lost)
             if not outcome.lost or task.tries > self._limits.retries:

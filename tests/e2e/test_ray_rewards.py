@@ -153,9 +153,10 @@ def test_fault_32_what_a_machine_held_that_is_lost_is_tried_on_another_one(
             f"    while len([name for name in os.listdir({str(tmp_path)!r}) if name.startswith('on-')]) < 2: time.sleep(0.01)\n"
             "    time.sleep(0.02); return int(solution_str)"
         )
-        graded = reward(body, RayPools(cluster.problem, 40000.0), workers=2)
+        # The first worker waits in its first response until the second has started, on a busy machine for minutes.
+        graded = reward(body, RayPools(cluster.problem, 40000.0), workers=2, timeout_s=200.0)
         waiting = graded.submit(rows(200))
-        wait_for(lambda: len(list(tmp_path.glob("on-*"))) == 2, 60)
+        wait_for(lambda: len(list(tmp_path.glob("on-*"))) == 2, 200)
         node.kill_all_processes(check_alive=False, allow_graceful=False)
         assert waiting() == [Score(float(number)) for number in range(200)]
     finally:

@@ -1,0 +1,43 @@
+"""What a pool does with an item whose actor ends, by workers that end in a given order."""
+
+from __future__ import annotations
+
+from rlhf_mcore.rewards.pool import WorkerLost, WorkerPool
+from rlhf_mcore.rewards.pools import Outcome, WorkerLimits
+
+
+class Dying:
+    """A worker that gives the listed outcomes in turn; a text is the loss of its actor."""
+
+    def __init__(self, outcomes: list[Outcome | str]) -> None:
+        self.outcomes, self.interrupted = outcomes, False
+
+    def load(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def answer(self, item: bytes) -> Outcome:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, str):
+            raise WorkerLost(outcome)
+        return outcome
+
+
+def answer(outcomes: list[Outcome | str], retries: int) -> Outcome:
+    pool = WorkerPool("f", "", {}, WorkerLimits(workers=1, timeout_s=1, retries=retries), lambda: Dying(outcomes))
+    try:
+        [outcome] = pool.submit([b"1"])()
+        assert outcome is not None and not outcomes
+        return outcome
+    finally:
+        pool.close()
+
+
+def test_an_actor_and_the_process_that_ray_killed_before_it_are_one_loss() -> None:
+    killed, scored = Outcome(lost="was ended by SIGKILL"), Outcome({"value": 1.0})
+    assert answer([killed, "lost its actor", scored], retries=1) == scored
+    assert answer([killed, "lost its actor", killed], retries=1) == killed
+    assert answer(["lost its actor", "lost its actor"], retries=1).lost == "lost its actor"
+    assert answer([killed, killed, "lost its actor", scored], retries=2) == scored
