@@ -20,7 +20,7 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
-from rlhf_mcore.types import GroupedSizes, ModelGeometry
+from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
 BUCKET_BYTES = 256 * 2**20
 ITEM_BYTES, DEPTH, RANKS_PER_NODE = 2, 2, 8

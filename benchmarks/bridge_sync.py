@@ -45,6 +45,7 @@ from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.config.schema import BridgeConfig, RecomputeConfig, RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.model import MegatronModel
@@ -55,7 +56,6 @@ from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import WeightTarget
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
-from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from benchmarks.common import Timing, report, timed
 from benchmarks.synthetic import LARGE, SMALL, num_bytes, shards, write_state
 from rlhf_mcore.bridge.files.state_files import StateReader
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ModelGeometry
 
 GOAL = 1.3
 SAME = "tp2_pp2"

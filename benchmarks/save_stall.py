@@ -23,11 +23,11 @@ from rlhf_mcore.bridge.files.state_files import RankState, state_file
 from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.triggers import Decision, SignalRequests
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
-from rlhf_mcore.types import ModelGeometry
 
 GOAL, MEMCPY_GOAL = 0.05, 1.2
 

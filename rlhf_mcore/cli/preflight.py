@@ -30,6 +30,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
 from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.foreign import SMALL, read_text, shorten
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
 from rlhf_mcore.observability.files import (
     FullDiskError,
@@ -39,7 +40,6 @@ from rlhf_mcore.observability.files import (
     write_atomically,
 )
 from rlhf_mcore.observability.run_directory import LOCK, RunDirectory
-from rlhf_mcore.types import ModelGeometry
 
 KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(

@@ -20,8 +20,8 @@ from rlhf_mcore.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config, RolloutConfig
+    from rlhf_mcore.geometry import ModelGeometry
     from rlhf_mcore.rollout.engine import Engine, EngineModel
-    from rlhf_mcore.types import ModelGeometry
 
 ENTRY_POINTS = "rlhf_mcore.engines"
 

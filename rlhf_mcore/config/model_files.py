@@ -15,7 +15,7 @@ from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.families.sizes import size
 from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, open_file, parse_json, read_json, shorten
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

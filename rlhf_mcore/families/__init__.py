@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 
 from rlhf_mcore.families.base import DECODER, HIDDEN, ONE, VOCAB, Family, Rule
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 _SCORE = Rule("output_layer.weight", "replicated", {"score.weight": (ONE, HIDDEN)})
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from rlhf_mcore.families.refusals import rotation_problems, unsupported_keys, window_problems
 from rlhf_mcore.families.sizes import head_dim, max_positions, num_kv_heads, size
 from rlhf_mcore.foreign import Fields
-from rlhf_mcore.types import GroupedSizes, ModelGeometry
+from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
 if TYPE_CHECKING:
     from rlhf_mcore.families.delta import DeltaNet

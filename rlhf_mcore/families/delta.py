@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_mcore.families.sizes import size
 from rlhf_mcore.foreign import Fields, shorten
-from rlhf_mcore.types import DeltaSizes
+from rlhf_mcore.geometry import DeltaSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhf_mcore.families.base import DECODER, HEAD_DIM, HIDDEN, KV, ONE, Dim, Kind, Rule, qk_norm
-from rlhf_mcore.types import DeltaSizes, ModelGeometry
+from rlhf_mcore.geometry import DeltaSizes, ModelGeometry
 
 
 def _delta(g: ModelGeometry) -> DeltaSizes:

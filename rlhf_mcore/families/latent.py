@@ -21,7 +21,7 @@ from rlhf_mcore.families.base import (
 )
 from rlhf_mcore.families.sizes import rope_type, rotary, size
 from rlhf_mcore.foreign import Fields
-from rlhf_mcore.types import LatentSizes, ModelGeometry
+from rlhf_mcore.geometry import LatentSizes, ModelGeometry
 
 
 def _latent(g: ModelGeometry) -> LatentSizes:

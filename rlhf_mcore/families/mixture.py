@@ -10,7 +10,7 @@ from rlhf_mcore.families.base import HF_LAYER, HIDDEN, MEGATRON_LAYER, ONE, Dim,
 from rlhf_mcore.families.mtp import MTP
 from rlhf_mcore.families.sizes import dense_layers, num_experts, size
 from rlhf_mcore.foreign import Fields, shorten
-from rlhf_mcore.types import ExpertSizes, ModelGeometry
+from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
 
 
 def _sizes(g: ModelGeometry) -> ExpertSizes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_mcore.families.sizes import MAX_SIZES, size
 from rlhf_mcore.foreign import Fields, shorten
-from rlhf_mcore.types import WindowSizes
+from rlhf_mcore.geometry import WindowSizes
 
 
 @dataclass(frozen=True, slots=True)

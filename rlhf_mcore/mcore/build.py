@@ -18,6 +18,7 @@ from megatron.core.transformer.module import Float16Module
 
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.mcore.ends import ScalarHead, defer_logits, scale_embeddings
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
@@ -28,7 +29,6 @@ from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
 from rlhf_mcore.mcore.rotation import set_frequencies, set_latent_frequencies
 from rlhf_mcore.mcore.weights import mark_tensor_parallel
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.types import LatentSizes
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.mtp import MTPLearning

@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig
+from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.model_spec import ModelSpec
@@ -34,7 +35,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.parts import Gradients, Part
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable
-from rlhf_mcore.types import LocalParameter, Microbatch
+from rlhf_mcore.types import Microbatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.mixture import Router

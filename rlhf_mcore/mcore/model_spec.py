@@ -27,10 +27,10 @@ from rlhf_mcore.expected_kernels import APEX
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, architecture_name
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.foreign import Fields, shorten
+from rlhf_mcore.geometry import LatentSizes, ModelGeometry
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.platform import DTYPES, Platform
-from rlhf_mcore.types import LatentSizes, ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)

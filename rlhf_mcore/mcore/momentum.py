@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.algorithms.muon import orthogonalized, update_scale
+from rlhf_mcore.geometry import Shard
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.types import Shard
 
 _BUCKET = 1 << 26  # elements of a rank that are exchanged at a time
 

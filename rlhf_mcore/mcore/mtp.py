@@ -28,12 +28,13 @@ from torch import Tensor
 
 from rlhf_mcore.data.collate import one_later
 from rlhf_mcore.families.base import Family
+from rlhf_mcore.geometry import LatentSizes, ModelGeometry
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.layers import layer_spec, norm_and_linear
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.platform.megatron_versions import mtp_submodules
-from rlhf_mcore.types import LatentSizes, Microbatch, ModelGeometry
+from rlhf_mcore.types import Microbatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.model import MegatronModel, Metrics

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
+from rlhf_mcore.geometry import LocalParameter, StateShard
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.momentum import Locate, MatrixExchange, MomentumSteps, Stepped
 from rlhf_mcore.mcore.overrides import Overrides
@@ -34,7 +35,6 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
 from rlhf_mcore.residency.ledger import OPTIMIZER
 from rlhf_mcore.residency.sharing import Movable
-from rlhf_mcore.types import LocalParameter, StateShard
 
 
 @dataclass(frozen=True, slots=True)

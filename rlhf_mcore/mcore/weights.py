@@ -20,9 +20,9 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor
 
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
+from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.platform.megatron_versions import MTP_INNER
-from rlhf_mcore.types import LocalParameter
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:

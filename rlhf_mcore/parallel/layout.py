@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlhf_mcore.config.implied import token_multiple
 from rlhf_mcore.config.schema import LayoutConfig
-from rlhf_mcore.types import Shard
+from rlhf_mcore.geometry import Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.geometry import DeltaSizes, LatentSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
-from rlhf_mcore.types import DeltaSizes, LatentSizes, ModelGeometry
 
 # As parallel/logprobs.py has them, which imports torch: tokens of given logits, bytes of logits that an output layer makes.
 CHUNK_TOKENS = 2048

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Rule
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.observability.throughput import ModelFlops
-from rlhf_mcore.types import ModelGeometry
 
 
 @lru_cache(maxsize=64)

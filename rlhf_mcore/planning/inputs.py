@@ -14,8 +14,8 @@ from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, ReferenceConfig, RewardModelConfig
 from rlhf_mcore.families.mtp import num_mtp_layers
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ModelGeometry
 
 GIB = 1 << 30
 

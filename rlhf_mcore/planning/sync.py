@@ -21,9 +21,9 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
+from rlhf_mcore.geometry import LatentSizes, ModelGeometry, Shard
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engine_tp, engines_apart, num_engines
 from rlhf_mcore.planning.weights import BYTES
-from rlhf_mcore.types import LatentSizes, ModelGeometry, Shard
 
 _VOCAB_MULTIPLE = 64
 

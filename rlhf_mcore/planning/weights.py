@@ -16,10 +16,10 @@ from math import lcm, prod
 
 from rlhf_mcore.bridge.map.rules import holds_matrices, is_padded, layer_names, pieces
 from rlhf_mcore.families import FAMILIES, outer_rules
+from rlhf_mcore.geometry import ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import PlannedRole
-from rlhf_mcore.types import ModelGeometry, Shard
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FP32 = 4

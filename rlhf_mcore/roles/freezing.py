@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.mcore.weights import global_names, unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ModelGeometry
 
 
 def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.state_files import Region, regions
 from rlhf_mcore.bridge.map.rules import hf_shapes, holds_matrices, pieces
+from rlhf_mcore.geometry import ModelGeometry, Shard
 from rlhf_mcore.mcore.momentum import Locate, MatrixPart
-from rlhf_mcore.types import ModelGeometry, Shard
 
 
 def matrices_of(geometry: ModelGeometry) -> Locate:

@@ -21,6 +21,7 @@ from rlhf_mcore.algorithms.masking import row_weights
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.data.packing import balance
+from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, OutputFunction
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
@@ -30,7 +31,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
 from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_rows, rows_by_rank
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.types import Field, LocalParameter, Microbatch, Ragged, TrainBatch
+from rlhf_mcore.types import Field, Microbatch, Ragged, TrainBatch
 
 Update = Callable[[], dict[str, float]]
 

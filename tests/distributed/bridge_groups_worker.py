@@ -19,10 +19,10 @@ from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
+from rlhf_mcore.geometry import LocalParameter, Shard, StateShard
 from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.protocols import EngineRank, SyncMismatch
-from rlhf_mcore.types import LocalParameter, Shard, StateShard
 from tests.distributed.setting import finish, start
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors

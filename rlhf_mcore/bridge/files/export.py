@@ -38,7 +38,7 @@ from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.transports import GroupLinks
-from rlhf_mcore.types import LocalParameter, ModelGeometry
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 
 
 class Exporter:

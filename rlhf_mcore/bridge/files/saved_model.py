@@ -28,7 +28,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.foreign import INDEX, read_json
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 _MAX_THREADS = min(8, os.cpu_count() or 1)
 

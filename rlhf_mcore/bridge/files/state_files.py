@@ -29,8 +29,8 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.mtp import EMBEDDING_COPY
 from rlhf_mcore.foreign import INDEX, Fields, read_json
+from rlhf_mcore.geometry import ModelGeometry, Shard, StateShard
 from rlhf_mcore.parallel.collectives import gather_json
-from rlhf_mcore.types import ModelGeometry, Shard, StateShard
 
 STATE_INDEX = "index.json"
 MASTER, SECOND_MOMENT = "master", "exp_avg_sq"

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.trace import EngineMap
+from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.collectives import all_gather_unique_json
-from rlhf_mcore.types import LocalParameter
 
 Pieces = Callable[[LocalParameter], Sequence[Piece]]
 

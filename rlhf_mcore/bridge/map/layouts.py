@@ -12,8 +12,8 @@ from typing import Protocol
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import layer_names, pieces
 from rlhf_mcore.families import outer_rules
+from rlhf_mcore.geometry import ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
-from rlhf_mcore.types import ModelGeometry, Shard
 
 
 def trainer_places(

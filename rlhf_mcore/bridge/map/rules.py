@@ -16,8 +16,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES, HEADS, outer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import is_expert
-from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -22,11 +22,11 @@ from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.endpoints import HostCopies, Sources
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import machine
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.addresses import listener
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.parallel.joint_group import JointGroup, connections
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, LiveWeights, PeersLost, RemoteEngines, SyncStats
-from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 ATTEMPTS = 3  # with the same processes
 MARGIN_S = 5.0  # for engines to notice that a transfer has failed

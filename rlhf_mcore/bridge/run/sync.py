@@ -27,10 +27,10 @@ from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.samples import Drawn, Held, Samples, differing
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
 from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import LiveWeights, SyncMismatch, SyncStats, WeightTarget
-from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 if TYPE_CHECKING:
     from rlhf_mcore.bridge.files.transfer import Gatherer

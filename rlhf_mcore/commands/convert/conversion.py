@@ -39,10 +39,10 @@ from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.families.sizes import rope_type
 from rlhf_mcore.foreign import Fields
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.machine import memory_bytes
 from rlhf_mcore.observability.files import full_disk_named
 from rlhf_mcore.platform import DTYPES
-from rlhf_mcore.types import ModelGeometry
 
 _PROMPT_TOKENS = 8  # whose logits are compared
 

@@ -12,7 +12,7 @@ from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED, has_expert_bias
 from rlhf_mcore.foreign import shorten
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 
 def world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:

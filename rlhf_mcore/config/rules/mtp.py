@@ -14,7 +14,7 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import MTP_KEY, num_mtp_layers
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:

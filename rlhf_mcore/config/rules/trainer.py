@@ -10,7 +10,7 @@ from rlhf_mcore.config.implied import longest_example, longest_response, max_new
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, OptimizerConfig
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 
 def schedule_problems(cfg: Config) -> Iterator[str]:

@@ -11,8 +11,8 @@ from rlhf_mcore.config.engine_kinds import EngineKind
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config, RolloutConfig
+    from rlhf_mcore.geometry import ModelGeometry
     from rlhf_mcore.rollout.engine import Engine, EngineModel
-    from rlhf_mcore.types import ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)

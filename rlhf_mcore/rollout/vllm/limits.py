@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
+from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.machine import has_gpu, processor
-from rlhf_mcore.types import LatentSizes
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
-    from rlhf_mcore.types import ModelGeometry
+    from rlhf_mcore.geometry import ModelGeometry
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 

@@ -19,6 +19,7 @@ from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.geometry import LocalParameter, Shard
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import world_group
@@ -26,7 +27,7 @@ from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.fleet import Fleet
-from rlhf_mcore.types import LocalParameter, Sampling, Shard
+from rlhf_mcore.types import Sampling
 from tests.commands import wait_for
 from tests.e2e.remote.fleets import MAX_MODEL_LEN, plan, requests, running
 from tests.e2e.rollout.tiny import save_model

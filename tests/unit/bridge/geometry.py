@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_mcore.bridge.plan.build import Plan
-from rlhf_mcore.types import GroupedSizes, ModelGeometry
+from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
 GEOMETRY = ModelGeometry(
     family="qwen2",

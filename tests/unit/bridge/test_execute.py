@@ -28,8 +28,8 @@ from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, Transient
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Work
+from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import GroupedSizes, ModelGeometry
 from tests.unit.bridge.sources import Averages, Merged
 
 RANKS, BUCKET = 4, 256

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry, Shard
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry, Shard
 from tests.distributed.models import MOE_MODELS, make
 
 QWEN = ModelGeometry(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry, Shard
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry, Shard
 from tests.distributed.models import MODELS, MOE_MODELS, SIZES
 
 KNOWN = {**MODELS, **MOE_MODELS}

@@ -18,8 +18,8 @@ from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import inspect_model, read_geometry
+from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import LocalParameter
 from tests.distributed.models import make, pack
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"

@@ -9,8 +9,8 @@ from rlhf_mcore.bridge.map.layouts import engine_places, replicas, spread_order,
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
+from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import GroupedSizes, ModelGeometry
 from tests.unit.bridge.geometry import bucket_names
 
 

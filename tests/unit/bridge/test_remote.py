@@ -14,10 +14,10 @@ from rlhf_mcore.bridge.run import remote
 from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.geometry import ExpertSizes
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost, SyncStats
-from rlhf_mcore.types import ExpertSizes
 from tests.unit.bridge.geometry import GEOMETRY
 from tests.unit.parallel.world import world
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.families import FAMILIES, HEADS, architecture_name
-from rlhf_mcore.types import GroupedSizes, LatentSizes, ModelGeometry, Shard
+from rlhf_mcore.geometry import GroupedSizes, LatentSizes, ModelGeometry, Shard
 from tests.distributed.models import MODELS, SIZES
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
 

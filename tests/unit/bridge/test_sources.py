@@ -10,8 +10,8 @@ import pytest
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry
 
 QWEN = ModelGeometry(
     "qwen3_moe", 5, 8, GroupedSizes(4, 2, 2), 16, 13, True, experts=ExpertSizes(8, 8, 2, dense_layers=(1, 2))

@@ -34,7 +34,7 @@ from rlhf_mcore.bridge.map.rectangles import of_interval
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import Fields
-from rlhf_mcore.types import ModelGeometry, Shard, StateShard
+from rlhf_mcore.geometry import ModelGeometry, Shard, StateShard
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
 
 FACTORS = {"master": 1.0, "exp_avg": -2.0, "exp_avg_sq": 0.5}

@@ -15,9 +15,9 @@ from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import sync
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import PlannedBridge, TrainedWeights
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
-from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
 

@@ -15,7 +15,7 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import Gatherer, load
 from rlhf_mcore.bridge.run.sync import GatherBridge
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_geometry
-from rlhf_mcore.types import ExpertSizes, ModelGeometry
+from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 SIZES = dict(vocab_size=101, hidden_size=512, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8)

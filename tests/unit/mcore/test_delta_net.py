@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import pieces
+from rlhf_mcore.geometry import DeltaSizes, GroupedSizes, ModelGeometry, Shard
 from rlhf_mcore.mcore.delta_net import CHUNK, Heads, causal_convolution, gated_delta_rule, share_heads
-from rlhf_mcore.types import DeltaSizes, GroupedSizes, ModelGeometry, Shard
 
 LENGTHS = [3, CHUNK + 1, 1, 2 * CHUNK, 130]
 

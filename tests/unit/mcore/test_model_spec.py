@@ -23,13 +23,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 from rlhf_mcore.mcore import model_spec
 from rlhf_mcore.mcore.model_spec import fused_kernels, load_spec, transformer_config
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.cuda import CudaPlatform
-from rlhf_mcore.types import GroupedSizes, ModelGeometry
 from tests.distributed.models import make
 
 SIZES = dict(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry, WindowSizes
 from rlhf_mcore.observability.throughput import ModelFlops, Throughput, peak_tflops
 from rlhf_mcore.planning.counts import active_parameters, model_flops, mtp_flops
 from rlhf_mcore.trainer.work import StepWork, TrainedWork, counts
-from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry, WindowSizes
 from tests.unit.parallel.world import world
 from tests.unit.roles import lookup
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.config.schema import LayoutConfig
+from rlhf_mcore.geometry import Shard
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.types import Shard
 
 SIZES = st.integers(1, 5)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.activations import forward_activations, head_bytes, training_activations
 from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
-from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry
 
 DENSE = ModelGeometry("llama", 8, 64, GroupedSizes(4, 2, 16), 192, 1000, False)
 EXPERTS = replace(DENSE, family="mixtral", experts=ExpertSizes(8, 96, per_token=2))

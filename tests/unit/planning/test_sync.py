@@ -13,6 +13,7 @@ from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.geometry import DeltaSizes, ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType, PlannedRole
 from rlhf_mcore.planning.sync import (
@@ -24,7 +25,6 @@ from rlhf_mcore.planning.sync import (
     plan_sync,
     state_bytes_per_sequence,
 )
-from rlhf_mcore.types import DeltaSizes, ExpertSizes, GroupedSizes, ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 SMALL = ModelGeometry("qwen2", 2, 64, GroupedSizes(4, 2, 16), 96, 100, True)

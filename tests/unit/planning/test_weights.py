@@ -11,12 +11,12 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import active_parameters, num_parameters
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.sync import destinations
 from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
-from rlhf_mcore.types import ExpertSizes, GroupedSizes, ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 # Numbers of parameters as the models' pages on the Hugging Face hub count them in their safetensors files.

@@ -23,12 +23,13 @@ from rlhf_mcore.config.schema import (
     ScheduleConfig,
     TrainerConfig,
 )
+from rlhf_mcore.geometry import LocalParameter, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.residency.sharing import Movable
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.types import LocalParameter, Ragged, Shard, TrainBatch
+from rlhf_mcore.types import Ragged, TrainBatch
 from tests.rows import flat, padded_batch
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
 from tests.unit.roles import lookup

@@ -25,7 +25,7 @@ from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, Tile
 from rlhf_mcore.bridge.files.hf_files import inside
 from rlhf_mcore.bridge.map.rules import hf_shapes, in_memory, row_runs
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 COMPANIONS = "huggingface"  # where such checkpoints keep config.json and the tokenizer
 _NAME = re.compile(r"(model|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)

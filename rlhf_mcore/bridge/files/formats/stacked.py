@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import find_rule, row_runs
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from rlhf_mcore.bridge.files.hf_files import inside
 from rlhf_mcore.bridge.map.rules import hf_shapes, is_padded, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import read_json, read_text, shorten
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 INDEX = ".metadata"
 BACKEND = "metadata.json"

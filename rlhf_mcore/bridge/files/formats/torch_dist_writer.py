@@ -32,7 +32,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.sizes import rope_type, rotary, size
 from rlhf_mcore.foreign import Fields
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 
 VOCAB_MULTIPLE = 128  # Megatron-LM's default; the embedding may be loaded at any other padded size
 # Modules of Transformer Engine's layers with a numerical state; an empty one is asked for when such a model is loaded.

@@ -19,7 +19,7 @@ from rlhf_mcore.bridge.files.formats.torch_dist_writer import TorchDistWriter, t
 from rlhf_mcore.bridge.map.rules import parameter_names
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_geometry
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.geometry import ModelGeometry
 from tests.unit.bridge.formats.conftest import HFModel
 from tests.unit.bridge.geometry import mcore_tensors
 
