@@ -87,6 +87,21 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSizes:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of linear layers."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # layers that have one; see ``rlhf_mcore.families.adapters``
+    use_rslora: bool = False  # scale by the root of the rank (Kalajdzievski 2023, arXiv 2312.03732)
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product B A."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """The sizes of a decoder, read from a Hugging Face config.
 
@@ -108,6 +123,7 @@ class ModelGeometry:
     mtp_layers: int = (
         0  # behind the last layer, where they are trained with the model; numbered as if they were further ones
     )
+    adapter: AdapterSizes | None = None  # of a geometry of adapters alone, which are what has names and shapes
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> ModelGeometry:
@@ -118,9 +134,11 @@ class ModelGeometry:
             "window": WindowSizes,
             "delta": DeltaSizes,
             "experts": ExpertSizes,
+            "adapter": AdapterSizes,
         }
         sizes = {
-            name: {k: tuple(v) if isinstance(v, list) else v for k, v in (fields[name] or {}).items()} for name in kinds
+            name: {k: tuple(v) if isinstance(v, list) else v for k, v in (fields.get(name) or {}).items()}
+            for name in kinds
         }
         return cls(**{**fields, **{name: kind(**sizes[name]) if sizes[name] else None for name, kind in kinds.items()}})
 

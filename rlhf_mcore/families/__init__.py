@@ -87,6 +87,16 @@ def outer_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[Ru
     return first, last
 
 
+def layer_rules(geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
+    """List the rules of one layer of a model, or those of its adapters; ``fused``: as Transformer Engine names parameters."""
+    rules = FAMILIES[geometry.family].layer_rules(geometry, layer, fused=fused)
+    if geometry.adapter is None:
+        return rules
+    from rlhf_mcore.families.adapters import adapter_rules
+
+    return [derived for rule in rules for derived in adapter_rules(rule, geometry, layer)]
+
+
 def has_expert_bias(geometry: ModelGeometry) -> bool:
     """Tell whether a model has mixtures whose router adds a bias to the scores of experts."""
     if geometry.experts is None:

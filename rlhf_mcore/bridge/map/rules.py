@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.families import FAMILIES, HEADS, outer_rules
+from rlhf_mcore.families import FAMILIES, HEADS, layer_rules, outer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
@@ -24,17 +24,27 @@ Shapes = dict[str, tuple[int, ...]]
 
 def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
     """Return name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
-    first, last = outer_rules(geometry)
-    found = first.shapes(geometry)
+    first, last = _outer_rules(geometry)
+    shapes: Shapes = {}
+    for rule in first:
+        shapes |= rule.shapes(geometry)
     for layer in range(geometry.num_layers + geometry.mtp_layers):
-        for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):
+        for rule in layer_rules(geometry, layer):
             if trained and not rule.trained:
                 continue
             for expert in range(geometry.num_experts if "{k}" in rule.mcore else 1):
-                found |= rule.shapes(geometry, layer, expert)
+                shapes |= rule.shapes(geometry, layer, expert)
     for rule in last:
-        found |= rule.shapes(geometry)
-    return found
+        shapes |= rule.shapes(geometry)
+    return shapes
+
+
+def _outer_rules(geometry: ModelGeometry) -> tuple[list[Rule], list[Rule]]:
+    """List the rules of what stands before the layers and behind them, which has no adapters."""
+    if geometry.adapter is not None:
+        return [], []
+    first, last = outer_rules(geometry)
+    return [first], last
 
 
 def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool = False) -> Iterator[str]:
@@ -42,15 +52,15 @@ def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bo
 
     ``fused`` names them as Transformer Engine's layers do: norms within linear layers, experts as one grouped product.
     """
-    for rule in FAMILIES[geometry.family].layer_rules(geometry, layer, fused=fused):
+    for rule in layer_rules(geometry, layer, fused=fused):
         yield from (rule.mcore.format(i=layer, k=k) for k in range(num_experts if "{k}" in rule.mcore else 1))
 
 
 def parameter_names(geometry: ModelGeometry) -> list[str]:
     """List Megatron's parameters of a whole model on one rank, in the network's order, named as Transformer Engine's layers do."""
-    first, last = outer_rules(geometry)
+    first, last = _outer_rules(geometry)
     layers = (layer_names(geometry, layer, geometry.num_experts, True) for layer in range(geometry.num_layers))
-    return [first.mcore, *(name for names in layers for name in names), *(rule.mcore for rule in last)]
+    return [*(rule.mcore for rule in first), *(name for names in layers for name in names), *(rule.mcore for rule in last)]
 
 
 def in_memory(name: str, geometry: ModelGeometry) -> str | None:
@@ -66,7 +76,7 @@ def in_memory(name: str, geometry: ModelGeometry) -> str | None:
 
 
 def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
-    """Describe what a rank's Megatron parameter holds, in Hugging Face coordinates.
+    """Describe what a rank's Megatron parameter holds, in Hugging Face coordinates; an adapter's in those of PEFT.
 
     Raises:
         KeyError: the family has no rule for this parameter.
@@ -74,12 +84,28 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     rule, layer, local_expert = find_rule(geometry, name)
     expert = shard.expert_rank * (geometry.num_experts // shard.expert_size) + local_expert
     shapes = rule.shapes(geometry, layer, expert)
+    if geometry.adapter is not None and ".lora_b" in rule.mcore and rule.kind != "replicated":
+        return _rows_of_weight(name, shapes, geometry, shard)
     if geometry.tied_embeddings and "lm_head.weight" in shapes:
         shapes = {"model.embed_tokens.weight": shapes["lm_head.weight"]}
     if rule.kind == "stacked":
         assert shard.size == 1, "the part of an expert is whole"
         return [_of_stack(name, shape, expert) for name, shape in shapes.items()]
     return list(_SPLITS[rule.kind](shapes, geometry, shard))
+
+
+def _rows_of_weight(name: str, shapes: Shapes, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
+    """Describe what a rank holds of Bs of adapters: those rows that it has of the weight's matrices, in the same order."""
+    from rlhf_mcore.families.adapters import base_name, hf_names
+
+    weight = pieces(base_name(name)[0], replace(geometry, adapter=None), shard)
+    rows, taken = 0, []
+    for piece in sorted(weight, key=lambda piece: piece.offset):
+        b = hf_names(piece.hf_name.removesuffix(".weight"))[1]
+        if b in shapes:
+            taken.append(_rows(b, shapes[b], piece.start[0], piece.shape[0], rows))
+            rows += piece.shape[0]
+    return taken
 
 
 def of_trunk(parameters: Iterable[LocalParameter], geometry: ModelGeometry) -> list[LocalParameter]:
@@ -144,7 +170,15 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
     Raises:
         KeyError: the family has no rule for this parameter.
     """
-    return _find_rule(geometry.family, geometry.head, name)
+    if geometry.adapter is None:
+        return _find_rule(geometry.family, geometry.head, name)
+    from rlhf_mcore.families.adapters import A, adapter_rules, base_name
+
+    weight, side = base_name(name)
+    rule, layer, expert = _find_rule(geometry.family, geometry.head, weight)
+    if not (rules := adapter_rules(rule, geometry, layer)):
+        raise KeyError(f"{weight!r} has no adapter")
+    return rules[side != A], layer, expert
 
 
 @cache
@@ -178,8 +212,11 @@ def _of_stack(name: str, shape: tuple[int, ...], expert: int) -> Piece:
 
 
 def _replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """A tensor that every rank has whole; of several (the As of adapters) one below the other."""
+    position = 0
     for name, shape in shapes.items():
-        yield _rows(name, shape, 0, shape[0], 0)
+        yield _rows(name, shape, 0, shape[0], position)
+        position += shape[0]
 
 
 def _column_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:

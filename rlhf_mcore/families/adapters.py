@@ -1,0 +1,132 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): where Megatron's matrices A and B are, in the coordinates of PEFT.
+
+The adapter of a matrix W [out, in] is A [r, in] and B [out, r]; its layer computes with W + scale * B A. Megatron joins several
+Hugging Face matrices in one weight. Each of them has its own A and B. The As of a weight are one parameter, its Bs are another:
+
+- where ranks split the outputs, every rank has the As whole, one below the other, and of the Bs the rows that it has of the weight;
+- where ranks split the inputs, a rank has the columns of A that it has of the weight, and B whole;
+- where every rank has the weight whole, it has both whole.
+
+A geometry with ``adapter`` is that of the adapters alone: its rules, names and shapes are those of A and B, not those of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.families.base import Dim, Family, Kind, Rule
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+
+ALL_LINEAR = "all-linear"  # a target: every linear layer but the output layer, as PEFT means it
+A, B = ".lora_a", ".lora_b"  # in the place of ``.weight``, in Megatron's names
+_HF_PREFIX, _HF_NAMES = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
+_LINEAR = re.compile(r".*\.(linear_\w+|in_proj|out_proj)\.weight(\{k\})?")
+# How ranks hold A and B of a weight that they hold so.
+_KINDS: dict[Kind, tuple[Kind, Kind]] = {
+    "row_parallel": ("row_parallel", "replicated"),
+    "replicated": ("replicated", "replicated"),
+    **{kind: ("replicated", kind) for kind in ("column_parallel", "qkv", "gated_qkv", "delta", "delta_by_head")},
+}
+_RANK = Dim("rank", lambda g: _sizes(g).rank)
+
+
+def _sizes(geometry: ModelGeometry) -> AdapterSizes:
+    assert geometry.adapter is not None
+    return geometry.adapter
+
+
+def base_name(name: str) -> tuple[str, str]:
+    """Split the name of an adapter's Megatron parameter into that of the weight that it adapts, and ``A`` or ``B``.
+
+    Raises:
+        KeyError: it is no adapter's.
+    """
+    if match := re.fullmatch(r"(.*)(\.lora_[ab])(\d*|\{k\})", name):
+        return f"{match.group(1)}.weight{match.group(3)}", match.group(2)
+    raise KeyError(f"{name!r} is no parameter of an adapter")
+
+
+def is_adapter(name: str) -> bool:
+    """Tell whether a Megatron parameter is A or B of an adapter."""
+    return re.search(r"\.lora_[ab]\d*$", name) is not None
+
+
+def hf_module(name: str) -> str:
+    """Return the Hugging Face module that an adapter's tensor belongs to: ``model.layers.0.self_attn.q_proj``."""
+    return name.removeprefix(_HF_PREFIX).rsplit(".", 2)[0]
+
+
+def hf_names(module: str) -> tuple[str, str]:
+    """Return the names under which PEFT saves A and B of a Hugging Face module."""
+    return tuple(f"{_HF_PREFIX}{module}{end}" for end in _HF_NAMES.values())  # type: ignore[return-value]
+
+
+def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]:
+    """Derive the rules of A and B from that of a weight in one layer; none where nothing of it is adapted."""
+    if not _LINEAR.fullmatch(rule.mcore) or rule.kind not in _KINDS:
+        return []
+    tensors = {name: dims for name, dims in rule.tensors.items() if is_target(_module(name, layer), geometry)}
+    if not tensors:
+        return []
+    return [
+        replace(
+            rule,
+            mcore=re.sub(r"\.weight(\{k\})?$", rf"{side}\1", rule.mcore),
+            kind=kind,
+            tensors={
+                _HF_PREFIX + name.removesuffix(".weight") + _HF_NAMES[side]: (
+                    (_RANK, *dims[1:]) if side == A else (dims[0], _RANK)
+                )
+                for name, dims in tensors.items()
+            },
+            in_memory="",
+        )
+        for side, kind in zip((A, B), _KINDS[rule.kind], strict=True)
+    ]
+
+
+def is_target(module: str, geometry: ModelGeometry) -> bool:
+    """Tell whether a linear layer, by its Hugging Face name, is adapted.
+
+    A target is the last part of a name (or parts, divided by dots), as in PEFT's ``target_modules``, or a pattern of whole names.
+    """
+    return any(_matches(target, module) for target in _sizes(geometry).targets)
+
+
+def _matches(target: str, module: str) -> bool:
+    return target in (ALL_LINEAR, module) or module.endswith(f".{target}") or fnmatchcase(module, target)
+
+
+def _module(tensor: str, layer: int) -> str:
+    """Return the module of a rule's tensor. Experts of a layer are adapted all, or none: the first stands for them."""
+    return tensor.format(i=layer, e=0).removesuffix(".weight")
+
+
+def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
+    """Refuse targets that an adapter cannot have. ``field`` names the key, such as ``actor.lora.targets``.
+
+    Raises:
+        ConfigError: a target is no linear layer of the model, or one that no adapter can be of.
+    """
+    linear, stacked = [], []
+    for layer in range(geometry.num_layers):
+        for rule in family.layer_rules(geometry, layer):
+            if not _LINEAR.fullmatch(rule.mcore):
+                continue
+            modules = [_module(name, layer) for name in rule.tensors]
+            linear += modules
+            if rule.kind == "stacked":
+                stacked += [module for module in modules if is_target(module, geometry)]
+    for target in _sizes(geometry).targets:
+        if not any(_matches(target, module) for module in linear):
+            known = sorted({module.rpartition(".")[2] for module in linear})
+            raise ConfigError(
+                f"{field}: {target!r} is no linear layer of the model; name some of {shortened(known, 20, ', ')}, or {ALL_LINEAR}"
+            )
+    if stacked:
+        raise ConfigError(
+            f"{field}: {stacked[0]} holds all experts of a layer in one tensor, which takes no adapter; name layers of attention"
+        )

@@ -1,0 +1,79 @@
+"""Where the matrices of adapters are: names and shapes as PEFT saves them, and rows and columns as ranks have those of the weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families.adapters import base_name, check_targets
+from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, GroupedSizes, ModelGeometry, Shard
+
+MODEL = ModelGeometry("qwen3", 2, 64, GroupedSizes(4, 2, 16), 128, 100, True)
+MIXTURE = replace(MODEL, family="qwen3_moe", experts=ExpertSizes(4, 32, 2))
+LAYER = "base_model.model.model.layers.1."
+QKV = "decoder.layers.1.self_attention.linear_qkv"
+
+
+def adapters(*targets: str, model: ModelGeometry = MODEL) -> ModelGeometry:
+    return replace(model, adapter=AdapterSizes(4, 8.0, targets))
+
+
+def test_names_and_shapes_are_those_of_peft() -> None:
+    assert hf_shapes(adapters("v_proj", "model.layers.1.mlp.down_proj")) == {
+        "base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight": (4, 64),
+        "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight": (32, 4),
+        LAYER + "self_attn.v_proj.lora_A.weight": (4, 64),
+        LAYER + "self_attn.v_proj.lora_B.weight": (32, 4),
+        LAYER + "mlp.down_proj.lora_A.weight": (4, 128),
+        LAYER + "mlp.down_proj.lora_B.weight": (64, 4),
+    }
+    assert len(hf_shapes(adapters("all-linear"))) == 2 * 2 * 7
+    assert len(hf_shapes(adapters("all-linear", model=MIXTURE))) == 2 * 2 * (4 + 3 * 4)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("targets", [("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj"), ("k_proj",)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_has_the_rows_of_b_that_it_has_of_the_weight(kv_heads: int, targets: tuple[str, ...], size: int) -> None:
+    """Also where there are fewer groups than ranks, and Megatron splits rows of a group."""
+    geometry = replace(MODEL, attention=GroupedSizes(4, kv_heads, 16))
+    for rank in range(size):
+        rows = {"weight": [], "lora_b": []}
+        for end, of in (("weight", geometry), ("lora_b", adapters(*targets, model=geometry))):
+            for piece in sorted(pieces(f"{QKV}.{end}", of, Shard(rank, size)), key=lambda piece: piece.offset):
+                projection = piece.hf_name.split(".self_attn.")[1].split(".")[0]
+                if projection in targets:
+                    rows[end] += [(projection, piece.start[0] + row) for row in range(piece.shape[0])]
+        assert rows["lora_b"] == rows["weight"]
+
+
+def test_what_ranks_split_by_inputs_has_a_split() -> None:
+    geometry, name = adapters("o_proj"), "decoder.layers.1.self_attention.linear_proj."
+    [a], [b] = (pieces(name + end, geometry, Shard(1, 2)) for end in ("lora_a", "lora_b"))
+    assert (a.hf_name, a.start, a.shape) == (LAYER + "self_attn.o_proj.lora_A.weight", (0, 32), (4, 32))
+    assert (b.hf_name, b.start, b.shape) == (LAYER + "self_attn.o_proj.lora_B.weight", (0, 0), (64, 4))
+    with pytest.raises(KeyError, match="linear_qkv"):
+        pieces(f"{QKV}.lora_a", geometry, Shard(0, 1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_are_numbered_over_the_layer(fused: bool) -> None:
+    geometry = adapters("gate_proj", model=MIXTURE)
+    names = [name for name in layer_names(geometry, 1, 2, fused) if ".lora_a" in name]
+    held = [pieces(name, geometry, Shard(0, 1, expert_rank=1, expert_size=2)) for name in names]
+    assert [piece.hf_name for [piece] in held] == [f"{LAYER}mlp.experts.{e}.gate_proj.lora_A.weight" for e in (2, 3)]
+    assert {base_name(name)[0] for name in names} <= set(layer_names(MIXTURE, 1, 2, fused))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "named"),
+    [("qwen3", ("q_proj", "qq_proj"), "qq_proj"), ("qwen3", ("lm_head",), "lm_head")],
+)
+def test_targets_that_cannot_be_are_refused(family: str, targets: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"actor\.lora\.targets.*{named}.*down_proj"):
+        check_targets(FAMILIES[family], adapters(*targets), "actor.lora.targets")
+    check_targets(FAMILIES[family], adapters("all-linear"), "actor.lora.targets")
