@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlhf_mcore.bridge.map.adapters import Block, adapter_names, blocks
 from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES
@@ -77,3 +78,20 @@ def test_targets_that_cannot_be_are_refused(family: str, targets: tuple[str, ...
     with pytest.raises(ConfigError, match=rf"actor\.lora\.targets.*{named}.*down_proj"):
         check_targets(FAMILIES[family], adapters(*targets), "actor.lora.targets")
     check_targets(FAMILIES[family], adapters("all-linear"), "actor.lora.targets")
+
+
+def test_blocks_of_a_weight() -> None:
+    """Queries of two groups, then a value after a key that has no adapter: by hand."""
+    assert adapter_names(f"{QKV}.weight") == (f"{QKV}.lora_a", f"{QKV}.lora_b")
+    assert blocks(f"{QKV}.weight", adapters("q_proj", "v_proj"), Shard(0, 1)) == [
+        Block(0, 32, 0, 0),
+        Block(48, 16, 32, 4),
+        Block(64, 32, 48, 0),
+        Block(112, 16, 80, 4),
+    ]
+    assert blocks("decoder.layers.0.mlp.linear_fc2.weight", adapters("down_proj"), Shard(1, 2)) == [Block(0, 64, 0, 0)]
+    assert blocks("decoder.layers.0.mlp.linear_fc2.weight", adapters("up_proj"), Shard(1, 2)) == []
+    assert blocks("embedding.word_embeddings.weight", adapters("all-linear"), Shard(0, 1)) == []
+    experts = adapters("gate_proj", model=MIXTURE)
+    assert adapter_names("decoder.layers.0.mlp.experts.linear_fc1.weight1")[0].endswith("linear_fc1.lora_a1")
+    assert blocks("decoder.layers.0.mlp.experts.linear_fc1.weight1", experts, Shard(0, 1)) == [Block(0, 32, 0, 0)]
