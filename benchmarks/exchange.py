@@ -44,7 +44,8 @@ def worker(num_rows: int, tokens: int, rounds: int) -> None:
     for _ in range(rounds):
         dist.barrier()
         started = time.perf_counter()
-        batch = exchange(prompts, positions, made, scores).batch
+        exchanged = exchange(prompts, positions, made, scores)
+        batch = exchanged[0] if isinstance(exchanged, tuple) else exchanged.batch  # of an earlier release
         seconds.append(time.perf_counter() - started)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     held = sum(value.nbytes for name in batch.__slots__ if hasattr(value := getattr(batch, name), "nbytes"))

@@ -78,7 +78,7 @@ def _step(num_rows: int) -> Any:
     exchange, advantages = RowExchange(samples_per_prompt=SAMPLES), AdvantageComputer(AlgorithmConfig())
 
     def step() -> None:
-        batch = exchange(prompts, [row // SAMPLES for row in mine], made, scores).batch
+        batch, _ = exchange(prompts, [row // SAMPLES for row in mine], made, scores)
         batch.old_logprobs = torch.zeros(batch.token_ids.shape)
         advantages(batch)
         lengths = batch.lengths.tolist()

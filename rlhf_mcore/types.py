@@ -257,7 +257,7 @@ class TrainBatch:
     # [B] float32, on every rank: value of the state after the last token; with bootstrap_truncated
     bootstrap_values: Tensor | None = None
     correction: Tensor | None = None  # [N] float32: factors of the token weights of the policy loss
-    prompt_ids: list[str] | None = None  # of each group, for the record of a run
+    prompts: list[Prompt] | None = None  # of each group, where responses were sampled
     kl_coef: float = 0.0  # of this step, where the KL is in the loss
     with_entropy: bool = True  # whether the actor's entropy is a metric of this step
     rewards: Tensor | None = None  # [N] float64: after shaping and KL

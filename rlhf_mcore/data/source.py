@@ -34,6 +34,7 @@ PROMPTS_PER_TOKENIZER_CALL = 512
 
 Row = dict[str, Any]
 Transform = Callable[[Row], Row | None]
+Placed = tuple[str, Prompt]  # a prompt behind its file and row, for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,6 @@ class PromptBatches:
     def next_batch(self) -> list[Prompt]:
         """Return the prompts of the next step."""
         return [self.prompts[place] for place in self.sampler.next_batch()]
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A prompt before tokenisation, and its file and row for messages."""
-
-    place: str
-    prompt: Prompt
 
 
 def load_prompts(
@@ -77,37 +70,38 @@ def load_prompts(
     """
     if not files:
         raise ConfigError(f"{field} is empty; give a list of .parquet or .jsonl files")
-    drafts = list(_read_drafts(files, Renderer(tokenizer, cfg.apply_chat_template, tools), cfg, field))
-    _refuse_duplicates(drafts)
-    _tokenize(drafts, tokenizer)
-    return _limit_length(drafts, cfg, field, note)
+    placed = list(_read_prompts(files, Renderer(tokenizer, cfg.apply_chat_template, tools), cfg, field))
+    _refuse_duplicates(placed)
+    _tokenize(placed, tokenizer)
+    return _limit_length(placed, cfg, field, note)
 
 
-def _read_drafts(files: Sequence[str], render: Renderer, cfg: DataConfig, field: str) -> Iterator[_Draft]:
+def _read_prompts(files: Sequence[str], render: Renderer, cfg: DataConfig, field: str) -> Iterator[Placed]:
+    """Yield the place of each row and its prompt, rendered and not yet tokenised."""
     index = 0
     limits, transform = row_limits(cfg), load_transform(cfg.transform)
     answers = settings_of(field)
     for which, (name, keys) in enumerate(zip(files, file_keys(cfg, files, field), strict=True)):
-        file, drafts, contents = Path(name), [], []
+        file, placed, contents = Path(name), list[Placed](), []
         for number, (place, row) in enumerate(transformed_rows(file, limits, transform)):
             if row is not None:
-                draft, content = _draft_prompt(
+                prompt, content = _build_prompt(
                     row, keys, answers, place=place, name=f"{file.stem}#{number}", index=index
                 )
-                draft.prompt.file = which
-                drafts.append(draft)
+                prompt.file = which
+                placed.append((place, prompt))
                 contents.append((content, f"{place}, column {keys[0]!r}"))
             index += 1
             if index > limits.max_rows:
                 raise ConfigError(
                     f"{field}: more than data.max_rows={limits.max_rows} rows in its files; raise data.max_rows"
                 )
-        for draft, text in zip(drafts, render.all(contents), strict=True):
-            draft.prompt.text = text
-            yield draft
+        for (place, prompt), text in zip(placed, render.all(contents), strict=True):
+            prompt.text = text
+            yield place, prompt
 
 
-def _draft_prompt(
+def _build_prompt(
     row: dict[str, Any],
     keys: tuple[str, str | None],
     settings: tuple[str, str],
@@ -115,7 +109,7 @@ def _draft_prompt(
     place: str,
     name: str,
     index: int,
-) -> tuple[_Draft, Any]:
+) -> tuple[Prompt, Any]:
     """Return a prompt without its text, and the content to be rendered as its text."""
     prompt_key, answer_key = keys
     content = checked_prompt(
@@ -141,51 +135,50 @@ def _draft_prompt(
     check_plain(prompt.ground_truth, f"{place}, the answer")
     for column in ("prompt_id", "data_source", "ground_truth", "style"):
         check_characters(getattr(prompt, column), f"{place}, {column}")
-    return _Draft(place, prompt), content
+    return prompt, content
 
 
-def _refuse_duplicates(drafts: Sequence[_Draft]) -> None:
+def _refuse_duplicates(placed: Sequence[Placed]) -> None:
     seen: dict[str, str] = {}
-    for draft in drafts:
-        prompt_id = draft.prompt.prompt_id
-        if prompt_id in seen:
+    for place, prompt in placed:
+        if prompt.prompt_id in seen:
             raise ConfigError(
-                f"{draft.place}: prompt_id {prompt_id!r} was already used by {seen[prompt_id]}; ids must be unique: "
+                f"{place}: prompt_id {prompt.prompt_id!r} was already used by {seen[prompt.prompt_id]}; ids must be unique: "
                 "rename one of the files, or correct extra_info.prompt_id (or extra_info.id)"
             )
-        seen[prompt_id] = draft.place
+        seen[prompt.prompt_id] = place
 
 
-def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> None:
+def _tokenize(placed: Sequence[Placed], tokenizer: PreTrainedTokenizerBase) -> None:
     """Set ``prompt_ids``. No special tokens are added: the template, or the author of a string, has written them."""
-    for start in range(0, len(drafts), PROMPTS_PER_TOKENIZER_CALL):
-        part = drafts[start : start + PROMPTS_PER_TOKENIZER_CALL]
-        encoded = token_ids(tokenizer, [draft.prompt.text for draft in part])
-        for draft, prompt_ids in zip(part, encoded, strict=True):
+    for start in range(0, len(placed), PROMPTS_PER_TOKENIZER_CALL):
+        part = placed[start : start + PROMPTS_PER_TOKENIZER_CALL]
+        encoded = token_ids(tokenizer, [prompt.text for _, prompt in part])
+        for (place, prompt), prompt_ids in zip(part, encoded, strict=True):
             if not prompt_ids:
-                raise ConfigError(f"{draft.place}: the prompt {draft.prompt.text!r:.60} has no tokens; remove the row")
-            draft.prompt.prompt_ids = list(prompt_ids)
+                raise ConfigError(f"{place}: the prompt {prompt.text!r:.60} has no tokens; remove the row")
+            prompt.prompt_ids = list(prompt_ids)
 
 
-def _limit_length(drafts: Sequence[_Draft], cfg: DataConfig, field: str, note: Callable[[str], None]) -> list[Prompt]:
-    too_long = [draft for draft in drafts if len(draft.prompt.prompt_ids) > cfg.max_prompt_tokens]
+def _limit_length(placed: Sequence[Placed], cfg: DataConfig, field: str, note: Callable[[str], None]) -> list[Prompt]:
+    too_long = [(place, prompt) for place, prompt in placed if len(prompt.prompt_ids) > cfg.max_prompt_tokens]
     if too_long and cfg.overlong_prompts == "error":
-        first = too_long[0]
-        longest = max(len(draft.prompt.prompt_ids) for draft in too_long)
+        place, first = too_long[0]
+        longest = max(len(prompt.prompt_ids) for _, prompt in too_long)
         raise ConfigError(
-            f"{field}: {len(too_long)} of {len(drafts)} prompts are longer than data.max_prompt_tokens="
-            f"{cfg.max_prompt_tokens}; the first is {first.prompt.prompt_id!r} ({first.place}) with "
-            f"{len(first.prompt.prompt_ids)} tokens. Set data.max_prompt_tokens={longest}, or "
+            f"{field}: {len(too_long)} of {len(placed)} prompts are longer than data.max_prompt_tokens="
+            f"{cfg.max_prompt_tokens}; the first is {first.prompt_id!r} ({place}) with "
+            f"{len(first.prompt_ids)} tokens. Set data.max_prompt_tokens={longest}, or "
             "data.overlong_prompts=drop"
         )
-    kept = [draft.prompt for draft in drafts if len(draft.prompt.prompt_ids) <= cfg.max_prompt_tokens]
+    kept = [prompt for _, prompt in placed if len(prompt.prompt_ids) <= cfg.max_prompt_tokens]
     if not kept:
         raise ConfigError(
-            f"{field}: all {len(drafts)} prompts are longer than data.max_prompt_tokens={cfg.max_prompt_tokens}; "
+            f"{field}: all {len(placed)} prompts are longer than data.max_prompt_tokens={cfg.max_prompt_tokens}; "
             "raise it"
         )
     if too_long:
-        note(left_out(field, len(too_long), len(drafts), f"data.max_prompt_tokens={cfg.max_prompt_tokens}"))
+        note(left_out(field, len(too_long), len(placed), f"data.max_prompt_tokens={cfg.max_prompt_tokens}"))
     return kept
 
 

@@ -21,9 +21,9 @@ from rlhf_mcore.trainer.rollouts import (
     Decode,
     LostTrajectory,
     MakeRequest,
+    build_trajectories,
     check_completion,
     request_of,
-    trajectories_of,
 )
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
 
@@ -261,7 +261,7 @@ class SamplingAhead:
             return
         samples = sorted(group.completions.items())
         asked = [(group.prompt, sample) for sample, _ in samples]
-        group.trajectories = trajectories_of(asked, [completion for _, completion in samples], self._decode)
+        group.trajectories = build_trajectories(asked, [completion for _, completion in samples], self._decode)
         group.completions, group.scores = {}, self._begin_scores(group.trajectories)
         self._finished.append(group)
 

@@ -73,7 +73,7 @@ class Canary:
         engine = self.worker.engine
         mine = range(engine.engine_index, len(self.prompts), engine.num_engines)
         scores = [Score(0.0) for _ in trajectories]
-        batch = RowExchange(1)(self.prompts, list(mine) if engine.is_lead else [], trajectories, scores).batch
+        batch, _ = RowExchange(1)(self.prompts, list(mine) if engine.is_lead else [], trajectories, scores)
         gaps = (self.actor.compute_logprobs(batch) - batch.rollout_logprobs).abs()
         rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
         means = (rows.sums(gaps, batch.loss_mask) / batch.num_sampled).tolist()

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from rlhf_mcore.trainer.rollouts import Rollouts
-    from rlhf_mcore.types import Prompt, Sampling, Score
+    from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 # How many prompts a step misses, 0 at its beginning -> further ones: as many, or a whole batch.
 Draw = Callable[[int], "list[Prompt]"]
-# Prompts and the number of the batch within the step, from 0 -> what this rank owns of their rollouts, and its scores.
-Attempt = Callable[["Sequence[Prompt]", int], "tuple[Rollouts, list[Score]]"]
+# Prompts and the number of their batch within the step, from 0 -> them with the scored trajectories that this rank has drawn.
+Attempt = Callable[["list[Prompt]", int], "Collected"]
 
 
 @dataclass(slots=True)
 class Collected:
-    """A step's prompts (equal on every rank) and what this rank owns of their rollouts, as the exchange wants them."""
+    """The prompts of a step, or of a batch of it, equal on every rank, and the scored trajectories that this rank has drawn for them.
+
+    ``positions``, ``trajectories`` and ``scores`` run in parallel. They are empty on ranks that do not lead an engine.
+    """
 
     prompts: list[Prompt]
-    rollouts: Rollouts
+    positions: list[int]  # place of each trajectory's prompt in ``prompts``
+    trajectories: list[Trajectory]
     scores: list[Score]
-    num_batches: int = 1  # that were drawn; their prompts are used up, dropped or not
-    num_generated: int = 0  # prompts that responses were drawn for, where they are chosen from
-    num_informative: int = 0  # those among them whose responses differ in score
-    left_out: list[Score] = field(default_factory=list)  # of what was drawn and is not in the step
+    num_batches: int = 1  # batches that were drawn for the step; their prompts are used up
+    num_generated: int = 0  # prompts that were drawn and chosen from; 0: the step takes prompts as they come
+    num_informative: int = 0  # those of them whose responses differ in score
+    left_out: list[Score] = field(default_factory=list)  # of trajectories that were drawn and are not in the step
 
     def metrics(self) -> dict[str, float]:
-        """Of the choice, where there was one."""
+        """Return metrics of the choice of prompts, if there was one."""
         if not self.num_generated:
             return {}
         return {
@@ -46,16 +49,15 @@ class Collector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainSampling:
-    """Takes the prompts as they come."""
+    """Fills a step with the next prompts."""
 
     def collect(self, draw: Draw, attempt: Attempt) -> Collected:
-        """The next batch, whatever its scores."""
-        prompts = draw(0)
-        return Collected(prompts, *attempt(prompts, 0))
+        """Draw one batch and take it, whatever its scores."""
+        return attempt(draw(0), 0)
 
 
 def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:
-    """The sampling of batch ``number`` of a step: the first is as ever, later ones have seeds of their own.
+    """Return the sampling of batch ``number`` of a step: that of the first unchanged, those of later ones with other seeds.
 
     A data set smaller than the batches of a step draws a prompt again, which must not get the same responses.
     """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,10 +12,6 @@ from rlhf_mcore.algorithms.shaping import groups_that_differ
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.trainer.collecting import Attempt, Collected, Draw
-from rlhf_mcore.trainer.rollouts import Rollouts
-
-if TYPE_CHECKING:
-    from rlhf_mcore.types import Prompt, Score
 
 
 @dataclass(slots=True)
@@ -27,7 +23,7 @@ class DynamicSampling:
     drop: bool = False  # prompts that have a response without a score
 
     def collect(self, draw: Draw, attempt: Attempt) -> Collected:
-        """As many prompts as the first batch has. Collective: the decisions follow from the scores of all ranks.
+        """Draw batches until a step has as many prompts as the first one. Collective: the scores of all ranks decide.
 
         The order is that in which prompts were drawn. If as many as ``max_batches`` such batches have do not give enough, prompts
         whose scores are all equal fill the step up: their group-relative advantages are zero.
@@ -35,79 +31,77 @@ class DynamicSampling:
         Raises:
             ConfigError: on every rank, if not one of the prompts has responses of different scores.
         """
-        batches: list[_Batch] = []
+        batches: list[Collected] = []
+        judged: list[_Judgement] = []
         drawn = wanted = missing = 0
         while not batches or (missing > 0 and drawn < self.max_batches * wanted):
-            prompts = draw(missing)
-            rollouts, scores = attempt(prompts, len(batches))
-            batches.append(self._judge(prompts, rollouts, scores))
-            wanted, drawn = wanted or len(prompts), drawn + len(prompts)
-            missing = wanted - sum(len(batch.informative) for batch in batches)
-        if not any(batch.informative for batch in batches):
-            raise ConfigError(_nothing_to_learn(batches, self.max_batches))
-        return _assemble(batches)
+            batch = attempt(draw(missing), len(batches))
+            batches.append(batch)
+            judged.append(self._judge(batch))
+            wanted, drawn = wanted or len(batch.prompts), drawn + len(batch.prompts)
+            missing = wanted - sum(len(of_batch.informative) for of_batch in judged)
+        if not any(of_batch.informative for of_batch in judged):
+            raise ConfigError(_nothing_to_learn(drawn, judged, self.max_batches))
+        return _assemble(batches, judged)
 
-    def _judge(self, prompts: Sequence[Prompt], rollouts: Rollouts, scores: Sequence[Score]) -> _Batch:
+    def _judge(self, batch: Collected) -> _Judgement:
         mine = [
             (place, score.value, score.failure is not None)
-            for place, score in zip(rollouts.positions, scores, strict=True)
+            for place, score in zip(batch.positions, batch.scores, strict=True)
         ]
         everyones = [entry for part in self.gather(mine) for entry in part]
         places = torch.tensor([place for place, *_ in everyones], dtype=torch.int64)
         values = torch.tensor([value for _, value, _ in everyones], dtype=torch.float64)
         dropped = {place for place, _, failed in everyones if failed and self.drop}
         informative = set(places[groups_that_differ(values, places)].tolist()) - dropped
-        return _Batch(prompts, rollouts, scores, sorted(informative), dropped, set(values.tolist()))
+        return _Judgement(sorted(informative), dropped, set(values.tolist()))
 
 
 @dataclass(slots=True)
-class _Batch:
-    prompts: Sequence[Prompt]
-    rollouts: Rollouts
-    scores: Sequence[Score]
-    informative: list[int]  # places of prompts whose responses differ
+class _Judgement:
+    """The prompts of a batch by the scores of all ranks."""
+
+    informative: list[int]  # places of prompts whose responses differ in score
     dropped: set[int]  # places of prompts that are not taken, whatever else there is
-    values: set[float] = field(default_factory=set)  # all scores that were given
+    values: set[float]  # all scores that were given
 
 
-def _assemble(batches: list[_Batch]) -> Collected:
-    wanted = len(batches[0].prompts)
-    chosen = _choose(batches, wanted)
+def _assemble(batches: Sequence[Collected], judged: Sequence[_Judgement]) -> Collected:
+    """Assemble the step from its batches: as many prompts as the first one has."""
+    chosen = _choose(batches, judged, len(batches[0].prompts))
     new_place = {old: place for place, old in enumerate(chosen)}
-    positions, trajectories, scores, left_out = [], [], [], []
-    for number, batch in enumerate(batches):
-        rows = zip(batch.rollouts.positions, batch.rollouts.trajectories, batch.scores, strict=True)
-        for place, trajectory, score in rows:
-            if (number, place) in new_place:
-                positions.append(new_place[number, place])
-                trajectories.append(trajectory)
-                scores.append(score)
-            else:
-                left_out.append(score)
-    return Collected(
-        prompts=[batches[number].prompts[place] for number, place in chosen],
-        rollouts=Rollouts(positions, trajectories),
-        scores=scores,
+    step = Collected(
+        [batches[number].prompts[place] for number, place in chosen],
+        [],
+        [],
+        [],
         num_batches=len(batches),
         num_generated=sum(len(batch.prompts) for batch in batches),
-        num_informative=sum(len(batch.informative) for batch in batches),
-        left_out=left_out,
+        num_informative=sum(len(of_batch.informative) for of_batch in judged),
     )
+    for number, batch in enumerate(batches):
+        for place, trajectory, score in zip(batch.positions, batch.trajectories, batch.scores, strict=True):
+            if (number, place) in new_place:
+                step.positions.append(new_place[number, place])
+                step.trajectories.append(trajectory)
+                step.scores.append(score)
+            else:
+                step.left_out.append(score)
+    return step
 
 
-def _choose(batches: list[_Batch], wanted: int) -> list[tuple[int, int]]:
-    """(batch, place) of the step's prompts: the first informative ones, then what is needed of the others."""
+def _choose(batches: Sequence[Collected], judged: Sequence[_Judgement], wanted: int) -> list[tuple[int, int]]:
+    """Return (batch, place) of the step's prompts: the first informative ones, then others until there are enough."""
     everything = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch.prompts))]
-    informative = [(number, place) for number, batch in enumerate(batches) for place in batch.informative]
+    informative = [(number, place) for number, of_batch in enumerate(judged) for place in of_batch.informative]
     taken = set(informative)
-    others = [each for each in everything if each not in taken and each[1] not in batches[each[0]].dropped]
+    others = [each for each in everything if each not in taken and each[1] not in judged[each[0]].dropped]
     return sorted((informative + others)[:wanted])
 
 
-def _nothing_to_learn(batches: list[_Batch], max_batches: int) -> str:
-    values = set().union(*(batch.values for batch in batches))
+def _nothing_to_learn(num_prompts: int, judged: Sequence[_Judgement], max_batches: int) -> str:
+    values = set().union(*(of_batch.values for of_batch in judged))
     given = f"{min(values):g}" if len(values) == 1 else f"between {min(values):g} and {max(values):g}"
-    num_prompts = sum(len(batch.prompts) for batch in batches)
     return (
         f"algorithm.dynamic_sampling.max_batches={max_batches} batches ({num_prompts} prompts) were generated and the "
         f"responses to each prompt got one and the same score (the scores are {given}): there is nothing to learn from. "

@@ -24,30 +24,20 @@ from rlhf_mcore.types import FAILURES, Field, Prompt, Ragged, Score, TrainBatch,
 
 
 @dataclass(slots=True)
-class Exchanged:
-    """A step's rows."""
-
-    batch: TrainBatch
-    prompts: list[Prompt]  # of the rows
-    facts: ScoreFacts
-
-
-@dataclass(slots=True)
 class ScoreFacts:
-    """What the ranks together know of a step's scores, those of prompts that leave the step among them."""
+    """Facts of the scores of a step over all ranks, including those of prompts that leave the step."""
 
     part_means: dict[str, float] = field(default_factory=dict)  # of each named part
     failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
     unread: dict[str, int] = field(default_factory=dict)  # by data source: in how many responses no answer was found
     num_dropped: int = 0  # prompts that have left the step
-    prefix_hit: float | None = (
-        None  # share of the tokens before turns of the policy that engines had cached; None: nobody counts
-    )
+    # Share of the tokens before turns of the policy that engines had cached; None: no engine counts them.
+    prefix_hit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RowExchange:
-    """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it.
+    """Sends the numbers of a row to every rank, and its tokens to the rank that is to own it.
 
     ``asynchronous``: tokens may be older than the weights that learn from them, so the policy version of each travels too.
     ``on_error``: what becomes of prompts with a response that has no score.
@@ -64,8 +54,8 @@ class RowExchange:
         trajectories: Sequence[Trajectory],
         scores: Sequence[Score],
         left_out: Sequence[Score] = (),
-    ) -> Exchanged:
-        """Collective over the world.
+    ) -> tuple[TrainBatch, ScoreFacts]:
+        """Exchange the rows of a step, and what is known of their scores. Collective over the world.
 
         Args:
             prompts: all prompts of the step, the same on every rank.
@@ -99,7 +89,8 @@ class RowExchange:
             return f"prompt {prompts[place].prompt_id!r}, sample {sample}"
 
         batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.asynchronous)
-        return Exchanged(batch, list(prompts), facts)
+        batch.prompts = list(prompts)
+        return batch, facts
 
 
 def exchange_rows(
@@ -110,7 +101,7 @@ def exchange_rows(
     name: Callable[[int], str] = "row {}".format,
     asynchronous: bool = False,
 ) -> TrainBatch:
-    """Rows ``numbers`` (ascending), which this rank has drawn, and those of all other ranks as a batch. Collective over the world.
+    """Make a batch of rows ``numbers`` (ascending), which this rank has drawn, and of those of all other ranks. Collective.
 
     Args:
         scores: of the trajectories.
@@ -262,7 +253,7 @@ def _gather_facts(
     left_out: Sequence[Score],
     on_error: OnError,
 ) -> tuple[ScoreFacts, set[int], str]:
-    """Facts, the places of prompts that have a response without a score, and the first cause. Collective over the world.
+    """Return facts, the places of prompts that have a response without a score, and the first cause. Collective over the world.
 
     Raises:
         ConfigError: on every rank, too many responses have no score.

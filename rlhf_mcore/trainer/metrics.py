@@ -11,13 +11,12 @@ import torch
 from rlhf_mcore.algorithms.correction import rollout_ratio_statistics
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.trainer.exchange import Exchanged
+from rlhf_mcore.trainer.exchange import ScoreFacts
 from rlhf_mcore.types import TrainBatch
 
 
-def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
-    """Rewards and lengths over all rows of the step."""
-    batch, facts = exchanged.batch, exchanged.facts
+def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
+    """Compute rewards and lengths over all rows of the step."""
     scores, lengths = batch.scores, batch.num_sampled.double()
     return {
         "reward/mean": float(scores.mean()),
@@ -35,27 +34,28 @@ def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
     }
 
 
-def source_metrics(exchanged: Exchanged) -> dict[str, float]:
-    """Where scores teach nothing: shares of responses that score 0 or the most, of prompts whose responses all score the same.
+def source_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
+    """Compute shares of what teaches nothing: responses that score 0 or the most, prompts whose responses all score the same.
 
-    And the number of responses in which the reward found no answer. Where a step has several data sources, each has its own
-    mean, shares and number.
+    The number of responses in which the reward found no answer is among them. With several data sources each has its own mean, shares
+    and number.
     """
-    sources = [prompt.data_source for prompt in exchanged.prompts]
-    scores, unread = exchanged.batch.scores.reshape(len(sources), -1), exchanged.facts.unread  # scores: [P, G]
-    found = _shares(scores) | {"reward/parse_failures": float(sum(unread.values()))}
+    assert batch.prompts is not None
+    sources = [prompt.data_source for prompt in batch.prompts]
+    scores, unread = batch.scores.reshape(len(sources), -1), facts.unread  # scores: [P, G]
+    metrics = _compute_shares(scores) | {"reward/parse_failures": float(sum(unread.values()))}
     if len(names := sorted({*sources, *unread})) > 1:
         for name in names:
-            held = scores[torch.tensor([source == name for source in sources])]
-            if len(held):
-                own = {"reward/mean": float(held.mean()), **_shares(held)}
-                found |= {f"{metric}/{name}": value for metric, value in own.items()}
-            found[f"reward/parse_failures/{name}"] = float(unread.get(name, 0))
-    return found
+            own = scores[torch.tensor([source == name for source in sources])]
+            if len(own):
+                of_source = {"reward/mean": float(own.mean()), **_compute_shares(own)}
+                metrics |= {f"{metric}/{name}": value for metric, value in of_source.items()}
+            metrics[f"reward/parse_failures/{name}"] = float(unread.get(name, 0))
+    return metrics
 
 
-def _shares(scores: torch.Tensor) -> dict[str, float]:
-    """Of the scores [P, G]. The highest one is that of these; where all are the same, there is none."""
+def _compute_shares(scores: torch.Tensor) -> dict[str, float]:
+    """Compute the shares of scores [P, G]. The highest score is that of these; if all are the same, there is none."""
     same = (scores == scores[:, :1]).all(dim=1)
     highest = (scores == scores.max()) & (scores.max() > scores.min())
     return {
@@ -66,16 +66,16 @@ def _shares(scores: torch.Tensor) -> dict[str, float]:
 
 
 def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How far the trainer's logprobs are from the engine's on the same tokens. Collective over the world."""
+    """Compute how far the trainer's logprobs are from the engine's on the same tokens. Collective over the world."""
     assert batch.old_logprobs is not None
     rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
-    found = rollout_ratio_statistics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows)
+    statistics = rollout_ratio_statistics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows)
     if batch.support is not None and batch.log_mass is not None:
         count = batch.num_sampled.sum().clamp(min=1)
         sizes = rows.sums(batch.support.counts, batch.loss_mask).sum()
         mass = rows.sums(batch.log_mass.exp(), batch.loss_mask).sum()
-        found |= {"support_size": float(sizes / count), "support_mass": float(mass / count)}
-    return {f"rollout/{name}": value for name, value in found.items()}
+        statistics |= {"support_size": float(sizes / count), "support_mass": float(mass / count)}
+    return {f"rollout/{name}": value for name, value in statistics.items()}
 
 
 class DivergedError(RuntimeError):

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.trainer.collecting import Collector, PlainSampling
+from rlhf_mcore.trainer.collecting import Collected, Collector, PlainSampling
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
-from rlhf_mcore.trainer.rollouts import Rollouts
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.ahead import Group, SamplingAhead
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
-    from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch
+    from rlhf_mcore.types import Completion, Prompt, Request, TrainBatch
 
 # Other ranks than the first wait in collectives that are at most so far apart, however long responses take.
 TURN_S = 10.0
@@ -88,12 +87,12 @@ class PipelinedBatches:
             named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
             return [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
 
-        def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+        def attempt(prompts: list[Prompt], number: int) -> Collected:
             trajectories = [trajectory for group in taken for trajectory in group.trajectories]
             positions = [position for position, group in enumerate(taken) for _ in group.trajectories]
             with self.recorder.phase("score"):
                 scores = [score for group in taken if group.scores is not None for score in group.scores()]
-                return Rollouts(positions, trajectories), self.add_model(trajectories, scores)
+                return Collected(prompts, positions, trajectories, self.add_model(trajectories, scores))
 
         batch, metrics = scored_batch(step, self.collector.collect(draw, attempt), self.exchange, self.recorder)
         counted: list[float] = []

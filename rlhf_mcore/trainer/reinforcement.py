@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.parallel.collectives import union
-from rlhf_mcore.trainer.collecting import sampling_of_batch
+from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, source_metrics
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rlhf_mcore.residency.sharing import DeviceSharing
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
-    from rlhf_mcore.trainer.collecting import Collected, Collector
+    from rlhf_mcore.trainer.collecting import Collector
     from rlhf_mcore.trainer.exchange import RowExchange
-    from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
+    from rlhf_mcore.trainer.rollouts import RolloutWorker
     from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import Field, Prompt, Sampling, Score, TrainBatch, Trajectory
@@ -80,7 +80,7 @@ class SampledBatches:
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """The scored rows of a step, and metrics of them. Collective over the world."""
 
-        def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+        def attempt(prompts: list[Prompt], number: int) -> Collected:
             waits: dict[int, Callable[[], list[Score]]] = {}  # by position, for the scores of its trajectories
             longest = count = 0
 
@@ -95,10 +95,10 @@ class SampledBatches:
             with self.recorder.phase("generate"):
                 self.recorder.progress(f"{len(prompts) * self.sampling.n} responses to {len(prompts)} prompts")
                 sampling = sampling_of_batch(self.sampling, number)
-                rollouts = self.worker.rollouts(prompts, sampling, step=step, finished=finished)
+                positions, trajectories = self.worker.draw_step(prompts, sampling, step=step, finished=finished)
             with self.recorder.phase("score"):
                 scores = [score for position in sorted(waits) for score in waits[position]()]
-                return rollouts, self.add_model(rollouts.trajectories, scores)
+                return Collected(prompts, positions, trajectories, self.add_model(trajectories, scores))
 
         collected = self.collector.collect(lambda _missing: self.prompt_source.next_batch(), attempt)
         return scored_batch(step, collected, self.exchange, self.recorder, self.worker.dealer.note)
@@ -111,17 +111,14 @@ def scored_batch(
     recorder: Recorder,
     note_lengths: Callable[[Sequence[Prompt], Sequence[int], Sequence[int]], None] = lambda *_: None,
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """The rows of a step from what every rank has drawn and scored, and metrics of them. Collective over the world."""
-    rollouts, scores = collected.rollouts, collected.scores
-    recorder.rollouts(step, rollouts.trajectories, scores)
+    """Make the rows of a step from what every rank has drawn and scored, and metrics of them. Collective over the world."""
+    positions, trajectories, scores = collected.positions, collected.trajectories, collected.scores
+    recorder.rollouts(step, trajectories, scores)
     with recorder.phase("exchange"):
-        given = rollouts.positions, rollouts.trajectories, scores, collected.left_out
-        exchanged = exchange(collected.prompts, *given)
-    exchanged.batch.prompt_ids = [prompt.prompt_id for prompt in exchanged.prompts]
-    rows, places = exchanged.batch, exchanged.batch.group_ids.tolist()
-    note_lengths(exchanged.prompts, places, rows.num_sampled.tolist())
-    metrics = collected.metrics() | rollout_metrics(exchanged) | source_metrics(exchanged)
-    return exchanged.batch, metrics
+        batch, facts = exchange(collected.prompts, positions, trajectories, scores, collected.left_out)
+    assert batch.prompts is not None
+    note_lengths(batch.prompts, batch.group_ids.tolist(), batch.num_sampled.tolist())
+    return batch, collected.metrics() | rollout_metrics(batch, facts) | source_metrics(batch, facts)
 
 
 @dataclass(frozen=True, slots=True)

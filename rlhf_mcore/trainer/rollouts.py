@@ -6,7 +6,7 @@ import hashlib
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,41 +19,32 @@ from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Sampli
 
 # Number, prompt, sample, sampling, step -> what an engine is asked for.
 MakeRequest = Callable[[int, Prompt, int, Sampling, int], Request]
-Decode = Callable[
-    ["Sequence[Sequence[int]]"], "list[str]"
-]  # token ids of responses -> their texts without special tokens
+# Token ids of responses -> their texts without special tokens.
+Decode = Callable[["Sequence[Sequence[int]]"], "list[str]"]
 
 _SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
 REMEDY = "Nothing of this step was trained on; start the run again (trainer.max_restarts does so by itself)"
 
 
 class LostTrajectory(RuntimeError):
-    """What the engines returned is not what they were asked for. It is found before anything is trained on the step."""
-
-
-@dataclass(slots=True)
-class Rollouts:
-    """What this rank owns of a step: nothing, unless it leads an engine. Lists run in parallel."""
-
-    positions: list[int]  # place of each trajectory's prompt among the step's prompts
-    trajectories: list[Trajectory]
+    """Engines have returned something else than they were asked for. Nothing was trained on the step."""
 
 
 def request_of(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> Request:
-    """Request ``number``: for response ``sample`` to a prompt of ``step``."""
+    """Make request ``number``: for response ``sample`` to a prompt of ``step``."""
     # A prompt's further occurrences are seeded as further samples: the second has those from ``sampling.n`` on.
     seed = request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample)
     return Request(number, f"prompt {prompt.prompt_id!r}, sample {sample}", prompt.prompt_ids, sampling, seed)
 
 
 def episode_request(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> EpisodeRequest:
-    """Request ``number``: for an episode in place of response ``sample``."""
+    """Make request ``number``: for an episode in place of response ``sample``."""
     first = request_of(number, prompt, sample, sampling, step)
     return EpisodeRequest(number, first.name, prompt.prompt_ids, sampling, first.seed, prompt, sample, step)
 
 
 def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
-    """The seed that response ``sample`` to the prompt in row ``prompt_index`` is drawn with at ``step``.
+    """Derive the seed of response ``sample`` to the prompt in row ``prompt_index`` at ``step``.
 
     It is the first 63 bits of BLAKE2b over the four numbers (little-endian int64, in the order of the arguments), so
     it is the same on every machine and Python version, and responses of neighbouring prompts, samples or steps are
@@ -67,9 +58,49 @@ def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
+@dataclass(slots=True)
+class OpenRequests:
+    """Matches each completion to its request, once, whatever the order in which they finish."""
+
+    _requests: dict[int, Request] = field(default_factory=dict)
+    _answered: set[int] = field(default_factory=set)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Expect one completion for each request."""
+        self._requests |= {request.request_id: request for request in requests}
+
+    def match(self, completion: Completion) -> None:
+        """Check that a completion answers a request, the first time, and may be trained on.
+
+        Raises:
+            LostTrajectory: the request was not made or has its completion.
+            RuntimeError: see ``check_completion``.
+        """
+        request = self._requests.get(completion.request_id)
+        if request is None:
+            raise LostTrajectory(f"the engine answered request {completion.request_id}, which was not made. {REMEDY}")
+        if completion.request_id in self._answered:
+            raise LostTrajectory(f"the engine returned 2 completions for {request.name}. {REMEDY}")
+        check_completion(request, completion)
+        self._answered.add(completion.request_id)
+
+    def refuse_missing(self) -> None:
+        """Check that every request has its completion.
+
+        Raises:
+            LostTrajectory: some have none.
+        """
+        if self._answered != self._requests.keys():
+            missing = [f"none for {r.name}" for r in self._requests.values() if r.request_id not in self._answered]
+            raise LostTrajectory(
+                f"the engine returned {len(self._answered)} completions for {len(self._requests)} requests: "
+                f"{shortened(missing)}. {REMEDY}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutWorker:
-    """This rank's engine, as the trainer uses it."""
+    """Draws trajectories with this rank's engine."""
 
     generator: StreamingGenerator
     engine: EngineRank
@@ -77,116 +108,98 @@ class RolloutWorker:
     make_request: MakeRequest = request_of
     dealer: Dealer = field(default_factory=Dealer)
 
-    def rollouts(
+    def draw_step(
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling,
         *,
         step: int,
         finished: Callable[[int, list[Trajectory]], None] = lambda position, trajectories: None,
-    ) -> Rollouts:
-        """An engine draws all samples of a prompt, so that they share the prompt's cache; ``dealer`` decides which engine.
+    ) -> tuple[list[int], list[Trajectory]]:
+        """Draw this engine's share of the responses to the prompts of a whole step.
 
-        ``prompts`` are those of the whole step. One that comes again is numbered, and gets other responses. ``finished`` gets the
-        position of a prompt and its trajectories while those of others are still drawn.
+        One engine, which ``dealer`` picks, draws all samples of a prompt, so that they share the prompt's cache. A prompt that comes
+        again is numbered and gets other responses. ``finished`` gets the position of a prompt and its trajectories while those of
+        others are still drawn.
+
+        Returns:
+            The trajectories behind the place of each one's prompt in ``prompts``. Ranks that do not lead an engine get none.
 
         Raises:
             LostTrajectory: a response is missing, doubled, or was not asked for.
             RuntimeError: a response that must not be trained on.
         """
         numbered, share = number_occurrences(prompts), self.dealer.share(prompts, sampling.n, self.engine)
-        asked: dict[int, list[Request]] = {}  # by the places of their prompts in the step
-        open_groups: dict[int, list[Completion]] = {}
-        completions: list[Completion] = []
-        rollouts: dict[int, list[Trajectory]] = {}
+        expected = OpenRequests()
+        unfinished: dict[int, list[Completion]] = {}  # by the places of their prompts in the step
+        groups: dict[int, list[Trajectory]] = {}
         while True:
-            begun = {
-                place: self._requests([numbered[place]], sampling, step, place)
+            begun = [
+                request
                 for place in share.take(self.generator.num_in_flight)
-            }
-            asked |= begun
+                for request in self._make_requests([numbered[place]], sampling, step, place)
+            ]
             if begun:
-                self.generator.submit([request for requests in begun.values() for request in requests])
+                expected.add(begun if self.engine.is_lead else [])
+                self.generator.submit(begun)
             if not self.generator.num_in_flight:
                 break
             for completion in self.generator.collect(math.inf):
-                completions.append(completion)
+                expected.match(completion)
                 place = completion.request_id // sampling.n
-                group = open_groups.setdefault(place, [])
+                group = unfinished.setdefault(place, [])
                 group.append(completion)
-                if len(group) == sampling.n and place in asked and place not in rollouts:
-                    rollouts[place] = self._trajectories([numbered[place]], asked[place], open_groups.pop(place))
-                    finished(place, rollouts[place])
-        expected = asked if self.engine.is_lead else {}
-        if open_groups or rollouts.keys() != expected.keys():
-            matched([request for requests in expected.values() for request in requests], completions)
-        places = sorted(rollouts)
-        return Rollouts([p for p in places for _ in rollouts[p]], [t for p in places for t in rollouts[p]])
+                if len(group) == sampling.n:
+                    groups[place] = self._build_trajectories(numbered, unfinished.pop(place), sampling.n)
+                    finished(place, groups[place])
+        expected.refuse_missing()
+        places = sorted(groups)
+        return [place for place in places for _ in groups[place]], [t for place in places for t in groups[place]]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        """``sampling.n`` responses to each prompt, in this order; [] on ranks that do not lead their engine.
+        """Draw ``sampling.n`` responses to each prompt, in this order. Returns [] on ranks that do not lead their engine.
 
         Raises:
-            LostTrajectory, RuntimeError: as ``rollouts``.
+            LostTrajectory, RuntimeError: as ``draw_step``.
         """
-        requests = self._requests(prompts, sampling, step)
+        requests, expected = self._make_requests(prompts, sampling, step), OpenRequests()
+        expected.add(requests if self.engine.is_lead else [])
         completions = self.generator.generate(requests)
-        return self._trajectories(prompts, requests if self.engine.is_lead else [], completions)
+        for completion in completions:
+            expected.match(completion)
+        expected.refuse_missing()
+        return self._build_trajectories(prompts, completions, sampling.n)
 
-    def _trajectories(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], completions: Sequence[Completion]
-    ) -> list[Trajectory]:
-        """``requests``: of each prompt as many."""
-        found = matched(requests, completions)
-        num_samples = len(requests) // max(len(prompts), 1)
-        asked = [(prompts[number // num_samples], number % num_samples) for number in range(len(requests))]
-        return trajectories_of(asked, found, self.decode)
+    def _make_requests(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, first: int = 0) -> list[Request]:
+        """Make the requests for all samples of prompts, of which the first has place ``first`` in the step.
 
-    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, first: int = 0) -> list[Request]:
-        """Their ids: the place of the prompt, counted from ``first``, times the number of samples, plus that of the sample."""
+        The id of a request is the place of its prompt times the number of samples, plus the sample.
+        """
         samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
         return [
             self.make_request(number, prompt, sample, sampling, step)
             for number, (prompt, sample) in enumerate(samples, first * sampling.n)
         ]
 
+    def _build_trajectories(
+        self, prompts: Sequence[Prompt], completions: Iterable[Completion], num_samples: int
+    ) -> list[Trajectory]:
+        """Build the trajectories of matched completions, in the order of their requests. ``prompts``: those that ids count."""
+        ordered = sorted(completions, key=lambda completion: completion.request_id)
+        asked = [divmod(completion.request_id, num_samples) for completion in ordered]
+        return build_trajectories([(prompts[place], sample) for place, sample in asked], ordered, self.decode)
 
-def trajectories_of(
+
+def build_trajectories(
     asked: Sequence[tuple[Prompt, int]], completions: Sequence[Completion], decode: Decode
 ) -> list[Trajectory]:
-    """Of completions for prompts and samples, in their order. Episodes of several turns are whole already."""
+    """Build the trajectory of each completion. ``asked``: their prompts and samples. Episodes of several turns are whole already."""
     single = [completion.token_ids.tolist() for completion in completions if completion.trajectory is None]
     texts = iter(decode(single) if single else [])
     return [
         completion.trajectory or episode(prompt, sample, [completion], next(texts))
         for (prompt, sample), completion in zip(asked, completions, strict=True)
     ]
-
-
-def matched(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Completion]:
-    """The completions in the order of their requests.
-
-    Raises:
-        LostTrajectory: a request has no completion or several, or a completion belongs to none of the requests.
-        RuntimeError: see ``check_completion``.
-    """
-    by_id: dict[int, list[Completion]] = {request.request_id: [] for request in requests}
-    unknown = [c.request_id for c in completions if c.request_id not in by_id]
-    for completion in completions:
-        by_id.get(completion.request_id, []).append(completion)
-    problems = [
-        f"{len(found) or 'none'} for {request.name}"
-        for request in requests
-        if len(found := by_id[request.request_id]) != 1
-    ]
-    problems += [f"one for request {request_id}, which was not made" for request_id in unknown]
-    if problems:
-        raise LostTrajectory(
-            f"the engine returned {len(completions)} completions for {len(requests)} requests: {shortened(problems)}. {REMEDY}"
-        )
-    for request in requests:
-        check_completion(request, by_id[request.request_id][0])
-    return [by_id[request.request_id][0] for request in requests]
 
 
 def check_completion(request: Request, completion: Completion) -> None:
@@ -227,7 +240,7 @@ def _check_support(completion: Completion, where: str) -> None:
 
 
 def number_occurrences(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a step, each with the number of times that its row came before."""
+    """Number the prompts of a step that hold the same row: each gets the count of those before it."""
     seen: Counter[int] = Counter()
     numbered = []
     for prompt in prompts:

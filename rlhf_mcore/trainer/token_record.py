@@ -38,7 +38,7 @@ class TokenRecord:
 
     def _records(self, batch: TrainBatch) -> Iterator[dict[str, Any]]:
         """Of the rows that this rank owns."""
-        assert batch.old_logprobs is not None and batch.advantages is not None and batch.prompt_ids is not None
+        assert batch.old_logprobs is not None and batch.advantages is not None and batch.prompts is not None
         groups, stop = batch.group_ids.tolist(), 0
         for row, length in zip(batch.rows.tolist(), batch.lengths[batch.rows].tolist(), strict=True):
             start, stop = stop, stop + length
@@ -49,7 +49,7 @@ class TokenRecord:
             difference = (batch.old_logprobs[start:stop] - batch.rollout_logprobs[start:stop])[kept]
             yield {
                 "row": row,
-                "prompt_id": batch.prompt_ids[groups[row]],
+                "prompt_id": batch.prompts[groups[row]].prompt_id,
                 "sample": row - groups.index(groups[row]),
                 "tokens": self.decode([[token] for token in ids]),
                 "advantages": _short(batch.advantages[start:stop][kept].tolist()),

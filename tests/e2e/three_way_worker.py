@@ -253,7 +253,7 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
 
 def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
     """What all engines say, and how likely they think it is."""
-    drawn = worker_of(engine).rollouts(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0).trajectories
+    _, drawn = worker_of(engine).draw_step(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0)
     return all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
 
 
@@ -311,7 +311,7 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
             cause = str(error)
     dist.barrier()
     try:
-        worker_of(engine).rollouts(prompts, Sampling(max_new_tokens=2), step=0)
+        worker_of(engine).draw_step(prompts, Sampling(max_new_tokens=2), step=0)
     except RuntimeError as error:
         return f"{cause}; {error}"
     return "generated"
@@ -345,17 +345,17 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
     """
     by_noise = path.name in DELTA_NETS
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=48 if by_noise else 8, seed=3)
-    rollouts = worker_of(engine).rollouts(prompts, sampling, step=step)
+    positions, trajectories = worker_of(engine).draw_step(prompts, sampling, step=step)
     exchange = RowExchange(sampling.n)
-    scores = [Score(0.0) for _ in rollouts.trajectories]
-    batch = exchange(prompts, rollouts.positions, rollouts.trajectories, scores).batch
+    scores = [Score(0.0) for _ in trajectories]
+    batch, _ = exchange(prompts, positions, trajectories, scores)
     batch.old_logprobs = actor.compute_logprobs(batch)
     exact, of_engine = by_transformers(batch, path), batch.rollout_logprobs[batch.loss_mask]
     found = {
         "trainer": agreement_metrics(batch)["rollout/logprob_diff_max"],
         "transformers": max(all_gather_json(max((exact - of_engine).abs().tolist(), default=0.0))),
         "version": float(min(all_gather_json(engine.policy_version))),
-        "num_trajectories": float(sum(all_gather_json(len(rollouts.trajectories)))),
+        "num_trajectories": float(sum(all_gather_json(len(trajectories)))),
     }
     if by_noise:
         of_trainer, in_bf16 = batch.old_logprobs[batch.loss_mask], by_transformers(batch, path, torch.bfloat16)

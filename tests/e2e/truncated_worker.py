@@ -60,9 +60,9 @@ def main(directory: Path) -> None:
         engine.load_weights(iter(list(hf.named_parameters())), version=0)
         _, actor = build(path, groups_of(layout, {}), platform, Settings(max_tokens=2048))
         sampling = Sampling(**vars(drawn), seed=3, records_support=truncates(drawn))
-        rollouts = worker_of(engine).rollouts(prompts, sampling, step=1)
-        scores = [Score(0.0) for _ in rollouts.trajectories]
-        batch = RowExchange(sampling.n)(prompts, rollouts.positions, rollouts.trajectories, scores).batch
+        positions, trajectories = worker_of(engine).draw_step(prompts, sampling, step=1)
+        scores = [Score(0.0) for _ in trajectories]
+        batch, _ = RowExchange(sampling.n)(prompts, positions, trajectories, scores)
         actor = Actor(actor.model, TEMPERATURE, algorithm())
         findings[name] = compared(batch, actor) | against_warpers(batch, hf, top_p, top_k)
         greedy = worker_of(engine).generate(prompts, Sampling(temperature=0.0, max_new_tokens=4), step=1)

@@ -140,9 +140,10 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
 def _rollouts(cfg: Config, engine: Engine) -> TrainBatch:
     """Rows that the engines draw, the same under every layout. Their scores alternate, so every group has a gradient."""
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
-    rollouts = _worker(engine).rollouts(PROMPTS, sampling, step=0)
-    scores = [Score(float(trajectory.sample % 2)) for trajectory in rollouts.trajectories]
-    return RowExchange(sampling.n)(PROMPTS, rollouts.positions, rollouts.trajectories, scores).batch
+    positions, trajectories = _worker(engine).draw_step(PROMPTS, sampling, step=0)
+    scores = [Score(float(trajectory.sample % 2)) for trajectory in trajectories]
+    batch, _ = RowExchange(sampling.n)(PROMPTS, positions, trajectories, scores)
+    return batch
 
 
 def _worker(engine: Engine) -> RolloutWorker:

@@ -14,7 +14,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.rollouts import Rollouts, request_seed
+from rlhf_mcore.trainer.rollouts import request_seed
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score
 from tests.unit.trainer.records import Streaming, completions, prompt, rows_of, trajectory, worker
 
@@ -36,22 +36,22 @@ class Source:
 
 def attempt_of(
     learnable: Callable[[int], bool], rank: int = 0, ranks: int = 1, log: list[int] | None = None
-) -> Callable[[Sequence[Prompt], int], tuple[Rollouts, list[Score]]]:
+) -> Callable[[list[Prompt], int], Collected]:
     """Two responses per prompt, of scores 0 and 1 where the prompt's index is learnable, else 1 and 1."""
 
-    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+    def attempt(prompts: list[Prompt], number: int) -> Collected:
         if log is not None:
             log.append(number)
         places = range(rank, len(prompts), ranks)
         made = [trajectory(prompts[place], k) for place in places for k in range(SAMPLES)]
         scores = [Score(float(t.sample or not learnable(t.prompt.index))) for t in made]
-        return Rollouts([place for place in places for _ in range(SAMPLES)], made), scores
+        return Collected(prompts, [place for place in places for _ in range(SAMPLES)], made, scores)
 
     return attempt
 
 
-def names(rollouts: Rollouts) -> list[tuple[int, int]]:
-    return [(t.prompt.index, t.sample) for t in rollouts.trajectories]
+def names(collected: Collected) -> list[tuple[int, int]]:
+    return [(t.prompt.index, t.sample) for t in collected.trajectories]
 
 
 def indices(collected: Collected) -> list[int]:
@@ -62,9 +62,9 @@ def test_a_batch_that_is_learnable_is_taken_as_it_is() -> None:
     source = Source(4)
     attempt = attempt_of(lambda index: True)
     collected = DynamicSampling(max_batches=5).collect(source, attempt)
-    rollouts, scores = attempt([prompt(i) for i in range(4)], 0)
-    assert (collected.rollouts.positions, collected.scores) == (rollouts.positions, scores)
-    assert names(collected.rollouts) == names(rollouts)
+    batch = attempt([prompt(i) for i in range(4)], 0)
+    assert (collected.positions, collected.scores) == (batch.positions, batch.scores)
+    assert names(collected) == names(batch)
     assert indices(collected) == [0, 1, 2, 3] and source.drawn == collected.num_batches == 1
     assert collected.metrics() == {"rollout/num_batches": 1.0, "rollout/informative_fraction": 1.0}
 
@@ -76,10 +76,8 @@ def test_batches_are_drawn_until_the_step_is_full() -> None:
     assert indices(collected) == [0, 3, 6, 9] and log == [0, 1, 2]
     assert source.drawn == collected.num_batches == 3
     assert collected.num_generated == 12 and collected.num_informative == 6
-    assert collected.rollouts.positions == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [(t.prompt.index, t.sample) for t in collected.rollouts.trajectories] == [
-        (i, k) for i in (0, 3, 6, 9) for k in range(SAMPLES)
-    ]
+    assert collected.positions == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert names(collected) == [(i, k) for i in (0, 3, 6, 9) for k in range(SAMPLES)]
     assert [score.value for score in collected.scores] == [0.0, 1.0] * 4
     assert collected.metrics() == {"rollout/num_batches": 3.0, "rollout/informative_fraction": 0.5}
 
@@ -90,16 +88,17 @@ def test_what_is_missing_at_the_bound_is_filled_up() -> None:
     assert indices(collected) == [0, 2, 4]  # 0 teaches nothing and keeps the step whole
     assert source.drawn == 2
     assert [score.value for score in collected.scores] == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    assert collected.rollouts.positions == [0, 0, 1, 1, 2, 2]
+    assert collected.positions == [0, 0, 1, 1, 2, 2]
 
 
 def test_what_has_no_score_is_not_taken_where_it_drops_its_prompt() -> None:
     """Prompt 1 differs in score, but one of its two is none; where nothing else is left, the step is smaller."""
 
-    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
-        rollouts, scores = attempt_of(lambda index: index < 3)(prompts, number)
-        lost = [t.prompt.index in (1, 4) and t.sample == 0 for t in rollouts.trajectories]
-        return rollouts, [replace(s, failure="error" if bad else None) for s, bad in zip(scores, lost, strict=True)]
+    def attempt(prompts: list[Prompt], number: int) -> Collected:
+        batch = attempt_of(lambda index: index < 3)(prompts, number)
+        lost = [t.prompt.index in (1, 4) and t.sample == 0 for t in batch.trajectories]
+        scores = [replace(s, failure="error" if bad else None) for s, bad in zip(batch.scores, lost, strict=True)]
+        return replace(batch, scores=scores)
 
     kept = DynamicSampling(2).collect(Source(3), attempt)
     assert indices(kept) == [0, 1, 2] and kept.num_batches == 1
@@ -127,18 +126,18 @@ def test_it_ends_where_every_group_has_zero_variance(max_batches: int) -> None:
 
 
 def test_the_message_tells_prompts_that_are_all_right_and_all_wrong() -> None:
-    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
-        rollouts, _ = attempt_of(lambda index: False)(prompts, number)
-        return rollouts, [Score(float(place % 2)) for place in rollouts.positions]
+    def attempt(prompts: list[Prompt], number: int) -> Collected:
+        batch = attempt_of(lambda index: False)(prompts, number)
+        return replace(batch, scores=[Score(float(place % 2)) for place in batch.positions])
 
     with pytest.raises(ConfigError, match="scores are between 0 and 1"):
         DynamicSampling(2).collect(Source(4), attempt)
 
 
 def test_a_score_that_is_not_finite_is_left_to_the_exchange() -> None:
-    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
-        rollouts, scores = attempt_of(lambda index: True)(prompts, number)
-        return rollouts, [Score(float("nan")), *scores[1:]]
+    def attempt(prompts: list[Prompt], number: int) -> Collected:
+        batch = attempt_of(lambda index: True)(prompts, number)
+        return replace(batch, scores=[Score(float("nan")), *batch.scores[1:]])
 
     collected = DynamicSampling(3).collect(Source(2), attempt)
     assert indices(collected) == [0, 1] and collected.num_batches == 1
@@ -146,9 +145,8 @@ def test_a_score_that_is_not_finite_is_left_to_the_exchange() -> None:
 
 def test_the_exchange_takes_what_was_collected() -> None:
     collected = DynamicSampling(9).collect(Source(4), attempt_of(lambda index: index % 3 == 0))
-    exchange = RowExchange(SAMPLES)
-    rollouts = collected.rollouts
-    batch = exchange(collected.prompts, rollouts.positions, rollouts.trajectories, collected.scores).batch
+    drawn = collected.positions, collected.trajectories, collected.scores
+    batch, _ = RowExchange(SAMPLES)(collected.prompts, *drawn)
     rows = rows_of(batch)
     assert len(rows) == 8
     for row, (group, ids, _, score) in enumerate(rows):
@@ -192,13 +190,9 @@ def test_ranks_that_hold_parts_decide_alike(ranks: int) -> None:
     whole = DynamicSampling(9).collect(Source(4), attempt_of(learnable))
     for part in parts:
         assert (part.prompts, part.num_batches, part.metrics()) == (whole.prompts, whole.num_batches, whole.metrics())
-    owned = [
-        entry
-        for part in parts
-        for entry in zip(part.rollouts.positions, names(part.rollouts), part.scores, strict=True)
-    ]
+    owned = [entry for part in parts for entry in zip(part.positions, names(part), part.scores, strict=True)]
     owned.sort(key=lambda entry: (entry[0], entry[1]))
-    assert owned == list(zip(whole.rollouts.positions, names(whole.rollouts), whole.scores, strict=True))
+    assert owned == list(zip(whole.positions, names(whole), whole.scores, strict=True))
 
 
 def test_later_batches_of_a_step_have_seeds_of_their_own() -> None:
@@ -222,10 +216,11 @@ def test_it_goes_with_the_engines_of_the_loop() -> None:
         def __call__(self, missing: int) -> list[Prompt]:
             return [prompt(i) for i in range(4)]
 
-    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+    def attempt(prompts: list[Prompt], number: int) -> Collected:
         sampling = sampling_of_batch(Sampling(n=SAMPLES, seed=5), number)
-        rollouts = worker(Engine()).rollouts(prompts, sampling, step=3)
-        return rollouts, [Score(float(t.sample and t.prompt.index < 2)) for t in rollouts.trajectories]
+        positions, trajectories = worker(Engine()).draw_step(prompts, sampling, step=3)
+        scores = [Score(float(t.sample and t.prompt.index < 2)) for t in trajectories]
+        return Collected(prompts, positions, trajectories, scores)
 
     collected = DynamicSampling(4).collect(SameFour(), attempt)
     assert indices(collected) == [0, 1, 0, 1]

@@ -211,13 +211,12 @@ def test_engines_take_turns_and_only_their_leads_own_trajectories() -> None:
     five = [prompt(i) for i in range(5)]
     seen = []
     for index in range(2):
-        rollouts = worker(Engine(), EngineRank(index, 2)).rollouts(five, Sampling(n=2), step=3)
-        assert [t.prompt.index for t in rollouts.trajectories] == rollouts.positions
-        seen.append(rollouts.positions)
+        positions, trajectories = worker(Engine(), EngineRank(index, 2)).draw_step(five, Sampling(n=2), step=3)
+        assert [t.prompt.index for t in trajectories] == positions
+        seen.append(positions)
     assert seen == [[0, 0, 2, 2, 4, 4], [1, 1, 3, 3]]
     follower = Engine(is_lead=False)
-    rollouts = worker(follower, EngineRank(1, 2, is_lead=False)).rollouts(five, Sampling(n=2), step=3)
-    assert (rollouts.positions, rollouts.trajectories) == ([], [])
+    assert worker(follower, EngineRank(1, 2, is_lead=False)).draw_step(five, Sampling(n=2), step=3) == ([], [])
     assert follower.asked == [[1, 3]]  # it takes part in the engine's work all the same
 
 

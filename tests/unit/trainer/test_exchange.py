@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.rows import move_rows
-from rlhf_mcore.trainer.exchange import Exchanged, RowExchange
+from rlhf_mcore.trainer.exchange import RowExchange, ScoreFacts
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.metrics import rollout_metrics
 from rlhf_mcore.trainer.rollouts import LostTrajectory
@@ -36,13 +36,14 @@ def made(seed: int = 0) -> tuple[list[int], list[Trajectory]]:
     return positions, [trajectory(PROMPTS[p], k % SAMPLES, lengths.randint(1, 12)) for k, p in enumerate(positions)]
 
 
-def call(positions: list[int], trajectories: list[Trajectory]) -> Exchanged:
-    return RowExchange(SAMPLES)(PROMPTS, positions, trajectories, [score(t) for t in trajectories])
+def call(positions: list[int], trajectories: list[Trajectory]) -> TrainBatch:
+    batch, _ = RowExchange(SAMPLES)(PROMPTS, positions, trajectories, [score(t) for t in trajectories])
+    return batch
 
 
 def test_every_row_is_there_whole() -> None:
     positions, trajectories = made()
-    rows = rows_of(call(positions, trajectories).batch)
+    rows = rows_of(call(positions, trajectories))
     assert len(rows) == 24
     for row, (group, ids, logprobs, value) in enumerate(rows):
         source = trajectories[row]
@@ -55,10 +56,10 @@ def test_every_row_is_there_whole() -> None:
 def test_the_order_of_arrival_does_not_matter() -> None:
     positions, trajectories = made()
     trajectories[7].finish_reason = "length"
-    expected = call(positions, trajectories).batch
+    expected = call(positions, trajectories)
     order = list(range(24))
     random.Random(5).shuffle(order)
-    found = call([positions[k] for k in order], [trajectories[k] for k in order]).batch
+    found = call([positions[k] for k in order], [trajectories[k] for k in order])
     assert rows_of(found) == rows_of(expected)
     assert found.truncated.nonzero().tolist() == expected.truncated.nonzero().tolist() == [[7]]
 
@@ -66,7 +67,7 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 def test_a_prompt_that_a_step_holds_twice_makes_two_groups() -> None:
     twice = [PROMPTS[0], PROMPTS[0]]
     trajectories = [trajectory(PROMPTS[0], k % 2, length=k + 1) for k in range(4)]
-    batch = RowExchange(2)(twice, [0, 0, 1, 1], trajectories, [Score(float(k)) for k in range(4)]).batch
+    batch, _ = RowExchange(2)(twice, [0, 0, 1, 1], trajectories, [Score(float(k)) for k in range(4)])
     assert batch.group_ids.tolist() == [0, 0, 1, 1] and batch.scores.tolist() == [0, 1, 2, 3]
 
 
@@ -75,18 +76,17 @@ def test_scores_parts_and_truncation_follow_their_rows() -> None:
     trajectories = [trajectory(one[0], 1, 5, "length"), trajectory(one[0], 0, 2)]
     trajectories[0].num_prefilled, trajectories[0].num_cached = 40, 10  # the other one's engine does not count
     scores = [Score(0.1, {"format": 1.0, "answer": 0.0}), Score(-2.0, {"format": 0.5})]
-    found = RowExchange(2)(one, [0, 0], trajectories, scores)
-    assert found.facts.prefix_hit == 0.25 and rollout_metrics(found)["timing/prefix_hit"] == 0.25
-    batch = found.batch
+    batch, facts = RowExchange(2)(one, [0, 0], trajectories, scores)
+    assert facts.prefix_hit == 0.25 and rollout_metrics(batch, facts)["timing/prefix_hit"] == 0.25
     assert batch.scores.dtype == torch.float64 and batch.scores.tolist() == [-2.0, 0.1]
     assert batch.num_sampled.tolist() == [2, 5] and batch.truncated.tolist() == [False, True]
-    assert found.facts.part_means == {"format": 0.75, "answer": 0.0}
+    assert facts.part_means == {"format": 0.75, "answer": 0.0}
 
 
 def test_an_empty_response_keeps_its_row() -> None:
     one = [prompt(0)]
     trajectories = [trajectory(one[0], 0, 0), trajectory(one[0], 1, 2)]
-    batch = RowExchange(2)(one, [0, 0], trajectories, [Score(1.0), Score(2.0)]).batch
+    batch, _ = RowExchange(2)(one, [0, 0], trajectories, [Score(1.0), Score(2.0)])
     assert batch.lengths.tolist() == [2, 4] and batch.num_sampled.tolist() == [0, 2]
     assert batch.scores.tolist() == [1.0, 2.0]
 
@@ -94,7 +94,7 @@ def test_an_empty_response_keeps_its_row() -> None:
 def test_large_token_ids_are_exact() -> None:
     one = [prompt(0)]
     made_of = single_turn(one[0], 0, [2**31 - 1, 2**24 + 1], [-1.0, -2.0], "", "stop", 0)
-    batch = RowExchange(1)(one, [0], [made_of], [Score(0.0)]).batch
+    batch, _ = RowExchange(1)(one, [0], [made_of], [Score(0.0)])
     assert batch.token_ids.tolist() == [100, 100, 2147483647, 16777217]
 
 
@@ -113,11 +113,12 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
             engine = leads.index(group.rank())
             mine = [k for k, place in enumerate(positions) if place % len(leads) == engine]
         parts = [Score(values[k].value, {"all": 1.0, **({"first": 2.0} if k == 0 else {})}) for k in mine]
-        found = RowExchange(SAMPLES)(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], parts)
-        return found.batch, rows_of(found.batch), found.facts.part_means
+        drawn = [positions[k] for k in mine], [trajectories[k] for k in mine], parts
+        batch, facts = RowExchange(SAMPLES)(PROMPTS, *drawn)
+        return batch, rows_of(batch), facts.part_means
 
     ranks = run_ranks(4, body)
-    ((alone, rows, _),) = run_ranks(1, lambda _: (b := call(positions, trajectories).batch, rows_of(b), None))
+    ((alone, rows, _),) = run_ranks(1, lambda _: (b := call(positions, trajectories), rows_of(b), None))
     assert alone.rows.tolist() == list(range(24))
     tokens = [len(batch.token_ids) for batch, _, _ in ranks]
     assert sum(tokens) == len(alone.token_ids) and max(tokens) - min(tokens) <= 2 * int(alone.lengths.max())
@@ -149,11 +150,12 @@ def test_versions_of_tokens_do_not_depend_on_who_owns_them(world_size: int) -> N
         mine = [k for k, place in enumerate(positions) if place % world_size == group.rank()]
         drawn, scores = [trajectories[k] for k in mine], [score(trajectories[k]) for k in mine]
         places = [positions[k] for k in mine]
-        batch = RowExchange(SAMPLES, asynchronous=True)(PROMPTS, places, drawn, scores).batch
+        batch, _ = RowExchange(SAMPLES, asynchronous=True)(PROMPTS, places, drawn, scores)
         assert batch.versions is not None and batch.versions.dtype == torch.int32
         whole = padded(batch, batch.versions)
         rows = [whole[row, :length].tolist() for row, length in enumerate(batch.lengths.tolist())]
-        return rows, RowExchange(SAMPLES)(PROMPTS, places, drawn, scores).batch.versions
+        synchronous, _ = RowExchange(SAMPLES)(PROMPTS, places, drawn, scores)
+        return rows, synchronous.versions
 
     for found, without in run_ranks(world_size, body):
         assert found == expected and without is None
@@ -236,12 +238,12 @@ def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world
     positions, trajectories = made(7)
     failed = {3: "timeout", 4: "error", 18: "error"}  # of prompts 1, 1 and 6
 
-    def body(group: ThreadGroup) -> tuple[Exchanged, list[Any]]:
+    def body(group: ThreadGroup) -> tuple[TrainBatch, ScoreFacts, list[Any]]:
         mine = [k for k in range(24) if k % group.size() == group.rank()]
         scores = [replace(score(trajectories[k]), failure=failed.get(k), cause=f"cause {k}") for k in mine]
         given = [positions[k] for k in mine], [trajectories[k] for k in mine], scores
-        found = RowExchange(SAMPLES, on_error=OnError(drop=True))(PROMPTS, *given)
-        return found, rows_of(found.batch)
+        batch, facts = RowExchange(SAMPLES, on_error=OnError(drop=True))(PROMPTS, *given)
+        return batch, facts, rows_of(batch)
 
     left = [k for k in range(24) if positions[k] not in (1, 6)]
     fewer = [place for place in range(8) if place not in (1, 6)]
@@ -251,11 +253,11 @@ def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world
         [trajectories[k] for k in left],
         [score(trajectories[k]) for k in left],
     )
-    (expected,) = run_ranks(1, lambda _: rows_of(RowExchange(SAMPLES)(*alone).batch))
-    for found, rows in run_ranks(world_size, body):
+    (expected,) = run_ranks(1, lambda _: rows_of(RowExchange(SAMPLES)(*alone)[0]))
+    for batch, facts, rows in run_ranks(world_size, body):
         assert rows == expected and len(rows) == 18
-        assert [p.index for p in found.prompts] == fewer
-        assert (found.facts.failures, found.facts.num_dropped) == ({"error": 2, "timeout": 1}, 2)
+        assert batch.prompts is not None and [p.index for p in batch.prompts] == fewer
+        assert (facts.failures, facts.num_dropped) == ({"error": 2, "timeout": 1}, 2)
 
 
 @pytest.mark.usefixtures("rank_threads")
@@ -291,5 +293,5 @@ def test_the_share_of_failures_is_that_of_all_ranks(on_error: OnError, message: 
 def test_what_has_no_score_counts_as_zero_by_default() -> None:
     positions, trajectories = made()
     scores = [replace(score(t), value=0.0, failure="error") for t in trajectories]
-    found = RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
-    assert found.batch.num_rows == 24 and found.facts.failures == {"error": 24, "timeout": 0}
+    batch, facts = RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
+    assert batch.num_rows == 24 and facts.failures == {"error": 24, "timeout": 0}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_mcore.trainer.exchange import Exchanged, ScoreFacts
+from rlhf_mcore.trainer.exchange import ScoreFacts
 from rlhf_mcore.trainer.metrics import Counters, agreement_metrics, rollout_metrics, source_metrics
 from rlhf_mcore.types import TrainBatch
 from tests.rows import Row, batch_of, flat
@@ -25,8 +25,7 @@ def test_rewards_and_lengths_by_hand() -> None:
     responses = {2: 1.0, 4: 0.0, 6: 0.0, 8: 3.0}
     rows = [Row([7] * (10 - n), [1] * n, [0.0] * n, score, truncated=n == 8) for n, score in responses.items()]
     facts = ScoreFacts({"format": 0.25}, {"error": 2, "timeout": 0}, num_dropped=3)
-    exchanged = Exchanged(batch_of(rows, [0, 0, 1, 1]), [prompt(0), prompt(1)], facts)
-    assert rollout_metrics(exchanged) == {
+    assert rollout_metrics(batch_of(rows, [0, 0, 1, 1]), facts) == {
         "reward/errors": 2.0,
         "reward/timeouts": 0.0,
         "reward/dropped_prompts": 3.0,
@@ -47,8 +46,8 @@ def test_what_teaches_nothing_is_counted_per_source_by_hand() -> None:
     made = batch_of([Row([1], [2], [0.0], score) for score in scores], [0, 0, 1, 1, 2, 2])
 
     def metrics(*sources: str, **unread: int) -> dict[str, float]:
-        prompts = [replace(prompt(number), data_source=source) for number, source in enumerate(sources)]
-        return source_metrics(Exchanged(made, prompts, ScoreFacts(unread=unread)))
+        made.prompts = [replace(prompt(number), data_source=source) for number, source in enumerate(sources)]
+        return source_metrics(made, ScoreFacts(unread=unread))
 
     assert metrics("a", "a", "a", a=4) == pytest.approx(
         {

@@ -89,7 +89,7 @@ def test_fields_arrive_at_the_owners_of_rows() -> None:
     def body(group: ThreadGroup) -> Any:
         rank = group.rank()
         mine = {0: [0, 1], 1: [2], 2: [3], 3: []}[rank]
-        batch = RowExchange(1)(PROMPTS, mine, [trajectories[row] for row in mine], [Score(0.0)] * len(mine)).batch
+        batch, _ = RowExchange(1)(PROMPTS, mine, [trajectories[row] for row in mine], [Score(0.0)] * len(mine))
         lengths = batch.lengths[batch.rows].tolist()
         routes, patches = batch.fields["routes"], batch.fields["patches"]
         assert isinstance(routes, Tensor) and isinstance(patches, Ragged)

@@ -81,7 +81,7 @@ def test_rows_arrive_with_their_supports_or_are_named(fault: str, monkeypatch: p
     def body(group: ThreadGroup) -> Any:
         rank = group.rank()
         try:
-            batch = RowExchange(1)(PROMPTS, [rank], [trajectories[rank]], [Score(0.0)]).batch
+            batch, _ = RowExchange(1)(PROMPTS, [rank], [trajectories[rank]], [Score(0.0)])
         except LostTrajectory as error:
             return str(error)
         assert batch.support is not None
