@@ -138,7 +138,7 @@ def measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
         for name, (source_format, target_format, source) in CONVERSIONS.items():
             target = root / ("megatron" if name == "hf -> megatron" else "out")
             options = ["--from", source_format, "--to", target_format, "--overwrite"]
-            command = ["-m", "rlhf_mcore.commands.convert.command", *options, str(root / source), str(target)]
+            command = ["-m", "rlhf_mcore.cli.main", "convert", *options, str(root / source), str(target)]
             found.setdefault(name, []).append(run(command))
         found.setdefault("imports alone", []).append(run(["-c", "import rlhf_mcore.commands.convert.conversion"]))
     return found

@@ -53,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "python -m rlhf_mcore.cli.agent",
         "Start the ranks of one node of a run on several nodes.",
-        exit_codes.EPILOG,
-        "YAML file, as for train",
+        exits=exit_codes.EPILOG,
+        config="YAML file, as for train",
     )
     parser.add_argument("--run-id", required=True, metavar="NAME", help="of this attempt; logs go to logs/NAME")
     parser.add_argument("--nodes", type=int, default=1, metavar="N")

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from rlhf_mcore.cli.exit_codes import TOOL_EPILOG
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
 
 
-def examples(*lines: str) -> str:
-    """The part of an epilog that shows how a command is called."""
-    return "\n".join(["examples:", *(f"  {line}" for line in lines), "", ""])
+def command_parser(
+    prog: str, description: str, *, examples: Sequence[str] = (), exits: str = TOOL_EPILOG, config: str = ""
+) -> argparse.ArgumentParser:
+    """Build the parser of a command.
 
-
-def command_parser(prog: str, description: str, epilog: str, config: str = "") -> argparse.ArgumentParser:
-    """The parser of a command. ``config``: help of its first argument, where that is a configuration with overrides behind it."""
+    Args:
+        examples: command lines for the end of its help.
+        exits: the part of the help about exit codes.
+        config: help of the first argument, for a command that takes a configuration and overrides.
+    """
+    shown = ["examples:", *(f"  {line}" for line in examples), ""] if examples else []
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
-        epilog=epilog,
+        epilog="\n".join([*shown, exits]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

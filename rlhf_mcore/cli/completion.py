@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 
 ASKED = "_ARGCOMPLETE"  # is set by the shell where it asks
 
@@ -31,11 +31,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore completion",
         "Print a script that makes TAB complete commands, options, files, and the keys and values of a configuration.",
-        examples(
+        examples=[
             'eval "$(rlhf-mcore completion bash)"    # for ever: the same line in ~/.bashrc',
             'eval "$(rlhf-mcore completion zsh)"     # in ~/.zshrc, after compinit',
-        )
-        + exit_codes.TOOL_EPILOG,
+        ],
     )
     parser.add_argument("shell", choices=("bash", "zsh"), help="whose script")
     return parser

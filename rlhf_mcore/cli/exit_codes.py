@@ -22,7 +22,7 @@ from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.foreign import shorten
-from rlhf_mcore.observability.files import full_disks, write_atomically
+from rlhf_mcore.observability.files import FullDiskError, full_disks, write_atomically
 from rlhf_mcore.own_files import shown_path
 
 P = ParamSpec("P")
@@ -137,7 +137,7 @@ def reporting(main: Callable[P, int]) -> Callable[P, int]:
         try:
             return main(*args, **kwargs)
         except (ConfigError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in OF_OUTPUT:
+            if isinstance(error, OSError) and error.errno in OF_OUTPUT and not isinstance(error, FullDiskError):
                 raise  # ``cli.main`` knows what to do with the rest of the output
             return report_of_tool(error)
 

@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "launch/multinode.sh",
         "Train on several machines over ssh. They see this directory under the same path.",
-        exit_codes.EPILOG,
-        "YAML file, as for train",
+        exits=exit_codes.EPILOG,
+        config="YAML file, as for train",
     )
     parser.add_argument("--hosts", required=True, metavar="A,B", help="names, the first holds rank 0")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="M", help="processes per host (default: 8)")

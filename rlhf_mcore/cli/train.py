@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlhf_mcore.cli import exit_codes, rank
-from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, examples
+from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
@@ -53,15 +53,15 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore train",
         "Train a policy. Without torchrun, this starts as many processes on this machine as the layouts ask for "
         "(trainer.world_size); under torchrun or SLURM it is one of the processes.",
-        examples(
+        examples=[
             "rlhf-mcore train configs/quickstart/grpo.yaml",
             "rlhf-mcore train my_run.yaml trainer.num_steps=50 experiment=short",
             "rlhf-mcore train my_run.yaml --print-config",
             "rlhf-mcore train model.path=my/model data.train=prompts.jsonl reward.rules=final_number",
             "torchrun --nproc-per-node 8 -m rlhf_mcore.cli.train my_run.yaml",
-        )
-        + exit_codes.EPILOG,
-        "YAML file; see configs/base.yaml for all keys. Settings alone do, too",
+        ],
+        exits=exit_codes.EPILOG,
+        config="YAML file; see configs/base.yaml for all keys. Settings alone do, too",
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print errors alone (logging.console=off)")

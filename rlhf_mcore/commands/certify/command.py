@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import write_atomically
 from rlhf_mcore.own_processes import adopt_orphans, children
 
-FAILED = 1
 # Of the actor; those that a family or the number of ranks does not allow are left out, by the checks of every run.
 LAYOUTS = (
     "tp=1",
@@ -64,15 +63,16 @@ exit codes:
   128 + N    ended by signal N, with all that it has started; families that were done are in certificate.json"""
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Certify and write the page. Returns the exit code."""
     args = _parser().parse_args(argv)
     from rlhf_mcore.commands.certify import models, names
 
     if args.names:
-        found = names.check_all()
-        say(names.as_text(found))
-        return FAILED if any(use.problem for use in found) else exit_codes.DONE
+        uses = names.check_all()
+        say(names.as_text(uses))
+        return exit_codes.FAILED if any(use.problem for use in uses) else exit_codes.DONE
     families = args.families.split(",") if args.families else list(models.QUICK if args.quick else models.TINY)
     if unknown := [name for name in families if name not in models.TINY]:
         _parser().error(f"--families {unknown[0]}: no such family; there are {', '.join(models.TINY)}")
@@ -82,32 +82,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = machine.query_gpus()
     ranks = args.ranks or min(len(gpus), 8) or 2
     folder = Path(args.out).absolute()
-    try:
-        check_world(ranks, "--ranks")
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = folder / "certificate.json"
-        earlier = json.loads(kept.read_text(encoding="utf-8")) if args.keep and kept.is_file() else {"families": {}}
-        document: dict[str, Any] = earlier | {"machine": _machine(gpus, ranks)}
-        with exit_codes.ended_by_signals():
-            for family in families:
-                began = time.monotonic()
-                document["families"][family] = rows = _family(
-                    family, folder / family, ranks, bool(gpus), quick=args.quick
-                )
-                problems = [problem for row in rows for problem in judge(row)]
-                say(
-                    f"{family}: {len(rows)} layouts in {time.monotonic() - began:.0f} s, {'; '.join(problems) or 'all agree'}"
-                )
-                write_atomically(kept, json.dumps(document, indent=1).encode())
-            document["resume"] = _resume(families[0], folder / families[0], ranks)
-        say(f"resume: {document['resume']['verdict']}")
-        document["names"] = names.as_text(names.check_all())
-        write_atomically(kept, json.dumps(document, indent=1).encode())
-        write_atomically(page := folder / "certificate.md", as_page(document).encode())
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    check_world(ranks, "--ranks")
+    folder.mkdir(parents=True, exist_ok=True)
+    file, page = folder / "certificate.json", folder / "certificate.md"
+    earlier = json.loads(file.read_text(encoding="utf-8")) if args.keep and file.is_file() else {"families": {}}
+    document: dict[str, Any] = earlier | {"machine": _machine(gpus, ranks)}
+    with exit_codes.ended_by_signals():
+        for family in families:
+            began = time.monotonic()
+            rows = _measure_family(family, folder / family, ranks, bool(gpus), quick=args.quick)
+            document["families"][family] = rows
+            verdict = "; ".join(problem for row in rows for problem in judge(row)) or "all agree"
+            say(f"{family}: {len(rows)} layouts in {time.monotonic() - began:.0f} s, {verdict}")
+            write_atomically(file, json.dumps(document, indent=1).encode())
+        document["resume"] = _resume(families[0], folder / families[0], ranks)
+    say(f"resume: {document['resume']['verdict']}")
+    document["names"] = names.as_text(names.check_all())
+    write_atomically(file, json.dumps(document, indent=1).encode())
+    write_atomically(page, as_page(document).encode())
     say(f"written to {page}")
-    return exit_codes.DONE if is_whole(document) else FAILED
+    return exit_codes.DONE if is_whole(document) else exit_codes.FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,12 +110,12 @@ def _parser() -> argparse.ArgumentParser:
         "Hold the installed Megatron-core, vLLM and transformers against each other on this machine: tiny models of every family, "
         "under every layout that its ranks allow. Logprobs of trainer and engine and the gradient are compared with transformers, "
         "a sync with its digests, a sleep and a save with what was there before, a resumed run with one that was not interrupted.",
-        examples(
+        examples=[
             "rlhf-mcore certify --quick",
             "rlhf-mcore certify --ranks 8 --out outputs/certificate",
             "rlhf-mcore certify --names",
-        )
-        + EPILOG,
+        ],
+        exits=EPILOG,
     )
     parser.add_argument("--quick", action="store_true", help="one family of each kind, two layouts of each")
     parser.add_argument(
@@ -139,19 +133,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _machine(gpus: Sequence[Any], ranks: int) -> dict[str, str]:
-    """Versions and device, for the head of the page."""
+    """Collect versions and device for the head of the page."""
     from rlhf_mcore import machine
     from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 
-    wanted = (
-        "torch",
-        "megatron-core",
-        *chain.from_iterable(engine_packages().values()),
-        "transformers",
-        "transformer-engine",
-        "ray",
-    )
-    versions = machine.installed_versions(["rlhf_mcore", *wanted])
+    engines = chain.from_iterable(engine_packages().values())
+    packages = ["rlhf_mcore", "torch", "megatron-core", *engines, "transformers", "transformer-engine", "ray"]
+    versions = machine.installed_versions(packages)
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "device": f"{len(gpus)} x {gpus[0].name}" if gpus else f"CPU, {machine.processor()}",
@@ -162,8 +150,8 @@ def _machine(gpus: Sequence[Any], ranks: int) -> dict[str, str]:
     }
 
 
-def _family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool) -> list[dict[str, Any]]:
-    """Measure the rows of a family by ranks of their own: what ends these hides no other family, but a signal ends the command.
+def _measure_family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool) -> list[dict[str, Any]]:
+    """Measure a family in ranks of its own, so that their failure hides no other family. A signal ends the command.
 
     Raises:
         SystemExit: a signal came meanwhile, and the ranks are ended.
@@ -193,7 +181,7 @@ def _family(family: str, folder: Path, ranks: int, on_cuda: bool, *, quick: bool
 
 
 def _layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
-    """Overrides of every layout that a run of this family may have, by name, and why its engine is not vLLM if it is not."""
+    """List the layouts that a run of this family may have: name -> overrides. Returns also why it does not use vLLM, or ""."""
     from rlhf_mcore.cli.preflight import check_engine
     from rlhf_mcore.config.derive import resolve
     from rlhf_mcore.config.load import load_config
@@ -219,7 +207,7 @@ def _layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
 
 
 def judge(row: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a row."""
+    """Yield what is wrong with a row."""
     if "problem" in row:
         yield row["problem"]
         return
@@ -235,12 +223,12 @@ def judge(row: dict[str, Any]) -> Iterator[str]:
 
 
 def limit_of(row: dict[str, Any]) -> float:
-    """The largest mean error of a logprob that rounding explains."""
+    """Return the largest mean error of a logprob that rounding explains."""
     return FP32_LIMIT if row["dtype"] == "fp32" else NOISE_LIMIT * row["noise"]
 
 
 def _resume(family: str, folder: Path, ranks: int) -> dict[str, str]:
-    """Four steps of a run as a user starts it, in one go and in two: metrics and weights must be equal, bit for bit."""
+    """Train four steps in one go and in two, and compare metrics and weights bit for bit."""
     layout, options = list(_layouts(folder / "run.yaml", ranks)[0].items())[-1]
     for name, steps in (("whole", 4), ("halves", 2), ("halves", 4)):
         overrides = [*options, f"experiment={name}", f"trainer.num_steps={steps}", f"trainer.world_size={ranks}"]
@@ -250,14 +238,16 @@ def _resume(family: str, folder: Path, ranks: int) -> dict[str, str]:
     runs = [folder / "certificate" / name for name in ("whole", "halves")]
     metrics = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
     whole, halves = (
-        {(step["step"], name): value for step in steps for name, value in step.items()} for steps in metrics
+        {
+            (line["step"], name): value
+            for line in lines
+            for name, value in line.items()
+            if not name.startswith(("timing/", "throughput/", "memory/"))
+        }
+        for lines in metrics
     )
-    differing = [
-        f"step {step} {name}"
-        for step, name in sorted(whole.keys() | halves.keys())
-        if not name.startswith(("timing/", "throughput/", "memory/"))
-        and whole.get((step, name)) != halves.get((step, name))
-    ]
+    keys = sorted(whole.keys() | halves.keys())
+    differing = [f"step {step} {name}" for step, name in keys if whole.get((step, name)) != halves.get((step, name))]
     weights = [(run / "latest" / "actor" / "model.safetensors").read_bytes() for run in runs]
     differing += ["the weights"] if weights[0] != weights[1] else []
     verdict = f"differs: {', '.join(differing[:3])}" if differing else f"equal after {len(metrics[0])} steps"
@@ -280,20 +270,15 @@ def _train(command: Sequence[str], log: Path) -> int:
 
 
 def is_whole(document: dict[str, Any]) -> bool:
-    """Whether nothing is wrong."""
+    """Tell whether nothing is wrong."""
     rows = [row for rows in document["families"].values() for row in rows]
     return document["resume"]["verdict"].startswith("equal") and not any(any(judge(row)) for row in rows)
 
 
 def as_page(document: dict[str, Any]) -> str:
     """Write the certificate in Markdown."""
-    lines = [
-        _INTRODUCTION,
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in document["machine"].items()),
-        "",
-    ]
+    lines = [_INTRODUCTION, "| | |", "|---|---|"]
+    lines += [*(f"| {name} | {value} |" for name, value in document["machine"].items()), ""]
     head = "| family | layout | dtype | engine | trainer | rollout | both | limit | gradient | sync | sleep | saved | verdict |"
     lines += [head, "---".join("|" * head.count("|"))]
     for family, rows in document["families"].items():

@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
@@ -47,12 +47,11 @@ def _parser() -> argparse.ArgumentParser:
         "Talk to a model: of a run (its latest checkpoint), of a checkpoint, a Hugging Face directory or an id of the hub. In a "
         "terminal the conversation goes on, through the model's chat template; from a pipe one question is answered. It computes with "
         "transformers on a GPU if there is one; for many users see `vllm serve` in docs/own-model.md.",
-        examples(
+        examples=[
             "rlhf-mcore chat outputs/my/run",
             "rlhf-mcore chat outputs/my/run --system 'Answer with a number.' --temperature 0",
             "echo 'What is 12 * 7?' | rlhf-mcore chat outputs/my/run/checkpoint-100",
-        )
-        + exit_codes.TOOL_EPILOG,
+        ],
     )
     parser.add_argument("model", metavar="RUN_DIR", help="a run, a checkpoint, a Hugging Face directory, or ORG/NAME")
     parser.add_argument("--system", metavar="TEXT", help="a message of the system before the conversation")
@@ -208,7 +207,3 @@ def _converse(chat: Chat) -> int:
             except ConfigError as error:
                 say(f"error: {error}", end="")
             say()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

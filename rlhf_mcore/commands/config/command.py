@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
@@ -33,15 +32,6 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.key import Choices, Range
 from rlhf_mcore.config.show import redact, to_yaml
 
-_EXAMPLES = """\
-examples:
-  rlhf-mcore config show configs/quickstart/grpo.yaml trainer.num_steps=5 --changed
-  rlhf-mcore config diff configs/quickstart/grpo.yaml outputs/quickstart/grpo
-  rlhf-mcore config explain rollout.sampling.n
-  rlhf-mcore config explain algorithm.kl
-
-"""
-
 
 @exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore config",
         "Show what a configuration comes to, how two differ, or what a key means.",
-        _EXAMPLES + exit_codes.TOOL_EPILOG,
+        examples=[
+            "rlhf-mcore config show configs/quickstart/grpo.yaml trainer.num_steps=5 --changed",
+            "rlhf-mcore config diff configs/quickstart/grpo.yaml outputs/quickstart/grpo",
+            "rlhf-mcore config explain rollout.sampling.n",
+            "rlhf-mcore config explain algorithm.kl",
+        ],
     )
     commands = parser.add_subparsers(metavar="show|diff|explain", required=True)
     show = commands.add_parser("show", help="the whole configuration, with everything that follows from what is set")
@@ -89,11 +84,7 @@ def _diff(args: argparse.Namespace) -> Iterator[str]:
     if not keys:
         yield "the same"
         return
-    width = max(map(len, keys))
-    shown = [_shown(first.get(key)) for key in keys]
-    column = max(map(len, shown))
-    for key, value in zip(keys, shown, strict=True):
-        yield f"{key:<{width}}  {value:<{column}}  {_shown(second.get(key))}"
+    yield from aligned((key, _shown(first.get(key)), _shown(second.get(key))) for key in keys)
 
 
 def _read(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -104,7 +95,7 @@ def _read(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def _values(cfg: Config) -> dict[str, Any]:
-    """Leaves under their dotted names, without secrets."""
+    """Flatten a configuration to dotted names, without secrets."""
     return dict(leaves(redact(asdict(cfg))))
 
 
@@ -114,28 +105,27 @@ def _shown(value: Any) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------- explain
 def _explain(name: str) -> Iterator[str]:
-    """
+    """Describe every key of this name.
+
     Raises:
         ConfigError: there is no such key.
     """
-    found = [name] if name in KEYS else [key for key in KEYS if key.endswith(f".{name}")]
-    if not found:
+    keys = [name] if name in KEYS else [key for key in KEYS if key.endswith(f".{name}")]
+    if not keys:
         raise ConfigError(f"there is no key {name}; {hint(name)}")
-    for place, key in enumerate(found):
+    for place, key in enumerate(keys):
         yield from [""] if place else []
         yield from _group(key) if is_group(key) else _key(key)
 
 
 def _group(key: str) -> Iterator[str]:
-    yield f"{key}: {_told(key)}"
+    yield f"{key}: {_meaning(key)}"
     inside = [known for known in KEYS if known.startswith(f"{key}.") and "." not in known[len(key) + 1 :]]
-    width = max(map(len, inside))
-    for known in inside:
-        yield f"  {known:<{width}}  {_told(known)}{' ...' if is_group(known) else ''}"
+    yield from aligned(((key, f"{_meaning(key)}{' ...' if is_group(key) else ''}") for key in inside), indent="  ")
 
 
-def _told(key: str) -> str:
-    """What a key or a group is: its help, its choices, or the first line of what is written in its class."""
+def _meaning(key: str) -> str:
+    """Describe a key or a group: by its help, its choices, or the first line of its class."""
     described = DESCRIPTIONS[key]
     own = (KEYS[key].__doc__ or "").partition("\n")[0].rstrip(".") if is_group(key) else ""
     return _plain(described.help or str(described.allowed or own))
@@ -146,18 +136,15 @@ def _key(key: str) -> Iterator[str]:
     yield f"{key}: {_plain(described.help) or 'one of several'}"
     if isinstance(described.allowed, Choices):
         yield "  one of"
-        width = max(map(len, described.allowed.meanings))
-        yield from (
-            f"    {name:<{width}}  {_plain(text)}".rstrip() for name, text in described.allowed.meanings.items()
-        )
+        meanings = described.allowed.meanings.items()
+        yield from aligned(((name, _plain(text)) for name, text in meanings), indent="    ")
         if described.allowed.or_function:
             yield "    path/to/file.py:name"
     else:
         limits = f", {described.allowed}" if isinstance(described.allowed, Range) else ""
         yield f"  type     {type_name(KEYS[key])}{limits}{f' ({described.unit})' if described.unit else ''}"
     inner = list(walk(item_type(KEYS[key]))) if item_keys(KEYS[key]) else []
-    width = max((len(name) for name, _, _ in inner), default=0)
-    yield from (f"    {name:<{width}}  {_plain(about.help) or about.allowed}" for name, _, about in inner)
+    yield from aligned(((name, _plain(about.help) or str(about.allowed)) for name, _, about in inner), indent="    ")
     shown = f"{len(default)} of them" if inner else "has to be set" if default == "???" else _shown(default)
     yield f"  default  {shown}{f' ({_plain(described.null)})' if default is None and described.null else ''}"
     if default is not None and described.null:
@@ -175,9 +162,5 @@ def _key(key: str) -> Iterator[str]:
 
 
 def _plain(markdown: str) -> str:
-    """Without links and code marks."""
+    """Remove links and code marks."""
     return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", markdown).replace("`", "")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config.errors import ConfigError
 
 FORMATS = ("checkpoint", "hf", "megatron", "fsdp")
@@ -22,48 +20,21 @@ DTYPES = ("fp32", "bf16", "fp16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a model between formats. Returns the exit code (see ``exit_codes``)."""
     args = _parser().parse_args(argv)
-    previous = signal.signal(signal.SIGTERM, _stop)
-    try:
-        shard_bytes = num_bytes(args.shard_size)
-        destination = Path(args.destination) if args.destination is not None else None
-        if destination is not None:
-            check_destination(destination, Path(args.source), may_exist=args.overwrite or args.dry_run)
-        from rlhf_mcore.cli.progress import working
+    args.shard_bytes = num_bytes(args.shard_size)
+    if args.destination is not None:
+        check_destination(args.destination, args.source, may_exist=args.overwrite or args.dry_run)
+    from rlhf_mcore.cli.progress import working
 
+    with exit_codes.ended_by_signals():
         with working("importing torch"):
             from rlhf_mcore.commands.convert.conversion import Conversion, run
 
-        run(
-            Conversion(
-                source_format=args.source_format,
-                target_format=args.target_format,
-                source=Path(args.source),
-                destination=destination,
-                role=args.role,
-                dtype=args.dtype,
-                shard_bytes=shard_bytes,
-                average=[Path(path) for path in args.average],
-                hf_config=Path(args.hf_config) if args.hf_config else None,
-                verify=args.verify,
-                dry_run=args.dry_run,
-                overwrite=args.overwrite,
-                allow_nonfinite=args.allow_nonfinite,
-                check_records=not args.skip_checksums,
-            )
-        )
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+        run(Conversion(**{field.name: getattr(args, field.name) for field in fields(Conversion)}))
     return exit_codes.DONE
-
-
-def _stop(number: int, _frame: FrameType | None) -> None:
-    """End as after an exception, so that nothing half is left behind."""
-    raise SystemExit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,42 +43,49 @@ def _parser() -> argparse.ArgumentParser:
         "Convert a model between formats, a few tensors in memory at a time. Sources: checkpoint (of a run here; of a run "
         "directory the newest), hf (safetensors), megatron (torch_dist), fsdp (model_world_size_X_rank_Y.pt). Everything "
         "is checked against config.json before and after; DST appears whole or not at all.",
-        examples(
+        examples=[
             "rlhf-mcore convert --from checkpoint --to hf outputs/quickstart/grpo my-model --dtype bf16 --verify",
             "rlhf-mcore convert --from fsdp --to hf checkpoints/global_step_100/actor my-model",
             "rlhf-mcore convert --from hf --to megatron models/Qwen3-1.7B megatron/Qwen3-1.7B",
-        )
-        + exit_codes.TOOL_EPILOG,
+        ],
     )
     parser.add_argument("--from", dest="source_format", choices=FORMATS, required=True, help="format of SRC")
     parser.add_argument("--to", dest="target_format", choices=TARGETS, required=True, help="format of DST")
-    parser.add_argument("source", metavar="SRC", help="directory to read")
-    parser.add_argument("destination", metavar="DST", nargs="?", help="directory to make; not needed with --dry-run")
+    parser.add_argument("source", type=Path, metavar="SRC", help="directory to read")
+    parser.add_argument(
+        "destination", type=Path, metavar="DST", nargs="?", help="directory to make; not needed with --dry-run"
+    )
     parser.add_argument("--role", choices=ROLES, default="actor", help="which model of a checkpoint")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype to write; without it every tensor keeps its own")
     parser.add_argument("--shard-size", default="4GiB", metavar="SIZE", help="largest file, as 500MB or 4GiB (default)")
     parser.add_argument(
         "--average",
+        type=Path,
         nargs="+",
         default=[],
         metavar="DIR",
         help="more sources, of the same format: write the mean of all",
     )
-    parser.add_argument("--hf-config", metavar="DIR", help="where config.json and the tokenizer are, if not with SRC")
+    parser.add_argument(
+        "--hf-config", type=Path, metavar="DIR", help="where config.json and the tokenizer are, if not with SRC"
+    )
     parser.add_argument(
         "--verify", action="store_true", help="read DST again: digests, and logits where the model fits"
     )
     parser.add_argument("--dry-run", action="store_true", help="check SRC and print what would go where")
     parser.add_argument("--allow-nonfinite", action="store_true", help="convert NaN and infinite weights as they are")
     parser.add_argument(
-        "--skip-checksums", action="store_true", help="do not compare the checksums of FSDP and torch_dist files"
+        "--skip-checksums",
+        dest="check_records",
+        action="store_false",
+        help="do not compare the checksums of FSDP and torch_dist files",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     return parser
 
 
 def check_destination(destination: Path, source: Path, *, may_exist: bool) -> None:
-    """Before the source is read: whether DST is free is found out again where it is made.
+    """Check DST before the source is read. Whether it is free is checked again where it is made.
 
     Raises:
         ConfigError: it is there already, or is a link, or replacing it would remove SRC or the working directory.
@@ -117,24 +95,20 @@ def check_destination(destination: Path, source: Path, *, may_exist: bool) -> No
         raise ConfigError(f"{destination} is a link to {path.readlink()}; give a directory as DST")
     if path.exists() and not may_exist:
         raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
-    held = {"SRC": Path(os.path.realpath(source)).parents, "the working directory": Path(os.getcwd(), "x").parents}
-    for name, parents in held.items():
+    inside = {"SRC": Path(os.path.realpath(source)).parents, "the working directory": Path(os.getcwd(), "x").parents}
+    for name, parents in inside.items():
         if path in parents:
             raise ConfigError(f"{destination} holds {name}, which would be replaced with it; give another DST")
 
 
 def num_bytes(text: str) -> int:
-    """Of a size as 500MB or 4GiB.
+    """Read a size such as 500MB or 4GiB.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
-    size = float(found.group(1)) * _UNITS[found.group(2)] if found else 0.0
-    if not 1 <= size <= 2**63:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
+    number = float(size[1]) * _UNITS[size[2]] if size else 0.0
+    if not 1 <= number <= 2**63:
         raise ConfigError(f"--shard-size={text} is not a size; write it as 500MB or 4GiB")
-    return int(size)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return int(number)

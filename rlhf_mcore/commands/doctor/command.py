@@ -17,16 +17,14 @@ from tempfile import TemporaryDirectory
 
 from rlhf_mcore import machine
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.commands.doctor import hardware, software, storage
 from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, judge, worst
 from rlhf_mcore.config.engine_kinds import engine_packages
-from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.sandbox.run import machine_level
 
-FAILED = 1
 QUICK_BYTES, FULL_BYTES = 4 << 20, 256 << 20  # written to the run directory
 MESSAGE_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
 TIMEOUT = timedelta(minutes=2)
@@ -67,6 +65,7 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
 Check = Callable[[argparse.Namespace, int], Iterable[Finding]]
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> int:
     """Check and print. Under torchrun every node checks itself and rank 0 prints. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -74,23 +73,20 @@ def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> in
         _parser().error(f"--ranks {args.ranks}: traffic needs two ranks or more")
     from rlhf_mcore.cli.progress import working
 
-    try:
-        if torchrun_world_size() is not None:
-            findings = _as_rank(args)
-        else:
-            with working("measuring between ranks") if args.ranks else nullcontext():
-                traffic = _start_ranks(args) if args.ranks else []
-            with working("checking versions, imports, devices, disk"):
-                findings = [*local(args, args.ranks or 1), *traffic]
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    if torchrun_world_size() is not None:
+        findings = _as_rank(args)
+    else:
+        with working("measuring between ranks") if args.ranks else nullcontext():
+            traffic = _start_ranks(args) if args.ranks else []
+        with working("checking versions, imports, devices, disk"):
+            findings = [*local(args, args.ranks or 1), *traffic]
     if findings is None:
         return exit_codes.DONE
     if args.traffic_file:
         Path(args.traffic_file).write_text(json.dumps(as_json(findings)), encoding="utf-8")
         return exit_codes.DONE
     say(json.dumps(as_json(findings), indent=1) if args.json else as_text(findings))
-    return FAILED if worst(findings) == "error" else exit_codes.DONE
+    return exit_codes.FAILED if worst(findings) == "error" else exit_codes.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,11 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore doctor",
         "Check versions, fused kernels, GPUs, limits and the run directory's disk. With --ranks, or under torchrun, "
         "also latency and bandwidth between ranks.",
-        examples(
-            "rlhf-mcore doctor",
-            "rlhf-mcore doctor --ranks 8 --run-dir outputs",
-        )
-        + EPILOG,
+        examples=["rlhf-mcore doctor", "rlhf-mcore doctor --ranks 8 --run-dir outputs"],
+        exits=EPILOG,
     )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--quick", action="store_true", help="import no library and write little: under two seconds")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes, rank
-from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration, examples
+from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.cli.train import quiet
@@ -55,13 +55,13 @@ def _parser() -> argparse.ArgumentParser:
         "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron; without it the latest "
         "checkpoint of the configuration's own run is taken. evaluate.compare=DIR names what it is compared with: "
         "an improvement on that is positive. Killed and started again, it continues where it was.",
-        examples(
+        examples=[
             "rlhf-mcore evaluate configs/quickstart/grpo.yaml",
             "rlhf-mcore evaluate my_run.yaml evaluate.checkpoint=outputs/my/run/checkpoint-100 evaluate.compare=models/Qwen3-1.7B",
             "rlhf-mcore evaluate my_run.yaml evaluate.samples=8 evaluate.temperature=1.0",
-        )
-        + EPILOG,
-        "YAML file: the one of the training run will do",
+        ],
+        exits=EPILOG,
+        config="YAML file: the one of the training run will do",
     )
     accept_document(parser)
     return parser

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.metrics import GROUPS, matching, nearest_metric
 from rlhf_mcore.foreign import shorten
@@ -25,38 +24,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore metrics",
         "What the metrics of a run mean.",
-        examples("rlhf-mcore metrics", "rlhf-mcore metrics kl/mean", "rlhf-mcore metrics entropy")
-        + exit_codes.TOOL_EPILOG,
+        examples=["rlhf-mcore metrics", "rlhf-mcore metrics kl/mean", "rlhf-mcore metrics entropy"],
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="a metric, or a part of its name; without it all")
     return parser
 
 
 def _lines(name: str | None) -> Iterator[str]:
-    """About the metrics with a name, or with None a line about each.
+    """Describe the metrics with a name, or with None each in a line.
 
     Raises:
         ConfigError: no metric has such a name.
     """
     if name is None:
-        width = max(len(metric.name) for metrics in GROUPS.values() for metric in metrics)
-        for title, metrics in GROUPS.items():
+        for title, group in GROUPS.items():
             yield f"{title}:"
-            yield from (f"  {metric.name:<{width}}  {metric.meaning}" for metric in metrics)
+            yield from aligned(((metric.name, metric.meaning) for metric in group), indent="  ")
         return
-    found = list(matching(name))
-    if not found:
+    metrics = list(matching(name))
+    if not metrics:
         meant = nearest_metric(name)
-        raise ConfigError(
-            f"there is no metric {shorten(name)}; "
-            + (f"did you mean {meant}?" if meant else "rlhf-mcore metrics lists them all")
-        )
-    for metric in found:
+        hint = f"did you mean {meant}?" if meant else "rlhf-mcore metrics lists them all"
+        raise ConfigError(f"there is no metric {shorten(name)}; {hint}")
+    for metric in metrics:
         yield f"{metric.name}: {metric.meaning}"
         for label, text in (("unit", metric.unit), ("healthy", metric.range), ("else", metric.what_to_do)):
             if text:
                 yield f"  {label:<8} {text}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, write, and report what is missing. Returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        return _migrate(args.source, args.output, args.kind)
-    except (ConfigError, OSError) as error:
-        return exit_codes.report_of_tool(error)
+    return _migrate(args.source, args.output, args.kind)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,11 +31,10 @@ def _parser() -> argparse.ArgumentParser:
         "the same thing. Every key that could not be is named, in the file and here; then the result "
         "is validated and planned. Bash runs a launch script in a sandbox where no variable is set, no program is found and "
         "nothing of yours can be reached; a Python script is parsed.",
-        examples(
+        examples=[
             "rlhf-mcore migrate run_qwen2-7b_math_megatron.sh -o my_run.yaml",
             "rlhf-mcore migrate train_grpo.py -o my_run.yaml",
-        )
-        + exit_codes.TOOL_EPILOG,
+        ],
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="YAML file, launch script or Python script")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write")
@@ -75,7 +72,7 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
 
 
 def _planned(cfg: Config, output: Path) -> str:
-    """What the run will need, where the model is here or a well-known one; else what it takes to find out."""
+    """Plan the run where its model is here or a well-known one; else tell how to plan it."""
     from rlhf_mcore.planning.known_models import described
 
     command = f"rlhf-mcore plan {output}"

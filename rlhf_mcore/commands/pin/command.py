@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,21 +10,17 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST, checkpoint_path
 from rlhf_mcore.checkpoint.links import pin, read_pins, unpin
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Pin, remove a pin, or list the pins of a run. Returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        for line in _act(Path(args.run), args.step, args.name, args.remove):
-            say(line)
-    except ConfigError as error:
-        return exit_codes.report(error)
-    except OSError as error:
-        return exit_codes.report(ConfigError(f"RUN={args.run}: {error}; choose a run directory that can be written"))
+    for line in _act(args.run, args.step, args.name, args.remove):
+        say(line)
     return exit_codes.DONE
 
 
@@ -54,18 +49,10 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore pin",
         "Keep the checkpoint of a step under a name, RUN/pins/NAME: checkpoint.save_total_limit and archiving leave it "
         "alone. The run may be running. Without STEP the pins of the run are listed.",
-        examples(
-            "rlhf-mcore pin outputs/my/run 400 good",
-            "rlhf-mcore pin outputs/my/run",
-        )
-        + exit_codes.TOOL_EPILOG,
+        examples=["rlhf-mcore pin outputs/my/run 400 good", "rlhf-mcore pin outputs/my/run"],
     )
-    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="step of the checkpoint")
     parser.add_argument("name", metavar="NAME", nargs="?", help="name of the pin")
     parser.add_argument("--remove", metavar="NAME", help="remove a pin; its checkpoint stays until retention drops it")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

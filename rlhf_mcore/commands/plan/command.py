@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
@@ -28,13 +28,12 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore plan",
         "Work out memory per rank and phase, traffic of a sync, microbatches and a rough time of a step. A model is its "
         "config.json: weights, tokenizer and prompts need not be there (configs/models has some).",
-        examples(
+        examples=[
             "rlhf-mcore plan configs/experiments/llama-3-70b-ppo.yaml",
             "rlhf-mcore plan my_run.yaml --world-size 16 --gpu A100 --suggest",
             "rlhf-mcore plan my_run.yaml actor.layout.tp=4 --set reserve_bytes=4e9",
-        )
-        + exit_codes.TOOL_EPILOG,
-        "YAML file, as for train",
+        ],
+        config="YAML file, as for train",
     )
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="processes (default: trainer.world_size, or the fewest)"
@@ -133,7 +132,3 @@ def _print_suggestions(suggestions: list[dict[str, Any]] | None) -> None:
         say(
             f"  {entry['step_s']:8.1f} s  {entry['world_size']} processes  {' '.join(entry['overrides']) or '(as it is)'}"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

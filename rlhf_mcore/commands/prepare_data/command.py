@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.commands.prepare_data.prepare import TASKS, Options, prepare, read_source, write_splits
 from rlhf_mcore.commands.prepare_data.recipes import RECIPES
@@ -28,11 +27,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore prepare-data",
         "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data into train.parquet and eval.parquet.",
-        examples(
+        examples=[
             "rlhf-mcore prepare-data gsm8k/train.jsonl --out data/gsm8k",
             "rlhf-mcore prepare-data pairs.parquet --task preference --out data/pairs",
-        )
-        + exit_codes.TOOL_EPILOG,
+        ],
     )
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="file, directory, or id of a data set (needs `datasets`)"
@@ -83,7 +81,3 @@ def _prepare(args: argparse.Namespace) -> int:
     for path in write_splits(splits, args.out):
         say(f"wrote {path}")
     return exit_codes.DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, linked_step, step_of
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.hub_ids import id_of_snapshot
@@ -83,12 +82,11 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore push",
         "Upload the trained model of a run to the Hugging Face hub, with a model card (README.md) of its data, settings, metrics and "
         "versions. The token is that of `hf auth login`, or HF_TOKEN. Paths of this machine and secrets are left out.",
-        examples(
+        examples=[
             "rlhf-mcore push outputs/my/run my-org/my-model --dry-run     # print the card and the files, upload nothing",
             "rlhf-mcore push outputs/my/run my-org/my-model",
             "rlhf-mcore push outputs/my/run/checkpoint-100 my-org/my-model --public",
-        )
-        + exit_codes.TOOL_EPILOG,
+        ],
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run directory, or one of its checkpoints")
     parser.add_argument(
@@ -265,7 +263,3 @@ def _without_paths(value: Any) -> Any:
         return {key: _without_paths(item) for key, item in value.items()}
     is_path = isinstance(value, str) and (".py:" in value or value.startswith(("/", "~")))
     return value.rpartition("/")[2] if is_path else value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

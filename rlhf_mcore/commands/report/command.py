@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,10 +95,11 @@ def _parser() -> argparse.ArgumentParser:
         "Write one HTML file about a run, or about several side by side: health, curves, where the time goes, what the model writes, "
         "and how the configurations differ. It needs no network and may be sent to others. Of a folder of runs it serves a live "
         "index at http://127.0.0.1:8321/, or with --out writes all of them into one file.",
-        "examples:\n"
-        "  rlhf-mcore report outputs/quickstart/grpo\n"
-        "  rlhf-mcore report outputs/math/a outputs/math/b --out both.html\n"
-        "  rlhf-mcore report outputs/\n\n" + exit_codes.TOOL_EPILOG,
+        examples=[
+            "rlhf-mcore report outputs/quickstart/grpo",
+            "rlhf-mcore report outputs/math/a outputs/math/b --out both.html",
+            "rlhf-mcore report outputs/",
+        ],
     )
     parser.add_argument(
         "run", type=Path, nargs="+", metavar="RUN", help="directory of a run, which may still be going on, or of many"
@@ -126,7 +126,3 @@ def add_rollouts(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of a run, the first and the newest steps' so many (default: %(default)s)",
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 
@@ -18,15 +18,13 @@ exit codes:
   2          there are disagreements, or a mistake in the configuration, the command line or the data"""
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Try and print. Returns the exit code."""
     args = _parser().parse_intermixed_args(argv)
     if args.limit < 1:
         _parser().error(f"--limit {args.limit}: at least one row has to be tried")
-    try:
-        return _try(args.config, args.overrides, args.limit)
-    except ConfigError as error:
-        return exit_codes.report(error)
+    return _try(args.config, args.overrides, args.limit)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,12 +33,12 @@ def _parser() -> argparse.ArgumentParser:
         "Score the ground truths of data.train and data.eval as if a model had answered them, in the notations that models use; "
         "then empty responses, and the answers of other rows. The first must get the full mark, the others must not. Every "
         "disagreement is printed. An environment is reset for some rows, and takes a turn without a word. No model is loaded.",
-        examples(
+        examples=[
             "rlhf-mcore reward-test configs/quickstart/grpo.yaml",
             "rlhf-mcore reward-test my_run.yaml reward.function=examples/own_reward.py:grade --limit 200",
-        )
-        + EPILOG,
-        "YAML file: the one of the training run",
+        ],
+        exits=EPILOG,
+        config="YAML file: the one of the training run",
     )
     parser.add_argument("--limit", type=int, default=50, metavar="N", help="rows of each of the two (default: 50)")
     return parser
@@ -97,7 +95,3 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
         return exit_codes.DONE
     say(f"\n{what_scores(cfg.reward)} does not agree with the data, see above", file=sys.stderr)
     return exit_codes.USER_ERROR
-
-
-if __name__ == "__main__":
-    sys.exit(main())

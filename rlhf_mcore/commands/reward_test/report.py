@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from rlhf_mcore.cli.terminal import aligned
 from rlhf_mcore.rewards.trial import Report, Row, answered_text, shorten
 
 
 def as_text(report: Report, shown: int = 10) -> str:
     """Write a table of the data sources, and the first disagreements under it."""
-    header = ("data source", "rows", "truth right", "empty right", "others right", "no score")
-    table: list[tuple[str, ...]] = [header]
+    table: list[tuple[str, ...]] = [("data source", "rows", "truth right", "empty right", "others right", "no score")]
     for source in sorted({row.prompt.data_source for row in report.rows}):
         all_rows, tried, wrong, empty, others = (
             [row for row in rows if row.prompt.data_source == source]
@@ -20,9 +20,7 @@ def as_text(report: Report, shown: int = 10) -> str:
         right = f"{len(tried) - len(wrong)} of {len(tried)}" if tried else "not known"
         without = sum(score.failure is not None for score in scores)
         table.append((source, *map(str, (len(all_rows), right, len(empty), len(others), without))))
-    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-    lines = [f"{report.key}: {len(report.rows)} of {report.seen} rows", ""]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines = [f"{report.key}: {len(report.rows)} of {report.seen} rows", "", *aligned(table)]
     if warning := answered_text(report.rows, report.key):
         lines += ["", f"warning: {warning}"]
     if report.tops and not report.is_sound:

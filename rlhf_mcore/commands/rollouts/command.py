@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.errors import ConfigError
 
 _COLUMNS = {
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Give the command and print the engines after it. Returns the exit code."""
     args = _parser().parse_args(argv)
     engines = _ask(Path(args.directory), args.command, args.argument)
-    say(json.dumps(engines, indent=1) if args.json else _table(engines))
+    say(json.dumps(engines, indent=1) if args.json else "\n".join(_table(engines)))
     return exit_codes.DONE
 
 
@@ -41,11 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "that is added answers requests after the next publish of weights; one that is drained answers its own first; the "
         "requests of one that is removed are answered by others. The configuration stays as it is: a run that is started again "
         "begins with rollout.num_engines.",
-        examples(
-            "rlhf-mcore rollouts outputs/my/run list",
-            "rlhf-mcore rollouts outputs/my/run add 2",
-        )
-        + exit_codes.TOOL_EPILOG,
+        examples=["rlhf-mcore rollouts outputs/my/run list", "rlhf-mcore rollouts outputs/my/run add 2"],
     )
     parser.add_argument("directory", metavar="RUN_DIR", help="<output_dir>/<project>/<experiment> of the job")
     parser.add_argument("command", choices=("list", "add", "drain", "remove"), help="what to do")
@@ -72,15 +67,7 @@ def _ask(directory: Path, command: str, argument: str | None) -> list[dict[str, 
     return ask(directory, command, name=argument)
 
 
-def _table(engines: Sequence[dict[str, Any]]) -> str:
-    """A version of -1 is that of an engine without weights."""
+def _table(engines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Write a line about each engine. The version of an engine without weights is -1."""
     shown = [{**engine, "version": "none" if engine["version"] < 0 else engine["version"]} for engine in engines]
-    rows = [list(_COLUMNS.values()), *([str(engine[key]) for key in _COLUMNS] for engine in shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return aligned([[*_COLUMNS.values()], *([str(engine[key]) for key in _COLUMNS] for engine in shown)])

@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.errors import ConfigError
 
-EPILOG = """\
-example:
-  rlhf-mcore serve-reward train.yaml --port 8900
-  rlhf-mcore train train.yaml reward.remote.url=http://127.0.0.1:8900/score
-
+EXITS = """\
 exit codes:
   0          it was ended by Ctrl-C or SIGTERM
   2          a mistake in the configuration or the command line, or an address that cannot be had"""
 
 
+@exit_codes.reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes. Returns the exit code."""
     args = _parser().parse_intermixed_args(argv)
-    try:
-        _serve(args.config, args.overrides, args.host, args.port, args.token_env)
-    except ConfigError as error:
-        return exit_codes.report(error)
+    _serve(args.config, args.overrides, args.host, args.port, args.token_env)
     return exit_codes.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore serve-reward",
-        description=(
-            "Score responses that runs send by HTTP, with what `reward` of CONFIG asks for: rules, a function, a judge. "
-            "POST /score scores a batch, GET /health tells that the server is there. docs/rewards.md has the format."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore serve-reward",
+        "Score responses that runs send by HTTP, with what `reward` of CONFIG asks for: rules, a function, a judge. "
+        "POST /score scores a batch, GET /health tells that the server is there. docs/rewards.md has the format.",
+        examples=[
+            "rlhf-mcore serve-reward train.yaml --port 8900",
+            "rlhf-mcore train train.yaml reward.remote.url=http://127.0.0.1:8900/score",
+        ],
+        exits=EXITS,
+        config="YAML file; only its group `reward` is looked at",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file; only its group `reward` is looked at")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on: the loopback, or a private one (with a token)"
     )
@@ -72,7 +64,3 @@ def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env:
     # What has no score is told to the client, whose reward.on_error decides.
     with closing(build_reward(replace(cfg, on_error="zero"), reward_pools(cfg))) as reward:
         serve(RewardServer(reward, token), host, port, tell)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
@@ -31,11 +31,8 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore simulate",
         "Simulate steps of generation and training over a distribution of response lengths: synchronous, one step off, and bounded "
         "staleness with partial rollouts. Each schedule is shown with the split of the devices that makes it fastest.",
-        examples(
-            "rlhf-mcore simulate my_run.yaml --lengths 'lognormal(7.3,1.1,16384)' --devices 32",
-        )
-        + exit_codes.TOOL_EPILOG,
-        "YAML file, as for train",
+        examples=["rlhf-mcore simulate my_run.yaml --lengths 'lognormal(7.3,1.1,16384)' --devices 32"],
+        config="YAML file, as for train",
     )
     parser.add_argument(
         "--lengths",
@@ -168,7 +165,3 @@ def _configuration(args: argparse.Namespace) -> tuple[Config, int]:
     world_size = default_world_size(cfg)
     validate(cfg, world_size, check_files=False)
     return resolve(cfg), world_size
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoi
 from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.checkpoint.manifest import Problem, read_manifest
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.progress import progress_bar, working
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
@@ -88,11 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore verify-checkpoint",
         "Compare every file of a checkpoint with its manifest; of a delta, the full checkpoint that it needs too. "
         "Given a run directory, all checkpoints in it and the links to them.",
-        examples(
+        examples=[
             "rlhf-mcore verify-checkpoint outputs/my/run",
             "rlhf-mcore verify-checkpoint outputs/my/run/checkpoint-100 --quick",
-        )
-        + EPILOG,
+        ],
+        exits=EPILOG,
     )
     parser.add_argument("directory", metavar="DIR", help="a checkpoint, or a run directory")
     parser.add_argument("--quick", action="store_true", help="compare names and sizes, read no content")
@@ -151,7 +150,3 @@ def _unusable(checkpoint: Path, extra: list[Problem]) -> list[Problem]:
     except ConfigError as error:
         return [Problem(checkpoint.name, "content", str(error))]
     return []
-
-
-if __name__ == "__main__":
-    sys.exit(main())

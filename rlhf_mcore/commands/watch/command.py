@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,13 +29,9 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore watch",
         "Show the report of runs in a browser while they go on. It is served on the loopback interface only; from another machine "
         "use ssh -L 8321:127.0.0.1:8321.",
-        "examples:\n  rlhf-mcore watch outputs/quickstart/grpo\n\n" + exit_codes.TOOL_EPILOG,
+        examples=["rlhf-mcore watch outputs/quickstart/grpo"],
     )
     parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="directory of a run")
     add_port(parser)
     add_rollouts(parser)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

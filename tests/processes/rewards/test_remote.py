@@ -205,7 +205,7 @@ def ending(process: subprocess.Popen[str]) -> Iterator[None]:
 
 def test_the_command_serves_until_a_signal_comes(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("reward: {rules: [{name: exact_match, weight: 3.0}]}\n")
-    command = [sys.executable, "-m", "rlhf_mcore.commands.serve_reward.command", str(tmp_path / "run.yaml"), "--port"]
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "serve-reward", str(tmp_path / "run.yaml"), "--port"]
     with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as served, ending(served):
         assert served.stdout is not None
         what, _, where = served.stdout.readline().partition(" on ")

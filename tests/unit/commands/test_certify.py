@@ -139,9 +139,9 @@ def test_a_signal_ends_the_certificate_and_a_failure_is_a_row(
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *_, **__: code)
     if ends:
         with pytest.raises(SystemExit, match=str(code)):
-            command._family("llama", tmp_path / "llama", 1, False, quick=True)
+            command._measure_family("llama", tmp_path / "llama", 1, False, quick=True)
     else:
-        [row] = command._family("llama", tmp_path / "llama", 1, False, quick=True)
+        [row] = command._measure_family("llama", tmp_path / "llama", 1, False, quick=True)
         assert f"code {code}" in row["problem"]
 
 
