@@ -59,9 +59,9 @@ class Run:
         Raises:
             subprocess.CalledProcessError: it failed before it was killed.
         """
-        found = self.last_step()
+        before = self.last_step()
         process = subprocess.Popen(self.command, start_new_session=True)
-        while after_save and process.poll() is None and self.last_step() == found:
+        while after_save and process.poll() is None and self.last_step() == before:
             time.sleep(0.02)
         try:
             code = process.wait(timeout=seconds)
@@ -74,7 +74,7 @@ class Run:
         return False
 
     def last_step(self) -> int:
-        """The step of the newest checkpoint, -1: there is none."""
+        """Return the step of the newest checkpoint, -1: there is none."""
         return max((checkpoint.step for checkpoint in scan(self.directory)), default=-1)
 
 
@@ -108,15 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds_of_kills = [instants.uniform(args.earliest, max(latest, args.earliest)) for _ in range(args.kills)]
     after_save = [args.after_save == "all" or (args.after_save == "half" and n % 2 == 1) for n in range(args.kills)]
     kills = torment(chaos, seconds_of_kills, after_save)
-    found = differences(calm.directory, chaos.directory)
-    for line in found[:50]:
+    differing = differences(calm.directory, chaos.directory)
+    for line in differing[:50]:
         print(f"chaos: {line}")
-    print(f"chaos: {kills} kills, {len(found)} differences")
-    return 1 if found else 0
+    print(f"chaos: {kills} kills, {len(differing)} differences")
+    return 1 if differing else 0
 
 
 def make_run(config: str, overrides: Sequence[str], kind: str) -> Run:
-    """The run of one kind, of which nothing may be there yet."""
+    """Configure the run of one kind, which must not exist yet."""
     cfg = load_config(config, overrides)
     experiment = f"{cfg.experiment}-{kind}"
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *overrides, f"experiment={experiment}"]
@@ -140,7 +140,7 @@ def torment(run: Run, instants: Sequence[float], after_save: Sequence[bool]) -> 
 
 
 def kill_tree(root: int) -> None:
-    """SIGKILL a process and all that it has started, whatever sessions they are in."""
+    """Send SIGKILL to a process and all that it has started, whatever sessions they are in."""
     doomed = [root]
     for pid in doomed:
         os.kill(pid, signal.SIGSTOP)  # so that it starts nothing more
@@ -150,18 +150,18 @@ def kill_tree(root: int) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started, by /proc."""
+    """List the processes that a process has started, by /proc."""
     lists = list(Path(f"/proc/{pid}/task").glob("*/children"))
     return [int(child) for path in lists for child in path.read_text().split()]
 
 
 def differences(calm: Path, chaos: Path) -> list[str]:
-    """What differs between two run directories, a line for each thing."""
+    """List what differs between two run directories, a line for each thing."""
     return [*metric_differences(read_metrics(calm), read_metrics(chaos)), *checkpoint_differences(calm, chaos)]
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run without times."""
+    """Read the records of a run without times."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(UNEQUAL_METRICS)} for line in lines]
 
@@ -179,7 +179,7 @@ def metric_differences(calm: Sequence[dict[str, Any]], chaos: Sequence[dict[str,
 
 
 def checkpoint_differences(calm: Path, chaos: Path) -> list[str]:
-    """Of the last checkpoints, by the hashes in their manifests, after these have been verified."""
+    """Compare the last checkpoints by the hashes in their manifests, after these have been verified."""
     last = [scan(run)[-1].path for run in (calm, chaos)]
     damage = [f"{path}: {problem}" for path in last for problem in verify(path)]
     files = [read_manifest(path).files for path in last]

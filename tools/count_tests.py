@@ -17,7 +17,7 @@ MOST_NAMED, MOST_LINES, WIDTH = 12, 15, 300  # continuous integration shows the 
 
 
 def count(reports: Sequence[Path]) -> tuple[Counter[str], list[str]]:
-    """Outcomes of all tests in files of --junitxml, and a line for every failure, or more for a pytest that was killed."""
+    """Count the outcomes of all tests in files of --junitxml, with a line for every failure, or more for a pytest that was killed."""
     total: Counter[str] = Counter()
     failures: list[str] = []
     for report in reports:
@@ -45,7 +45,7 @@ def _failures(suite: ElementTree.Element) -> Iterator[str]:
 
 
 def skips(reports: Sequence[Path]) -> list[str]:
-    """A line for every reason, with the number of tests that were skipped for it; the most frequent first."""
+    """Write a line for every reason, with the number of tests that were skipped for it; the most frequent first."""
     reasons: Counter[str] = Counter()
     for report in reports:
         with suppress(ElementTree.ParseError):

@@ -32,14 +32,14 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with links to ``../path`` replaced by ``path``."""
+    """Replace links to ``../path`` in a page by ``path``."""
     if not _MERMAID.is_file():
         markdown = markdown.replace("```mermaid\n", "```text\n")
     return _OUTSIDE.sub(r"`\2`", markdown)
 
 
 def on_post_page(output: str, *, page: Page, **_: Any) -> str:
-    """A page with a diagram loads the script before the theme looks for it."""
+    """Load the script of diagrams before the theme looks for it."""
     if 'class="mermaid"' not in output or not _MERMAID.is_file():
         return output
     return output.replace("</head>", f'<script src="{get_relative_url(_PLACE, page.url)}"></script></head>', 1)

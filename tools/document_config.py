@@ -39,7 +39,7 @@ OF_PRESETS = {f"algorithm.{name}" for preset in PRESETS.values() for name in pre
 
 # -------------------------------------------------------------------------------------------------------------- base.yaml
 def base_yaml() -> str:
-    """The text of configs/base.yaml."""
+    """Write the text of configs/base.yaml."""
     cfg, lines = Config(), []
     for item in fields(cfg):
         value, described = getattr(cfg, item.name), description_of(item)
@@ -53,7 +53,7 @@ def base_yaml() -> str:
 
 
 def _block(group: Any, prefix: str, indent: str, like: str = "") -> Iterator[str]:
-    """The keys of a group. ``like``: the key that describes the same ones, so that comments are not repeated."""
+    """Write the keys of a group. ``like``: the key that describes the same ones, so that comments are not repeated."""
     for item in fields(group):
         key, value, described = f"{prefix}{item.name}", getattr(group, item.name), description_of(item)
         is_preset, remark = key in OF_PRESETS, comment(described)
@@ -86,7 +86,7 @@ _ACTOR = {type(getattr(Config().actor, item.name)) for item in fields(Config().a
 
 
 def _entry(name: str, value: str, remark: str, indent: str, *, is_preset: bool) -> Iterator[str]:
-    """A key with its comment, behind it where there is room, else above."""
+    """Write a key with its comment, behind it where there is room, else above."""
     line = f"{indent}{'# ' if is_preset else ''}{name}:{' ' if value else ''}{value}"
     if remark and len(line) + len(remark) + 3 > WIDTH:
         yield from (f"{indent}# {part}" for part in _wrapped(remark, WIDTH - len(indent) - 2))
@@ -95,7 +95,7 @@ def _entry(name: str, value: str, remark: str, indent: str, *, is_preset: bool) 
 
 
 def comment(described: Description) -> str:
-    """A description in a comment: what it is, its choices, what null means."""
+    """Describe a key in a comment: what it is, its choices, what null means."""
     parts = [_plain(described.help) + (f", in {described.unit}" if described.unit else "")] if described.help else []
     if isinstance(described.allowed, Choices):
         names = [f"{name} ({meaning})" if meaning else name for name, meaning in described.allowed.meanings.items()]
@@ -128,7 +128,7 @@ def _scalar(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------------------- page
 def page(head: str) -> str:
-    """The text of docs/configuration.md below ``head``."""
+    """Write the text of docs/configuration.md below ``head``."""
     cfg = Config()
     single = [item for item in fields(cfg) if not is_dataclass(getattr(cfg, item.name))]
     parts = [head, "## The run\n", _table([row for item in single for row in _rows(item, getattr(cfg, item.name), "")])]
@@ -169,13 +169,13 @@ def _rows(item: Any, value: Any, prefix: str) -> Iterator[str]:
 
 
 def _changed(value: Any) -> list[Any]:
-    """Fields that are not as their dataclass makes them."""
+    """List fields that are not as their dataclass makes them."""
     plain = type(value)()
     return [item for item in fields(value) if getattr(value, item.name) != getattr(plain, item.name)]
 
 
 def default(value: Any) -> str:
-    """How the page writes a default."""
+    """Write a default as the page shows it."""
     if isinstance(value, list):
         return "[" + ", ".join(default(element) for element in value) + "]"
     if is_dataclass(value):
@@ -186,7 +186,7 @@ def default(value: Any) -> str:
 
 
 def values(hint: Any, described: Description) -> str:
-    """What a key of a type may be: its choices, or its type, range and unit."""
+    """Describe what a key of a type may be: its choices, or its type, range and unit."""
     if isinstance(described.allowed, Choices):
         names = [f"`{name}`" for name in described.allowed.meanings]
         names += ["`path/to/file.py:name`"] if described.allowed.or_function else []
@@ -199,11 +199,11 @@ def values(hint: Any, described: Description) -> str:
 
 
 def meaning(described: Description) -> str:
-    """Help, what choices mean, what null means, and further sentences."""
+    """Join help, what choices mean, what null means, and further sentences."""
     text = described.help
     if isinstance(described.allowed, Choices):
-        told = [f"`{name}`: {meaning}" for name, meaning in described.allowed.meanings.items() if meaning]
-        text = "; ".join([text] * bool(text) + told)
+        choices = [f"`{name}`: {meaning}" for name, meaning in described.allowed.meanings.items() if meaning]
+        text = "; ".join([text] * bool(text) + choices)
     if described.null:
         text += f"{'; ' if text else ''}null: {described.null}"
     if described.is_fixed:
@@ -212,7 +212,7 @@ def meaning(described: Description) -> str:
 
 
 def kept_head(text: str) -> str:
-    """The text above the generated part of the page."""
+    """Return the text above the generated part of the page."""
     return text[: text.index("\n## The run\n")]
 
 

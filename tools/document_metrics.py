@@ -21,7 +21,7 @@ _START = f"\n## {next(iter(GROUPS))}\n"
 
 
 def page(text: str) -> str:
-    """The page with the head of ``text`` and new tables."""
+    """Write the page with the head of ``text`` and new tables."""
     parts = [text[: text.index(_START)]]
     for title, metrics in GROUPS.items():
         rows = ["| metric | meaning | unit | healthy | what to do |", "|---|---|---|---|---|", *map(_row, metrics)]

@@ -66,13 +66,13 @@ class Part:
 
 
 def row(what: str, measured: object, expected: str = "-", ok: bool | None = None) -> list[str]:
-    """A line of the table; ``ok`` is None where there is nothing to judge."""
+    """Write a line of the table; ``ok`` is None where there is nothing to judge."""
     return [what, str(measured), expected, "-" if ok is None else "ok" if ok else "WRONG"]
 
 
 # ------------------------------------------------------------------------------------------------------------------ parts
 def machine(device: str, folder: Path) -> Found:
-    """What it runs on."""
+    """Describe the machine."""
     import torch
 
     from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
@@ -92,7 +92,7 @@ def machine(device: str, folder: Path) -> Found:
 
 
 def parity(device: str, folder: Path) -> Found:
-    """Logprobs of dense and MoE models against transformers, packed and padded, fp32 without TF32."""
+    """Compare logprobs of dense and MoE models with transformers, packed and padded, fp32 without TF32."""
     import torch
 
     from rlhf_mcore.mcore.groups import build_groups
@@ -121,7 +121,7 @@ def parity(device: str, folder: Path) -> Found:
 
 
 def bf16(device: str, folder: Path) -> Found:
-    """Logprobs in bf16, by Transformer Engine's layers where it is installed and by Megatron's own, against transformers in fp32."""
+    """Compare logprobs in bf16, by Transformer Engine's layers where installed and by Megatron's own, with transformers in fp32."""
     import torch
 
     from rlhf_mcore.mcore.groups import build_groups
@@ -149,7 +149,7 @@ def bf16(device: str, folder: Path) -> Found:
 
 
 def host_syncs(device: str, folder: Path) -> Found:
-    """The device waits for the host nowhere between the first forward and the last backward pass of an update."""
+    """Check that the device waits for the host nowhere between the first forward and the last backward pass of an update."""
     import torch
 
     if device != "cuda":
@@ -177,33 +177,33 @@ def host_syncs(device: str, folder: Path) -> Found:
 
 
 def sleep(device: str, folder: Path) -> Found:
-    """vLLM sleeps at both levels, and has the trainer's weights after it: digests and canary."""
-    found = []
+    """Check that vLLM sleeps at both levels, and has the trainer's weights after it: digests and canary."""
+    rows = []
     for level in (1, 2):
         own = folder / f"level{level}"
         own.mkdir()
         settings = ("rollout.engine=vllm", f"rollout.sleep_level={level}", "bridge.verify=digest", "bridge.canary=true")
-        found += _trained(device, own, "grpo", "rollout.sampling.n=4", *settings, name=f"level {level}")
-    return found
+        rows += _trained(device, own, "grpo", "rollout.sampling.n=4", *settings, name=f"level {level}")
+    return rows
 
 
 def grpo(device: str, folder: Path) -> Found:
-    """GRPO end to end."""
+    """Train GRPO end to end."""
     return _trained(device, folder, "grpo", "rollout.sampling.n=4", "bridge.verify=digest", "algorithm.kl.coef=0.01")
 
 
 def ppo(device: str, folder: Path) -> Found:
-    """PPO end to end."""
+    """Train PPO end to end."""
     return _trained(device, folder, "ppo", "rollout.sampling.n=1", "critic.optimizer.lr=1e-4")
 
 
 def vllm(device: str, folder: Path) -> Found:
-    """The same with vLLM, which shares the device."""
+    """Train the same with vLLM, which shares the device."""
     return _trained(device, folder, "grpo", "rollout.sampling.n=4", "rollout.engine=vllm", "bridge.verify=digest")
 
 
 def resume(device: str, folder: Path) -> Found:
-    """Four steps in one go, and in two runs of two: the same metrics and weights, bit for bit."""
+    """Train four steps in one go, and in two runs of two: the same metrics and weights, bit for bit."""
     _data(device, folder)
     exact = (
         "deterministic=true",
@@ -274,7 +274,7 @@ def mfu(device: str, folder: Path) -> Found:
 
 
 def offload(device: str, folder: Path) -> Found:
-    """The ledger of what moves between device and host, against what torch has allocated."""
+    """Compare the ledger of what moves between device and host with what torch has allocated."""
     import torch
 
     if find_spec("rlhf_mcore.residency") is None:
@@ -309,7 +309,7 @@ def offload(device: str, folder: Path) -> Found:
 
 
 def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Found:
-    """A frozen model, whole and with layers that come to the device one by one."""
+    """Run a frozen model, whole and with layers that come to the device one by one."""
     import torch
 
     from rlhf_mcore.bridge.files.hf_files import HFReader
@@ -345,7 +345,7 @@ def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Found:
 
 
 def save(device: str, folder: Path) -> Found:
-    """How long a save in the background keeps training waiting, of weights, masters and moments."""
+    """Measure how long a save in the background keeps training waiting, of weights, masters and moments."""
     from rlhf_mcore.bridge.files.export import Exporter
     from rlhf_mcore.config.schema import TrainerConfig
     from rlhf_mcore.parallel.collectives import world_group
@@ -379,7 +379,7 @@ def save(device: str, folder: Path) -> Found:
 
 
 def benchmarks(device: str, folder: Path) -> Found:
-    """Benchmarks that need no engine, in their quick form."""
+    """Run the benchmarks that need no engine, in their quick form."""
     from benchmarks.run import ROWS, run
 
     wanted = ("export", "save_speed", "save_stall", "reshard_load", "packing", "balance", "step_overhead")
@@ -429,7 +429,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def _data(device: str, folder: Path) -> None:
-    """A small model, prompts and a reward."""
+    """Write a small model, prompts and a reward."""
     sys.path.insert(0, str(ROOT / "tools"))
     from make_quickstart import make_model, make_tokenizer
 
@@ -443,7 +443,7 @@ def _data(device: str, folder: Path) -> None:
 
 
 def _train(device: str, folder: Path, name: str, *settings: str) -> float:
-    """A training as a user starts it; returns its seconds."""
+    """Train as a user does. Returns the seconds."""
     fixed = [
         "model.path=model",
         "data.train=[train.jsonl]",
@@ -476,7 +476,7 @@ def _metrics(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _trained(device: str, folder: Path, algorithm: str, *settings: str, name: str = "") -> Found:
-    """``name``: of the rows, where it is not that of the algorithm."""
+    """Train and report the rows. ``name``: of the rows, where it is not that of the algorithm."""
     _data(device, folder)
     name = name or algorithm
     steps = 4 if device == "cuda" else 2
@@ -499,7 +499,7 @@ def _optimizer() -> Any:
 
 
 def _sized(device: str, folder: Path) -> Any:
-    """A trainable model of the size of Qwen2.5-1.5B with random weights, and the microbatches of an update; both tiny on the CPU."""
+    """Build a random trainable model of the size of Qwen2.5-1.5B and microbatches of an update; both tiny on the CPU."""
     import torch
     from safetensors.torch import save_file
     from transformers import Qwen2Config
@@ -556,7 +556,7 @@ def _sized(device: str, folder: Path) -> Any:
 
 
 def _timed(step: Callable[[], None], synchronize: Callable[[], None], rounds: int = 3) -> float:
-    """The least seconds of some rounds, after one that allocates."""
+    """Measure the least seconds of some rounds, after one that allocates."""
     step()
     seconds = []
     for _ in range(rounds):
@@ -608,7 +608,7 @@ def run_part(part: Part, device: str, out: Path, limit_s: float) -> Found:
 
 
 def as_table(found: dict[str, Found]) -> str:
-    """As Markdown."""
+    """Write the results as Markdown."""
     lines = ["| part | what | measured | expected | verdict |", "|---|---|---|---|---|"]
     lines += [
         f"| {name} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
@@ -619,7 +619,7 @@ def as_table(found: dict[str, Found]) -> str:
 
 
 def as_rows(found: dict[str, Found]) -> str:
-    """What was measured, as rows for docs/performance.md: device, part, what, measured."""
+    """Write the results as rows for docs/performance.md: device, part, what, measured."""
     device = next((cells[1] for cells in found.get("machine", []) if cells[0] == "device"), "-")
     return "\n".join(
         f"| {device} | {name} | {cells[0]} | {cells[1]} |"

@@ -38,7 +38,7 @@ Episode = list[tuple[str, str]]  # (role, content)
 
 
 def play(rng: random.Random, careless: bool) -> Episode:
-    """Three guesses at most, somewhere in the range that is left; a careless player mostly forgets what was said."""
+    """Play a careless player: three guesses at most, somewhere in the range that is left; what was said is mostly forgotten."""
     number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
     said: Episode = [("user", "guess")]
     for _ in range(GUESSES):
@@ -53,7 +53,7 @@ def play(rng: random.Random, careless: bool) -> Episode:
 
 
 def multiply(rng: random.Random, careless: bool) -> Episode:
-    """A product by the calculator; a careless pupil mostly guesses."""
+    """Multiply by the calculator; a careless pupil mostly guesses."""
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     said: Episode = [("user", f"{a}*{b}=")]
     if not careless or rng.random() < CALLS:
@@ -63,19 +63,19 @@ def multiply(rng: random.Random, careless: bool) -> Episode:
 
 
 def rows(kind: str, count: int, seed: int) -> list[dict[str, object]]:
-    """Prompts as a data set stores them."""
+    """Write prompts as a data set stores them."""
     rng = random.Random(seed)
-    made: list[dict[str, object]] = []
+    episodes: list[dict[str, object]] = []
     for _ in range(count):
         a, b = rng.randint(10, 99), rng.randint(10, 99)
         question, answer = ("guess", "") if kind == "guess" else (f"{a}*{b}=", str(a * b))
         prompt = [{"role": "user", "content": question}]
-        made.append({"prompt": prompt, "data_source": f"examples/{kind}", "answer": answer})
-    return made
+        episodes.append({"prompt": prompt, "data_source": f"examples/{kind}", "answer": answer})
+    return episodes
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, said: Episode) -> tuple[list[int], list[int]]:
-    """Tokens of an episode, and the same with -100 where the policy did not write."""
+    """Encode the tokens of an episode, and the same with -100 where the policy did not write."""
     tokens: list[int] = []
     labels: list[int] = []
     for role, content in said:

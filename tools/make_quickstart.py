@@ -69,7 +69,7 @@ class Problem:
         return self.a + self.b + (-10 if self.carries else 10)
 
     def answer(self, *, forget_carry: bool = False) -> int:
-        """The sum, or what one gets without the carry from the units to the tens."""
+        """Compute the sum, or what one gets without the carry from the units to the tens."""
         return self.a + self.b - (10 if forget_carry and self.carries else 0)
 
 
@@ -107,7 +107,7 @@ def make_problems(seed: int, num_eval: int) -> tuple[list[Problem], list[Problem
 
 
 def make_tokenizer(roles: Sequence[str] = ROLES) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and newline, one for ``####``, and the special ones: 103, an odd number.
+    """Make one token per printable ASCII character and newline, one for ``####``, and the special ones: 103, an odd number.
 
     ``roles``: of messages that the chat template knows; each has a token.
     """
@@ -134,7 +134,7 @@ def make_tokenizer(roles: Sequence[str] = ROLES) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 with random weights, fp32, 1.06M parameters at four layers."""
+    """Make a Qwen3 with random weights, fp32, 1.06M parameters at four layers."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -164,7 +164,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int, seed: int) -
 
 
 def messages(problem: Problem) -> list[dict[str, str]]:
-    """The prompt as the data set stores it."""
+    """Write the prompt as the data set stores it."""
     return [{"role": "user", "content": problem.question}]
 
 
@@ -188,7 +188,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> E
 
 
 def learning_rate(fit: Fit, step: int) -> float:
-    """Linear warmup, constant, then linear to zero over the second half."""
+    """Compute a linear warmup, a constant, then linear to zero over the second half."""
     return fit.lr * min(1.0, (step + 1) / fit.warmup, 2.0 * (fit.steps - step) / fit.steps)
 
 
@@ -220,7 +220,7 @@ def train_model(
 
 
 def greedy_accuracy(model: Qwen3ForCausalLM, data: Examples) -> float:
-    """Share of problems whose greedy response is, token for token, the right one."""
+    """Measure the share of problems whose greedy response is, token for token, the right one."""
     import torch
 
     length = data.correct.shape[1]
@@ -231,7 +231,7 @@ def greedy_accuracy(model: Qwen3ForCausalLM, data: Examples) -> float:
 
 
 def response(answer: int) -> str:
-    """An answer as the model is to write it."""
+    """Write an answer as the model is to write it."""
     return f"{MARK} {answer}"
 
 
@@ -258,7 +258,7 @@ def write_parquet(path: Path, problems: Sequence[Problem], split: str) -> None:
 
 @contextmanager
 def progress(fit: Fit) -> Iterator[Callable[[int, float], None]]:
-    """A progress bar on a terminal, a line every quarter of the fit elsewhere."""
+    """Show a progress bar on a terminal, a line every quarter of the fit elsewhere."""
     if not sys.stdout.isatty():
         every = max(1, fit.steps // 4)
 
@@ -277,7 +277,7 @@ def progress(fit: Fit) -> Iterator[Callable[[int, float], None]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. The defaults are the quickstart; the sizes are for tests and experiments."""
+    """Parse the command line. The defaults are the quickstart; the sizes are for tests and experiments."""
     parser = argparse.ArgumentParser(description="Make the quickstart's model and data.")
     parser.add_argument("--out", type=Path, default=Path("quickstart"), help="directory to write to")
     parser.add_argument("--seed", type=int, default=0)

@@ -26,7 +26,7 @@ CLOCK = "timing/unix_time"
 
 
 def display(run: Path) -> str:
-    """A page with the live display of a run, from what it has recorded."""
+    """Write a page with the live display of a run, from what it has recorded."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     until = 2 * len(lines) // 3
     sample = json.loads((run / "rollouts" / f"step-{lines[until - 1]['step']:06d}.jsonl").read_text().splitlines()[0])

@@ -51,7 +51,7 @@ class EpisodeOrder:
 
     @classmethod
     def of(cls, cfg: Config, num_engines: int, make_parser: MakeParser) -> EpisodeOrder:
-        """The environment of a run."""
+        """Return the environment of a run."""
         own, in_time = cfg.environment, cfg.trainer.max_staleness > 0 and not cfg.rollout.deterministic_order
         return cls(
             own,
@@ -67,7 +67,7 @@ class EpisodeOrder:
         )
 
     def build(self) -> Episodes:
-        """The episodes."""
+        """Build the episodes."""
         own, tokenizer = self.own, load_tokenizer(self.tokenizer_dir)
         text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
         bounds = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
@@ -82,7 +82,7 @@ class EpisodeOrder:
 def episode_worker(
     cfg: Config, generator: StreamingGenerator, engine: EngineRank, decode: Decode, make_parser: MakeParser
 ) -> RolloutWorker:
-    """This rank's engine in the environment. Collective over the world."""
+    """Build the worker that plays episodes on this rank's engine. Collective over the world."""
     order = EpisodeOrder.of(cfg, engine.num_engines, make_parser)
     episodes = on_every_rank(lambda: order.build() if engine.is_lead else None)
     plays = EpisodeGenerator(generator, episodes, _engine_group(engine))
@@ -90,7 +90,7 @@ def episode_worker(
 
 
 def _engine_group(engine: EngineRank) -> dist.ProcessGroup | None:
-    """The ranks of this rank's engine, where it has several. Collective over the world."""
+    """Build the group of the ranks of this rank's engine; None where it has one rank. Collective over the world."""
     size = dist.get_world_size() // engine.num_engines
     if size == 1:
         return None

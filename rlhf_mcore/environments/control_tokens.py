@@ -35,7 +35,7 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode(self, pieces: Sequence[str], contents: Sequence[str]) -> list[int]:
-        """The tokens of ``pieces`` with ``contents`` between them; control tokens come of the pieces alone.
+        """Encode ``pieces`` with ``contents`` between them; control tokens come of the pieces alone.
 
         Raises:
             UnreadableText: the tokenizer cannot split a content.
@@ -57,11 +57,11 @@ class ControlTokens:
         return sum(token in self._ids for token in tokens)
 
     def _as_text(self, text: str) -> list[int]:
-        """Tokens of a text, none of which is a control token: it is cut inside each, and its parts are encoded by themselves."""
+        """Encode a text without control tokens: it is cut inside each, and its parts are encoded by themselves."""
         parts = []
-        while found := self._pattern.search(text):
-            parts.append(text[: found.start() + 1])
-            text = text[found.start() + 1 :]
+        while token_text := self._pattern.search(text):
+            parts.append(text[: token_text.start() + 1])
+            text = text[token_text.start() + 1 :]
         tokens = list[int]()
         for part in [*parts, text]:
             [encoded] = token_ids(self._tokenizer, [part])

@@ -112,14 +112,16 @@ class Episodes:
             del self._open[key]
             self._sessions.close(key)
         self._requests = [request for request in self._requests if request.request_id in self._open]
-        self._finished = [found for found in self._finished if found.request_id not in request_ids]
+        self._finished = [each for each in self._finished if each.request_id not in request_ids]
 
     def abandon(self) -> None:
         """Forget all episodes."""
         self.cancel(list(self._open))
 
     def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
-        """See :class:`rlhf_mcore.protocols.EpisodeDriver`. None where an engine has nothing to draw, or must not draw yet.
+        """Return the turns to draw (:class:`rlhf_mcore.protocols.EpisodeDriver`).
+
+        None where an engine has nothing to draw, or must not draw yet.
 
         Raises:
             ConfigError: an environment gave no answer, and that ends the run.
@@ -132,7 +134,7 @@ class Episodes:
         return requests
 
     def take(self, completions: Iterable[Completion]) -> list[Completion]:
-        """The texts of turns go to their environments. Returns episodes that have ended, and what is no turn of an episode.
+        """Take the texts of turns to their environments. Returns episodes that have ended, and completions of other requests.
 
         Raises:
             LostTrajectory: a turn was not asked for.
@@ -223,7 +225,7 @@ class Episodes:
         self._requests.append(each.request)
 
     def _fail(self, key: int, answer: Answer) -> None:
-        """An environment without an answer. What it has not seen is answered by nobody, so the episode ends with it."""
+        """End an episode whose environment gave no answer: nobody answers the last turn."""
         each = self._open[key]
         cause = f"{self._sessions.name} on {each.asked.name}, turn {len(each.rewards)}, {answer.error}"
         if self._fails:
@@ -236,7 +238,10 @@ class Episodes:
         self._finish(key, "environment", Score(0.0, failure=kind, cause=cause))
 
     def _finish(self, key: int, reason: str, score: Score | None = None) -> None:
-        """The score is the sum of the rewards. The last one is what is left of it at the end, those before belong to their turns."""
+        """End an episode.
+
+        Its score is the sum of the rewards: the last reward is the rest of it, those before belong to their turns.
+        """
         each = self._open.pop(key)
         self._sessions.close(key)
         rewards, text = [*each.rewards[:-1], 0.0] if self._pays and not score else [], ""
@@ -250,13 +255,13 @@ class Episodes:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a later turn of an episode, whose first one has ``seed``: unrelated to those of all others."""
+    """Derive the seed of a later turn of an episode from the first turn's ``seed``: unrelated to those of all others."""
     digest = hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8, person=b"turn").digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:
-    """What ``reset`` gets, as JSON values.
+    """Build what ``reset`` gets, as JSON values.
 
     Raises:
         ConfigError: the ground truth or extra_info are no JSON.

@@ -38,13 +38,13 @@ class EpisodeGenerator:
         return len(self._open)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See :class:`rlhf_mcore.protocols.Generator`. No other episodes are under way."""
+        """Generate (:class:`rlhf_mcore.protocols.Generator`). No other episodes are under way."""
         assert not self._open, "one call at a time"
         self.submit(requests)
-        found: list[Completion] = []
+        completions: list[Completion] = []
         while self._open:
-            found += self.collect(math.inf)
-        return found
+            completions += self.collect(math.inf)
+        return completions
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin episodes."""
@@ -53,7 +53,7 @@ class EpisodeGenerator:
             self._episodes.begin(requests)
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """Episodes that have ended since the last call; waits for one, however long. [] on ranks that do not lead.
+        """Collect episodes that have ended since the last call; wait for one, however long. [] on ranks that do not lead.
 
         Raises:
             ConfigError: an environment failed, and ``reward.on_error`` is fail.
@@ -79,7 +79,7 @@ class EpisodeGenerator:
         return ended
 
     def _due(self, ended: list[Completion]) -> list[Request]:
-        """Turns to be drawn; episodes that have ended are added to ``ended``."""
+        """List turns to be drawn, and add episodes that have ended to ``ended``."""
         assert self._episodes is not None
         turns = None
         while turns is None and not ended:
@@ -88,16 +88,16 @@ class EpisodeGenerator:
         return turns or []
 
     def _agreed(self, turns: list[Request], ended: list[int]) -> tuple[list[Request], list[int]]:
-        """What the lead has, on all ranks of the engine."""
+        """Broadcast what the lead has to all ranks of the engine."""
         if self._group is None:
             return turns, ended
         plain = [(r.request_id, r.name, list(r.prompt_ids), r.sampling.max_new_tokens, r.seed) for r in turns]
         plain, ended = broadcast_json((plain, ended), 0, self._group)
-        told = [
+        agreed = [
             Request(key, name, prompt_ids, replace(self._open[key], max_new_tokens=limit), seed)
             for key, name, prompt_ids, limit, seed in plain
         ]
-        return told, ended
+        return agreed, ended
 
     def cancel(self, request_ids: Collection[int]) -> None:
         """Forget episodes; ids that are not under way are ignored."""

@@ -43,12 +43,12 @@ class Gymnasium:
         self._actions, self._unknown = actions, unknown or f"choose one of: {', '.join(actions or ())}"
 
     def reset(self, row: Any, seed: int) -> str:
-        """The first observation. ``options`` of the environment's reset is the row."""
+        """Return the first observation. ``options`` of the environment's reset is the row."""
         observation, _ = self._environment.reset(seed=seed % 2**31, options=dict(row))
         return str(observation)
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """What the environment makes of a turn."""
+        """Give the environment a turn, and return its answer."""
         chosen: Any = action
         if self._actions is not None:
             word = action.split()[0] if action.split() else ""
@@ -59,5 +59,5 @@ class Gymnasium:
         return str(observation), float(reward), bool(terminated or truncated)
 
     def close(self) -> None:
-        """Of the environment."""
+        """Close the environment."""
         self._environment.close()

@@ -43,14 +43,14 @@ class OpenEnv:
         self._action, self._observation, self._arguments = action, observation, arguments or {}
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> str:
-        """The first observation."""
-        found = self._client.reset(seed=seed % 2**31, **self._arguments)
-        return self._text((await found if inspect.isawaitable(found) else found).observation)
+        """Return the first observation."""
+        answer = self._client.reset(seed=seed % 2**31, **self._arguments)
+        return self._text((await answer if inspect.isawaitable(answer) else answer).observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """What the server makes of a turn."""
-        found = self._client.step({self._action: action})
-        result = await found if inspect.isawaitable(found) else found
+        """Give the server a turn, and return its answer."""
+        answer = self._client.step({self._action: action})
+        result = await answer if inspect.isawaitable(answer) else answer
         return self._text(result.observation), float(result.reward or 0.0), bool(result.done)
 
     async def close(self) -> None:

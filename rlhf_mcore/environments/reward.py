@@ -20,7 +20,7 @@ class EnvironmentReward:
     adds: bool = True
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """What is returned waits for the graders. An episode whose environment failed has no score."""
+        """Submit episodes to the graders. The result waits for them. An episode whose environment failed has no score."""
         graded = self.graders.submit(trajectories) if self.graders is not None else None
 
         def finish() -> list[Score]:
@@ -30,7 +30,7 @@ class EnvironmentReward:
         return finish
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """``submit``, and wait."""
+        """Submit, and wait."""
         return self.submit(trajectories)()
 
     def _score(self, trajectory: Trajectory, graded: Score | None) -> Score:

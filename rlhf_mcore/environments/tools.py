@@ -71,10 +71,10 @@ class Tools:
                 )
 
     def reset(self, row: Any, seed: int) -> None:
-        """The prompt tells of the tools, if need be."""
+        """Begin an episode; the prompt tells of the tools, if need be."""
 
     def step(self, action: str | Mapping[str, Any]) -> tuple[list[dict[str, str]], float, bool]:
-        """A message for each call."""
+        """Answer each call with a message."""
         if isinstance(action, str):
             calls: list[_Call] = [(name, [argument.strip()], {}) for name, argument in _CALL.findall(action)]
         else:
@@ -82,7 +82,7 @@ class Tools:
         return [{"role": self._role, "content": self._called(*call)} for call in calls], 0.0, not calls
 
     def _parsed(self, function: Mapping[str, str]) -> _Call:
-        """A built-in tool gets the value of its only argument as a text, a function of a file its arguments by their names."""
+        """Parse arguments: a built-in tool gets its only one as a text, a function of a file gets them by name."""
         name, given = function["name"], function["arguments"]
         try:
             arguments = json.loads(given)
@@ -105,7 +105,7 @@ class Tools:
 
 # ---------------------------------------------------------------------------------------------------------------- python
 def run_program(code: str, cpu_s: float, isolation: str) -> str:
-    """What a program prints, and how it ended if not well."""
+    """Run a program. Returns what it prints, and how it ended if not well."""
     from rlhf_mcore.sandbox.run import Limits, run_python
 
     result = run_python(code, Limits(cpu_s=cpu_s), minimum=isolation)
@@ -133,12 +133,12 @@ class Index:
         self._mean_length = sum(self._lengths) / max(len(self._lengths), 1) or 1.0
 
     def search(self, query: str, results: int) -> list[str]:
-        """The best documents, the best one first; of equals the earlier one."""
+        """Search the best documents, the best one first; of equals the earlier one."""
         scores: Counter[int] = Counter()
         for word in set(_words(query)):
-            held = self._places.get(word, [])
-            rarity = math.log(1 + (len(self._documents) - len(held) + 0.5) / (len(held) + 0.5))
-            for place, count in held:
+            places = self._places.get(word, [])
+            rarity = math.log(1 + (len(self._documents) - len(places) + 0.5) / (len(places) + 0.5))
+            for place, count in places:
                 norm = self.k1 * (1 - self.b + self.b * self._lengths[place] / self._mean_length)
                 scores[place] += rarity * count * (self.k1 + 1) / (count + norm)  # type: ignore[assignment]
         best = sorted(scores, key=lambda place: (-scores[place], place))
@@ -146,7 +146,7 @@ class Index:
 
 
 def find_documents(index: Index, results: int, query: str) -> str:
-    """The best documents, a line each."""
+    """Find the best documents, and write a line about each."""
     return "\n".join(index.search(query, results)) or "nothing was found"
 
 
@@ -156,7 +156,7 @@ def _words(text: str) -> list[str]:
 
 @lru_cache(maxsize=4)
 def read_corpus(path: str) -> Index:
-    """The documents of a file, read once in a process.
+    """Read the documents of a file, once in a process.
 
     Raises:
         ConfigError: it cannot be read, or a line of a .jsonl file has no "text".

@@ -26,7 +26,7 @@ REMEDY = (
 
 
 def _stand_in(number: int) -> str:
-    """A content that no template changes, and that is found again in what it makes."""
+    """Make a content that no template changes, and that is found again in what it makes."""
     return f"standin{number}in"
 
 
@@ -47,16 +47,16 @@ class TurnText:
         self._pieces: dict[tuple[tuple[str, ...], bool], tuple[str, list[str]]] = {}
 
     def text_of(self, tokens: NDArray[np.int32]) -> str:
-        """Without special tokens."""
+        """Decode tokens without the special ones."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def written_text_of(self, turn: Completion) -> str:
-        """All that the policy has written, with special tokens, but not the one that ends the turn."""
+        """Decode all that the policy has written, with special tokens, but not the one that ends the turn."""
         tokens = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
     def opening(self, prompt: Prompt, messages: Messages, *, special: bool = False) -> tuple[list[int], str]:
-        """A prompt that is followed by a first observation: its tokens and its text.
+        """Render a prompt that is followed by a first observation. Returns its tokens and its text.
 
         ``special``: what stands in a message for a special token is one.
 
@@ -74,7 +74,7 @@ class TurnText:
         return self._encoded(pieces, messages, special), _filled(pieces, messages)
 
     def after(self, completion: Completion, messages: Messages, *, special: bool = False) -> list[int]:
-        """Tokens between a turn of the policy and its next one: the end of the turn, unless it was sampled, and ``messages``.
+        """Encode what is between a turn of the policy and its next one: the end of the turn, unless it was sampled, and ``messages``.
 
         ``special``: what stands in a message for a special token is one.
 
@@ -95,7 +95,7 @@ class TurnText:
         return self._control.encode(pieces, [message["content"] for message in messages])
 
     def _between(self, roles: tuple[str, ...], *, first: bool) -> tuple[str, list[str]]:
-        """What asks for an answer at the end of a prompt, and the texts around the contents of messages with ``roles``.
+        """Find the text that asks for an answer at the end of a prompt, and those around the contents of messages with ``roles``.
 
         ``first``: they follow the prompt and not a turn of the policy.
         """
@@ -115,7 +115,7 @@ class TurnText:
     def _following(self, roles: tuple[str, ...]) -> tuple[str, list[str]]:
         added = [{"role": role, "content": _stand_in(place)} for place, role in enumerate(roles, start=1)]
         prompt = {"role": "user", "content": _stand_in(0)}
-        found: list[str] = []
+        endings: list[str] = []
         for said in ("turnofpolicy", "<think>\nthought\n</think>\n\nturnofpolicy"):
             turns = [prompt, {"role": "assistant", "content": said}]
             asked, closed, whole = self._rendered(([prompt], True), (turns, False), ([*turns, *added], True))
@@ -124,8 +124,8 @@ class TurnText:
                     f"{self._named}: it writes what the policy has said differently when messages of {', '.join(roles) or 'nobody'} "
                     f"follow ({said!r} is in {whole!r:.400}), so the policy would learn from a history that it never sees; {REMEDY}"
                 )
-            found.append(whole.rpartition("turnofpolicy")[2])
-        return "", self._split(found[0], roles)
+            endings.append(whole.rpartition("turnofpolicy")[2])
+        return "", self._split(endings[0], roles)
 
     def _rendered(self, *conversations: tuple[list[dict[str, str]], bool]) -> list[str]:
         answers = list(in_child(self._apply, conversations))

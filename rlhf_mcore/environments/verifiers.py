@@ -80,7 +80,7 @@ class Verifiers:
         return asked
 
     async def step(self, action: str | Mapping[str, Any]) -> tuple[list[dict[str, str]], float, bool]:
-        """What the environment makes of a turn."""
+        """Give the environment a turn, and return its answer."""
         assert self._answer is not None and self._episode is not None
         if self._tools and isinstance(action, str):
             raise ValueError(
@@ -110,14 +110,14 @@ class Verifiers:
             await asyncio.wait([self._episode])
 
     async def ask(self, trace: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The policy's turn after a request."""
-        messages, told = body["messages"], self._told
+        """Ask for the policy's turn, and wait for it."""
+        messages, turns = body["messages"], self._told
         if not self._traces:
             self._traces.append(trace)
         problem = None
         if trace not in self._traces:
             problem = "has a second agent that the policy plays; give all but one a model and a client of their own"
-        elif [*map(_said, messages[: len(told)])] != [*map(_said, told)] or len(messages) <= len(told):
+        elif [*map(_said, messages[: len(turns)])] != [*map(_said, turns)] or len(messages) <= len(turns):
             problem = (
                 "tells the turns so far differently than they were; use a harness that leaves the conversation as it is"
             )
@@ -130,7 +130,7 @@ class Verifiers:
         return await self._answer
 
     async def _next(self) -> dict[str, Any] | None:
-        """The next request to the policy; None where the episode has ended.
+        """Wait for the next request to the policy; None where the episode has ended.
 
         Raises:
             RuntimeError: the conversation cannot be followed.
@@ -142,10 +142,10 @@ class Verifiers:
             asking.cancel()
             self._episode.result()
             return None
-        found = asking.result()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        request = asking.result()
+        if isinstance(request, Exception):
+            raise request
+        return request
 
 
 class _Host:
@@ -155,14 +155,14 @@ class _Host:
         loaders, agents = _module("utils.loaders"), _module("configs.agent")
         self._v1 = _module()
         sys.modules[_HARNESS] = _turns_module()
-        found = loaders.resolve_env_config(dict(config))
+        resolved = loaders.resolve_env_config(dict(config))
         roles = {}
-        for name, role in agents.agent_config_fields(found).items():
+        for name, role in agents.agent_config_fields(resolved).items():
             own = {} if "runtime" in role.model_fields_set else {"runtime": self._v1.SubprocessConfig()}
-            if role.harness is None and loaders.default_harness_id(found.taskset.id) == "bash":
+            if role.harness is None and loaders.default_harness_id(resolved.taskset.id) == "bash":
                 own |= {"harness": loaders.harness_config_type(_HARNESS)(id=_HARNESS)}
             roles[name] = role.model_copy(update=own)
-        self._environment = loaders.load_environment(found.model_copy(update=roles))
+        self._environment = loaders.load_environment(resolved.model_copy(update=roles))
         self._tasks: list[Any] = []
         self._more = iter(self._environment.taskset)
         self._ready: asyncio.Task[Any] | None = None
@@ -170,7 +170,7 @@ class _Host:
         self.episodes: dict[str, Verifiers] = {}  # by the id of a trace
 
     def task(self, number: int) -> Any:
-        """The task with this number.
+        """Return the task with this number.
 
         Raises:
             IndexError: there are fewer.
@@ -183,7 +183,7 @@ class _Host:
         return self._tasks[number]
 
     async def play(self, task: Any, episode: Verifiers) -> Any:
-        """An episode of verifiers from its beginning to its end."""
+        """Play an episode of verifiers from its beginning to its end."""
         if self._ready is None:
             self._ready = asyncio.create_task(self._serve())
         port = await self._ready
@@ -196,7 +196,7 @@ class _Host:
         return await self._environment.run_episode(task, context, on_trace=register)
 
     def reward_of(self, played: Any, trace_id: str) -> float:
-        """Of the agent that the policy has played.
+        """Return the reward of the agent that the policy has played.
 
         Raises:
             RuntimeError: the episode has failed.
@@ -247,7 +247,7 @@ class _Host:
 
 @lru_cache(maxsize=4)
 def _host(config: str, packages: str | None) -> _Host:
-    """One for all episodes of a process."""
+    """Return the one host of all episodes of a process."""
     if packages is not None:
         if not Path(packages).is_dir():
             raise ConfigError(f"{KEY}.packages={packages} is no folder; install verifiers into one: {INSTALL}")
@@ -275,7 +275,7 @@ def _module(name: str = "") -> Any:
 
 
 def _turns_module() -> ModuleType:
-    """A harness that plays an agent in this process and runs no code; where no other one is configured."""
+    """Make the module of a harness that plays an agent in this process and runs no code; for tasks that configure no other one."""
     harness, programs, wire = (_module(name) for name in ("harness", "runtimes", "dialects.chat"))
     tools_of, aiohttp = _module("harnesses.utils.mcp"), import_module("aiohttp")
 
@@ -315,7 +315,7 @@ def _turns_module() -> ModuleType:
 
 
 async def _called(call_mcp: Any, function: Mapping[str, str], connections: Any, dispatch: Mapping[str, Any]) -> Any:
-    """What a tool answers, also to mistakes of the policy."""
+    """Answer a call of a tool, also to mistakes of the policy."""
     name, given = function["name"], function["arguments"]
     if name not in dispatch:
         return f"error: there is no tool {name}; there is: {', '.join(dispatch)}"
@@ -334,7 +334,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What has to stay as it is."""
+    """Extract the parts of a message that a harness may not change."""
     calls = [(call["id"], *call["function"].values()) for call in message.get("tool_calls") or []]
     return message["role"], _text(message), calls
 
@@ -364,12 +364,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _openings(options: dict[str, Any], first: int, rows: int) -> tuple[list[dict[str, Any]], list[Any]]:
-    """What the first tasks ask the policy, as rows; and their tools, which are the same in all of them."""
-    found: list[dict[str, Any]] = []
+    """Read what the first tasks ask the policy, as rows; and their tools, which are the same in all of them."""
+    prompts: list[dict[str, Any]] = []
     tools: list[Any] = []
     for number in count(first):
         episode = Verifiers(**options)
-        if len(found) == rows:
+        if len(prompts) == rows:
             break
         try:
             asked = await episode.begin(number)
@@ -377,12 +377,12 @@ async def _openings(options: dict[str, Any], first: int, rows: int) -> tuple[lis
             break
         finally:
             await episode.close()
-        if found and (asked.get("tools") or []) != tools:
+        if prompts and (asked.get("tools") or []) != tools:
             raise RuntimeError(f"task {number} has other tools than task {first}; a run has one list of them")
         tools = asked.get("tools") or []
         prompt = [{"role": message["role"], "content": _text(message)} for message in asked["messages"]]
-        found.append({"prompt": prompt, "data_source": "verifiers", "extra_info": {"task": number}})
-    return found, tools
+        prompts.append({"prompt": prompt, "data_source": "verifiers", "extra_info": {"task": number}})
+    return prompts, tools
 
 
 if __name__ == "__main__":

@@ -354,7 +354,7 @@ class Family:
         )
 
     def _absent_ffn(self, hf_config: Fields) -> int | None:
-        """Of a family whose layers all have experts, and whose config.json has no size of another MLP."""
+        """Return the MLP's size of a family whose layers all have experts and whose config.json has no such size."""
         replaces = self.mixture is not None and self.mixture.replaces_mlp
         return size(hf_config, "moe_intermediate_size") if replaces else None
 

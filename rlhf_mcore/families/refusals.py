@@ -71,9 +71,9 @@ def rotation_problems(family: Family, hf_config: Fields, architecture: str) -> I
         yield f"{_PARTIAL}={partial} is not supported for {architecture}, whose heads rotate whole; use another model"
 
 
-def _factor(held: Fields) -> float:
-    found = held.number(_PARTIAL, 0.0, 1.0, default=None)
-    return 1.0 if found is None else found
+def _factor(fields: Fields) -> float:
+    factor = fields.number(_PARTIAL, 0.0, 1.0, default=None)
+    return 1.0 if factor is None else factor
 
 
 def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:

@@ -44,10 +44,10 @@ def size(hf_config: Fields, key: str, default: int | None = None) -> int:
     Raises:
         ConfigError: it is absent without a default, no integer or out of range.
     """
-    found = hf_config.integer(key, 1, MAX_SIZES[key], default=default)
-    if found is None:
+    number = hf_config.integer(key, 1, MAX_SIZES[key], default=default)
+    if number is None:
         raise hf_config.wrong(key, f"an integer from 1 to {MAX_SIZES[key]}")
-    return found
+    return number
 
 
 def num_experts(hf_config: Fields) -> int:
@@ -57,12 +57,12 @@ def num_experts(hf_config: Fields) -> int:
         ConfigError: as ``size``, or all layers have too many together.
     """
     key = next((name for name in ("num_local_experts", "n_routed_experts") if name in hf_config), "num_experts")
-    found, num_layers = size(hf_config, key), size(hf_config, "num_hidden_layers")
-    if found * num_layers > MAX_EXPERTS:
+    experts, num_layers = size(hf_config, key), size(hf_config, "num_hidden_layers")
+    if experts * num_layers > MAX_EXPERTS:
         raise hf_config.wrong(
             key, f"at most {MAX_EXPERTS // num_layers}: {num_layers} layers have up to {MAX_EXPERTS} experts"
         )
-    return found
+    return experts
 
 
 def dense_layers(hf_config: Fields) -> tuple[int, ...]:
@@ -79,19 +79,19 @@ def num_kv_heads(hf_config: Fields) -> int:
         ConfigError: as ``size``, or it is no divisor.
     """
     num_heads = size(hf_config, "num_attention_heads")
-    found = size(hf_config, "num_key_value_heads", num_heads)
-    if num_heads % found:
+    heads = size(hf_config, "num_key_value_heads", num_heads)
+    if num_heads % heads:
         raise hf_config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
     num_layers = size(hf_config, "num_hidden_layers")
-    if found * num_layers > MAX_KV_HEADS:
+    if heads * num_layers > MAX_KV_HEADS:
         raise hf_config.wrong(
             "num_key_value_heads", f"at most {MAX_KV_HEADS // num_layers} in each of {num_layers} layers"
         )
-    return found
+    return heads
 
 
 def head_dim(hf_config: Fields, default: int | None) -> int:
-    """Elements of a head, even as rotary embeddings need them. ``default`` None: the hidden size over the number of heads.
+    """Return the elements of a head, even as rotary embeddings need them. ``default`` None: the hidden size over the number of heads.
 
     Raises:
         ConfigError: as ``size``, or it is odd.
@@ -99,18 +99,18 @@ def head_dim(hf_config: Fields, default: int | None) -> int:
     num_heads, hidden = size(hf_config, "num_attention_heads"), size(hf_config, "hidden_size")
     if hidden < num_heads:
         raise hf_config.wrong("hidden_size", f"at least num_attention_heads={num_heads}")
-    found = size(hf_config, "head_dim", default or hidden // num_heads)
-    if found % 2:
+    dim = size(hf_config, "head_dim", default or hidden // num_heads)
+    if dim % 2:
         raise hf_config.wrong("head_dim", "an even number, as rotary embeddings need it")
-    return found
+    return dim
 
 
 def rotary(hf_config: Fields) -> Fields:
     """Read how rotary embeddings are scaled, of layers that attend to all tokens; empty where config.json does not have it."""
-    found = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
-    if found is not None and "full_attention" in found:
-        found = found.object("full_attention")
-    return found or Fields({}, hf_config.where, hf_config.remedy)
+    rope = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
+    if rope is not None and "full_attention" in rope:
+        rope = rope.object("full_attention")
+    return rope or Fields({}, hf_config.where, hf_config.remedy)
 
 
 def rope_type(hf_config: Fields) -> str:

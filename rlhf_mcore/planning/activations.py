@@ -40,7 +40,7 @@ class ActivationBytes:
 def training_activations(
     role: PlannedRole, pp: int, tokens: int, num_microbatches: int, width: int, assumed: Assumptions
 ) -> ActivationBytes:
-    """Peak of a forward and backward pass over microbatches of ``tokens`` tokens (this rank's part under context parallelism).
+    """Estimate the peak of a forward and backward pass over microbatches of ``tokens`` tokens (a rank's part of a sequence).
 
     Beside what microbatches keep, that is the largest of three, which come one after the other: what one layer needs for itself,
     the logits, and the gradient of the embedding. ``width`` is the size of an activation's element in bytes.
@@ -69,12 +69,12 @@ def training_activations(
 
 
 def _peak(kept: float, layers: float, head: int) -> ActivationBytes:
-    """Logits are freed before a layer is gone through backwards, and made after the last one has been gone through."""
+    """Take the larger of logits and layer: logits are made after the last forward pass, and freed before a layer's backward pass."""
     return ActivationBytes(int(kept), head) if head > layers else ActivationBytes(int(kept + layers), 0)
 
 
 def _computing_bytes(role: PlannedRole, layer: int, tokens: int, width: int, assumed: Assumptions) -> float:
-    """Beside what is kept, the most that a layer needs at a time: what it has computed again, and what is there for a moment only."""
+    """Estimate the most that a layer needs beside what is kept: what it computes again, and what exists for a moment only."""
     geometry, recompute = role.geometry, role.recompute
     again = 0.0
     if recompute.granularity == "full":  # the activations of a recomputed unit exist while its backward pass runs
@@ -88,7 +88,7 @@ def _computing_bytes(role: PlannedRole, layer: int, tokens: int, width: int, ass
 
 
 def _delta_bytes(role: PlannedRole, layer: int, tokens: int, width: int) -> float:
-    """What mcore/delta_net.py has of a layer while it goes through it backwards, in fp32.
+    """Count what mcore/delta_net.py holds of a layer in its backward pass, in fp32.
 
     Queries and keys are there once for each head of values. Under context parallelism an exchange beside that has what is sent, what
     is received, and that in the order of the tokens. Counted by tracing it.
@@ -107,7 +107,7 @@ def _delta_bytes(role: PlannedRole, layer: int, tokens: int, width: int) -> floa
 
 
 def forward_activations(role: PlannedRole, pp: int, tokens: int, width: int, assumed: Assumptions) -> ActivationBytes:
-    """Peak of a forward pass without gradients: one layer at a time, and the logits."""
+    """Estimate the peak of a forward pass without gradients: one layer at a time, and the logits."""
     chunks = (role.layout.layers_of(role.geometry.num_layers, pp, chunk) for chunk in range(role.layout.vpp or 1))
     peak = max(_forward_bytes(role, layer, tokens, width, assumed) for layers in chunks for layer in layers)
     return _peak(0.0, peak, head_bytes(role, pp, tokens, width, training=False))
@@ -120,7 +120,7 @@ def _forward_bytes(role: PlannedRole, layer: int, tokens: int, width: int, assum
 
 
 def _in_flight(layout: ParallelLayout, pp: int, num_microbatches: int) -> float:
-    """How many microbatches' activations of all of its chunks a stage keeps at most (their section 4.2.3; 1F1B).
+    """Count the microbatches whose activations of all its chunks a stage keeps at most (their section 4.2.3; 1F1B).
 
     Interleaved, the first stage keeps 1 + (p - 1) / (p v) times those of p microbatches, later ones two chunks less each.
     """
@@ -131,7 +131,7 @@ def _in_flight(layout: ParallelLayout, pp: int, num_microbatches: int) -> float:
 
 
 def _chunk_bytes(role: PlannedRole, layers: Sequence[int], width: int, assumed: Assumptions) -> float:
-    """Bytes a token that one microbatch leaves behind in the layers of a chunk, its input and output among them."""
+    """Count the bytes a token that one microbatch leaves behind in the layers of a chunk, its input and output among them."""
     recompute = role.recompute
     whole = [_layer_bytes(role, layer, width, assumed) for layer in layers]
     inputs = width * role.geometry.hidden_size / _sequence_share(role.layout)
@@ -149,7 +149,7 @@ def _sequence_share(layout: ParallelLayout) -> int:
 
 
 def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions) -> float:
-    """Bytes a token of one whole layer."""
+    """Count the bytes a token of one whole layer."""
     geometry, layout = role.geometry, role.layout
     share = _sequence_share(layout)
     norms = 4 * geometry.hidden_size / share  # inputs and outputs of two norms
@@ -163,7 +163,7 @@ def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions
 
 
 def _dropped_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions) -> float:
-    """Bytes a token of a layer that selective recomputation does not keep.
+    """Count the bytes a token of a layer that selective recomputation does not keep.
 
     Of the core of attention that is next to nothing: its score matrix is not kept anyway.
     """
@@ -185,7 +185,7 @@ def _dropped_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptio
 
 
 def _attention(geometry: ModelGeometry, layer: int) -> int:
-    """Elements a token: the fused projection, queries and keys after the rotation, the output.
+    """Count elements a token: the fused projection, queries and keys after the rotation, the output.
 
     With latent attention what is projected up, queries and keys put together from their parts, values, the output.
     """
@@ -204,19 +204,18 @@ def delta_elements(delta: DeltaSizes) -> int:
 
 
 def _dense_mlp(role: PlannedRole, width: int, assumed: Assumptions) -> float:
-    """Gate and up halves, and the product, with a fused activation."""
+    """Count elements a token: gate and up halves, and the product, with a fused activation."""
     return width * 3 * role.geometry.ffn_size / role.layout.tp
 
 
 def _backward_bytes(role: PlannedRole, tokens: int, width: int, assumed: Assumptions) -> float:
-    """While a dense MLP is gone through backwards: the gradient of its output and of the halves and their product, that one being
-    free by then; or that of the halves and of their weight and input, with what sequence parallelism gathers and scatters for them.
+    """Take the larger of the two sets of gradients that are there at a time in the backward pass of a dense MLP.
+
+    One has the gradients of the output and the halves; the product is free by then. The other has those of the halves, of their
+    weight and of their input, with what sequence parallelism gathers and scatters for them.
     """
-    hidden, ffn, share = (
-        role.geometry.hidden_size,
-        role.geometry.ffn_size / role.layout.tp,
-        _sequence_share(role.layout),
-    )
+    hidden, ffn = role.geometry.hidden_size, role.geometry.ffn_size / role.layout.tp
+    share = _sequence_share(role.layout)
     gathered = hidden + 2 * hidden / share if share > 1 else 0.0
     activation = tokens * (hidden + 2 * ffn)
     weight = 2 * hidden * ffn + tokens * (hidden + gathered - ffn)
@@ -224,14 +223,17 @@ def _backward_bytes(role: PlannedRole, tokens: int, width: int, assumed: Assumpt
 
 
 def _copies(role: PlannedRole, assumed: Assumptions) -> float:
-    """Of each token, for the experts of a rank: where they are split over more ranks than tokens are, it sees those of all of them."""
+    """Count the copies of each token for the experts of a rank.
+
+    Where experts are split over more ranks than tokens, it sees those of all.
+    """
     assert role.geometry.experts is not None
     share = _sequence_share(role.layout)
     return role.geometry.experts.per_token * role.layout.expert_tp / share * assumed.expert_imbalance
 
 
 def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
-    """Router logits and probabilities in fp32, and of every token's copies the sorted input, both halves and their product.
+    """Count router logits and probabilities in fp32, and of every token's copies the sorted input, both halves and their product.
 
     Of a shared expert the gated MLP, its output and, times its gate, once more.
     """
@@ -247,8 +249,10 @@ def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
 
 
 def _dispatch_bytes(role: PlannedRole, tokens: int, width: int, assumed: Assumptions) -> float:
-    """When a mixture has computed: its tokens' copies before and after they were sent, the experts' outputs, and those in the
-    order of the copies. Experts that are split over ranks add these up in fp32.
+    """Count what a mixture holds when it has computed.
+
+    These are its tokens' copies before and after they were sent, the experts' outputs, and the outputs in the order of the copies.
+    Experts that are split over ranks add these up in fp32.
     """
     hidden, etp = role.geometry.hidden_size, role.layout.expert_tp
     copies = _copies(role, assumed)
@@ -258,7 +262,7 @@ def _dispatch_bytes(role: PlannedRole, tokens: int, width: int, assumed: Assumpt
 
 
 def head_bytes(role: PlannedRole, pp: int, tokens: int, width: int, *, training: bool) -> int:
-    """The last stage's logits as parallel/logprobs.py makes them, in fp32: scaled, their exponentials, and two more for entropies.
+    """Count the last stage's logits as parallel/logprobs.py makes them, in fp32: scaled, exponentials, two more for entropies.
 
     Of a microbatch that is no more than a chunk they stay, and become their gradient: in the model's own type beside that of the
     weight. Beyond that a chunk has them at a time. Hidden states are there in fp32 and in the model's own type.
@@ -282,7 +286,7 @@ def head_bytes(role: PlannedRole, pp: int, tokens: int, width: int, *, training:
 
 
 def describe(recompute: RecomputeConfig) -> str:
-    """In a few words, for tables."""
+    """Describe the recomputation in a few words, for tables."""
     if recompute.granularity != "full":
         return recompute.granularity
     return f"full/{recompute.method} {recompute.num_layers}"

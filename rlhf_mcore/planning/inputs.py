@@ -80,7 +80,7 @@ class PlannedRole:
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
-    """The models that a resolved configuration builds, the actor first. ``dtype`` is that of those that do not have their own."""
+    """List the models that a resolved configuration builds, the actor first. ``dtype``: of those that do not have their own."""
     trainer, critic, reward = cfg.trainer, cfg.critic, cfg.reward.model
     layout = parallel_layout(cfg.actor.layout, cfg.actor.ranks, world_size, "actor.layout")
     geometry = read_geometry(cfg.model.path, run_kind(cfg).head)
@@ -113,15 +113,15 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         geometry = read_geometry(critic.path or cfg.model.path, "token")
         epochs = critic.ppo_epochs or trainer.ppo_epochs
         updates = _updates(trainer.prompts_per_step, critic.minibatch_size or trainer.minibatch_size, epochs)
-        held = _dtype(critic.dtype, dtype)
+        own_dtype = _dtype(critic.dtype, dtype)
         parts = offloaded_parts(critic.offload)
         name, how = critic.optimizer.name, critic.recompute
-        roles.append(PlannedRole("critic", geometry, own, True, held, how, parts, epochs, updates, optimizer=name))
+        roles.append(PlannedRole("critic", geometry, own, True, own_dtype, how, parts, epochs, updates, optimizer=name))
     if reward.path is not None:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
         geometry = read_geometry(reward.path, "sequence")
-        held = _dtype(reward.dtype, dtype)
-        roles.append(_frozen("reward", geometry, own, held, reward))
+        own_dtype = _dtype(reward.dtype, dtype)
+        roles.append(_frozen("reward", geometry, own, own_dtype, reward))
     return roles
 
 
@@ -141,22 +141,22 @@ def _updates(prompts: int, minibatch: int | None, epochs: int) -> int:
 
 
 def engines_apart(cfg: Config) -> bool:
-    """Whether engines have devices of their own. Their ranks follow those of the trainer."""
+    """Tell whether engines have devices of their own. Their ranks follow those of the trainer."""
     return cfg.rollout.placement == "disaggregated" and run_kind(cfg).generates
 
 
 def num_engines(cfg: Config, world_size: int) -> int:
-    """Engines beside, or on, so many ranks of the trainer."""
+    """Count the engines beside, or on, so many ranks of the trainer."""
     return cfg.rollout.num_engines if engines_apart(cfg) else world_size // engine_tp(cfg)
 
 
 def engine_tp(cfg: Config) -> int:
-    """Ranks of an engine. One that is not sharded is whole on every one."""
+    """Count the ranks of an engine. One that is not sharded is whole on every rank."""
     return cfg.rollout.layout.tp if engine_kind(cfg.rollout.engine).is_sharded else 1
 
 
 def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: int, field: str) -> ParallelLayout:
-    """A layout over all ranks, or over [first, end) of them.
+    """Build a layout over all ranks, or over [first, end) of them.
 
     Raises:
         ConfigError: it does not divide its ranks.
@@ -183,7 +183,7 @@ class Workload:
 
 
 def workload(cfg: Config, assumed: Assumptions) -> Workload:
-    """What a step generates and learns from, or of a supervised run what it is given."""
+    """Describe what a step generates and learns from; for a supervised run what it is given."""
     trainer, sampling = cfg.trainer, cfg.rollout.sampling
     if not run_kind(cfg).generates:
         rows, longest = trainer.prompts_per_step * run_kind(cfg).rows_per_example, longest_example(cfg)
@@ -207,7 +207,7 @@ class RankShare:
 
 
 def rank_share(work: Workload, role: PlannedRole) -> RankShare:
-    """Microbatches of an update and the bubble (p - 1) / (v m + p - 1) (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    """Count microbatches of an update, and the bubble (p - 1) / (v m + p - 1) (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
     layout, share = role.layout, role.epochs / role.updates / role.layout.dp
     count = max(1, -(-int(work.tokens * share) // work.microbatch_tokens))
     if layout.vpp:
@@ -238,7 +238,7 @@ ASSUMED = [field.name for field in fields(Assumptions)]
 
 
 def device_and_assumptions(name: str, changes: Sequence[str]) -> tuple[GpuType, Assumptions]:
-    """The device and the assumptions with the user's changes.
+    """Apply the user's changes to a device and to the assumptions.
 
     Raises:
         ConfigError: there is no such number, or it cannot have that value.

@@ -18,16 +18,16 @@ _ENDS = re.compile(r"[-_.](reward|rm|critic|value|sft|instruct|chat)([-_.]?model
 
 @contextmanager
 def described(cfg: Config) -> Iterator[list[str]]:
-    """Within this block, every path of a model that is missing names one with a config.json, where one is known.
+    """Point every missing model path, within this block, to a directory with the config.json of a known model.
 
     A reward model that is known by no name is as large as ``model.path``. Yields a line for every path that was replaced.
     """
     notes: list[str] = []
     with TemporaryDirectory(prefix="rlhf-mcore-plan-") as directory:
         for owner, key in ((cfg.model, "model"), (cfg.critic, "critic"), (cfg.reference, "reference")):
-            if _is_missing(owner.path) and (found := _by_name(str(owner.path))) is not None:
-                notes.append(f"{key}.path={owner.path} is not here; planned with configs/models/{found.name}")
-                owner.path = str(found)
+            if _is_missing(owner.path) and (known := _by_name(str(owner.path))) is not None:
+                notes.append(f"{key}.path={owner.path} is not here; planned with configs/models/{known.name}")
+                owner.path = str(known)
         reward = cfg.reward.model
         if _is_missing(reward.path):
             source = _by_name(str(reward.path)) or Path(cfg.model.path)
@@ -44,7 +44,7 @@ def _is_missing(path: str | None) -> bool:
 
 
 def _by_name(path: str) -> Path | None:
-    """The well-known model with the last part of a path as its name, or with what is left of it without -reward and the like."""
+    """Find the well-known model with the last part of a path as its name, also behind endings such as -reward."""
     if not KNOWN.is_dir():  # an installed package has no configs beside it
         return None
     known = {folder.name.lower(): folder for folder in KNOWN.iterdir()}

@@ -40,12 +40,12 @@ class PhaseMemory:
         return self.total <= self.available and not self.problem
 
     def biggest(self, count: int = 3) -> list[tuple[str, int]]:
-        """The largest parts, by size."""
+        """List the largest parts, by size."""
         return sorted(self.parts.items(), key=lambda item: -item[1])[:count]
 
 
 def phases(inputs: PlanInputs) -> list[PhaseMemory]:
-    """Each phase with the rank that needs most in it."""
+    """List each phase with the rank that needs most in it."""
     # The first rank of every combination of pipeline stages: all other ranks hold as much as one of these, or less.
     ranks: dict[tuple[int, ...], int] = {}
     for rank in range(max(role.layout.ranks.stop for role in inputs.roles)):
@@ -57,12 +57,12 @@ def phases(inputs: PlanInputs) -> list[PhaseMemory]:
 
 
 def _stage(role: PlannedRole, rank: int) -> int:
-    """The pipeline stage of a rank; -1 for one that holds no part of the model."""
+    """Return the pipeline stage of a rank; -1 for one that holds no part of the model."""
     return role.layout.coordinates(rank)["pp"] if rank in role.layout.ranks else -1
 
 
 def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[str] = (WEIGHTS,)) -> dict[str, int]:
-    """What the models hold on a rank in every phase, and of the one that is ``used`` in this one, the ``kinds`` that it needs."""
+    """Sum what the models hold on a rank in every phase, and the ``kinds`` that the ``used`` one needs in this one."""
     parts: dict[str, int] = {}
     for role in inputs.roles:
         state = state_bytes(role, rank)
@@ -75,7 +75,7 @@ def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[st
 
 
 def _shares_device(inputs: PlanInputs) -> bool:
-    """Whether there is an engine that can sleep on the trainer's devices."""
+    """Tell whether there is an engine that can sleep on the trainer's devices."""
     cfg = inputs.cfg
     return run_kind(cfg).generates and not engines_apart(cfg) and engine_kind(cfg.rollout.engine).sleeps
 
@@ -85,7 +85,7 @@ def _engine_weights(inputs: PlanInputs) -> int:
 
 
 def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
-    """What an engine holds in a phase. While it sleeps that is nothing; for a sync it wakes its weights, and its cache afterwards.
+    """Estimate what an engine holds in a phase: nothing while it sleeps. For a sync it wakes its weights, and its cache afterwards.
     A reward model scores beside an engine that is awake, which may have to draw more.
 
     One that reserves no cache has one only while it generates.
@@ -105,12 +105,12 @@ def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
 
 
 def _kv_bytes(inputs: PlanInputs) -> int:
-    """Of a token, on one rank of an engine."""
+    """Count the bytes of a token's keys and values on one rank of an engine."""
     return kv_bytes_per_token(inputs.roles[0].geometry, engine_tp(inputs.cfg), BYTES[inputs.dtype])
 
 
 def kv_tokens(inputs: PlanInputs) -> int:
-    """Tokens that an engine's cache holds: what its share of the device leaves over beside weights and one prefill.
+    """Count the tokens that fit an engine's cache: into its share of the device, beside weights and one prefill.
 
     One that reserves no cache has no share: its cache is that of the longest responses that it decodes at a time.
     """
@@ -124,7 +124,7 @@ def kv_tokens(inputs: PlanInputs) -> int:
 
 
 def state_tokens(inputs: PlanInputs) -> int:
-    """Tokens of that cache which the states of a sequence's gated delta nets are as large as."""
+    """Count the tokens of that cache that take as much as the states of a sequence's gated delta nets."""
     width = BYTES[inputs.dtype]
     return -(-state_bytes_per_sequence(inputs.roles[0].geometry, engine_tp(inputs.cfg), width) // _kv_bytes(inputs))
 
@@ -134,7 +134,7 @@ def _longest(inputs: PlanInputs) -> int:
 
 
 def _prefill_bytes(inputs: PlanInputs) -> int:
-    """vLLM profiles one step of 8192 tokens: hidden states, the widest MLP, fp32 logits of every running sequence."""
+    """Estimate the step of 8192 tokens that vLLM profiles: hidden states, the widest MLP, fp32 logits of every running sequence."""
     geometry, tp = inputs.roles[0].geometry, inputs.cfg.rollout.layout.tp
     routed = 0 if (e := geometry.experts) is None else e.ffn_size * e.per_token + e.shared_ffn_size
     widest = max(geometry.ffn_size, routed)
@@ -155,14 +155,14 @@ def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
 
 
 def _beside_engine(inputs: PlanInputs, rank: int, used: str = "") -> tuple[int, dict[str, int]]:
-    """A rank that has an engine, and what else it holds: nothing where engines are apart."""
+    """Find a rank with an engine, and what else it holds: nothing where engines are apart."""
     if engines_apart(inputs.cfg):
         return inputs.world_size, {"reserve": inputs.assumed.reserve_bytes}
     return rank, resident(inputs, rank, used)
 
 
 def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
-    """The worse side of a sync, where engines are apart."""
+    """Return the worse side of a sync, where engines are apart."""
     buckets = {"bridge buckets": 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, _engine_weights(inputs))}
     there, beside = _beside_engine(inputs, rank, inputs.roles[0].name)
     sides = {there: beside | _engine(inputs, SYNC) | buckets}
@@ -177,37 +177,37 @@ def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
 def _forward(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
     stage, trainer = _stage(role, rank), inputs.cfg.trainer
     tokens = -(-(trainer.forward_tokens or 2 * trainer.max_tokens_per_microbatch) // role.layout.cp)
-    held = None
+    activations = None
     if stage >= 0:
-        held = forward_activations(role, stage, tokens, BYTES[role.dtype], inputs.assumed)
-    return _pass(f"{role.name} forward", role, held, inputs, rank, (WEIGHTS,))
+        activations = forward_activations(role, stage, tokens, BYTES[role.dtype], inputs.assumed)
+    return _pass(f"{role.name} forward", role, activations, inputs, rank, (WEIGHTS,))
 
 
 def _update(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
     tokens, stage = -(-inputs.work.microbatch_tokens // role.layout.cp), _stage(role, rank)
-    held = None
+    activations = None
     if stage >= 0:
         count = rank_share(inputs.work, role).num_microbatches
-        held = training_activations(role, stage, tokens, count, BYTES[role.dtype], inputs.assumed)
-    return _pass(f"{role.name} update", role, held, inputs, rank, KINDS)
+        activations = training_activations(role, stage, tokens, count, BYTES[role.dtype], inputs.assumed)
+    return _pass(f"{role.name} update", role, activations, inputs, rank, KINDS)
 
 
 def _pass(
     name: str,
     role: PlannedRole,
-    held: ActivationBytes | None,
+    activations: ActivationBytes | None,
     inputs: PlanInputs,
     rank: int,
     kinds: Collection[str],
 ) -> PhaseMemory:
     parts = resident(inputs, rank, role.name, kinds) | _engine(inputs, SCORE if role.name == "reward" else "")
-    if held is not None:
-        parts |= {f"{role.name} activations": held.layers, f"{role.name} logits": held.logits}
+    if activations is not None:
+        parts |= {f"{role.name} activations": activations.layers, f"{role.name} logits": activations.logits}
     return PhaseMemory(name, rank, parts, inputs.available)
 
 
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Pinned host memory of a rank: what is offloaded, and what asynchronous saves copy, its state and its share of the weights.
+    """Sum the pinned host memory of a rank: what is offloaded, and copies by asynchronous saves of state and a share of the weights.
 
     And the weights of an engine that keeps them when it sleeps, and the copies of what engines of their own were sent last.
     """

@@ -111,7 +111,7 @@ def make_plan(
 
 
 def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Config:
-    """``offload`` of every model decided where it is left to the plan: as little as makes everything fit, else everything.
+    """Decide ``offload`` of every model that leaves it to the plan: as little as makes everything fit, else everything.
 
     Of two ways that fit that is taken in which less of the trained models leaves. These stay where no engine that sleeps shares the
     device.
@@ -119,7 +119,7 @@ def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumption
     assumed = assumed or Assumptions()
     rollout = cfg.rollout
     shared = run_kind(cfg).generates and not engines_apart(cfg) and rollout.sleep and engine_kind(rollout.engine).sleeps
-    made = cfg
+    candidate = cfg
     for choice, frozen in product(("never", "state", "always") if shared else ("never",), (False, True)):
         actor = replace(cfg.actor, offload=choice) if cfg.actor.offload == "auto" else cfg.actor
         critic = replace(cfg.critic, offload=choice) if cfg.critic.offload == "auto" else cfg.critic
@@ -128,10 +128,10 @@ def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumption
             reference = replace(reference, offload=frozen)
         if reward.model.offload is None:
             reward = replace(reward, model=replace(reward.model, offload=frozen))
-        made = replace(cfg, actor=actor, critic=critic, reference=reference, reward=reward)
-        if made == cfg or all(phase.fits for phase in _phases(made, world_size, gpu, assumed)):
+        candidate = replace(cfg, actor=actor, critic=critic, reference=reference, reward=reward)
+        if candidate == cfg or all(phase.fits for phase in _phases(candidate, world_size, gpu, assumed)):
             break
-    return made
+    return candidate
 
 
 def _phases(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> list[PhaseMemory]:
@@ -157,7 +157,7 @@ def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
-    """The whole plan as JSON values; sizes in bytes, times in seconds."""
+    """Write the whole plan as JSON values; sizes in bytes, times in seconds."""
     data = asdict(plan)
     for entry, phase in zip(data["phases"], plan.phases, strict=True):
         entry |= {"total": phase.total, "fits": phase.fits}

@@ -12,12 +12,12 @@ COLUMNS = 80
 
 
 def as_text(plan: RunPlan) -> str:
-    """The plan for a terminal."""
+    """Write the plan for a terminal."""
     return "\n".join([*_head(plan), "", *_roles(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan)])
 
 
 def refusal(plan: RunPlan) -> str:
-    """What does not fit, phase by phase, with the biggest parts."""
+    """Describe what does not fit, phase by phase, with the biggest parts."""
     lines = []
     for phase in plan.phases:
         if phase.total > phase.available:
@@ -34,7 +34,7 @@ def gib(size: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -79,12 +79,12 @@ def _layout(role: RolePlan) -> str:
 def _memory(plan: RunPlan) -> list[str]:
     rows = [(p.phase, gib(p.total), gib(p.available), str(p.rank)) for p in plan.phases]
     head, *lines = table(("memory (GiB)", "needed", "there", "rank"), rows)
-    width, found = max(map(len, (head, *lines))) + 2, [f"{head}  biggest parts"]
+    width, text = max(map(len, (head, *lines))) + 2, [f"{head}  biggest parts"]
     for line, phase in zip(lines, plan.phases, strict=True):
         parts = ", ".join(f"{name} {gib(size)}" for name, size in phase.biggest())
         sign = "" if phase.fits else "  <-- does not fit"
-        found += _wrapped(f"{line.ljust(width)}{parts}{sign}", width)
-    return found
+        text += _wrapped(f"{line.ljust(width)}{parts}{sign}", width)
+    return text
 
 
 def _traffic(plan: RunPlan) -> Iterator[str]:
@@ -111,6 +111,6 @@ def _time(plan: RunPlan) -> list[str]:
 
 
 def _wrapped(text: str, indent: int = 12) -> list[str]:
-    """Lines of a terminal of 80 columns, the further ones indented."""
+    """Wrap lines to a terminal of 80 columns, the further ones indented."""
     words = TextWrapper(COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     return words.wrap(text)

@@ -79,7 +79,7 @@ def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[Plan
 
 
 def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
-    """The tensors of a rule in one engine tensor: rows below rows, expert after expert."""
+    """Plan the tensors of a rule in one engine tensor: rows below rows, expert after expert."""
     if rule.kind == "stacked":
         return _planned_stack(rule, geometry, tp, rank, layer)
     wholes = rule.shapes(geometry).values()
@@ -100,7 +100,10 @@ def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int
 
 
 def _planned_delta(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> Iterator[PlannedTensor]:
-    """Projections into a gated delta net are two tensors, the second of scalars. By kind they are as on a rank of the trainer."""
+    """Plan projections into a gated delta net, which are two tensors, the second of scalars.
+
+    By kind they are as on a rank of the trainer.
+    """
     shapes = rule.shapes(geometry, layer)
     scalars = list(shapes)[len(shapes) // 2 :] if len(shapes) > 1 else []
     parts = (
@@ -112,14 +115,14 @@ def _planned_delta(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, laye
         ]
     )
     for is_scalar in (False, True):
-        if held := [part for part in parts if (part.hf_name in scalars) == is_scalar]:
-            moved = tuple(replace(part, offset=part.offset - held[0].offset) for part in held)
-            rows = sum(part.shape[0] for part in held)
-            yield PlannedTensor(held[0].hf_name, (rows, *held[0].shape[1:]), moved)
+        if own := [part for part in parts if (part.hf_name in scalars) == is_scalar]:
+            moved = tuple(replace(part, offset=part.offset - own[0].offset) for part in own)
+            rows = sum(part.shape[0] for part in own)
+            yield PlannedTensor(own[0].hf_name, (rows, *own[0].shape[1:]), moved)
 
 
 def _planned_stack(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
-    """One tensor of all experts, whose matrices an engine holds transposed. Biases of what is summed up are on the first rank."""
+    """Plan one tensor of all experts, whose matrices an engine holds transposed. Biases of what is summed up are on the first rank."""
     ((name, whole),) = rule.shapes(geometry, layer).items()
     is_output, is_bias = "linear_fc2" in rule.mcore, len(whole) == 2
     if is_output and is_bias:
@@ -127,11 +130,11 @@ def _planned_stack(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, laye
         pieces = () if rank else (Piece(name, (0, 0), whole, 0, (whole[1], 1)),)
         return PlannedTensor(name, whole, pieces, ((0, numel),) if rank else ())
     axis = 1 if is_output else len(whole) - 1
-    held = tuple(size // tp if number == axis else size for number, size in enumerate(whole))
-    start = tuple(rank * held[axis] if number == axis else 0 for number in range(len(whole)))
-    shape = (held[0], *reversed(held[1:]))
-    strides = (prod(shape[1:]), 1) if is_bias else (prod(shape[1:]), 1, held[1])
-    return PlannedTensor(name, shape, (Piece(name, start, held, 0, strides),))
+    part = tuple(size // tp if number == axis else size for number, size in enumerate(whole))
+    start = tuple(rank * part[axis] if number == axis else 0 for number in range(len(whole)))
+    shape = (part[0], *reversed(part[1:]))
+    strides = (prod(shape[1:]), 1) if is_bias else (prod(shape[1:]), 1, part[1])
+    return PlannedTensor(name, shape, (Piece(name, start, part, 0, strides),))
 
 
 def _share(
@@ -210,7 +213,7 @@ def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, as
 
 
 def num_devices(cfg: Config, world_size: int) -> int:
-    """The trainer's, and those of engines of their own."""
+    """Count the trainer's devices, and those of engines of their own."""
     return world_size + (cfg.rollout.num_engines * engine_tp(cfg) if engines_apart(cfg) else 0)
 
 
@@ -236,7 +239,7 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
 
 
 def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Assumptions) -> float:
-    """A quick guess for comparing layouts: all of an engine rank's weights come over the slowest link of its replica.
+    """Guess quickly, for comparing layouts: all of an engine rank's weights come over the slowest link of its replica.
 
     Those of engines of their own are sent by the trainer's ranks in equal parts, to each machine once.
     """

@@ -19,7 +19,7 @@ _UPDATE_BYTES = 28  # an element of the optimizer: gradient, master and two mome
 
 
 def phase_seconds(inputs: PlanInputs, sync_s: float) -> dict[str, float]:
-    """Seconds of every phase of a step, by the names of ``memory.phases``."""
+    """Estimate the seconds of every phase of a step, by the names of ``memory.phases``."""
     times: dict[str, float] = {}
     if run_kind(inputs.cfg).generates:
         times = {GENERATE: _generate(inputs), SYNC: sync_s}
@@ -35,7 +35,7 @@ def phase_seconds(inputs: PlanInputs, sync_s: float) -> dict[str, float]:
 
 
 def _generate(inputs: PlanInputs) -> float:
-    """Prompts once, then steps of decoding with as many sequences as there are or fit."""
+    """Estimate prompts once, then steps of decoding with as many sequences as there are or fit."""
     work, sampling = inputs.work, inputs.cfg.rollout.sampling
     sequences = work.sequences / num_engines(inputs.cfg, inputs.world_size)
     running = max(1.0, min(sequences, most_running(inputs)))
@@ -45,19 +45,19 @@ def _generate(inputs: PlanInputs) -> float:
 
 
 def most_running(inputs: PlanInputs) -> float:
-    """Sequences that an engine decodes at a time: its cache limits them."""
+    """Count the sequences that an engine decodes at a time: its cache limits them."""
     length = inputs.work.prompt_tokens + inputs.work.response_tokens + state_tokens(inputs)
     return max(1.0, min(inputs.cfg.rollout.max_num_seqs, kv_tokens(inputs) / length))
 
 
 def prefill_token_s(inputs: PlanInputs) -> float:
-    """Seconds of an engine for a token of a prompt."""
+    """Estimate the seconds of an engine for a token of a prompt."""
     flops = engine_tp(inputs.cfg) * inputs.gpu.bf16_flops * inputs.assumed.train_efficiency
     return 2 * active_parameters(inputs.roles[0].geometry) / flops
 
 
 def decode_step_s(inputs: PlanInputs, running: float) -> float:
-    """One token for each of ``running`` sequences: bound by reading weights and cache, or by arithmetic."""
+    """Estimate one token for each of ``running`` sequences: bound by reading weights and cache, or by arithmetic."""
     actor, work, gpu = inputs.roles[0], inputs.work, inputs.gpu
     tp = engine_tp(inputs.cfg)
     active = active_parameters(actor.geometry)
@@ -75,7 +75,7 @@ def decode_step_s(inputs: PlanInputs, running: float) -> float:
 
 
 def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
-    """All tokens of a step through a model: arithmetic, exchanges within layers, and the pipeline's bubble."""
+    """Estimate all tokens of a step through a model: arithmetic, exchanges within layers, and the pipeline's bubble."""
     work, layout, gpu = inputs.work, role.layout, inputs.gpu
     efficiency = inputs.assumed.moe_efficiency if role.geometry.experts is not None else inputs.assumed.train_efficiency
     flops = passes * _flops_per_token(role, work) * work.tokens
@@ -88,7 +88,7 @@ def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
 
 
 def _copies_s(inputs: PlanInputs, role: PlannedRole) -> float:
-    """Of layers that come from the host one by one, for every microbatch, while others compute."""
+    """Estimate copies of layers that come from the host one by one, for every microbatch, while others compute."""
     if not role.by_layer:
         return 0.0
     trainer, weights = inputs.cfg.trainer, state_bytes(role, role.layout.first_rank).weights
@@ -104,7 +104,7 @@ def _flops_per_token(role: PlannedRole, work: Workload) -> float:
 
 
 def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator[float]:
-    """Seconds of a forward pass of one rank's tokens in which a stage's ranks exchange activations."""
+    """Estimate the exchanges of activations of a stage's ranks, in a forward pass of one rank's tokens."""
     geometry, layout = role.geometry, role.layout
     layers = geometry.num_layers / layout.pp
     nbytes = tokens * geometry.hidden_size * BYTES[role.dtype]
@@ -124,19 +124,19 @@ def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator
 
 
 def _reduce_s(inputs: PlanInputs, size: int, nbytes: float, count: float) -> float:
-    """Seconds of ``count`` all-reduces over ``size`` neighbouring ranks."""
+    """Estimate the seconds of ``count`` all-reduces over ``size`` neighbouring ranks."""
     return count * 2 * (size - 1) / size * nbytes / _link(inputs, size)
 
 
 def _link(inputs: PlanInputs, group: int) -> float:
-    """Bytes/s of a rank within a group of so many consecutive ranks."""
+    """Return the bytes/s of a rank within a group of so many consecutive ranks."""
     gpu = inputs.gpu
     rate = gpu.nvlink_bytes_per_s if group <= gpu.per_node else gpu.network_bytes_per_s
     return rate * inputs.assumed.link_efficiency
 
 
 def optimizer_s(inputs: PlanInputs, role: PlannedRole) -> float:
-    """A step's optimizer updates: gradients scattered in fp32, the shard stepped, weights gathered."""
+    """Estimate a step's optimizer updates: gradients scattered in fp32, the shard stepped, weights gathered."""
     layout = role.layout
     state = state_bytes(role, layout.first_rank)
     group = layout.tp * layout.cp * layout.dp

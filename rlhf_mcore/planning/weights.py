@@ -70,7 +70,7 @@ class LocalTensor:
     is_matrix: bool = False  # of which Muon keeps one moment
 
     def nbytes(self, dtype: str) -> int:
-        """In a model of ``dtype``; buffers are fp32 in all."""
+        """Count the bytes in a model of ``dtype``; buffers are fp32 in all."""
         return self.numel * (BYTES[dtype] if self.trained else _FP32)
 
 
@@ -89,7 +89,7 @@ class StateBytes:
 
 
 def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
-    """Exact bytes on a rank; nothing on one that holds no part of the model."""
+    """Count the exact bytes on a rank; nothing on one that holds no part of the model."""
     if rank not in role.layout.ranks:
         return StateBytes(0)
     if role.trained:
@@ -102,15 +102,15 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
 
 
 def _num_moments(role: PlannedRole, numel: int, matrices: int) -> int:
-    """Numbers that the optimizer keeps beside the masters of so many elements, some of which are in matrices."""
+    """Count the numbers that the optimizer keeps beside the masters of so many elements, some of which are in matrices."""
     return {"adamw": 2 * numel, "muon": 2 * numel - matrices, "sgd": numel}[role.optimizer]
 
 
 def weights_of_pass(role: PlannedRole, rank: int) -> int:
-    """The most bytes of weights at a time while a model runs: where layers come one by one, two neighbours and what is of no layer."""
-    held = state_bytes(role, rank).weights
-    if not role.by_layer or not held:
-        return held
+    """Count the most bytes of weights at a time while a model runs. Where layers come one by one: two of them, and the rest."""
+    weights = state_bytes(role, rank).weights
+    if not role.by_layer or not weights:
+        return weights
     geometry, layout = role.geometry, role.layout
     grid, pp = _Grid(layout.tp, layout.expert_tp, layout.ep), layout.coordinates(rank)["pp"]
     chunks = [
@@ -121,19 +121,19 @@ def weights_of_pass(role: PlannedRole, rank: int) -> int:
         for number in range(layout.vpp or 1)
     ]
     pairs = [sum(sizes[first : first + 2]) for sizes in chunks for first in range(len(sizes))]
-    return held - sum(map(sum, chunks)) + max(pairs, default=0)
+    return weights - sum(map(sum, chunks)) + max(pairs, default=0)
 
 
 @lru_cache(maxsize=1024)
 def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tuple[int, int, int]:
-    """Elements of a rank's flat buffers, of the parameters whose optimizer state it keeps, and of matrices among these."""
+    """Count elements of a rank's flat buffers, of the parameters whose optimizer state it keeps, and of matrices among these."""
     place = layout.coordinates(rank)
     dp_rank, expert_dp_rank = place["dp"] * layout.cp + place["cp"], layout.expert_coordinates(rank)["edp"]
     numel = owned = matrices = 0
     shares_embedding = (geometry.tied_embeddings or bool(geometry.mtp_layers)) and layout.pp > 1
     shared = (_EMBEDDING, _OUTPUT) if geometry.tied_embeddings else (_EMBEDDING,)
-    for held in chunk_tensors(geometry, layout, place["pp"]):
-        chunk = [tensor for tensor in held if tensor.trained]
+    for tensors_of_chunk in chunk_tensors(geometry, layout, place["pp"]):
+        chunk = [tensor for tensor in tensors_of_chunk if tensor.trained]
         apart = [tensor for tensor in chunk if layout.ep > 1 and is_expert(tensor.name)]
         rest = [tensor for tensor in chunk if not (layout.ep > 1 and is_expert(tensor.name))]
         for tensors, index, size in ((rest, dp_rank, layout.dp * layout.cp), (apart, expert_dp_rank, layout.expert_dp)):
@@ -151,7 +151,7 @@ _Bucket = tuple[int, int, list[tuple[int, int, bool]]]
 
 
 def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shared: Sequence[str]) -> Iterator[_Bucket]:
-    """The buckets of one buffer: the last parameter comes first, as gradients do."""
+    """Cut one buffer into buckets: the last parameter comes first, as gradients do."""
     unit, start, ranges = lcm(dp_size, _BUCKET_END), 0, list[tuple[int, int, bool]]()
     for tensor in reversed(tensors):
         alone = tensor.name in shared
@@ -170,7 +170,7 @@ def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shared: Sequence[str]
 
 
 def _owned(bucket: _Bucket, index: int, dp_size: int) -> int:
-    """Elements of parameters in the range of a bucket that one data-parallel rank keeps the state of."""
+    """Count elements of parameters in the range of a bucket whose state one data-parallel rank keeps."""
     start, end, ranges = bucket
     share = (end - start) // dp_size
     low, high = start + index * share, start + (index + 1) * share
@@ -182,7 +182,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> list[list[LocalTensor]]:
-    """Parameters of every model chunk of a pipeline rank, in Megatron's order. All tensor-parallel ranks hold equally many.
+    """List the parameters of every model chunk of a pipeline rank, in Megatron's order. All tensor-parallel ranks hold equally many.
 
     Those of a layer are named after the first layer of its kind.
     """
@@ -243,7 +243,7 @@ def _numel(name: str, geometry: ModelGeometry, grid: _Grid) -> int:
 
 
 def checkpoint_bytes(role: PlannedRole) -> int:
-    """Bytes of the tensors of a checkpoint of a trained role: weights, moments, and masters of 16-bit weights; buffers in fp32."""
+    """Sum the bytes of a checkpoint of a trained role: weights, moments, and masters of 16-bit weights; buffers in fp32."""
     geometry, buffers, matrices = role.geometry, 0, 0
     for layer in range(geometry.num_layers + geometry.mtp_layers):
         for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):

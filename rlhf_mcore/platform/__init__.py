@@ -15,7 +15,7 @@ __all__ = ["DTYPES", "Copies", "ModuleView", "Platform", "current_platform", "ea
 
 
 def current_platform() -> Platform:
-    """CUDA when torch sees a device, else the CPU."""
+    """Return CUDA's platform when torch sees a device, else the CPU's."""
     if torch.cuda.is_available():
         from rlhf_mcore.platform.cuda import CudaPlatform
 
@@ -27,8 +27,11 @@ def current_platform() -> Platform:
 
 @contextmanager
 def eager_imports() -> Iterator[None]:
-    """Around the first import of Megatron-core. Its fused functions, which ``torch.compile`` decorates, are not called on a CPU: there
-    torch's compiler is not imported for them, which would take a second of each rank."""
+    """Import Megatron-core for the first time in this block.
+
+    Its fused functions, which ``torch.compile`` decorates, are not called on a CPU. There torch's compiler is not imported for them,
+    which would take a second of each rank.
+    """
     name = "TORCHDYNAMO_DISABLE"  # read where a function is decorated
     if name in os.environ or torch.cuda.is_available():
         yield
@@ -44,5 +47,5 @@ def eager_imports() -> Iterator[None]:
 
 
 def _as_it_is(function: Any = None, **_options: Any) -> Any:
-    """In the place of ``torch.compile``, with and without parentheses."""
+    """Return a function as it is, in the place of ``torch.compile``, with and without parentheses."""
     return _as_it_is if function is None else function

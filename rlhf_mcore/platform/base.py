@@ -35,11 +35,11 @@ class Platform:
     default_dtype: ClassVar[str]
 
     def device(self) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
         raise NotImplementedError
 
     def dtype(self, name: str) -> str:
-        """fp32, bf16 or fp16, by its name in a configuration, where "auto" leaves it to the device."""
+        """Return fp32, bf16 or fp16, by its name in a configuration, where "auto" leaves it to the device."""
         return self.default_dtype if name == "auto" else name
 
     def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None:
@@ -53,11 +53,11 @@ class Platform:
         raise NotImplementedError
 
     def is_host(self, device: torch.device) -> bool:
-        """Whether tensors of a device are in the host's memory."""
+        """Tell whether tensors of a device are in the host's memory."""
         return device.type == "cpu"
 
     def varying(self) -> str:
-        """Why two equal runs of this process could differ in the last bits; empty where nothing is known."""
+        """Explain why two equal runs of this process could differ in the last bits; "" where nothing is known."""
         return ""
 
     def prepare_megatron(self) -> None:
@@ -73,7 +73,7 @@ class Platform:
             moe_utils.te_general_gemm = None
 
     def megatron_region(self) -> AbstractContextManager[None]:
-        """Entered around every call into Megatron-core."""
+        """Enter the region around every call into Megatron-core."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -83,26 +83,26 @@ class Platform:
         """Give cached device memory back."""
 
     def memory_bytes(self) -> int | None:
-        """Of the device, whoever uses it; None where the host's memory is all there is."""
+        """Return the memory of the device, whoever uses it; None where the host's memory is all there is."""
         return None
 
     def free_bytes(self) -> int | None:
-        """Of the device, what nobody uses; None where that is not known."""
+        """Return the memory of the device that nobody uses; None where that is not known."""
         return None
 
     def reset_peak(self) -> None:
         """Begin to watch the most memory that is allocated at a time."""
 
     def peak_bytes(self) -> int | None:
-        """The most since then; None where it is not known."""
+        """Return the peak since then; None where it is not known."""
         return None
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Bytes of host memory, uninitialised, that copies to and from the device are fast with."""
+        """Allocate bytes of host memory, uninitialised, that copies to and from the device are fast with."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copies(self) -> Copies:
-        """Copies that follow each other, beside other work of the device."""
+        """Make a queue of copies that follow each other, beside other work of the device."""
         return Copies()
 
     def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ class Platform:
         return list(tensors)
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """What the device is given inside has this name in its own tools."""
+        """Name what the device is given inside for its own tools."""
         return nullcontext()
 
     def overlap_tensor_parallel(self, shape: tuple[int, int], tp: int, fp8: bool, backend: str) -> None:

@@ -53,7 +53,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _cuda_names() -> dict[str, Any]:
-    """Replacements inside ``torch.cuda`` as Megatron-core sees it."""
+    """List the replacements inside ``torch.cuda`` as Megatron-core sees it."""
     stream = _Stream()
     return {
         "current_device": lambda: _CPU,  # used as device= of buffers and rotary frequencies
@@ -69,7 +69,7 @@ def _cuda_names() -> dict[str, Any]:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory whose ``device="cuda"`` means the CPU, and whose pinned memory (of rotary embeddings) is plain memory."""
+    """Wrap a tensor factory: ``device="cuda"`` means the CPU, and pinned memory (of rotary embeddings) is plain memory."""
 
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
@@ -85,7 +85,7 @@ _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange")  # schedules
 
 
 def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
-    """As NCCL does it: ranks may have different numbers of rows, which gloo refuses."""
+    """Gather as NCCL does: ranks may have different numbers of rows, which gloo refuses."""
     if len({len(output) for output in outputs}) == 1:
         dist.all_gather(outputs, tensor, group=group)
         return
@@ -98,7 +98,7 @@ def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = 
 
 
 def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
-    """The same for the way back: the sum of all, of which a rank keeps its rows."""
+    """Reduce the same way back: sum all, and keep this rank's rows."""
     total = torch.cat(inputs)
     dist.all_reduce(total, group=group)
     output.copy_(total.split([len(part) for part in inputs])[dist.get_rank(group)])
@@ -111,7 +111,7 @@ def _reduce_scatter_part(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """The sum over ranks of this rank's part of flat ``inputs``, of which ``output`` is a view: all of ``inputs`` are overwritten.
+    """Sum this rank's part of flat ``inputs`` over ranks into ``output``, a view of it: all of ``inputs`` are overwritten.
 
     Gloo's own copies the buffer several times, and takes five times as long as a sum of all parts that is made in place.
     """
@@ -122,8 +122,9 @@ def _reduce_scatter_part(
 def _all_gather_parts(
     output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> None:
-    """The parts of all ranks in a flat ``output``, of which ``part`` is this rank's view. Ended on return, also with ``async_op``.
+    """Gather the parts of all ranks into a flat ``output``; ``part`` is this rank's view of it.
 
+    It has ended on return, also with ``async_op``.
     Gloo's own copies the buffer several times, and takes six times as long as to send each part to its place.
     """
     assert part.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
@@ -147,7 +148,7 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool =
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What moving a tensor to the host gives there; Megatron leaves one that is there already a tensor."""
+    """Replace the move of a tensor to the host: it is there already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -155,7 +156,7 @@ _TYPE_NAMES = {torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.
 
 
 def _type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """``Tensor.type()``: the optimizers sort parameters by comparing it with the CUDA type names."""
+    """Replace ``Tensor.type()``: the optimizers sort parameters by comparing it with the CUDA type names."""
     if dtype is None and tensor.dtype in _TYPE_NAMES:
         return f"torch.cuda.{_TYPE_NAMES[tensor.dtype]}"
     return _TENSOR_TYPE(tensor, dtype, non_blocking, **kwargs)
@@ -165,7 +166,7 @@ _TENSOR_TYPE = torch.Tensor.type
 
 
 def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``Tensor.cuda()``: tied embeddings, the loss scaler's state."""
+    """Replace ``Tensor.cuda()``: for tied embeddings and the loss scaler's state."""
     return tensor
 
 

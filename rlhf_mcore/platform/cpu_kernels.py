@@ -20,42 +20,45 @@ _BLOCK_BYTES = 2**18  # of the largest tensor of an operation; a core's cache ho
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether ``x`` is computed here."""
+    """Tell whether ``x`` is computed here."""
     return x.device.type == "cpu" and x.dtype == torch.float32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, all in fp32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
-    found: Tensor = _RMSNorm.apply(x.reshape(-1, x.size(-1)), weight, eps)
-    return found.view(x.shape)
+    """Compute x / rms(x) * weight over the last dimension, all in fp32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    rows: Tensor = _RMSNorm.apply(x.reshape(-1, x.size(-1)), weight, eps)
+    return rows.view(x.shape)
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None, *args: Any) -> Tensor:
-    """silu(a) * b of [..., (a, b)]: Megatron's ``bias_swiglu_impl``, whose further arguments are of other devices."""
+    """Compute silu(a) * b of [..., (a, b)]: Megatron's ``bias_swiglu_impl``, whose further arguments are of other devices."""
     x = x if bias is None else x + bias
     if not has_kernel(x):
         a, b = x.chunk(2, dim=-1)
         return F.silu(a) * b
-    found: Tensor = _SwiGLU.apply(x.reshape(-1, x.size(-1)))
-    return found.view(*x.shape[:-1], found.size(-1))
+    rows: Tensor = _SwiGLU.apply(x.reshape(-1, x.size(-1)))
+    return rows.view(*x.shape[:-1], rows.size(-1))
 
 
 def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *args: Any) -> Tensor:
-    """The same times ``weights`` [..., 1]: Megatron's ``weighted_bias_swiglu_impl``."""
+    """Compute the same times ``weights`` [..., 1]: Megatron's ``weighted_bias_swiglu_impl``."""
     return (swiglu(x, bias) * weights).to(x.dtype)
 
 
 def rotation(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's rotation of heads by their places. ``plain``: its own, for other dtypes, a part of a head, and numbers in turn."""
+    """Build Megatron's rotation of heads by their places.
+
+    ``plain``: its own, for other dtypes, a part of a head, and numbers in turn.
+    """
 
     @wraps(plain)
     def rotate(t: Tensor, freqs: Tensor, *turns: bool, mscale: float = 1.0, **kinds: bool) -> Tensor:
-        """``t`` [s, b, heads, dim]; ``freqs`` [s, 1, 1, dim], whose halves are the same."""
+        """Rotate ``t`` [s, b, heads, dim] by ``freqs`` [s, 1, 1, dim], whose halves are the same."""
         if not has_kernel(t) or t.size(-1) != freqs.size(-1) or any(turns) or any(kinds.values()):
             return plain(t, freqs, *turns, mscale=mscale, **kinds)
         angles = freqs[..., : freqs.size(-1) // 2]
-        found: Tensor = _Rotation.apply(t, angles.cos() * mscale, angles.sin() * mscale)
-        return found
+        rotated: Tensor = _Rotation.apply(t, angles.cos() * mscale, angles.sin() * mscale)
+        return rotated
 
     return rotate
 
@@ -134,6 +137,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of tensors with as many rows those of a block after the other; the first tensor is the largest."""
+    """Cut tensors with equally many rows into blocks of rows. The first tensor is the largest."""
     rows = max(_BLOCK_BYTES // (tensors[0].element_size() * max(math.prod(tensors[0].shape[1:]), 1)), 1)
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)

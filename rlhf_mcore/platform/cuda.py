@@ -64,7 +64,7 @@ class CudaPlatform(Platform):
 
     @contextmanager
     def megatron_region(self) -> Iterator[None]:
-        """Torch's own deterministic kernels are for the trainer: those of an engine in this process must be recordable in graphs.
+        """Choose torch's deterministic kernels for the trainer alone: those of an engine in this process must be recordable in graphs.
 
         Where torch has none it warns (RLHF_MCORE_DEBUG shows that).
         """
@@ -82,7 +82,7 @@ class CudaPlatform(Platform):
             settings.fill_uninitialized_memory = fills
 
     def prepare_megatron(self) -> None:
-        """See :meth:`Platform.prepare_megatron`. Without fused permutation Megatron's is replaced: it waits."""
+        """Prepare Megatron-core (:meth:`Platform.prepare_megatron`). Without fused permutation Megatron's is replaced: it waits."""
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
         super().prepare_megatron()
@@ -139,8 +139,8 @@ class CudaPlatform(Platform):
         return [_view_of(on_device, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
-        return found
+        region: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
+        return region
 
     def overlap_tensor_parallel(self, shape: tuple[int, int], tp: int, fp8: bool, backend: str) -> None:
         asked = (shape, tp, fp8)
@@ -207,7 +207,7 @@ class _Pages(mmap.mmap):
 
 
 def _view_of(buffer: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a flat uint8 buffer as a tensor of the dtype and shape of another."""
+    """View bytes of a flat uint8 buffer as a tensor of the dtype and shape of another."""
     return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
@@ -222,8 +222,8 @@ class _CudaCopies(Copies):
         with torch.cuda.stream(self._stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-        made = self._stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(made)
+        copied = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(copied)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

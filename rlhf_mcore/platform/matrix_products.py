@@ -24,7 +24,7 @@ def make_reproducible() -> bool:
 
 
 def mode() -> int | None:
-    """The mode that MKL computes in, as numbered in mkl_types.h; None where torch was built without MKL, or does not tell."""
+    """Return the mode that MKL computes in, as numbered in mkl_types.h; None where torch was built without MKL, or does not tell."""
     import torch
 
     try:

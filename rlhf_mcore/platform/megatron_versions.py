@@ -32,7 +32,7 @@ LATER_GLOBALS = {name: axis for name, axis in _LATER_GLOBALS.items() if hasattr(
 
 
 def submodules_of(layer: Any) -> Any:
-    """The parts that the specification of an MLP, of a mixture or of its experts names: a ``ModuleSpec`` in 0.16, a partial later."""
+    """Return the parts that the spec of an MLP, a mixture or its experts names: a ``ModuleSpec`` in 0.16, a partial later."""
     return layer.keywords["submodules"] if isinstance(layer, partial) else layer.submodules
 
 
@@ -43,7 +43,10 @@ if MTP_INNER not in {field.name for field in fields(MultiTokenPredictionLayerSub
 
 
 def mtp_submodules(inner: ModuleSpec, collection: Any, **parts: Any) -> MultiTokenPredictionLayerSubmodules:
-    """Parts of an MTP layer with the layer ``inner``, which 0.16 builds with the groups of its globals, not all of which are set."""
+    """Build the parts of an MTP layer with the layer ``inner``.
+
+    Version 0.16 builds it with the groups of its globals, not all of which are set.
+    """
     if MTP_INNER == "transformer_layer":
         inner = ModuleSpec(inner.module, {**inner.params, "pg_collection": collection}, inner.submodules)
     return MultiTokenPredictionLayerSubmodules(**parts, **{MTP_INNER: inner})

@@ -23,12 +23,12 @@ class CheckpointTensor:
     strides: tuple[int, ...]
 
     def view(self, holder: Tensor) -> Tensor:
-        """It, in its contiguous holder, to be read or written."""
+        """View it in its contiguous holder, to be read or written."""
         return holder.as_strided(self.shape, self.strides, holder.storage_offset() + self.offset)
 
 
 def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
-    """Those of every live parameter and buffer of a checkpoint; tied ones under each of their names. Another module's are as they are.
+    """List the tensors of every live parameter and buffer of a checkpoint; tied ones under each of their names.
 
     transformers itself is asked: it takes a tensor that holds the position of each of its elements apart, as it does to save it. So
     memory is needed for the positions of one tensor at a time.
@@ -43,7 +43,7 @@ def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
         return [CheckpointTensor(name, name, tuple(t.shape), 0, t.stride()) for name, t in live.items()]
     from transformers.core_model_loading import revert_weight_conversion
 
-    found = []
+    entries = []
     for holder, tensor in live.items():
         dtype = torch.int32 if tensor.numel() < 2**31 else torch.int64
         places = torch.arange(tensor.numel(), dtype=dtype, device="cpu")  # the default device may be meta
@@ -55,5 +55,5 @@ def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
             entry = CheckpointTensor(name, holder, tuple(part.shape), offset, strides)
             if not torch.equal(entry.view(places), part):
                 raise ValueError(f"{name} is not one rectangle of {holder} of the transformers model")
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries

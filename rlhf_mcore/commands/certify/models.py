@@ -102,8 +102,10 @@ def make_model(family: str, directory: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    wanted = {**SIZES, **TINY[family]}
-    config = AutoConfig.for_model(family, **{key: value for key, value in wanted.items() if key != "head_dim" or value})
+    settings = {**SIZES, **TINY[family]}
+    config = AutoConfig.for_model(
+        family, **{key: value for key, value in settings.items() if key != "head_dim" or value}
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -117,7 +119,7 @@ def make_model(family: str, directory: Path) -> None:
 
 
 def _make_tokenizer(directory: Path) -> None:
-    """One token a character."""
+    """Write a tokenizer with one token a character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

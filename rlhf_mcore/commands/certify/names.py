@@ -52,17 +52,17 @@ def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
     uses: dict[str, Use] = {}
     for file, tree in trees.items():
         where, imports = str(file.relative_to(root)), list(_imports(tree))
-        held = [(name, target) for name, target in imports if target.partition(".")[0] in libraries]
-        for name, target in held:
+        ours = [(name, target) for name, target in imports if target.partition(".")[0] in libraries]
+        for name, target in ours:
             for used, problem in ((target, _problem(target)), *_uses_of(tree, name, target)):
                 uses.setdefault(used, Use(used, where, problem))
-        if not held:
+        if not ours:
             continue
-        others = dict(imports).keys() - dict(held).keys()
+        others = dict(imports).keys() - dict(ours).keys()
         known = (
             own | _common_words() | {word for name, target in imports if name in others for word in _members(target)}
         )
-        among = sorted({target.partition(".")[0] for _, target in held})
+        among = sorted({target.partition(".")[0] for _, target in ours})
         for attribute in _attributes(tree, dict(imports).keys(), others):
             if attribute not in known:
                 there = any(attribute in words[library] for library in among)
@@ -72,7 +72,7 @@ def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
 
 
 def as_text(uses: list[Use]) -> str:
-    """One line for each name that is not there, and a count of all."""
+    """Write a line for each name that is not there, and a count of all."""
     gone = [f"{use.name} ({use.where}): {use.problem}" for use in uses if use.problem]
     return "\n".join(
         [*gone, f"{len(uses)} names that we use: {f'{len(gone)} are not there' if gone else 'all are there'}"]
@@ -80,7 +80,7 @@ def as_text(uses: list[Use]) -> str:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """The names that a module binds by importing, and what each stands for."""
+    """Yield the names that a module binds by importing, each with what it stands for."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
@@ -89,7 +89,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _attributes(tree: ast.Module, imported: Collection[str], others: Collection[str]) -> set[str]:
-    """Attributes that a module reads from objects, but for those of its imports and of what stands for a part of these.
+    """List attributes that a module reads from objects, except from its imports and parts of them.
 
     What a call of ``others``, the imports from elsewhere, returns is no library's either.
     """
@@ -111,7 +111,7 @@ def _attributes(tree: ast.Module, imported: Collection[str], others: Collection[
 
 
 def _root(node: ast.AST, *, through_calls: bool = False) -> str:
-    """The name that a chain of attributes begins with; empty where it is none."""
+    """Return the name that a chain of attributes begins with; "" where it begins with none."""
     while isinstance(node, ast.Attribute) or (through_calls and isinstance(node, ast.Call)):
         node = node.value if isinstance(node, ast.Attribute) else node.func
     return node.id if isinstance(node, ast.Name) else ""
@@ -119,21 +119,21 @@ def _root(node: ast.AST, *, through_calls: bool = False) -> str:
 
 def _uses_of(tree: ast.Module, name: str, target: str) -> Iterator[tuple[str, str]]:
     """Yield what is taken from ``name``, which stands for ``target``, and why it cannot be had."""
-    taken: list[str] = []
+    attributes: list[str] = []
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id=owner), attr=attribute) if owner == name:
-                taken.append(attribute)
+                attributes.append(attribute)
             case ast.Call(func=ast.Name(id=called), keywords=keywords) if called == name:
                 yield from _keywords(target, [word.arg for word in keywords if word.arg])
             case ast.Call(args=[ast.Name(id=owner), ast.Constant(value=str(attribute)), *_]) if owner == name:
-                taken.append(attribute)  # mock.patch.object(name, "attribute", ...), getattr(name, "attribute")
+                attributes.append(attribute)  # mock.patch.object(name, "attribute", ...), getattr(name, "attribute")
             case ast.ClassDef(bases=bases) if any(isinstance(base, ast.Name) and base.id == name for base in bases):
                 reads = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
-                taken += [
+                attributes += [
                     each.attr for each in reads if ast.unparse(each.value) == "super()" and each.attr != "__init__"
                 ]
-    yield from ((f"{target}.{attribute}", _problem(f"{target}.{attribute}")) for attribute in taken)
+    yield from ((f"{target}.{attribute}", _problem(f"{target}.{attribute}")) for attribute in attributes)
 
 
 def _keywords(target: str, words: list[str]) -> Iterator[tuple[str, str]]:
@@ -146,7 +146,10 @@ def _keywords(target: str, words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _problem(target: str) -> str:
-    """Why a dotted name cannot be had; empty where it can, or where its module has it under a condition that is not met here."""
+    """Explain why a dotted name cannot be had.
+
+    "" where it can, or where its module defines it under a condition that is not met here.
+    """
     try:
         if _find(target) is not _MISSING:
             return ""
@@ -157,21 +160,21 @@ def _problem(target: str) -> str:
 
 
 def _find(target: str) -> Any:
-    """The object of a dotted name: a module, or an attribute below the longest module of it."""
+    """Find the object of a dotted name: a module, or an attribute below the longest module of it."""
     parts = target.split(".")
-    found: Any = import_module(parts[0])
+    owner: Any = import_module(parts[0])
     for number, part in enumerate(parts[1:], 2):
-        value = getattr(found, part, _MISSING)
-        if value is _MISSING and hasattr(found, "__path__") and find_spec(".".join(parts[:number])):
+        value = getattr(owner, part, _MISSING)
+        if value is _MISSING and hasattr(owner, "__path__") and find_spec(".".join(parts[:number])):
             value = import_module(".".join(parts[:number]))
         if value is _MISSING:
             return _MISSING
-        found = value
-    return found
+        owner = value
+    return owner
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
-    """Names that a module of ours gives to something: on an object they may be ours."""
+    """Yield names that a module of ours gives to something: on an object they may be ours."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -182,7 +185,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 def _members(target: str) -> set[str]:
-    """Attributes of what a module of ours imports from elsewhere, and of the classes in it."""
+    """List attributes of what a module of ours imports from elsewhere, and of the classes in it."""
     with contextlib.suppress(Exception):
         owner = _find(target)
         return _words_on(owner, *(vars(owner).values() if isinstance(owner, ModuleType) else ()))
@@ -191,7 +194,7 @@ def _members(target: str) -> set[str]:
 
 @cache
 def _common_words() -> set[str]:
-    """Attributes of the objects that come without an import."""
+    """List attributes of the objects that come without an import."""
     import numpy as np
     import torch
 
@@ -200,13 +203,13 @@ def _common_words() -> set[str]:
 
 
 def _words_on(owner: Any, *classes: Any) -> set[str]:
-    """Attributes of an object and of those that are classes among others."""
+    """List attributes of an object, and of the classes among others."""
     owners = [owner, *(each for each in classes if isinstance(each, type))]
     return {word for each in owners for word in (*dir(each), *getattr(each, "__annotations__", ()))}
 
 
 def _words_of(library: str) -> set[str]:
-    """All words of the sources of a library."""
+    """List all words of the sources of a library."""
     spec = find_spec(library)
     folders = spec.submodule_search_locations if spec else None
     return {

@@ -60,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Certify the cells of a file, and write what was measured beside it. Collective over the world."""
     [order] = sys.argv[1:] if argv is None else argv
     path = Path(order)
-    wanted = json.loads(path.read_text(encoding="utf-8"))
+    cells = json.loads(path.read_text(encoding="utf-8"))
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), 1)
     connect(platform.collective_backend, TIMEOUT)
     try:
         with eager_imports():
-            rows = list(_certify(platform, wanted["config"], wanted["layouts"], path.parent))
+            rows = list(_certify(platform, cells["config"], cells["layouts"], path.parent))
         if dist.get_rank() == 0:
             path.with_name("rows.json").write_text(json.dumps(rows), encoding="utf-8")
     finally:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], folder: Path) -> Iterator[dict[str, Any]]:
-    """A row for every layout. One engine sees the weights of all of them."""
+    """Yield a row for every layout. One engine sees the weights of all of them."""
     from rlhf_mcore.cli.models import ModelBuilder
 
     engine: Engine | None = None
@@ -107,7 +107,9 @@ def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], fol
 
 
 def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) -> dict[str, Any]:
-    """Mean errors of the logprobs of trainer and engine, and the relative one of the gradient's norm. Collective over the world.
+    """Measure the mean errors of logprobs of trainer and engine, and the relative error of the gradient's norm.
+
+    Collective over the world.
 
     All are against transformers in fp32. ``noise`` is the error of transformers itself in the dtype of the run.
     """
@@ -138,7 +140,7 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
 
 
 def _rollouts(cfg: Config, engine: Engine) -> TrainBatch:
-    """Rows that the engines draw, the same under every layout. Their scores alternate, so every group has a gradient."""
+    """Draw rows from the engines, the same under every layout. Their scores alternate, so every group has a gradient."""
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     positions, trajectories = _worker(engine).draw_step(PROMPTS, sampling, step=0)
     scores = [Score(float(trajectory.sample % 2)) for trajectory in trajectories]
@@ -158,18 +160,18 @@ def _transformers(cfg: Config, platform: Platform, dtype: Any) -> Module:
 
 
 def _logprobs(model: Module, batch: TrainBatch) -> Tensor:
-    """Of the sampled tokens of this rank's rows, one row at a time: no padding, no packing."""
-    sizes, found = batch.lengths[batch.rows].tolist(), [torch.zeros(0)]
+    """Compute logprobs of the sampled tokens of this rank's rows, one row at a time: no padding, no packing."""
+    sizes, logprobs = batch.lengths[batch.rows].tolist(), [torch.zeros(0)]
     for ids, mask in zip(batch.token_ids.split(sizes), batch.loss_mask.split(sizes), strict=True):
         tokens = ids.long().to(next(model.parameters()).device)
         logits = model(tokens[None]).logits[0, :-1].float()
         drawn = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
-        found.append(drawn[mask[1:].to(drawn.device)].cpu())
-    return torch.cat(found)
+        logprobs.append(drawn[mask[1:].to(drawn.device)].cpu())
+    return torch.cat(logprobs)
 
 
 def _forward_backward(model: Module, batch: TrainBatch, count: float) -> tuple[Tensor, float]:
-    """Logprobs, and the gradient's norm of the policy gradient whose ratios are one. Collective over the world."""
+    """Compute logprobs, and the norm of the policy gradient with all ratios one. Collective over the world."""
     assert batch.advantages is not None
     logprobs = _logprobs(model, batch)
     (
@@ -185,13 +187,13 @@ def _forward_backward(model: Module, batch: TrainBatch, count: float) -> tuple[T
 
 
 def _greedy(engine: Engine) -> list[Any]:
-    """What all engines say to fixed prompts, and how likely they think it is. Collective over the world."""
+    """Collect what all engines answer to fixed prompts, with its logprobs. Collective over the world."""
     drawn = _worker(engine).generate(PROMPTS, Sampling(temperature=0.0, max_new_tokens=8), step=0)
     return list(all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn]))
 
 
 def _sleep(platform: Platform, engine: Engine, sync: Callable[[], object]) -> str:
-    """Whether an engine says the same after a sleep of either level, the second with a sync behind it."""
+    """Tell whether an engine says the same after a sleep of either level, the second with a sync behind it."""
     before = _greedy(engine)
     for level in (1, 2):
         engine.sleep(level)
@@ -204,7 +206,7 @@ def _sleep(platform: Platform, engine: Engine, sync: Callable[[], object]) -> st
 
 
 def _saved(cfg: Config, actor: Actor, folder: Path) -> str:
-    """Whether the model that is saved is the one that was loaded, to the last bit of its dtype. Collective over the world."""
+    """Tell whether the saved model is the loaded one, to the last bit of its dtype. Collective over the world."""
     model = actor.model
     parameters, source = model.local_parameters(), cfg.model.path
     exporter = Exporter(parameters, model.spec.geometry, [source], world_group(), bucket_bytes=1 << 16)

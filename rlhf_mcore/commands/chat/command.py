@@ -184,7 +184,7 @@ def _load(args: argparse.Namespace) -> Chat:
 
 
 def _converse(chat: Chat) -> int:
-    """Question and answer, until Ctrl-D, or Ctrl-C where nothing is being answered."""
+    """Alternate question and answer, until Ctrl-D, or Ctrl-C where nothing is being answered."""
     with suppress(ImportError):
         import readline  # noqa: F401  # lines can be edited then
 

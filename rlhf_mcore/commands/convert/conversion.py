@@ -146,17 +146,17 @@ def _convert(
                 file=sys.stderr,
             )
     size = f"{total / 1e9:.2f} GB" if total >= 1e8 else f"{total / 1e6:.2f} MB"
-    made = Converted(request.destination, len(types), num_parameters(types), total)
+    converted = Converted(request.destination, len(types), num_parameters(types), total)
     say(
-        f"{made.directory}: {made.num_tensors} tensors, {made.num_parameters:,} parameters, {size}"
+        f"{converted.directory}: {converted.num_tensors} tensors, {converted.num_parameters:,} parameters, {size}"
         f"{', verified' if request.verify else ''}",
         file=sys.stderr,
     )
-    return made
+    return converted
 
 
 def _unnamed(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
-    """What of a model the arguments in a Megatron checkpoint do not tell."""
+    """Name the parts of a model that the arguments in a Megatron checkpoint cannot state."""
     kind, family = rope_type(hf_config), FAMILIES[geometry.family]
     if kind not in ("default", "llama3"):
         yield f"rope type {kind!r}"
@@ -171,24 +171,24 @@ def _unnamed(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
 
 
 def _companions(request: Conversion) -> Path:
-    """Where config.json is: named, in the source, or where the source's format keeps it."""
+    """Find the directory with config.json: named, in the source, or where the source's format keeps it."""
     root = _role_directory(request.source, request.role) if request.source_format == "checkpoint" else request.source
     places = [root, root / fsdp.COMPANIONS, root.parent / torch_dist.COMPANIONS]
     if request.hf_config:
         places = [request.hf_config]
-    found = next((place for place in places if (place / "config.json").is_file()), None)
-    if found is None:
+    directory = next((place for place in places if (place / "config.json").is_file()), None)
+    if directory is None:
         raise ConfigError(
             f"{places[0]}: no config.json; name the directory of the Hugging Face model with --hf-config DIR"
         )
-    config = read_config(found, str(found))
+    config = read_config(directory, str(directory))
     if "auto_map" in config:
-        raise ConfigError(f"{found}: config.json has auto_map (code from the directory would be run): refused")
+        raise ConfigError(f"{directory}: config.json has auto_map (code from the directory would be run): refused")
     if "quantization_config" in config and not is_dequantised(config):
         raise ConfigError(
-            f"{found}: quantised weights (quantization_config) are not converted; use the unquantised model"
+            f"{directory}: quantised weights (quantization_config) are not converted; use the unquantised model"
         )
-    return found
+    return directory
 
 
 def _open(request: Conversion, path: Path, companions: Path, geometry: ModelGeometry) -> ModelSource:
@@ -202,7 +202,7 @@ def _open(request: Conversion, path: Path, companions: Path, geometry: ModelGeom
 
 
 def _checked_models(request: Conversion, checkpoints: Sequence[Path], cleanup: ExitStack) -> list[Path]:
-    """Directories with what the checkpoints' manifests name of the role's model, after its hashes were compared.
+    """Verify the hashes of checkpoints, and open directories with the files that their manifests name of the role's model.
 
     Raises:
         ConfigError: a checkpoint is damaged.
@@ -224,13 +224,13 @@ def _checked_models(request: Conversion, checkpoints: Sequence[Path], cleanup: E
 
 
 def newest_checkpoint(directory: Path) -> Path:
-    """A checkpoint itself, or the newest one of a run directory."""
-    found = scan(directory) if not (directory / MANIFEST).is_file() else []
-    return found[-1].path if found else directory
+    """Return a checkpoint itself, or the newest one of a run directory."""
+    checkpoints = scan(directory) if not (directory / MANIFEST).is_file() else []
+    return checkpoints[-1].path if checkpoints else directory
 
 
 def _role_directory(checkpoint: Path, role: str) -> Path:
-    """The model of a role in ``checkpoint-<step>``."""
+    """Return the model directory of a role in ``checkpoint-<step>``."""
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(
             f"{checkpoint}: no {MANIFEST}, so no committed checkpoint is here; give a checkpoint-<step> or a run directory, "
@@ -242,7 +242,7 @@ def _role_directory(checkpoint: Path, role: str) -> Path:
 
 
 def _check_written(request: Conversion, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> ModelSource:
-    """What was written, opened anew: the names, shapes, dtypes and number of parameters that were meant."""
+    """Open what was written, and check its names, shapes, dtypes and number of parameters."""
     if request.target_format == "hf":
         companions = directory
         written: ModelSource = HFSource(directory, directory)
@@ -263,7 +263,8 @@ def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
                 pass
     agree(reading.digests, again.digests, written.directory)
     mtp = mtp_tensors(reading.types, read_config(reading.source.companions, str(reading.source.companions)))
-    types = {name: found for name, found in reading.types.items() if name not in mtp}  # transformers has no such layers
+    # transformers has no MTP layers.
+    types = {name: described for name, described in reading.types.items() if name not in mtp}
     with working("comparing outputs in transformers", console=console):
         skipped = compare_logits(Reading(reading.source, types), Reading(written, types), total)
     if skipped:
@@ -271,14 +272,14 @@ def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
 
 
 def _print_map(request: Conversion, source: ModelSource, geometry: ModelGeometry, types: TensorTypes) -> None:
-    """Every tensor of the destination, and where it comes from."""
+    """Print every tensor of the destination, and where it comes from."""
     if request.target_format == "hf":
         for name, (dtype, shape) in types.items():
             say(f"{name} {list(shape)} {_short(dtype)} <- {source.origin(name)}")
     else:
         for target in targets(geometry):
-            found, shape = row_runs(target.parameter, geometry)
-            names = dict.fromkeys(run.hf_name for run in found)
+            runs, shape = row_runs(target.parameter, geometry)
+            names = dict.fromkeys(run.hf_name for run in runs)
             where = "".join(f"[{k}]" for k in target.lead)
             origins = ", ".join(f"{name} ({source.origin(name)})" for name in names)
             say(f"{target.key}{where} {list(shape)} {_short(types[next(iter(names))][0])} <- {origins}")
@@ -313,7 +314,7 @@ def compare_logits(source: Reading, written: Reading, total_bytes: int) -> str:
 
 
 def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
-    """Outputs [1, tokens, vocabulary or labels] in transformers, which reads the model's directory or gets the tensors."""
+    """Compute outputs [1, tokens, vocabulary or labels] in transformers, which reads the model's directory or gets the tensors."""
     import transformers
 
     files = reading.source.companions

@@ -38,7 +38,7 @@ exit codes:
 
 
 def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding]:
-    """The checks of one node that need nobody else."""
+    """Run the checks of one node that need no other rank."""
     wanted, megatron = software.requirements(), software.megatron_requirements()
     names = [requirement.name for requirement in (*wanted, *megatron)]
     installed = machine.installed_versions([*names, *chain.from_iterable(engine_packages().values())])
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start_ranks(args: argparse.Namespace) -> list[Finding]:
-    """Traffic among ranks of this machine, measured by children under torchrun."""
+    """Measure traffic among ranks of this machine, in children under torchrun."""
     from rlhf_mcore.cli.launch import launch
     from rlhf_mcore.cli.preflight import check_world
 
@@ -120,7 +120,7 @@ def _start_ranks(args: argparse.Namespace) -> list[Finding]:
 
 
 def _as_rank(args: argparse.Namespace) -> list[Finding] | None:
-    """All nodes' findings and the traffic between ranks, on rank 0; None on the others."""
+    """Collect all nodes' findings and the traffic between ranks, on rank 0; None on the others."""
     import torch.distributed as dist
 
     from rlhf_mcore.cli.rendezvous import connect

@@ -36,17 +36,17 @@ def judge(check: str, severity: str, found: str, trouble: str = "", **values: ob
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The highest severity among findings; "ok" for none."""
+    """Return the highest severity among findings; "ok" for none."""
     return max((finding.severity for finding in findings), key=SEVERITIES.index, default="ok")
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """What ``doctor --json`` prints."""
+    """Build what ``doctor --json`` prints."""
     return {"worst": worst(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """One line per finding, with consequence and remedy under those that have them."""
+    """Write a line per finding, with consequence and remedy under those that have them."""
     name_nodes = len({finding.node for finding in findings}) > 1
     width = max((len(finding.check) for finding in findings), default=0)
     lines = []

@@ -14,20 +14,20 @@ GIB = 1 << 30
 _OPEN_FILES, _ENOUGH_FILES, _FEW_FILES = 65536, 16384, 1024  # to ask for; no warning from; an error below
 
 
-def check_gpus(found: list[Gpu] | str) -> Iterator[Finding]:
-    """Presence, memory that somebody else holds, and memory errors."""
-    if isinstance(found, str):
-        yield judge("gpu", "error", found, "broken driver")
+def check_gpus(gpus: list[Gpu] | str) -> Iterator[Finding]:
+    """Check presence, memory that another process uses, and memory errors."""
+    if isinstance(gpus, str):
+        yield judge("gpu", "error", gpus, "broken driver")
         return
-    if not found:
+    if not gpus:
         yield judge("gpu", "note", "none: runs use the CPU platform")
         return
-    names = sorted({gpu.name for gpu in found})
+    names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
         yield judge("gpu", "warning", f"different models: {', '.join(names)}", "different gpus")
     else:
-        yield judge("gpu", "ok", f"{len(found)} x {names[0]}, {found[0].memory_mib} MiB, driver {found[0].driver}")
-    for index, gpu in enumerate(found):
+        yield judge("gpu", "ok", f"{len(gpus)} x {names[0]}, {gpus[0].memory_mib} MiB, driver {gpus[0].driver}")
+    for index, gpu in enumerate(gpus):
         if gpu.used_mib > 0.05 * gpu.memory_mib:
             in_use = f"{gpu.used_mib} of {gpu.memory_mib} MiB are in use"
             yield judge(f"gpu {index}", "warning", in_use, "gpu memory in use")
@@ -49,21 +49,21 @@ def check_cores(environment: Mapping[str, str], cores: int, num_ranks: int) -> F
 
 
 def check_products(environment: Mapping[str, str], kind: str) -> Finding:
-    """What the bits of a run on this processor depend on."""
+    """Report what the last bits of a run depend on, on this processor."""
     set_here = f"is {environment['MKL_CBWR']} here" if environment.get("MKL_CBWR") else "is AUTO in runs"
     where = "a run that is resumed on another kind may differ in the last bits"
     return judge("processor", "note", f"{kind or 'unknown'}; MKL_CBWR {set_here}; {where}")
 
 
 def check_shared_memory(has_gpu: bool, path: str = "/dev/shm") -> Finding:
-    """Room in /dev/shm, through which NCCL, vLLM and torch exchange data within a node."""
+    """Check the room in /dev/shm, through which NCCL, vLLM and torch exchange data within a node."""
     try:
         stat = os.statvfs(path)
     except OSError as error:
         return judge("shared memory", "error", f"{path}: {error.strerror}", "no shared memory")
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free in {path}"
-    return judge("shared memory", "ok" if free >= (GIB if has_gpu else GIB // 8) else "error", found)
+    room = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free in {path}"
+    return judge("shared memory", "ok" if free >= (GIB if has_gpu else GIB // 8) else "error", room)
 
 
 def check_limits(has_infiniband: bool) -> Iterator[Finding]:
@@ -89,19 +89,19 @@ def locked_memory(limit: int, has_infiniband: bool) -> Finding:
 
 
 def check_memory(path: str = "/proc/meminfo") -> Finding:
-    """Host memory that is free for a run."""
+    """Check the host memory that is free for a run."""
     if not (sizes := memory_bytes(path)):
         return judge("memory", "note", "unknown on this system")
     free, total = sizes["MemAvailable"], sizes["MemTotal"]
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB available"
-    return judge("memory", "ok" if free >= 4 * GIB else "warning", found)
+    room = f"{free / GIB:.1f} of {total / GIB:.1f} GiB available"
+    return judge("memory", "ok" if free >= 4 * GIB else "warning", room)
 
 
 def check_isolation(level: Level) -> Finding:
-    """What stands around a program that the reward rule ``code`` or a tool runs."""
-    found = f"{level.name}: {', '.join(level.walls)}"
+    """Judge the isolation of a program that the reward rule ``code`` or a tool runs."""
+    isolation = f"{level.name}: {', '.join(level.walls)}"
     if level.name == "namespaces" and not level.missing:
-        return judge("sandbox", "ok", found)
+        return judge("sandbox", "ok", isolation)
     # The walls called filters are enough for reward.sandbox.minimum as it is by default.
     severity = "note" if level.reaches("filters") else "warning"
-    return judge("sandbox", severity, f"{found}; missing: {'; '.join(level.missing)}", remedy=REMEDIES["filters"])
+    return judge("sandbox", severity, f"{isolation}; missing: {'; '.join(level.missing)}", remedy=REMEDIES["filters"])

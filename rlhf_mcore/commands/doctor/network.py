@@ -29,7 +29,10 @@ class Traffic:
 
 
 def measure(platform: Platform, num_bytes: int) -> Traffic:
-    """Medians over a few repeats, at least two ranks. Bus bandwidth is 2 (n - 1) / n times bytes over time, as nccl-tests count it."""
+    """Measure medians over a few repeats, between at least two ranks.
+
+    Bus bandwidth is 2 (n - 1) / n times bytes over time, as nccl-tests count it.
+    """
     size, device = dist.get_world_size(), platform.device()
     assert size > 1, "there is nobody to talk to"
     small, large = torch.ones(1, device=device), torch.ones(num_bytes // 4, device=device)
@@ -67,12 +70,12 @@ def _shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
 
 
 def judge_traffic(traffic: Traffic, backend: str, nodes: Sequence[str]) -> Iterator[Finding]:
-    """What the traffic means for a run. ``nodes`` are host names by rank."""
-    found = f"all-reduce {traffic.latency_s * 1e6:.0f} us, bus {traffic.bus_bytes_per_s / 1e9:.2f} GB/s"
+    """Judge what the traffic means for a run. ``nodes`` are host names by rank."""
+    rates = f"all-reduce {traffic.latency_s * 1e6:.0f} us, bus {traffic.bus_bytes_per_s / 1e9:.2f} GB/s"
     links = traffic.link_bytes_per_s
     slowest = min(range(len(links)), key=lambda rank: links[rank])
     following, shown = (slowest + 1) % len(nodes), f"{links[slowest] / 1e9:.2f} GB/s"
-    yield judge(f"{backend}, {len(nodes)} ranks", "ok", f"{found}; slowest link {shown}")
+    yield judge(f"{backend}, {len(nodes)} ranks", "ok", f"{rates}; slowest link {shown}")
     if backend == "nccl" and links[slowest] < _SLOW_GPU_LINK:
         between = f"rank {slowest} on {nodes[slowest]} to rank {following} on {nodes[following]}"
         yield judge("network", "warning", f"{between}: {shown}")

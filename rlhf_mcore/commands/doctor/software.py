@@ -31,7 +31,7 @@ FUSED = {  # library of fused kernels -> module that only a working build of it 
 
 
 def requirements() -> list[Requirement]:
-    """The ranges of setup.py: from the installed package, or from the file itself in a checkout that is not installed."""
+    """Read the ranges of setup.py: from the installed package, or from the file itself in a checkout that is not installed."""
     try:
         lines = list(metadata.requires(PACKAGE) or ())
     except metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def requirements() -> list[Requirement]:
 
 
 def _stated(setup: str) -> Iterator[str]:
-    """Requirement lines of the two literals of setup.py, in the form that package metadata has."""
+    """Yield the requirement lines of the two literals of setup.py, in the form of package metadata."""
     values = {
         node.targets[0].id: node.value
         for node in ast.parse(setup).body
@@ -53,7 +53,7 @@ def _stated(setup: str) -> Iterator[str]:
 
 
 def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether what is required is there in a supported version. Of the extras, only the engine that is installed counts."""
+    """Check that each requirement is there in a supported version. Of the extras, only the engine that is installed counts."""
     yield judge("python", "ok", platform.python_version())
     for requirement in wanted:
         if _extra(requirement) == "" or (_extra(requirement) in ("cpu", "gpu") and requirement.name in installed):
@@ -66,17 +66,17 @@ def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) 
 
 
 def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Transformer Engine against the range that megatron-core itself states in its metadata."""
+    """Check Transformer Engine against the range that megatron-core itself states in its metadata."""
     for requirement in wanted:
         if requirement.name == "transformer-engine" and requirement.name in installed:
-            found = _compare(requirement, installed[requirement.name])
-            if found.severity == "error":  # megatron-core tests with this range; others often work
-                found = judge(found.check, "warning", found.found, "untested transformer-engine")
-            yield found
+            finding = _compare(requirement, installed[requirement.name])
+            if finding.severity == "error":  # megatron-core tests with this range; others often work
+                finding = judge(finding.check, "warning", finding.found, "untested transformer-engine")
+            yield finding
 
 
 def cudnn_version() -> int | None:
-    """The version of the cuDNN that is installed, 91800 for 9.18; None where there is none."""
+    """Return the version of the installed cuDNN, 91800 for 9.18; None where there is none."""
     for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
         with suppress(metadata.PackageNotFoundError, ValueError):
             major, minor, patch = map(int, metadata.version(name).split(".")[:3])
@@ -87,7 +87,7 @@ def cudnn_version() -> int | None:
 
 
 def check_cudnn(version: int | None) -> Iterator[Finding]:
-    """Whether cuDNN has attention with sinks for packed sequences, for which Transformer Engine uses it from 9.18 on."""
+    """Check that cuDNN has attention with sinks for packed sequences, which Transformer Engine takes from 9.18 on."""
     if version is None:
         return
     text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
@@ -98,7 +98,7 @@ def check_cudnn(version: int | None) -> Iterator[Finding]:
 
 
 def megatron_requirements() -> list[Requirement]:
-    """What megatron-core declares to work with; empty if it is not installed."""
+    """Read the requirements of megatron-core; [] if it is not installed."""
     try:
         return [Requirement(line) for line in metadata.requires("megatron-core") or []]
     except metadata.PackageNotFoundError:
@@ -106,7 +106,7 @@ def megatron_requirements() -> list[Requirement]:
 
 
 def _extra(requirement: Requirement) -> str:
-    """The extra that a requirement belongs to, "" for none."""
+    """Return the extra that a requirement belongs to, "" for none."""
     marker = str(requirement.marker or "")
     _, found, name = marker.partition("extra == ")
     return name.strip("\"' )") if found else ""
@@ -122,7 +122,7 @@ def _compare(requirement: Requirement, version: str | None) -> Finding:
 
 
 def _supports(requirement: Requirement, version: str) -> bool:
-    """NVIDIA's containers call a build on the way to 2.10 "2.10.0a0+..."; it is held to the range as 2.10."""
+    """Compare a version with a range. "2.10.0a0+...", as NVIDIA's containers call a build on the way to 2.10, counts as 2.10."""
     try:
         release = Version(version).base_version
     except InvalidVersion:
@@ -133,7 +133,7 @@ def _supports(requirement: Requirement, version: str) -> bool:
 
 
 def check_kernels(has_gpu: bool, kernels: Mapping[str, str] = FUSED) -> Iterator[Finding]:
-    """Which fused kernels are installed. Without a GPU none can be used, and none is missed."""
+    """Check which fused kernels are installed. Without a GPU none can be used, and none is missed."""
     for name, module in kernels.items():
         if find_spec(module) is not None:
             yield judge(name, "ok", "installed")
@@ -168,5 +168,5 @@ def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
 
 
 def check_expected(has_gpu: bool) -> Finding:
-    """Which kernels a run here uses."""
+    """Report which kernels a run here uses."""
     return judge("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))

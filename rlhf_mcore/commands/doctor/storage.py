@@ -61,7 +61,7 @@ def probe(folder: Path, num_bytes: int) -> DiskProbe:
 
 
 def _commit(scratch: Path) -> tuple[float, float]:
-    """Seconds of a commit as checkpoints make it, and the difference of the clocks."""
+    """Time a commit as checkpoints make it. Returns its seconds, and the difference of the clocks."""
     started = time.perf_counter()
     with open(scratch / "new", "wb") as file:
         file.write(b"x")
@@ -73,7 +73,7 @@ def _commit(scratch: Path) -> tuple[float, float]:
 
 
 def judge_disk(folder: Path, measured: DiskProbe, *, judge_speed: bool = True) -> Iterator[Finding]:
-    """What a probe means for a run."""
+    """Judge what a probe means for a run."""
     room = f"{measured.free_bytes / GIB:.0f} GiB free at {folder}"
     yield judge("disk space", "warning" if measured.free_bytes < 20 * GIB else "ok", room)
     speed = f"write {measured.bytes_per_s / 1e6:.0f} MB/s, commit {measured.commit_s * 1e3:.1f} ms"

@@ -132,21 +132,24 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
 
 
 def _model_folders(cfg: Config) -> dict[str, str]:
-    """The Hugging Face directory of each key that names a model. A checkpoint is checked; a delta is made whole beside itself."""
-    found = {}
+    """Find the Hugging Face directory of each key that names a model.
+
+    A checkpoint is verified; a delta is made whole beside itself.
+    """
+    folders = {}
     for name in ("checkpoint", "compare"):
         path = getattr(cfg.evaluate, name)
         if path is None:
             continue
         if find_sharded(path, f"evaluate.{name}", cfg.model.path) is not None:
-            found[name] = path
+            folders[name] = path
         else:
-            found[name] = checked_folder(Path(find_model(path, f"evaluate.{name}")), hashes=cfg.checkpoint.verify)
-    return found
+            folders[name] = checked_folder(Path(find_model(path, f"evaluate.{name}")), hashes=cfg.checkpoint.verify)
+    return folders
 
 
 def checked_folder(folder: Path, *, hashes: bool) -> str:
-    """``folder`` itself, or of a checkpoint a directory with what its manifest names of the model and nothing else.
+    """Return ``folder``, or for a checkpoint a directory with nothing but the model files of its manifest.
 
     Raises:
         ConfigError: it is in a checkpoint that is damaged.
@@ -178,7 +181,7 @@ def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
 
 
 def _subject(model: str) -> Path:
-    """What a model directory is called after: of checkpoint-7/actor the checkpoint."""
+    """Return the directory that names a model: for checkpoint-7/actor the checkpoint."""
     folder = Path(model).resolve()
     return folder.parent if folder.name == "actor" else folder
 
@@ -222,9 +225,9 @@ def _evaluate(
             def draw(prompts: Sequence[Prompt]) -> list[Sample]:
                 watchdog.progress("generate")
                 rows = grade(worker, reward, sampling, prompts)
-                found = [score.cause or score.failure for _, score, _ in rows if score.failure is not None]
-                OnError.of(task.cfg.reward).refuse_too_many(len(found), len(rows), "".join(found[:1]))
-                causes.extend(found)
+                failures = [score.cause or score.failure for _, score, _ in rows if score.failure is not None]
+                OnError.of(task.cfg.reward).refuse_too_many(len(failures), len(rows), "".join(failures[:1]))
+                causes.extend(failures)
                 records = [(sample_record(*row), row[0]) for row in rows]
                 waits = task.cfg.reward.model.path is not None
                 return [with_tokens(record, drawn) if waits else record for record, drawn in records]
@@ -240,8 +243,8 @@ def _evaluate(
 
 
 def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], platform: Platform) -> list[list[Sample]]:
-    """Samples with the reward model's score in theirs; on rank 0, as they came. Collective."""
-    waiting = broadcast_json([any(TOKENS in sample for sample in held) for held in samples], 0)
+    """Add the reward model's score to samples. They stay on rank 0, in their order. Collective."""
+    waiting = broadcast_json([any(TOKENS in sample for sample in own) for own in samples], 0)
     if not any(waiting):
         return list(samples)
     from rlhf_mcore.cli.models import ModelBuilder  # imports Megatron
@@ -254,17 +257,17 @@ def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], pla
 
     engine = EngineRank.of(dist.get_rank(), dist.get_world_size(), cfg.rollout.layout.tp)
     finished = []
-    for task, held, waits in zip(tasks, samples, waiting, strict=True):
+    for task, own, waits in zip(tasks, samples, waiting, strict=True):
         if waits:
-            records, size = broadcast_json(held, 0), prompts_per_batch(cfg)
+            records, size = broadcast_json(own, 0), prompts_per_batch(cfg)
             parts = gather_json(score_records(task.prompts, records, engine, size, add_model))
-            held = sorted((sample for part in parts for sample in part), key=lambda s: (s["index"], s["sample"]))
-        finished.append(held)
+            own = sorted((sample for part in parts for sample in part), key=lambda s: (s["index"], s["sample"]))
+        finished.append(own)
     return finished
 
 
 def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | None:
-    """On rank 0: lock the directory, and return what is scored already (indices of prompts)."""
+    """Lock the directory on rank 0, and return its path with the indices of prompts that are scored already."""
     if dist.get_rank() != 0:
         return None
     task.settings = _settings(task, dtype)
@@ -275,7 +278,7 @@ def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | 
 
 
 def _settings(task: _Task, dtype: str) -> dict[str, Any]:
-    """Everything that the samples depend on."""
+    """Collect everything that the samples depend on."""
     cfg = task.cfg
     reward = {key: value for key, value in asdict(cfg.reward).items() if key not in (*_HOW_TO_GRADE, *_SERVICES)}
     if not cfg.reward.functions:
@@ -295,11 +298,11 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     environment = None
     if cfg.environment.function is not None:
         file = cfg.environment.function.rpartition(":")[0]
-        held = {key: value for key, value in asdict(cfg.environment).items() if key not in _HOW_TO_GRADE}
+        described = {key: value for key, value in asdict(cfg.environment).items() if key not in _HOW_TO_GRADE}
         others = {
             key: entry["content"] for key, entry in own_files(cfg).items() if key in _OTHERS or key.startswith(_TOOLS)
         }
-        environment = {**held, "code": digest_of_file(Path(file)) if file else None, **others}
+        environment = {**described, "code": digest_of_file(Path(file)) if file else None, **others}
     return {
         **({} if environment is None else {"environment": redact(environment)}),
         **({"functions": functions} if functions else {}),
@@ -341,7 +344,7 @@ def _companions(directory: str) -> dict[str, str]:
 
 
 def progress_columns() -> tuple[ProgressColumn, ...]:
-    """What is evaluated, and how far it is: a line of 80 columns with a name of ``MAX_SHOWN`` letters."""
+    """List the columns of the progress line: 80 characters with a name of ``MAX_SHOWN``."""
     count = TextColumn("{task.completed}/{task.total} prompts")
     name = TextColumn("{task.description}", markup=False)
     return name, BarColumn(bar_width=16), TaskProgressColumn(), count, TimeRemainingColumn()
@@ -349,7 +352,7 @@ def progress_columns() -> tuple[ProgressColumn, ...]:
 
 @contextmanager
 def _progress(task: _Task, engine: EngineRank, done: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count."""
+    """Show how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count."""
     mode, total = task.cfg.logging.console, len(task.prompts)
     if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
         yield lambda count: None
@@ -366,14 +369,14 @@ def _report(
     cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]
 ) -> tuple[list[Evaluated], dict[str, Any]]:
     """Write and show the results. Returns them."""
-    made, compared = [], {}
+    evaluated, compared = [], {}
     console = Console(cfg.logging.console, 0, "evaluate")
-    graded = [[graded_of(sample) for sample in held] for held in samples]
-    for task, held, rows in zip(tasks, samples, graded, strict=True):
+    graded = [[graded_of(sample) for sample in own] for own in samples]
+    for task, own, rows in zip(tasks, samples, graded, strict=True):
         assert task.directory is not None and len(rows) == len(task.prompts) * cfg.evaluate.samples
         content = results(task.given, task.settings, rows, cfg.seed)
-        task.directory.finish(held, content)
-        made.append(Evaluated(task.directory.path, content, held))
+        task.directory.finish(own, content)
+        evaluated.append(Evaluated(task.directory.path, content, own))
         _show(console, f"{task.given} on {', '.join(cfg.data.eval)}", results_table(content))
         if (by_source := sources_table(content))[1]:
             _show(console, "by data source", by_source)
@@ -387,7 +390,7 @@ def _report(
         write_atomically(file, pretty_json(compared))
         _show(console, f"{ours.given} against {other.given}", comparison_table(compared))
         console.note(f"written   {shown_path(file)}")
-    return made, compared
+    return evaluated, compared
 
 
 def _show(console: Console, title: str, table: Table) -> None:
@@ -405,15 +408,15 @@ class _Engines:
         self._version = 0
 
     def start(self, cfg: Config, sharded: ShardedModel | None) -> RolloutWorker:
-        """An engine with the weights of ``cfg.model``, or the sharded ones in their place. Collective."""
+        """Load the weights of ``cfg.model``, or the sharded ones in their place, into an engine. Collective."""
         reader = on_every_rank(lambda: open_weights(cfg.model.path, sharded))
         shapes = {name: reader.shape(name) for name in sorted(reader.names)}
         tokenizer = cfg.model.tokenizer_path or cfg.model.path
-        wanted = {"files": _companions(cfg.model.path), "tokenizer": _companions(tokenizer), "shapes": shapes}
-        if wanted != self._built_for:
+        needs = {"files": _companions(cfg.model.path), "tokenizer": _companions(tokenizer), "shapes": shapes}
+        if needs != self._built_for:
             self.close()
             self._engine = build_engine(cfg.rollout, EngineModel.of(cfg, self.dtype, shapes))
-            self._built_for = wanted
+            self._built_for = needs
         engine = self._engine
         assert engine is not None
         on_every_rank(lambda: self._load(engine, cfg.model.path, reader))

@@ -81,12 +81,12 @@ class EvaluationDirectory:
         return sorted((self.path / "parts").glob("*.jsonl"))
 
     def samples(self) -> list[Sample]:
-        """Everything that was scored so far, by prompt and sample."""
+        """Read everything that was scored so far, by prompt and sample."""
         whole = self.path / "samples.jsonl"
-        found = [*read_lines(whole, _REMEDY)] if os.path.lexists(whole) else []
+        records = [*read_lines(whole, _REMEDY)] if os.path.lexists(whole) else []
         for part in self._parts():
-            found += (sample for line in read_lines(part, _REMEDY) for sample in line.objects("samples"))
-        by_place = {(sample.integer("index"), sample.integer("sample")): dict(sample.content) for sample in found}
+            records += (sample for line in read_lines(part, _REMEDY) for sample in line.objects("samples"))
+        by_place = {(sample.integer("index"), sample.integer("sample")): dict(sample.content) for sample in records}
         return [by_place[key] for key in sorted(by_place)]
 
     def finish(self, samples: Sequence[Sample], results: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class PartFile:
         self._file = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def append(self, prompts: Sequence[Sequence[Sample]]) -> None:
-        """One line per prompt, with all its samples.
+        """Write a line per prompt, with all its samples.
 
         Raises:
             FullDiskError: they do not fit on the disk.

@@ -45,11 +45,11 @@ class DirectoryWeights:
         return self._reader.names - self._mtp
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._reader.shape(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole, in the dtype of the files."""
+        """Yield every tensor whole, in the dtype of the files."""
         return self._reader.tensors(without=self._mtp)
 
 
@@ -75,11 +75,11 @@ class ShardedWeights:
         return set(self._types)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._types[name][1]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole, in the dtype of the shards."""
+        """Yield every tensor whole, in the dtype of the shards."""
         since_release = 0
         for name, (_, shape) in self._types.items():
             tensor = self._source.read(name, 0, shape[0])
@@ -91,12 +91,12 @@ class ShardedWeights:
 
 
 def open_weights(directory: str, sharded: ShardedModel | None) -> Weights:
-    """Weights of a Hugging Face directory, or of shards that take their place."""
+    """Open the weights of a Hugging Face directory, or of shards that take their place."""
     return DirectoryWeights(directory) if sharded is None else ShardedWeights(sharded)
 
 
 def weight_sketches(directory: str | None, sharded: ShardedModel | None = None) -> list[str]:
-    """What tells one set of weights from another: a sketch of each of their files."""
+    """Sketch each weight file, to tell one set of weights from another."""
     if sharded is not None:
         place = Path(sharded.weights)
         directory = str(torch_dist.find_checkpoint(place) if sharded.format == "megatron" else place)

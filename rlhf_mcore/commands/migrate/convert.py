@@ -54,7 +54,7 @@ def migrate(path: Path, source: str = "auto") -> Migration:
 
 
 def is_ours(tree: dict[str, Any]) -> bool:
-    """Whether a file has groups that this program alone has, or nothing but keys of it."""
+    """Tell whether a file has groups that only this program has, or nothing but its keys."""
     groups = {key.partition(".")[0] for key in KEYS} | {"base"}
     if tree.keys() & (groups - set(sources.ROOTS)):
         return not tree.keys() & {"actor_rollout_ref", "custom_reward_function"}
@@ -62,10 +62,10 @@ def is_ours(tree: dict[str, Any]) -> bool:
 
 
 def _of_script(text: str, path: Path, source: str) -> Migration:
-    """The training of a script that sets the most, the first of those; more of them are reported."""
+    """Carry over the training of a script that sets most keys, the first of those; further trainings are reported."""
     script = read_script(text)
-    found = [(command, _table_and_values(command, source)) for command in script.commands]
-    launches = [(command, *made) for command, made in found if made is not None]
+    trainings = [(command, _table_and_values(command, source)) for command in script.commands]
+    launches = [(command, *training) for command, training in trainings if training is not None]
     if not launches:
         raise ConfigError(
             f"{path}: found neither overrides of verl (actor_rollout_ref.model.path=...) nor flags of OpenRLHF "
@@ -87,7 +87,7 @@ def _of_script(text: str, path: Path, source: str) -> Migration:
 
 
 def _of_python(text: str, path: Path) -> Migration:
-    """The GRPOConfig and the GRPOTrainer of a script for TRL."""
+    """Carry over the GRPOConfig and the GRPOTrainer of a script for TRL."""
     script = read_python(text, str(path))
     migration = apply(trl.TABLE, script.values)
     for key, expression in script.computed.items():
@@ -100,7 +100,7 @@ def _of_python(text: str, path: Path) -> Migration:
 
 
 def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[str, Any]] | None:
-    """How a command of a script is carried over, and what it sets; None where it starts no training."""
+    """Choose the table for a command of a script, and read what it sets; None where it starts no training."""
     program = sources.command_of(command)
     if program is not None and source in ("auto", "openrlhf"):
         flags = sources.read_flags(command)
@@ -159,27 +159,27 @@ def _note(migration: Migration) -> None:
 def _note_rule(migration: Migration) -> None:
     """Choose the rule by the names of the data, where all of them are known. Rows have a data source there, which decides."""
     files = migration.settings.get("data.train") or []
-    found = [next((rule for word, rule in _KNOWN_DATA.items() if word in file.lower()), None) for file in files]
-    if migration.source == verl.TABLE.name and found[1:] != found[:-1]:
-        found = [None]  # there, the source of each row decides
-    if migration.source == verl.TABLE.name and (not found or None in found):
+    rules = [next((rule for word, rule in _KNOWN_DATA.items() if word in file.lower()), None) for file in files]
+    if migration.source == verl.TABLE.name and rules[1:] != rules[:-1]:
+        rules = [None]  # there, the source of each row decides
+    if migration.source == verl.TABLE.name and (not rules or None in rules):
         migration.settings["reward.sources"] = {}
         migration.notes.append(
             "reward.sources: the data_source of each row decides, as there; add rules of sources that docs/rewards.md does not list"
         )
         return
-    if not found or None in found:
+    if not rules or None in rules:
         migration.notes.append(f"reward: not in the source as such; set reward.rules ({RULES}) or reward.function")
         return
     # math accepts the notations of all of them.
-    rule = found[0] if all(rule == found[0] for rule in found) else _KNOWN_DATA["math"]
+    rule = rules[0] if all(rule == rules[0] for rule in rules) else _KNOWN_DATA["math"]
     assert rule is not None
     migration.settings["reward.rules"] = [rule]
     migration.notes.append(f"reward.rules: {rule['name']}, by the names in data.train; see whether it fits ({RULES})")
 
 
 def to_text(migration: Migration) -> str:
-    """The configuration as YAML; what is lost and what is left to do is in comments above it."""
+    """Write the configuration as YAML, with what is lost and what is left to do in comments above it."""
     lines = [f"# Carried over from {migration.source} by rlhf-mcore migrate: {len(migration.carried)} keys."]
     if migration.decisions:
         lines += [
@@ -197,7 +197,7 @@ def to_text(migration: Migration) -> str:
 
 
 def shown(key: str, value: Any) -> str:
-    """``key=value`` on one line, without secrets: configurations are committed and sent around."""
+    """Write ``key=value`` on one line, without secrets: configurations are committed and sent around."""
     name = key.rpartition(".")[2]
     hidden = redact({f"api_{name}" if name == "key" else name: value})
     return " ".join(f"{key}={next(iter(hidden.values()))}".split())

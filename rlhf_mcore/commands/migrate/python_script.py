@@ -75,7 +75,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _assignments(tree: ast.Module) -> dict[str, ast.expr]:
-    """The last value of every plain name, wherever it is assigned."""
+    """Map every plain name to its last value, wherever it is assigned."""
     pairs = [(node.targets[0], node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     return {target.id: value for target, value in pairs if isinstance(target, ast.Name)}
 
@@ -131,7 +131,7 @@ class _Values:
         return value
 
     def _of_call(self, node: ast.Call, depth: int) -> Any:
-        """The name of a data set or its files, or of a model, that a call loads."""
+        """Evaluate a call that loads something to the name of its data set, files or model."""
         function = _name(node.func)
         files = [keyword.value for keyword in node.keywords if keyword.arg == "data_files"]
         if function == "load_dataset" and files:

@@ -97,7 +97,7 @@ def _run(text: str, level: Level) -> Result:
 
 
 def _plain_commands(text: str, level: Level) -> list[list[str]]:
-    """The lines of a script without variables: all that is read where nothing can be run.
+    """Split the lines of a script without variables: all that is read where nothing can be run.
 
     Raises:
         ConfigError: the script is another one.
@@ -136,7 +136,7 @@ def _words(text: str) -> list[str]:
 
 
 def _is_nested(words: list[str]) -> bool:
-    """Whether a command is a shell with a script in one of its words: the commands of that are in the trace."""
+    """Tell whether a command is a shell with a script in one of its words: its commands are in the trace themselves."""
     return (words[0] in _SHELLS or "bash" in words) and any(re.search(r"\s", word.strip()) for word in words)
 
 
@@ -159,7 +159,7 @@ def _notes(text: str, records: list[_Record], result: Result) -> list[str]:
 
 
 def _branches(text: str, executed: set[int]) -> Iterator[str]:
-    """Branches that were not taken, by their first lines."""
+    """Report branches that were not taken, by their first lines."""
     above = ""
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line or line.startswith("#"):
@@ -170,7 +170,7 @@ def _branches(text: str, executed: set[int]) -> Iterator[str]:
 
 
 def named_unknowns(text: str) -> str:
-    """A text for our configuration: variables come from the environment, other unknowns are spelt out.
+    """Write a text for our configuration: variables come from the environment, other unknowns are spelt out.
 
     A variable that is not set must not keep the configuration from loading: the stand-in names it wherever it turns up.
     """

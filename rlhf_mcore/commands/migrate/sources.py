@@ -37,13 +37,13 @@ _OVERRIDE = re.compile(rf"^\+{{0,2}}((?:{'|'.join(ROOTS)})(?:\.[\w-]+)+)=(.*)$",
 
 
 def read_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Keys and values of the ``a.b=c`` among the words of a command line."""
-    found = {}
+    """Read keys and values of the ``a.b=c`` among the words of a command line."""
+    overrides = {}
     for word in words:
         match = _OVERRIDE.match(word)
         if match:
-            found[match[1]] = named(_parsed(match[2]))
-    return found
+            overrides[match[1]] = named(_parsed(match[2]))
+    return overrides
 
 
 def _parsed(text: str) -> Any:
@@ -55,7 +55,7 @@ def _parsed(text: str) -> Any:
 
 
 def named(value: Any) -> Any:
-    """A value of a script, with what is not in the script as text that our configuration understands."""
+    """Replace what is not in the script by text that our configuration understands."""
     if isinstance(value, list):
         return [named(item) for item in value]
     if isinstance(value, dict):
@@ -64,7 +64,7 @@ def named(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 takes 1e-6 for a text."""
+    """Convert a text such as 1e-6 to a number, which YAML 1.1 does not."""
     try:
         return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value) else value
     except ValueError:
@@ -72,7 +72,7 @@ def _number(value: Any) -> Any:
 
 
 def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Keys and values of a YAML file, references among them resolved where that is possible.
+    """Read keys and values of a YAML file, and resolve references among them where that is possible.
 
     Raises:
         ConfigError: a key or a value is none that OmegaConf has.
@@ -87,8 +87,8 @@ def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
             f"the file holds what verl itself cannot read ({shorten(reason, 200)}); correct it"
         ) from error
     resolvable = _resolvable(leaves)
-    found = {key: _number(_resolved(cfg, key, value) if key in resolvable else value) for key, value in leaves.items()}
-    return {key: value for key, value in found.items() if value not in (None, [], {})}
+    values = {key: _number(_resolved(cfg, key, value) if key in resolvable else value) for key, value in leaves.items()}
+    return {key: value for key, value in values.items() if value not in (None, [], {})}
 
 
 def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -100,7 +100,7 @@ def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _resolvable(leaves: Mapping[str, Any]) -> set[str]:
-    """Keys whose references may be resolved: not those that multiply what they refer to, nor those that come to a resolver.
+    """Select keys whose references may be resolved: they neither multiply what they refer to nor lead to a resolver.
 
     The environment is the user's: ``${oc.env:NAME}`` stays as it is written.
     """
@@ -109,9 +109,9 @@ def _resolvable(leaves: Mapping[str, Any]) -> set[str]:
     for key, value in leaves.items():
         with suppress(ValueError, OmegaConfBaseException):
             if any(interpolated_texts(value)):
-                found = examine(value)
-                references[key] = found.references
-                calling |= {key} if found.resolvers else set()
+                interpolation = examine(value)
+                references[key] = interpolation.references
+                calling |= {key} if interpolation.resolvers else set()
     known: dict[str, int] = {}
     few = {key for key in references if count_references(key, references, known) <= MAX_REFERENCES}
     while more := {
@@ -131,10 +131,10 @@ def _resolved(cfg: Any, key: str, value: Any) -> Any:
     if "${" not in str(value):
         return value
     try:
-        found = OmegaConf.select(cfg, key)
+        resolved = OmegaConf.select(cfg, key)
     except (OmegaConfBaseException, RecursionError):
         return value
-    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    return OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
 
 
 # ------------------------------------------------------------------------------------------------------------ OpenRLHF
@@ -257,20 +257,20 @@ _PROGRAM = re.compile(r"openrlhf[./]cli[./](\w+)")
 
 
 def command_of(words: Sequence[str]) -> str | None:
-    """Which of OpenRLHF's programs a command starts: "train_ppo_ray" of ``openrlhf.cli.train_ppo_ray``."""
+    """Find which of OpenRLHF's programs a command starts: "train_ppo_ray" of ``openrlhf.cli.train_ppo_ray``."""
     named = [word for word in words if _PROGRAM.search(word)]
     return _PROGRAM.findall(named[-1])[-1] if named else None
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Flags with their values under today's names; a flag without a value is True."""
+    """Read flags with their values under today's names; a flag without a value is True."""
     starts = [place for place, word in enumerate(words) if _PROGRAM.search(word)]
     flags = _flags(words[starts[-1] + 1 if starts else 0 :])
     return {OLD_NAMES.get(name, name): value for name, value in flags.items()}
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """``--name value ...`` and ``--name=value``: one value, or a list of several; True where there is none."""
+    """Read ``--name value ...`` and ``--name=value``: one value, a list of several, or True where there is none."""
     given: dict[str, list[str]] = {}
     name = None
     for word in words:
@@ -279,8 +279,8 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
             given[name] = [value] if equals else []
         elif name is not None:
             given[name].append(word)
-    values = {name: [_flag_number(word) for word in held] for name, held in given.items()}
-    return {name: named(held[0] if len(held) == 1 else held or True) for name, held in values.items()}
+    values = {name: [_flag_number(word) for word in texts] for name, texts in given.items()}
+    return {name: named(texts[0] if len(texts) == 1 else texts or True) for name, texts in values.items()}
 
 
 def _flag_number(word: str) -> Any:
@@ -294,13 +294,13 @@ def _flag_number(word: str) -> Any:
 
 # ----------------------------------------------------------------------------------------------------------------- TRL
 def starts_trl(words: Sequence[str]) -> bool:
-    """Whether a command is ``trl grpo``, or runs TRL's script of that name."""
+    """Tell whether a command is ``trl grpo``, or runs TRL's script of that name."""
     programs = [PurePosixPath(word).name for word in words]
     return ("trl", "grpo") in pairwise(programs) or "trl/scripts/grpo.py" in " ".join(words)
 
 
 def read_trl_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Flags behind the program with their values; words of booleans are booleans."""
+    """Read the flags behind the program with their values; words of booleans are booleans."""
     last = max(place for place, word in enumerate(words) if word == "grpo" or word.endswith("grpo.py"))
     booleans = {"true": True, "false": False}
     flags = _flags(words[last + 1 :])

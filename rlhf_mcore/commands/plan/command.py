@@ -112,15 +112,16 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
 def _suggestions(
     cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions, *, fits: bool
 ) -> list[dict[str, Any]]:
-    """The fastest layouts that fit, in this world or, where none does, in the next larger one that has one."""
+    """List the fastest layouts that fit, in this world or, where none does, in the next larger one that has one."""
     from rlhf_mcore.commands.plan.suggest import smallest_world, suggest
 
-    found = [(world_size, suggestion) for suggestion in suggest(cfg, world_size, gpu, assumed=assumed)]
-    if not found and not fits:
+    suggestions = [(world_size, layout) for layout in suggest(cfg, world_size, gpu, assumed=assumed)]
+    if not suggestions and not fits:
         larger = smallest_world(cfg, world_size, gpu, assumed)
-        found = [larger] if larger else []
+        suggestions = [larger] if larger else []
     return [
-        {"world_size": world, "overrides": list(made.overrides), "step_s": made.plan.step_s} for world, made in found
+        {"world_size": world, "overrides": list(layout.overrides), "step_s": layout.plan.step_s}
+        for world, layout in suggestions
     ]
 
 

@@ -36,7 +36,7 @@ class Suggestion:
 def suggest(
     cfg: Config, world_size: int, gpu: GpuType, count: int = 5, assumed: Assumptions | None = None
 ) -> list[Suggestion]:
-    """The ``count`` fastest layouts that fit; of equally fast ones those that change fewer keys come first.
+    """List the ``count`` fastest layouts that fit; of equally fast ones those that change fewer keys come first.
 
     The trained models' layouts are compared first; the engines' are varied for the fastest of those.
     """
@@ -51,31 +51,31 @@ def suggest(
             return None  # does not divide the model or the world
 
     trained = [
-        made
-        for made in map(tried, _trained(cfg, world_size, gpu))
-        if made and all(phase.fits for phase in made.plan.phases if phase.phase not in _ENGINE_PHASES)
+        each
+        for each in map(tried, _trained(cfg, world_size, gpu))
+        if each and all(phase.fits for phase in each.plan.phases if phase.phase not in _ENGINE_PHASES)
     ]
-    found: list[Suggestion] = []
+    suggestions: list[Suggestion] = []
     for layout in _fastest_by_layout(trained):
-        made = [made for made in map(tried, _engines(layout.cfg, world_size)) if made and made.plan.fits]
-        found += sorted(made, key=_rank)[:1]
-        if len(found) == 2 * count:  # slower training is not made good by engines
+        fitting = [each for each in map(tried, _engines(layout.cfg, world_size)) if each and each.plan.fits]
+        suggestions += sorted(fitting, key=_rank)[:1]
+        if len(suggestions) == 2 * count:  # slower training is not made good by engines
             break
-    return sorted(found, key=_rank)[:count]
+    return sorted(suggestions, key=_rank)[:count]
 
 
-def _train_s(made: Suggestion) -> tuple[float, int]:
-    seconds = sum(seconds for name, seconds in made.plan.seconds.items() if name not in _ENGINE_PHASES)
-    return round(seconds, 2), len(made.overrides)
+def _train_s(suggestion: Suggestion) -> tuple[float, int]:
+    seconds = sum(seconds for name, seconds in suggestion.plan.seconds.items() if name not in _ENGINE_PHASES)
+    return round(seconds, 2), len(suggestion.overrides)
 
 
-def _fastest_by_layout(found: Sequence[Suggestion]) -> list[Suggestion]:
-    """Of every layout the fastest way of recomputation, the fastest layout first."""
+def _fastest_by_layout(suggestions: Sequence[Suggestion]) -> list[Suggestion]:
+    """Keep the fastest recomputation of every layout, the fastest layout first."""
     best: dict[tuple[int, ...], Suggestion] = {}
-    for made in sorted(found, key=_train_s):
-        layouts = (made.cfg.actor.layout, made.cfg.critic.layout)
+    for suggestion in sorted(suggestions, key=_train_s):
+        layouts = (suggestion.cfg.actor.layout, suggestion.cfg.critic.layout)
         best.setdefault(
-            tuple(size for layout in layouts for size in (layout.tp, layout.pp, layout.cp, layout.ep)), made
+            tuple(size for layout in layouts for size in (layout.tp, layout.pp, layout.cp, layout.ep)), suggestion
         )
     return list(best.values())
 
@@ -83,20 +83,20 @@ def _fastest_by_layout(found: Sequence[Suggestion]) -> list[Suggestion]:
 def smallest_world(
     cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None
 ) -> tuple[int, Suggestion] | None:
-    """The first doubling of the world in which something fits, up to 64 times, with its fastest layout."""
+    """Double the world until something fits, up to 64 times. Returns its size and its fastest layout."""
     for factor in (2, 4, 8, 16, 32, 64):
-        found = suggest(cfg, world_size * factor, gpu, 1, assumed)
-        if found:
-            return world_size * factor, found[0]
+        suggestions = suggest(cfg, world_size * factor, gpu, 1, assumed)
+        if suggestions:
+            return world_size * factor, suggestions[0]
     return None
 
 
-def _rank(made: Suggestion) -> tuple[float, int]:
-    return round(made.plan.step_s, 2), len(made.overrides)
+def _rank(suggestion: Suggestion) -> tuple[float, int]:
+    return round(suggestion.plan.step_s, 2), len(suggestion.overrides)
 
 
 def _trained(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
-    """Layouts and recomputation of the actor; those of the critic stay, or become the same."""
+    """Yield layouts and recomputation of the actor; those of the critic stay, or become the same."""
     geometry = read_geometry(cfg.model.path)
     tensor = [size for size in SIZES if size <= min(gpu.per_node, world_size)]
     own = cfg.actor.layout
@@ -107,14 +107,14 @@ def _trained(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
             continue
         layout = _layout(cfg, geometry.num_layers, (tp, pp, cp, ep))
         for recompute in (cfg.actor.recompute, RecomputeConfig("off"), RecomputeConfig("full", "uniform", 1)):
-            made = replace(cfg, actor=replace(cfg.actor, layout=layout, recompute=recompute))
-            yield made
+            candidate = replace(cfg, actor=replace(cfg.actor, layout=layout, recompute=recompute))
+            yield candidate
             if needs_critic(cfg):
-                yield replace(made, critic=replace(cfg.critic, layout=layout, recompute=recompute))
+                yield replace(candidate, critic=replace(cfg.critic, layout=layout, recompute=recompute))
 
 
 def _engines(cfg: Config, world_size: int) -> Iterator[Config]:
-    """Sizes of the engines, and their shares of a device."""
+    """Yield sizes of the engines, and their shares of a device."""
     tensor = [size for size in (*SIZES, 32) if size <= world_size]  # an engine may span nodes, slowly
     for tp, share in product(
         dict.fromkeys([cfg.rollout.layout.tp, *tensor]), (cfg.rollout.gpu_memory_utilization, *SHARES)
@@ -133,8 +133,8 @@ def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int, int]) -> L
 
 
 def changes(old: Config, new: Config) -> tuple[str, ...]:
-    """The overrides that turn the layout of ``old`` into that of ``new``."""
-    found = []
+    """List the overrides that turn the layout of ``old`` into that of ``new``."""
+    overrides = []
     pairs = (
         ("actor.layout", old.actor.layout, new.actor.layout),
         ("actor.recompute", old.actor.recompute, new.actor.recompute),
@@ -145,9 +145,9 @@ def changes(old: Config, new: Config) -> tuple[str, ...]:
     for group, before, after in pairs:
         for key, value in vars(after).items():
             if vars(before)[key] != value:
-                found.append(
+                overrides.append(
                     f"{group}.{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
                 )
     if old.rollout.gpu_memory_utilization != new.rollout.gpu_memory_utilization:
-        found.append(f"rollout.gpu_memory_utilization={new.rollout.gpu_memory_utilization:g}")
-    return tuple(found)
+        overrides.append(f"rollout.gpu_memory_utilization={new.rollout.gpu_memory_utilization:g}")
+    return tuple(overrides)

@@ -26,7 +26,7 @@ from rlhf_mcore.types import Microbatch
 
 
 def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumptions) -> str:
-    """A table: what an update of the actor takes on ``rank``, by the formulas and as Megatron allocates it."""
+    """Compare, in a table, the bytes of the actor's update on ``rank`` by the formulas with those that Megatron allocates."""
     started, role = time.monotonic(), roles_of(cfg, world_size, dtype)[0]
     layout = role.layout
     # A stage keeps no more microbatches than there are stages: more of them change nothing.
@@ -40,7 +40,7 @@ def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumpt
     logging.disable(logging.WARNING)
     with fake_world(rank, world_size):
         microbatches = [_microbatch(tokens, layout) for _ in range(count)]
-        held = dry_run(
+        usage = dry_run(
             spec,
             layout,
             CpuPlatform(),
@@ -54,34 +54,36 @@ def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumpt
     even = Assumptions(expert_imbalance=1.0)  # a trace knows of no expert that has more tokens than others
     kept = training_activations(role, stage, tokens // layout.cp, count, BYTES[dtype], even).total
     pairs = (
-        ("weights", state.weights, held.weights),
-        ("gradients", state.gradients, held.gradients),
-        ("masters and moments", state.masters + state.moments, held.optimizer),
-        ("activations and logits", kept, held.activations),
+        ("weights", state.weights, usage.weights),
+        ("gradients", state.gradients, usage.gradients),
+        ("masters and moments", state.masters + state.moments, usage.optimizer),
+        ("activations and logits", kept, usage.activations),
     )
     rows = [
-        (name, f"{formula / GIB:.3f}", f"{found / GIB:.3f}", _difference(formula, found))
-        for name, formula, found in pairs
+        (name, f"{formula / GIB:.3f}", f"{traced_bytes / GIB:.3f}", _difference(formula, traced_bytes))
+        for name, formula, traced_bytes in pairs
     ]
     header = (f"actor, rank {rank} (GiB)", "formula", "traced", "difference")
-    told = (
+    setting = (
         f"(an update over {count} microbatches of {tokens} tokens, on fake tensors; {time.monotonic() - started:.0f} s)"
     )
-    return "\n".join([*table(header, rows), told])
+    return "\n".join([*table(header, rows), setting])
 
 
-def _difference(formula: int, found: int) -> str:
-    return "none" if formula == found else f"{found / max(formula, 1) - 1:+.1%}"
+def _difference(formula: int, traced_bytes: int) -> str:
+    return "none" if formula == traced_bytes else f"{traced_bytes / max(formula, 1) - 1:+.1%}"
 
 
 def _microbatch(tokens: int, layout: ParallelLayout) -> Microbatch:
     row = RowTokens([0], [tokens], {"token_ids": torch.zeros(tokens, dtype=torch.int32)})
-    (made,) = make_microbatches(row, max_tokens=tokens, packing=False, pad_multiple=layout.tp * layout.token_multiple)
-    return made
+    (microbatch,) = make_microbatches(
+        row, max_tokens=tokens, packing=False, pad_multiple=layout.tp * layout.token_multiple
+    )
+    return microbatch
 
 
 def _loss(model: MegatronModel) -> LossFunction:
-    """The sum of all logprobs, or of a scalar head's numbers: what it adds to them takes little memory."""
+    """Sum all logprobs, or a scalar head's numbers, which takes little memory beside them."""
 
     def loss(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         if model.spec.geometry.head == "lm":

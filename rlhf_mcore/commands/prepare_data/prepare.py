@@ -56,7 +56,7 @@ class Report:
     prompt_tokens: list[int] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Write the report for people."""
         lines = [f"{count:>9,}  {name}" for name, count in self.counts.items()]
         lines += [f"           {count:,} from {name}" for name, count in sorted(self.sources.items())]
         lines += [f"           unusable: {problem}" for problem in self.bad[:SHOWN]]
@@ -70,7 +70,7 @@ class Report:
 def prepare(
     rows: Iterable[PlacedRow], options: Options, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[dict[str, list[dict[str, Any]]], Report]:
-    """Rows of train and eval ({"train": [...], "eval": [...]}), and what became of the input.
+    """Prepare the rows of train and eval ({"train": [...], "eval": [...]}), and report what became of the input.
 
     Raises:
         ConfigError: rows that cannot be used (with their places), an unknown shape, or nothing left.
@@ -156,13 +156,13 @@ def _fits_task(example: PreparedExample, options: Options) -> bool:
 
 
 def prompt_key(example: PreparedExample) -> str:
-    """What makes two prompts the same: roles and words, not spacing or case."""
+    """Hash what makes two prompts the same: roles and words, not spacing or case."""
     turns = [[message["role"], " ".join(message["content"].split()).casefold()] for message in example.prompt]
     return blake2b(json.dumps(turns).encode(), digest_size=8).hexdigest()
 
 
 def _distinct(examples: Sequence[PreparedExample], options: Options, report: Report) -> list[PreparedExample]:
-    """One of each. A prompt with different ground truths is left out: nobody knows which one is right."""
+    """Keep one of each. A prompt with different ground truths is left out: nobody knows which one is right."""
     keys = [prompt_key(example) for example in examples]
     truths: dict[str, set[str]] = {}
     for key, example in zip(keys, examples, strict=True):
@@ -193,7 +193,7 @@ def _short_enough(
 
 
 def _num_tokens(prompts: Sequence[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    """As the model will read them: through the tokenizer's chat template where it has one."""
+    """Count tokens as the model will read them: through the tokenizer's chat template where it has one."""
     if tokenizer.chat_template is None:
         texts: Iterator[str] = ("\n".join(message["content"] for message in prompt) for prompt in prompts)
     else:
@@ -229,7 +229,7 @@ def write_splits(splits: dict[str, list[dict[str, Any]]], directory: Path) -> li
 
 # ------------------------------------------------------------------------------------------------------------- reading
 def read_source(source: str, *, subset: str | None = None, split: str = "train") -> Iterator[PlacedRow]:
-    """Rows of a file, of all data files under a directory, or of a data set's id (through ``datasets``, if installed).
+    """Read rows of a file, of all data files under a directory, or of a data set's id (through ``datasets``, if installed).
 
     Raises:
         ConfigError: there is nothing of that name, or a file is broken (with its line).

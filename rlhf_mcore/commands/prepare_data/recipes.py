@@ -68,7 +68,7 @@ def _user(text: str, instruction: str = "") -> list[Message]:
 
 
 def gsm8k(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """Cobbe et al. 2021 (arXiv 2110.14168): question, answer that ends in ``#### number``."""
+    """Convert GSM8K (Cobbe et al. 2021, arXiv 2110.14168): question, answer that ends in ``#### number``."""
     solution, marker, number = _ANNOTATION.sub("", _text(row, "answer")).rpartition("####")
     if not marker or not number.strip():
         raise RowError("'answer' has no number after ####")
@@ -84,7 +84,7 @@ def gsm8k(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def math(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    r"""Hendrycks et al. 2021 (arXiv 2103.03874): problem, solution with a ``\boxed{}`` answer, level, type."""
+    r"""Convert MATH (Hendrycks et al. 2021, arXiv 2103.03874): problem, solution with a ``\boxed{}`` answer, level, type."""
     solution = _text(row, "solution")
     answer = row.get("answer") if isinstance(row.get("answer"), str) else last_boxed(solution)
     if not answer or not str(answer).strip():
@@ -97,7 +97,7 @@ def math(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def code(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """Tasks whose answer is code that passes tests, as their data sets have them; the tests become the ground truth.
+    """Convert tasks whose answer is code that passes tests, as their data sets have them; the tests become the ground truth.
 
     HumanEval (arXiv 2107.03374), MBPP (2108.07732), APPS (2105.09938), TACO (2312.14852), CodeContests (2203.07814) and LiveCodeBench
     (2403.07974; of its private tests those that are JSON: others are pickled, and are not read).
@@ -177,7 +177,7 @@ _CODE_SHAPES: dict[str, Callable[[Mapping[str, Any]], _CodeTask]] = {
 
 
 def rule_graded(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """DAPO-Math-17k (arXiv 2503.14476) and everything else in our own schema: prompt, reward_model.ground_truth."""
+    """Convert DAPO-Math-17k (arXiv 2503.14476) and everything else in our own schema: prompt, reward_model.ground_truth."""
     reward_model = row.get("reward_model")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     if truth is None or not str(truth).strip():
@@ -196,7 +196,7 @@ def rule_graded(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def chat(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """A conversation under one of the usual names; what comes after the last turn of the user is the response."""
+    """Convert a conversation under one of the usual names; what comes after the last turn of the user is the response."""
     source = str(row.get("data_source") or row.get("source") or "chat")
     turns = row.get("messages") or row.get("conversations")
     if turns is None and "instruction" in row:  # Alpaca
@@ -213,7 +213,7 @@ def chat(place: str, row: Mapping[str, Any]) -> PreparedExample:
 
 
 def preference(place: str, row: Mapping[str, Any]) -> PreparedExample:
-    """A better and a worse response: texts, lists of messages, or whole transcripts that share their beginning."""
+    """Convert a better and a worse response: texts, lists of messages, or whole transcripts that share their beginning."""
     source = str(row.get("data_source") or row.get("source") or "preference")
     sides = [_side(row, key) for key in ("chosen", "rejected")]
     prompts, answers = zip(*sides, strict=True)
@@ -243,7 +243,7 @@ def _side(row: Mapping[str, Any], key: str) -> tuple[list[Message], str]:
 
 
 def _messages(value: Any) -> list[Message]:
-    """Messages with our roles, whatever their keys and roles were called. A text is one message of the user."""
+    """Convert messages to our roles, whatever their keys and roles were called. A text is one message of the user."""
     if isinstance(value, str) and value.strip():
         return _user(value)
     if not isinstance(value, list) or not value:
@@ -264,7 +264,7 @@ def _message(item: Any) -> Message:
 
 
 def _split(messages: list[Message]) -> tuple[list[Message], str | None]:
-    """The conversation up to the last turn of the user, and the answer to it if there is one."""
+    """Split a conversation behind the last turn of the user: what is before, and the answer to it if there is one."""
     if messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1]["content"].strip() or None
     return messages, None
@@ -279,7 +279,7 @@ def _last_text(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------- OpenAssistant
 def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
-    """Köpf et al. 2023 (arXiv 2304.07327): trees of messages, as one tree per row or as one message per row with parent_id.
+    """Convert OpenAssistant (Köpf et al. 2023, arXiv 2304.07327): a tree of messages per row, or a message per row with parent_id.
 
     Every turn of a user with answers becomes an example: the best-ranked answer is the response, and chosen over the worst-ranked
     one where two are ranked. Deleted messages are left out with what follows them.
@@ -333,7 +333,7 @@ def _turn(
 
 # -------------------------------------------------------------------------------------------------------------- choice
 def per_row(convert: Callable[[str, Mapping[str, Any]], PreparedExample]) -> Recipe:
-    """A recipe that makes one example of each row."""
+    """Build a recipe that makes one example of each row."""
 
     def recipe(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
         for place, row in rows:
@@ -357,7 +357,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    """The recipe for data whose first row is ``row``, or None."""
+    """Find the recipe for data whose first row is ``row``, or None."""
     keys = row.keys()
     if keys & _CODE_SHAPES.keys():
         return "code"

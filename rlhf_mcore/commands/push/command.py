@@ -115,7 +115,7 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def collect(checkpoint: Path, repo: str, scratch: Path) -> Upload:
-    """The files of a checkpoint's model and its card.
+    """Collect the files of a checkpoint's model, and write its card.
 
     Raises:
         ConfigError: the checkpoint is damaged.
@@ -126,14 +126,14 @@ def collect(checkpoint: Path, repo: str, scratch: Path) -> Upload:
     settings = dict(leaves(tree)) if isinstance(tree, dict) else {}
     kind = RUN_KINDS.get(str(settings.get("algorithm.kind")), RL)
     model = readable(checkpoint, kind.saved_as, scratch)
-    wanted = [*COMPANIONS, INDEX_FILE, *(path.name for path in model.glob("*.safetensors"))]
-    files = {name: _without_origin(model / name) for name in dict.fromkeys(wanted) if (model / name).is_file()}
+    names = [*COMPANIONS, INDEX_FILE, *(path.name for path in model.glob("*.safetensors"))]
+    files = {name: _without_origin(model / name) for name in dict.fromkeys(names) if (model / name).is_file()}
     card = without_secrets(_card(checkpoint, repo, settings, kind.saved_as))
     return Upload(model, {"README.md": card.encode(), **files}, card)
 
 
 def _checkpoint(directory: Path, link: str) -> Path:
-    """The checkpoint that a user means.
+    """Find the checkpoint that a user means.
 
     Raises:
         ConfigError: there is none.
@@ -149,7 +149,7 @@ def _checkpoint(directory: Path, link: str) -> Path:
 
 
 def _without_origin(file: Path) -> Path | bytes:
-    """A file, or what is uploaded in its place: without the path that a model or a tokenizer was loaded from."""
+    """Return a file, or its content without the path that a model or a tokenizer was loaded from."""
     if file.suffix != ".json" or file.name in (INDEX_FILE, "tokenizer.json"):
         return file
     content = dict(read_json(file, limits=SMALL).content)
@@ -173,7 +173,7 @@ def _send(upload: Upload, args: argparse.Namespace) -> str:
         api.create_repo(args.repo, private=not args.public, exist_ok=True)
         if args.revision is not None:
             api.create_branch(args.repo, branch=args.revision, exist_ok=True)
-        made = api.create_commit(
+        commit = api.create_commit(
             args.repo, operations, commit_message="Upload by rlhf-mcore push", revision=args.revision or "main"
         )
     except Exception as error:  # of the library's, of its HTTP client: all are shown alike
@@ -182,7 +182,7 @@ def _send(upload: Upload, args: argparse.Namespace) -> str:
             f"{args.repo}: the Hugging Face hub did not take it ({type(error).__name__}: {reason}); log in with `hf auth login` "
             "as somebody who may write there, unset HF_HUB_OFFLINE, and push again: what was uploaded is not sent twice"
         ) from error
-    return str(made.commit_url)
+    return str(commit.commit_url)
 
 
 # ------------------------------------------------------------------------------------------------------------------- card
@@ -222,7 +222,7 @@ def _front_matter(settings: Mapping[str, Any], role: str) -> str:
 
 
 def _shown_name(path: str) -> str:
-    """A model or a file, without the directories of this machine."""
+    """Name a model or a file, without the directories of this machine."""
     one = id_of_snapshot(path)
     return f"`{one.repo}` (revision `{one.revision[:12]}`)" if one else f"`{Path(path).name}`"
 
@@ -248,7 +248,7 @@ def _data(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _changed(settings: Mapping[str, Any], *, has_critic: bool) -> Iterator[str]:
-    """Settings of the training that are not the defaults, as ``key: value``."""
+    """Yield settings of the training that are not the defaults, as ``key: value``."""
     default = dict(leaves(asdict(Config())))
     for key, value in dict(leaves(redact(dict(settings)))).items():
         is_shown = key in DESCRIPTIONS and key.startswith(_SHOWN) and (has_critic or not key.startswith("critic."))

@@ -72,7 +72,8 @@ def serve(server: ReportServer, what: str) -> None:
 
 
 def check_port(port: int) -> None:
-    """
+    """Check the number of a port.
+
     Raises:
         ConfigError: there can be no such port.
     """
@@ -81,7 +82,8 @@ def check_port(port: int) -> None:
 
 
 def check_rollouts(number: int) -> None:
-    """
+    """Check a number of rollouts.
+
     Raises:
         ConfigError: there can be no such number of rollouts in a page.
     """
@@ -113,12 +115,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_port(parser: argparse.ArgumentParser) -> None:
-    """``--port``, of this command and of ``watch``."""
+    """Add ``--port``, of this command and of ``watch``."""
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help="0: any free one (default: %(default)s)")
 
 
 def add_rollouts(parser: argparse.ArgumentParser) -> None:
-    """``--rollouts``, of this command and of ``watch``."""
+    """Add ``--rollouts``, of this command and of ``watch``."""
     parser.add_argument(
         "--rollouts",
         type=int,

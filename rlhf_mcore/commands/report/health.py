@@ -28,15 +28,15 @@ class Verdict:
 
 
 def verdicts(metrics: Mapping[str, Column], not_finite: Mapping[str, int] | None = None) -> list[Verdict]:
-    """Every rule's verdict on a run: the worst first, those without a metric last.
+    """Judge a run by every rule: the worst verdict first, those without a metric last.
 
     ``not_finite``: metrics whose last reports are no numbers, and since which step. Older values of theirs say nothing of the run.
     """
     not_finite = not_finite or {}
-    found = [_verdict(rule, {n: c for n, c in metrics.items() if n not in not_finite}) for rule in RULES]
+    judged = [_verdict(rule, {n: c for n, c in metrics.items() if n not in not_finite}) for rule in RULES]
     if not_finite:
-        found.append(_spoiled(not_finite))
-    return sorted(found, key=lambda verdict: (BAD, WATCH, GOOD, UNKNOWN).index(verdict.state))
+        judged.append(_spoiled(not_finite))
+    return sorted(judged, key=lambda verdict: (BAD, WATCH, GOOD, UNKNOWN).index(verdict.state))
 
 
 def _verdict(rule: Rule, metrics: Mapping[str, Column]) -> Verdict:
@@ -66,7 +66,7 @@ def _spoiled(not_finite: Mapping[str, int]) -> Verdict:
 
 
 def _shares(counts: Column, samples: Column) -> list[float]:
-    """Counts of responses over the responses of their steps. ``samples`` counts those of all steps so far."""
+    """Divide counts of responses by the responses of their steps. ``samples`` counts those of all steps so far."""
     shares, before = [], 0.0
     for count, so_far in zip(counts, samples, strict=False):
         if so_far is not None:

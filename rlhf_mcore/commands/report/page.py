@@ -25,7 +25,7 @@ _NAMED = 4  # runs that a title names
 
 
 def content(runs: Sequence[RunData], links: Sequence[str] = ()) -> dict[str, Any]:
-    """What the page shows: the runs in the order given, with verdicts, and the keys in which their configurations differ.
+    """Collect what the page shows: the runs in the order given, their verdicts, and the keys in which their configurations differ.
 
     Runs of one name are shown under their paths. ``links``: of the page of each run alone, where there are such.
     """
@@ -45,14 +45,14 @@ def content(runs: Sequence[RunData], links: Sequence[str] = ()) -> dict[str, Any
 
 
 def as_json(runs: Sequence[RunData], links: Sequence[str] = ()) -> str:
-    """``content`` as JSON. A string in it cannot end the element that holds it: "<" is written as an escape."""
+    """Write ``content`` as JSON. A string in it cannot end the element that holds it: "<" is written as an escape."""
     return json.dumps(json.loads(json_line(content(runs, links))), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
 
 
 def page(runs: Sequence[RunData], live: bool = False, links: Sequence[str] = ()) -> str:
-    """The whole page. ``live``: it asks the server that it came from for newer data."""
+    """Write the whole page. ``live``: it asks the server that it came from for newer data."""
     scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
     hashes, own_server = " ".join(map(_hashed, scripts)), "'self'" if live else "'none'"
     policy = (

@@ -95,13 +95,13 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Directories of runs at and below a folder, as <output_dir>/<project>/<experiment> has them, in the order of their names."""
+    """Find directories of runs at and below a folder, as <output_dir>/<project>/<experiment> has them, in the order of their names."""
     places = ("", "*/", "*/*/", "*/*/*/")
     return sorted({path.parent for place in places for path in folder.glob(f"{place}{METRICS}")})
 
 
 def _records(path: Path) -> dict[int, dict[str, float | None]]:
-    """The last record of every step: a step that was made again after a kill replaces the one before."""
+    """Read the last record of every step: a step that was made again after a kill replaces the one before."""
     by_step: dict[int, dict[str, float | None]] = {}
     for line in read_lines(path, _REMEDY, is_growing=True):
         numbers = {
@@ -121,7 +121,7 @@ def _columns(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, lis
 
 
 def _not_finite(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, int]:
-    """A value that is not finite is null in the file."""
+    """Find the metrics whose last values are not finite, which are null in the file, with the step of the first of these."""
     since: dict[str, int] = {}
     for step, record in records.items():
         for name, value in record.items():
@@ -133,7 +133,7 @@ def _not_finite(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, 
 
 
 def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]:
-    """The groups of the first and of the newest steps that fit, by step, and how many rollouts there are in all."""
+    """Read the groups of the first and of the newest steps that fit, by step, and count all rollouts."""
     files = sorted(folder.glob("step-*.jsonl")) if folder.is_dir() else []
     kept: dict[Path, list[dict[str, Any]]] = {}
     total = used = num_tokens = 0
@@ -197,7 +197,7 @@ _NAMES = {"experiment", "output_dir"}  # which runs of one configuration differ 
 
 
 def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Which of the runs have configurations that differ in seeds alone, two and more of each kind."""
+    """Group the runs whose configurations differ in seeds alone, two and more of each kind."""
     kinds: dict[str, list[int]] = {}
     for place, config in enumerate(configs):
         rest = {key: value for key, value in config.items() if key.split(".")[-1] != "seed" and key not in _NAMES}
@@ -207,6 +207,6 @@ def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def different_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that not all configurations give the same value, in their order."""
+    """List the keys that not all configurations give the same value, in their order."""
     keys = dict.fromkeys(key for config in configs for key in config)
     return [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]

@@ -45,7 +45,7 @@ class ReportServer(ThreadingHTTPServer):
             raise ConfigError(f"--port {port}: {error.strerror}; choose another, or 0 for any free one") from error
 
     def newest(self, run: str) -> tuple[list[RunData], str]:
-        """The runs, or a single one of the folder, read again if their files have changed, and a tag of their state.
+        """Return the runs, or a single one of the folder, read again if their files have changed, and a tag of their state.
 
         Raises:
             ConfigError: they cannot be read, or there is no such run.
@@ -58,7 +58,7 @@ class ReportServer(ThreadingHTTPServer):
             return self._read[run][1], state
 
     def links(self, runs: Sequence[RunData]) -> list[str]:
-        """Addresses of the pages of single runs, in a folder of runs."""
+        """List addresses of the pages of single runs, in a folder of runs."""
         if self._folder is None:
             return []
         return [f"/run/{quote(Path(run.path).relative_to(self._folder).as_posix())}/" for run in runs]
@@ -78,7 +78,7 @@ class ReportServer(ThreadingHTTPServer):
                     raise
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that goes away in the middle of an answer is no error; of others the traceback is printed."""
+        """Ignore a browser that goes away in the middle of an answer; print the traceback of other errors."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -132,4 +132,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """The terminal shows the address only."""
+        """Print nothing: the terminal shows the address only."""

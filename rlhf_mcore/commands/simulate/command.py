@@ -103,11 +103,11 @@ def _simulate(args: argparse.Namespace) -> int:
         times = planned_times(cfg, *device_and_assumptions(args.gpu, args.set), lengths.mean)
     own, devices = configured(cfg), args.devices or num_devices(cfg, world_size)
     own_split = configured_split(cfg, world_size)
-    wanted = {schedule: splits(cfg, devices, schedule) for schedule in schedules(cfg, bounds)}
+    candidates = {schedule: splits(cfg, devices, schedule) for schedule in schedules(cfg, bounds)}
     responses = cfg.trainer.prompts_per_step * cfg.rollout.sampling.n
     steps = args.steps or max(8, min(30, 60_000 // responses))
-    with working("simulating", len(wanted)) as begin:
-        comparison = compare(times, lengths, wanted, (own, own_split), steps=steps, seed=args.seed, begin=begin)
+    with working("simulating", len(candidates)) as begin:
+        comparison = compare(times, lengths, candidates, (own, own_split), steps=steps, seed=args.seed, begin=begin)
     if args.json:
         write_atomically(args.json, pretty_json(as_json(comparison, own)))
     if args.png:
@@ -119,7 +119,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> list[int]:
-    """The bounds of staleness, once the command line is possible.
+    """Check the command line. Returns the bounds of staleness.
 
     Raises:
         ConfigError: it is not.
@@ -151,7 +151,7 @@ def _checked(args: argparse.Namespace) -> list[int]:
 
 
 def _configuration(args: argparse.Namespace) -> tuple[Config, int]:
-    """The resolved configuration, and the number of the trainer's ranks."""
+    """Load the configuration, resolve it, and count the trainer's ranks."""
     from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.run_kinds import run_kind

@@ -41,16 +41,16 @@ class Comparison:
 
 
 def schedules(cfg: Config, bounds: Sequence[int]) -> list[Schedule]:
-    """Synchronous, one step off, and bounded staleness with partial rollouts; the configuration's own among them."""
+    """List the schedules: synchronous, one step off, bounded staleness with partial rollouts, and the configuration's own."""
     own, rollout = configured(cfg), cfg.rollout
     at_publish = CONTINUE if rollout.at_publish in (None, DRAIN) else rollout.at_publish
-    found = [Schedule(colocated=True), Schedule(), Schedule(1, DRAIN, rollout.oversample)]
-    found += [Schedule(bound, at_publish, rollout.oversample) for bound in sorted(set(bounds))]
-    return found if own in found else [*found, own]
+    known = [Schedule(colocated=True), Schedule(), Schedule(1, DRAIN, rollout.oversample)]
+    known += [Schedule(bound, at_publish, rollout.oversample) for bound in sorted(set(bounds))]
+    return known if own in known else [*known, own]
 
 
 def configured(cfg: Config) -> Schedule:
-    """The schedule that a configuration asks for."""
+    """Return the schedule that a configuration asks for."""
     rollout, bound = cfg.rollout, cfg.trainer.max_staleness
     if not bound:
         return Schedule(colocated=rollout.placement == "colocated")
@@ -58,7 +58,7 @@ def configured(cfg: Config) -> Schedule:
 
 
 def samples_bound(scenario: Scenario, schedule: Schedule, mean: float) -> float:
-    """Samples/s if engines always had as many sequences as they may, and trainer or engines never waited for anything but the sync.
+    """Bound the samples/s: engines always decode as many sequences as they may, and nobody waits for anything but the sync.
 
     ``mean``: tokens of a response.
     """
@@ -120,24 +120,24 @@ def compare(
 
 
 def _promising(possible: list[tuple[float, Split, Scenario]]) -> list[tuple[float, Split, Scenario]]:
-    """Of many splits those with the highest bounds, and some spread over the others."""
+    """Keep the splits with the highest bounds, and some spread over the others."""
     ranked = sorted(possible, key=lambda entry: -entry[0])
     first, others = ranked[: _MOST_SPLITS - 4], ranked[_MOST_SPLITS - 4 :]
     return first + others[:: max(1, -(-len(others) // 4))]
 
 
 def as_json(comparison: Comparison, own: Schedule) -> dict[str, Any]:
-    """Everything but the traces as JSON values; times in seconds."""
+    """Write everything but the traces as JSON values; times in seconds."""
     lengths, first = comparison.lengths, comparison.rows[0].outcome.tokens_per_s
     described = {"source": lengths.name, "count": len(lengths.values), "mean": lengths.mean, "cut": lengths.cut}
-    found = [
+    rows = [
         {"name": row.schedule.name, "configured": row.schedule == own, **asdict(row.schedule), **_rates(row)}
         | {each.name: getattr(row.outcome, each.name) for each in fields(row.outcome) if each.name != "trace"}
         | {"staleness_max": row.outcome.staleness_max, "speedup": row.outcome.tokens_per_s / first}
         | {"splits": [_rates(each) for each in comparison.tried[row.schedule.name]]}
         for row in comparison.rows
     ]
-    return {"lengths": described, "times": comparison.source, "schedules": found}
+    return {"lengths": described, "times": comparison.source, "schedules": rows}
 
 
 def _rates(row: Row) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class EngineTimes:
     slots: int = 256  # sequences that it decodes at a time
 
     def decode_s(self, running: float) -> float:
-        """One decode step."""
+        """Return the seconds of a decode step."""
         return self.step_s + self.sequence_s * running
 
 
@@ -83,7 +83,7 @@ class Engine:
         return len(self.running) + len(self.waiting)
 
     def busy_until(self, now: float) -> float:
-        """Seconds in which it computed, up to now."""
+        """Sum the seconds in which it computed, up to now."""
         return self.busy_s + (min(now, self.next_at) - self.at if self.running else 0.0)
 
     def submit(self, requests: Iterable[Request], now: float) -> None:
@@ -104,13 +104,13 @@ class Engine:
             self._plan(now)
 
     def slow(self, now: float, slowdown: float) -> None:
-        """From the next border on everything takes ``slowdown`` times as long."""
+        """Make everything from the next border on take ``slowdown`` times as long."""
         if slowdown != self._next_slowdown:
             self._next_slowdown = slowdown
             self._plan(now)
 
     def resume(self, now: float, version: int, *, resubmit: bool) -> None:
-        """Continue with new weights, and with keys and values of the old ones unless the tokens so far are computed again."""
+        """Continue with new weights, on the keys and values of the old ones unless ``resubmit`` computes these again."""
         self.paused, self.version, self.at = False, version, now
         self.publishes.append(self.steps)
         if resubmit and self.running:

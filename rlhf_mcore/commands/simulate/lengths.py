@@ -48,26 +48,26 @@ class ResponseLengths:
         return float(self.values.mean())
 
     def draw(self, samples: int, seed: int) -> Callable[[int], list[int]]:
-        """Lengths of the responses of a group, by its number; the same for every schedule that asks.
+        """Draw the lengths of the responses of a group, by its number; the same for every schedule that asks.
 
         They are those of one prompt where the responses of prompts are known and are as many.
         """
-        made: dict[int, list[list[int]]] = {}
+        blocks: dict[int, list[list[int]]] = {}
         known = self.values.reshape(-1, samples if self.per_prompt == samples else 1)
         drawn = samples // known.shape[1]
 
         def group(number: int) -> list[int]:
             block, place = divmod(number, 512)
-            if block not in made:
+            if block not in blocks:
                 rng = np.random.default_rng((seed, block))
-                made[block] = known[rng.integers(len(known), size=(512, drawn))].reshape(512, samples).tolist()
-            return made[block][place]
+                blocks[block] = known[rng.integers(len(known), size=(512, drawn))].reshape(512, samples).tolist()
+            return blocks[block][place]
 
         return group
 
 
 def read_lengths(source: str, limit: int) -> ResponseLengths:
-    """Lengths from a distribution, a file or the rollouts of a run, cut at ``limit`` tokens, which is the longest response.
+    """Read lengths from a distribution, a file or the rollouts of a run, cut at ``limit`` tokens, which is the longest response.
 
     A file holds a number a line (text), objects or numbers (jsonl) or columns (parquet). A directory is a run's, or its rollouts.
 
@@ -83,7 +83,7 @@ def read_lengths(source: str, limit: int) -> ResponseLengths:
 
 
 def _distribution(source: str, limit: int) -> Lengths | None:
-    """The quantiles of a distribution; None for what names none."""
+    """Return the quantiles of a distribution; None where ``source`` names none."""
     call = _CALL.fullmatch(source)
     if call is None:
         return None
@@ -118,7 +118,7 @@ def _distribution(source: str, limit: int) -> Lengths | None:
 
 
 def _recorded(path: Path) -> tuple[Lengths, int]:
-    """Lengths of a run's last responses, and how many there are of each prompt, or 1 if that differs."""
+    """Read the lengths of a run's last responses, and how many there are of each prompt (1 if that differs)."""
     folder = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
     files = sorted(folder.glob("step-*.jsonl"), reverse=True)
     if not files:
@@ -135,12 +135,12 @@ def _recorded(path: Path) -> tuple[Lengths, int]:
 
 
 def rollout_lengths(lines: Iterable[Fields]) -> list[int]:
-    """Of the responses that a run has recorded."""
+    """Read the lengths of the responses that a run has recorded."""
     return [line.integer("num_tokens", 1, MAX_LENGTH) for line in lines]
 
 
 def _file(path: Path) -> Lengths:
-    """Numbers of a file: one a line, or the first of COLUMNS of JSON lines or of a parquet file."""
+    """Read the numbers of a file: one a line, or the first of COLUMNS of JSON lines or of a parquet file."""
     where = f"--lengths {path}"
     if path.suffix == ".parquet":
         open_file(path, where=where, remedy=_REMEDY).close()

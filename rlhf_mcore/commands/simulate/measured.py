@@ -94,7 +94,7 @@ class _Run:
 
 
 def fit_runs(directories: Sequence[Path]) -> PhaseFit:
-    """Times of synchronous runs, and how much longer they were in runs that sampled ahead.
+    """Fit the times of synchronous runs, and how much longer they are in runs that sample ahead.
 
     Raises:
         ConfigError: a directory is not that of a run, has no steps with their rollouts, or no run's generation was timed alone.
@@ -107,10 +107,10 @@ def fit_runs(directories: Sequence[Path]) -> PhaseFit:
             "add --run with the directory of a synchronous run"
         )
     fit = _fit([step for run in alone for step in run.steps], alone[0].name)
-    found = [_contention(fit, run) for run in runs if run.is_ahead]
-    if not found:
+    factors = [_contention(fit, run) for run in runs if run.is_ahead]
+    if not factors:
         return fit
-    train, decode = (float(np.mean(factors)) for factors in zip(*found, strict=True))
+    train, decode = (float(np.mean(column)) for column in zip(*factors, strict=True))
     return replace(fit, contention=Contention(train, decode))
 
 
@@ -130,7 +130,7 @@ def _fit(steps: list[_Step], source: str) -> PhaseFit:
 
 
 def _contention(fit: PhaseFit, run: _Run) -> tuple[float, float]:
-    """How many times as long as in the fit training and decoding take in a run that samples ahead, while both compute."""
+    """Measure how many times as long as alone training and decoding take while both compute, in a run that samples ahead."""
     if not all(len(step.work) == len(_WORK) for step in run.steps):
         raise ConfigError(
             f"--run {run.name}: its engines' work is not in {METRICS}, as runs of this release have it; {_REMEDY}"
@@ -152,7 +152,7 @@ def _contention(fit: PhaseFit, run: _Run) -> tuple[float, float]:
 
 
 def _while_both(longer: float, together: float) -> float:
-    """How many times as long work takes beside the other side, if it takes ``longer`` times as long in all.
+    """Extrapolate how many times as long work takes beside the other side, if it takes ``longer`` times as long in all.
 
     ``together``: the share of its time that it spends beside it, in which it gets done what ``longer`` leaves.
     """
@@ -160,7 +160,7 @@ def _while_both(longer: float, together: float) -> float:
 
 
 def _recorded(directory: Path) -> _Run:
-    """Steps of a run that have times and rollouts, without the first ones, in which it warms up."""
+    """Read the steps of a run that have times and rollouts, without the first ones, in which it warms up."""
     if not (directory / METRICS).is_file():
         raise ConfigError(f"--run {directory}: no directory of a run, there is no {METRICS} in it; {_REMEDY}")
     try:
@@ -174,20 +174,20 @@ def _recorded(directory: Path) -> _Run:
     bound = cfg.trainer.max_staleness
     warms_up = 2 * bound + 2 if bound else 1
     lines = {line.integer("step"): line for line in read_lines(directory / METRICS, _REMEDY)}
-    found: list[_Step] = []
+    steps: list[_Step] = []
     responses = 0
     for number in sorted(lines, reverse=True):
         file = directory / ROLLOUTS / f"step-{number:06d}.jsonl"
         if number > warms_up and "timing/generate_s" in lines[number] and file.is_file() and responses < ENOUGH:
             lengths = np.array(rollout_lengths(read_lines(file, _REMEDY)), np.int64)
             responses += len(lengths)
-            found.append(_step(cfg, lines[number], lengths))
-    if not found:
+            steps.append(_step(cfg, lines[number], lengths))
+    if not steps:
         raise ConfigError(
             f"--run {directory}: no step after number {warms_up} has both its times in {METRICS} and its lengths in {ROLLOUTS}; make "
             "more steps with logging.rollouts_every=1, or name another run"
         )
-    return _Run(str(directory), num_engines(cfg, default_world_size(cfg)), bound > 0, found)
+    return _Run(str(directory), num_engines(cfg, default_world_size(cfg)), bound > 0, steps)
 
 
 def _step(cfg: Config, line: Fields, lengths: Lengths) -> _Step:
@@ -224,7 +224,9 @@ def decode_steps(lengths: Sequence[int], slots: int) -> int:
 
 
 def nonnegative_fit(work: Matrix, seconds: Matrix) -> tuple[list[float], float]:
-    """Coefficients c >= 0 with the least sum of relative distances of work @ c from ``seconds``, and the median distance.
+    """Fit coefficients c >= 0 that minimise the sum of relative distances of work @ c from ``seconds``.
+
+    Returns also the median distance.
 
     Steps that something else on the machine has disturbed count little, as long as most are undisturbed.
 
@@ -241,13 +243,13 @@ def nonnegative_fit(work: Matrix, seconds: Matrix) -> tuple[list[float], float]:
 
 
 def _least_squares(relative: Matrix, weights: Matrix) -> Matrix:
-    """The best of the fits to 1 of all subsets of the columns that have no negative coefficient."""
+    """Fit 1 by every subset of the columns, and keep the best fit without a negative coefficient."""
     best, least = np.zeros(relative.shape[1]), np.inf
     columns = range(relative.shape[1])
     for chosen in (list(some) for count in columns for some in combinations(columns, count + 1)):
-        found = np.linalg.lstsq(relative[:, chosen] * weights[:, None], weights, rcond=None)[0]
-        residual = float((((relative[:, chosen] @ found - 1) * weights) ** 2).sum())
-        if (found >= 0).all() and residual < least * (1 - 1e-6):
+        solution = np.linalg.lstsq(relative[:, chosen] * weights[:, None], weights, rcond=None)[0]
+        residual = float((((relative[:, chosen] @ solution - 1) * weights) ** 2).sum())
+        if (solution >= 0).all() and residual < least * (1 - 1e-6):
             best, least = np.zeros(relative.shape[1]), residual
-            best[chosen] = found
+            best[chosen] = solution
     return best

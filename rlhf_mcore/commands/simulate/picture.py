@@ -17,7 +17,7 @@ _GENERATE, _TRAIN, _SYNC = "#4477aa", "#ee8866", "#222222"
 
 
 def check_can_draw() -> None:
-    """Raises ConfigError where matplotlib is not installed."""
+    """Check that matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -27,7 +27,7 @@ def check_can_draw() -> None:
 
 
 def draw(comparison: Comparison) -> bytes:
-    """The PNG: what engines and trainer do over some steps, rates by split of the devices, and staleness."""
+    """Draw, as a PNG, what engines and trainer do over some steps, rates by split of the devices, and staleness."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def draw(comparison: Comparison) -> bytes:
 
 
 def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float, most: int) -> None:
-    """One schedule over time."""
+    """Draw one schedule over time."""
     trace, begin = row.outcome.trace, row.outcome.trace.begin
     axes.fill_between([at for at, _ in points], [running for _, running in points], step="post", color=_GENERATE, lw=0)
     for spans, color in ((trace.training, _TRAIN), (trace.syncs, _SYNC)):
@@ -67,7 +67,7 @@ def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float,
 
 
 def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> None:
-    """Samples/s of every split, or of every schedule where there is one split only."""
+    """Draw the samples/s of every split, or of every schedule where there is one split only."""
     axes.set_title("samples/s by devices of the engines", loc="left", fontsize=9)
     for name, rows in comparison.tried.items():
         if rows[0].split.colocated:
@@ -81,7 +81,7 @@ def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> Non
 
 
 def _staleness(axes: Axes, rows: list[Row], colors: Mapping[str, str]) -> None:
-    """Share of responses by the staleness of their oldest token."""
+    """Draw the share of responses by the staleness of their oldest token."""
     axes.set_title("share of responses by versions between their oldest token and the step", loc="left", fontsize=9)
     width = 0.8 / len(rows)
     for place, row in enumerate(rows):

@@ -29,7 +29,7 @@ _COLUMNS: dict[str, Callable[[Row, float], str]] = {
 
 
 def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
-    """What is printed. ``own``: the configuration's schedule, which is marked."""
+    """Yield what is printed. ``own``: the configuration's schedule, which is marked."""
     lengths = comparison.lengths
     cut = f", {lengths.cut:.1%} of them as long as the limit" if lengths.cut else ""
     yield f"lengths  {lengths.name}: {lengths.mean:.1f} tokens on average{cut}"
@@ -56,7 +56,7 @@ def _divided(split: Split) -> str:
 
 
 def _by_split(comparison: Comparison) -> Table:
-    """Samples/s of every split that was simulated."""
+    """List the samples/s of every split that was simulated."""
     table = Table(
         box=SIMPLE,
         pad_edge=False,

@@ -193,7 +193,7 @@ class _Run:
             self.engines[number].submit(requests, self.now)
 
     def _give_up_old(self) -> list[int]:
-        """The numbers of groups that are too old. Of an unfinished one the version when it was submitted counts."""
+        """Remove groups that are too old, and return their numbers. An unfinished one is as old as its submission."""
         oldest = self.version - self.schedule.max_staleness
         stopped = [group for group in self.unfinished.values() if group.version < oldest]
         for group in stopped:
@@ -236,7 +236,7 @@ class _Run:
         return self.trainer_at <= self.now
 
     def _slow_each_other(self) -> None:
-        """From now on, by who computes: what is left of the trainer's work, and the engines' steps that follow."""
+        """Slow down what is left of the trainer's work, and the engines' steps that follow, by who computes."""
         contention = self.scenario.contention
         if self.learns and contention.train != 1:
             busy = sum(bool(engine.running) and not engine.paused for engine in self.engines) / len(self.engines)

@@ -47,7 +47,7 @@ class Times:
 
 
 def splits(cfg: Config, devices: int, schedule: Schedule) -> list[Split]:
-    """Every way to give ``devices`` to engines and trainer that the layouts of both divide."""
+    """List every way to give ``devices`` to engines and trainer that the layouts of both divide."""
     tp, unit = cfg.rollout.layout.tp, math.lcm(*(role.model_size for role in role_layouts(cfg)))
     if schedule.colocated:
         return [Split(devices, devices, colocated=True)] if devices % math.lcm(tp, unit) == 0 else []
@@ -55,7 +55,7 @@ def splits(cfg: Config, devices: int, schedule: Schedule) -> list[Split]:
 
 
 def configured_split(cfg: Config, world_size: int) -> Split:
-    """That of a configuration with so many ranks of the trainer."""
+    """Return the split of a configuration with so many ranks of the trainer."""
     if engines_apart(cfg):
         return Split(cfg.rollout.num_engines * cfg.rollout.layout.tp, world_size)
     return Split(world_size, world_size, colocated=True)
@@ -94,7 +94,7 @@ def _planned(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float, split
 
 
 def _engine_times(inputs: PlanInputs) -> EngineTimes:
-    """The planner's decode step as a line over the running sequences, which it nearly is."""
+    """Fit a line to the planner's decode step over the running sequences, which it nearly is."""
     slots = max(1, int(most_running(inputs)))
     running = np.unique(np.linspace(1, slots, _FITTED_AT).round())
     steps = [decode_step_s(inputs, float(count)) for count in running]

@@ -44,7 +44,7 @@ class CheckpointReport:
         return not any(problem.is_damage for problem in self.problems)
 
     def as_text(self) -> str:
-        """One line, and one more per problem, up to ``SHOWN``."""
+        """Write a line, and one more per problem, up to ``SHOWN``."""
         pins = f", pinned as {', '.join(self.pins)}" if self.pins else ""
         lines = [f"{self.path}: {'intact' if self.is_intact else 'damaged'}{pins}"]
         lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
@@ -53,7 +53,7 @@ class CheckpointReport:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Of the problems as many as the text has, and the number of all."""
+        """Write as many problems as the text has, and the number of all."""
         shown = [asdict(problem) for problem in self.problems[:SHOWN]]
         counts = {"problems": shown, "num_problems": len(self.problems)}
         return {"path": str(self.path), "intact": self.is_intact, "pins": self.pins, **counts}
@@ -67,9 +67,9 @@ def _counted(problems: Sequence[Problem]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and print. Returns the exit code."""
     args = _parser().parse_args(argv)
-    found = _checkpoints(Path(args.directory))
-    with progress_bar(Console(stderr=True), "comparing", sum(map(_num_bytes, found))) as advance:
-        reports = [_check(path, advance, hashes=not args.quick) for path in found]
+    checkpoints = _checkpoints(Path(args.directory))
+    with progress_bar(Console(stderr=True), "comparing", sum(map(_num_bytes, checkpoints))) as advance:
+        reports = [_check(path, advance, hashes=not args.quick) for path in checkpoints]
     whole = [report for report in reports if not (args.quick or report.path.is_symlink()) and report.is_intact]
     with working("reading the models of", len(whole)) as begin:
         for report in whole:
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """The checkpoint, or those of a run directory.
+    """List the checkpoint, or those of a run directory.
 
     Raises:
         ConfigError: there is none.
@@ -109,14 +109,14 @@ def _checkpoints(directory: Path) -> list[Path]:
         raise ConfigError(f"{directory} is not a directory; give a checkpoint or a run directory")
     if (directory / MANIFEST).exists() or (directory / "actor").is_dir():
         return [directory.resolve()]
-    found = [*(checkpoint.path for checkpoint in scan(directory)), *linked_checkpoints(directory)]
-    if not found:
+    checkpoints = [*(checkpoint.path for checkpoint in scan(directory)), *linked_checkpoints(directory)]
+    if not checkpoints:
         raise ConfigError(f"{directory} has neither a {MANIFEST} nor checkpoints; give a checkpoint or a run directory")
-    return [*found, *(directory / link for link in (LATEST, BEST) if (directory / link).is_symlink())]
+    return [*checkpoints, *(directory / link for link in (LATEST, BEST) if (directory / link).is_symlink())]
 
 
 def _num_bytes(path: Path) -> int:
-    """Of the files that a checkpoint's manifest names, 0 where it cannot be read or is a link."""
+    """Sum the sizes of the files in a checkpoint's manifest; 0 where it cannot be read or is a link."""
     try:
         return 0 if path.is_symlink() else sum(entry.size for entry in read_manifest(path).files.values())
     except ConfigError:
@@ -138,7 +138,7 @@ def _check(path: Path, progress: Callable[[int], None], *, hashes: bool) -> Chec
 
 
 def _unusable(checkpoint: Path, extra: list[Problem]) -> list[Problem]:
-    """Why no run could resume from a full checkpoint with intact files. Models with files that are not loaded are left out."""
+    """Explain why no run could resume from a full checkpoint with intact files. Models with files that are not loaded are left out."""
     from rlhf_mcore.cli.saved_checkpoint import check_saved  # imports torch
 
     if base_of(checkpoint) is not None:

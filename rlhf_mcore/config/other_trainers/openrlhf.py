@@ -79,15 +79,15 @@ def _kl(values: Values) -> dict[str, Any]:
     placement = "loss" if values.get("algo.kl.use_loss") else "reward"
     if placement == "loss" and estimator == "k1" and coef:
         raise Lost("k1 in the loss has an expected gradient of zero; use k2 or k3, or charge it in the reward")
-    found = {
+    settings = {
         "algorithm.kl.coef": coef,
         "algorithm.kl.estimator": choose({k: k for k in ("k1", "k2", "k3")})(estimator),
         "algorithm.kl.placement": placement,
     }
     if values.get("algo.kl.target") is not None and coef:
-        found["algorithm.kl.controller.name"] = "adaptive"
-        found["algorithm.kl.controller.target"] = float(values["algo.kl.target"])
-    return found
+        settings["algorithm.kl.controller.name"] = "adaptive"
+        settings["algorithm.kl.controller.target"] = float(values["algo.kl.target"])
+    return settings
 
 
 def _correction(values: Values) -> dict[str, Any]:
@@ -95,15 +95,15 @@ def _correction(values: Values) -> dict[str, Any]:
         return {}
     low, high = values["algo.advantage.is_correction_threshold"]
     kind = choose({"tis": "cap", "icepop": "mask"})(values["algo.advantage.is_correction_type"])
-    found = {"algorithm.rollout_correction.mode": "token", "algorithm.rollout_correction.cap": float(high)}
+    settings = {"algorithm.rollout_correction.mode": "token", "algorithm.rollout_correction.cap": float(high)}
     if kind == "mask":
-        found["algorithm.rollout_correction.mask_low"] = float(low)
-        found["algorithm.rollout_correction.mask_high"] = float(high)
-    return found
+        settings["algorithm.rollout_correction.mask_low"] = float(low)
+        settings["algorithm.rollout_correction.mask_high"] = float(high)
+    return settings
 
 
 def schedule(model: str) -> Joint:
-    """The learning rate's. ``model`` is before the names: "actor." where there are several models."""
+    """Carry over the learning rate's schedule. ``model`` is before the names: "actor." where there are several models."""
     names = (f"{model}lr_scheduler", f"{model}min_lr_ratio", f"{model}adam.lr")
 
     def convert(values: Values) -> dict[str, Any]:
@@ -144,16 +144,16 @@ def _evaluation(values: Values) -> dict[str, Any]:
 
 
 def data_files(names: Any, field: str = "data.train") -> list[str]:
-    """Files of a comma-separated list. Ids of data sets are lost; ours are the files that prepare_data makes of them."""
-    found = [path(name.strip()) for name in str(names).split(",") if name.strip()]
+    """Split a comma-separated list of files. Ids of data sets are lost; ours are the files that prepare_data makes of them."""
+    paths = [path(name.strip()) for name in str(names).split(",") if name.strip()]
     files = [
         name if name.endswith((".parquet", ".jsonl")) else f"data/{PurePosixPath(name).name}/train.parquet"
-        for name in found
+        for name in paths
     ]
-    if files == found:
+    if files == paths:
         return files
     commands = [
-        f"rlhf-mcore prepare-data {name} --out data/{PurePosixPath(name).name}" for name in found if name not in files
+        f"rlhf-mcore prepare-data {name} --out data/{PurePosixPath(name).name}" for name in paths if name not in files
     ]
     raise Lost(
         f"not .parquet or .jsonl files; make those that {field} names with {' and '.join(commands)}", {field: files}
@@ -201,7 +201,7 @@ _MUON = (
 
 
 def adam(values: Values) -> dict[str, Any]:
-    """Nothing to set, if the one value is "adam"."""
+    """Set nothing if the one value is "adam"."""
     if list(values.values()) != ["adam"]:
         raise Lost(_MUON)
     return {}
@@ -379,12 +379,12 @@ ONE_MODEL = {
 
 
 def one_model(flags: Values) -> dict[str, Any]:
-    """Flags of ``sources.read_flags`` under the names of these programs."""
+    """Rename flags of ``sources.read_flags`` to the names of these programs."""
     return {ONE_MODEL.get(name, name): value for name, value in flags.items()}
 
 
 def _example_tokens(rows: int) -> Joint:
-    """``rows`` of an example of train.micro_batch_size, all of the longest, are a microbatch."""
+    """Size a microbatch: ``rows`` examples of train.micro_batch_size, all of the longest."""
 
     def convert(values: Values) -> dict[str, Any]:
         longest = int(values["data.max_len"])

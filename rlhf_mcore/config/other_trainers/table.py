@@ -23,7 +23,7 @@ class Lost(Exception):
 
 
 def same(value: Any) -> Any:
-    """Both mean the same by it."""
+    """Keep a value that means the same in both."""
     return value
 
 
@@ -113,7 +113,7 @@ def _carry(migration: Migration, joint: Joint, everything: Values, given: Values
     here = [key for key in joint.theirs if key in given]
     lost = [key for key in here if key not in migration.carried]  # by this, if by nothing else
     try:
-        found = joint.convert({key: everything[key] for key in joint.theirs if key in everything})
+        settings = joint.convert({key: everything[key] for key in joint.theirs if key in everything})
     except Lost as reason:
         migration.lost.update({key: (given[key], str(reason)) for key in lost})
         migration.settings.update(reason.settings)
@@ -125,9 +125,9 @@ def _carry(migration: Migration, joint: Joint, everything: Values, given: Values
             outside = "its value is not in the script but in what runs it: set it"
             migration.lost[key] = given[key], outside if is_outside else "a value of a kind that this key does not have"
         return
-    unknown = sorted(key for key in found if key not in KEYS)
+    unknown = sorted(key for key in settings if key not in KEYS)
     assert not unknown, unknown
-    migration.settings.update(found)
+    migration.settings.update(settings)
     migration.carried.update(key for key in here if key not in migration.lost)
 
 
@@ -143,28 +143,28 @@ def choose(choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def path(value: Any) -> str:
-    """A path; a home directory is written as our configuration knows it."""
+    """Keep a path; a home directory is written as our configuration knows it."""
     return re.sub(r"^~(?=/)", "${oc.env:HOME}", str(value))
 
 
 def files(value: Any) -> list[str]:
-    """One file or several, as a list."""
+    """List one file or several."""
     return [path(file) for file in (value if isinstance(value, list | tuple) else [value])]
 
 
 def positive(value: Any) -> int:
-    """A number of steps of which 0 and less mean never."""
+    """Keep a number of steps of which 0 and less mean never."""
     return max(int(value), 0)
 
 
 def padded_length(length: int, tp: Any, cp: Any) -> int:
-    """Tokens of a microbatch of one sequence of ``length``, where context parallelism shares it."""
+    """Count the tokens of a microbatch of one sequence of ``length``, where context parallelism shares it."""
     multiple = token_multiple(int(tp), int(cp), int(tp) > 1) if int(cp) > 1 else 1
     return -(-length // multiple) * multiple
 
 
 def pair(first: str, second: str) -> Callable[[Values], dict[str, Any]]:
-    """A list of two values of theirs, under a single key, is two of ours."""
+    """Split a list of two values of theirs, under a single key, into two of ours."""
 
     def convert(values: Values) -> dict[str, Any]:
         (both,) = values.values()
@@ -174,7 +174,7 @@ def pair(first: str, second: str) -> Callable[[Values], dict[str, Any]]:
 
 
 def divided(total: Any, by: Any, what: str) -> int:
-    """An exact quotient."""
+    """Divide exactly."""
     if int(total) % int(by):
         raise Lost(f"{what}: {total} is not divisible by {by}")
     return int(total) // int(by)

@@ -27,7 +27,7 @@ def _responses_per_step(values: Values) -> int:
 
 
 def updates_per_step(values: Values) -> int:
-    """Optimizer updates on the responses of one generation. TRL counts updates where we count generations."""
+    """Count the optimizer updates on the responses of one generation. TRL counts updates where we count generations."""
     passes = int(values["num_iterations"])
     return passes * divided(_responses_per_step(values), _responses_per_update(values), "responses of a generation")
 
@@ -55,7 +55,7 @@ def _num_steps(values: Values) -> dict[str, Any]:
 
 
 def _every(strategy: str, count: str, ours: str) -> Joint:
-    """Every so many updates there is every so many steps here."""
+    """Convert every so many updates there to every so many steps here."""
 
     def convert(values: Values) -> dict[str, Any]:
         kind = values[strategy]
@@ -129,7 +129,7 @@ def _reference(values: Values) -> dict[str, Any]:
 
 
 def _reward(values: Values) -> dict[str, Any]:
-    """The rules among the reward functions; what is a function of the script has to move to a file of its own."""
+    """Carry over the rules among the reward functions; a function of the script has to move to a file of its own."""
     named = values["reward_funcs"]
     names = [str(name).rpartition(".")[2] for name in (named if isinstance(named, list) else [named])]
     weights = values.get("reward_weights") or [1.0] * len(names)
@@ -153,7 +153,7 @@ def _trackers(value: Any) -> list[str]:
 
 
 def _off(reason: str) -> Callable[[Values], dict[str, Any]]:
-    """Nothing to set where the one value is off; otherwise it is lost for ``reason``."""
+    """Set nothing where the one value is off; otherwise it is lost for ``reason``."""
 
     def convert(values: Values) -> dict[str, Any]:
         (value,) = values.values()
@@ -165,7 +165,7 @@ def _off(reason: str) -> Callable[[Values], dict[str, Any]]:
 
 
 def _warmup(values: Values) -> dict[str, Any]:
-    """A number of updates, or below 1 a share of them."""
+    """Carry over a number of updates, or below 1 a share of them."""
     value = values["warmup_steps"]
     name = "warmup_ratio" if 0 < float(value) < 1 else "warmup_updates"
     return {f"actor.optimizer.schedule.{name}": float(value) if name == "warmup_ratio" else int(value)}

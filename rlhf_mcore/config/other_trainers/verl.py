@@ -48,7 +48,7 @@ def advantage(values: Values) -> dict[str, Any]:
 
 
 def samples(values: Values) -> dict[str, Any]:
-    """Responses per prompt. With a single one theirs falls back to the bare score, ours compares."""
+    """Carry over the responses per prompt. With a single one theirs falls back to the bare score, ours compares."""
     count, estimator = int(values[ROLLOUT + "n"]), values["algorithm.adv_estimator"]
     if count == 1 and estimator in ADVANTAGES and estimator not in ("gae", "reinforce_plus_plus"):
         raise Lost(
@@ -77,10 +77,10 @@ def aggregation(values: Values) -> dict[str, Any]:
     if mode == "seq-mean-token-sum":  # a sum over tokens is a constant length of one
         return {"algorithm.loss_aggregation": "constant", "algorithm.constant_length": 1}
     modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
-    found = {"algorithm.loss_aggregation": choose(modes)(mode)}
-    if found["algorithm.loss_aggregation"] == "constant":
-        found["algorithm.constant_length"] = factor
-    return found
+    settings = {"algorithm.loss_aggregation": choose(modes)(mode)}
+    if settings["algorithm.loss_aggregation"] == "constant":
+        settings["algorithm.constant_length"] = factor
+    return settings
 
 
 def kl(values: Values) -> dict[str, Any]:
@@ -93,11 +93,11 @@ def kl(values: Values) -> dict[str, Any]:
         return _kl_settings(values[ACTOR + "kl_loss_coef"], estimator, "loss")
     if not values["algorithm.use_kl_in_reward"]:
         return {"algorithm.kl.coef": 0.0}
-    found = _kl_settings(values["algorithm.kl_ctrl.kl_coef"], choose(KL)(values["algorithm.kl_penalty"]), "reward")
+    settings = _kl_settings(values["algorithm.kl_ctrl.kl_coef"], choose(KL)(values["algorithm.kl_penalty"]), "reward")
     if values["algorithm.kl_ctrl.type"] == "adaptive":
-        found["algorithm.kl.controller.name"] = "adaptive"
-        found["algorithm.kl.controller.target"] = float(values["algorithm.kl_ctrl.target_kl"])
-    return found
+        settings["algorithm.kl.controller.name"] = "adaptive"
+        settings["algorithm.kl.controller.target"] = float(values["algorithm.kl_ctrl.target_kl"])
+    return settings
 
 
 def _kl_settings(coef: Any, estimator: str, placement: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def correction(values: Values) -> dict[str, Any]:
 
 
 def sequence_parallel(theirs: str, ours: str) -> Joint:
-    """On by default there; it shares something out among two ranks or more only."""
+    """Carry over sequence parallelism: on by default there; it shares something out among two ranks or more only."""
     names = (theirs + "sequence_parallel", theirs + "tensor_model_parallel_size")
 
     def convert(values: Values) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def reward_model(values: Values) -> dict[str, Any]:
 
 
 def warmup(theirs: str, ours: str) -> Joint:
-    """Theirs is counted in steps, ours in updates, of which a step may make several."""
+    """Convert a warmup in steps to ours in updates, of which a step may make several."""
 
     def convert(values: Values) -> dict[str, Any]:
         steps = int(values.get(theirs + "lr_warmup_steps", -1))
@@ -221,30 +221,30 @@ OVERLONG = (
 
 
 def overlong(prefix: str) -> Joint:
-    """DAPO's soft punishment of long responses; its place in their configuration has moved twice."""
+    """Carry over DAPO's soft punishment of long responses; its place in their configuration has moved twice."""
     length = prefix.replace("overlong_buffer_cfg.", "max_resp_len")
 
     def convert(values: Values) -> dict[str, Any]:
         if not values[prefix + "enable"]:
             return {"algorithm.overlong.enabled": False}
-        found = {
+        settings = {
             "algorithm.overlong.enabled": True,
             "algorithm.overlong.cache_tokens": int(values[prefix + "len"]),
             "algorithm.overlong.penalty": float(values.get(prefix + "penalty_factor", 1.0)),
         }
         if values.get(length) is not None:
-            found["algorithm.overlong.max_tokens"] = int(values[length])
-        return found
+            settings["algorithm.overlong.max_tokens"] = int(values[length])
+        return settings
 
     names = [prefix + name for name in ("enable", "len", "penalty_factor")]
     return Joint((*names, length) if length != prefix else tuple(names), convert)
 
 
 def filter_groups(values: Values) -> dict[str, Any]:
-    found: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(values["algorithm.filter_groups.enable"])}
+    settings: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(values["algorithm.filter_groups.enable"])}
     limit = int(values.get("algorithm.filter_groups.max_num_gen_batches", 0))
     # 0 and less: no limit there
-    return {**found, "algorithm.dynamic_sampling.max_batches": limit} if limit > 0 else found
+    return {**settings, "algorithm.dynamic_sampling.max_batches": limit} if limit > 0 else settings
 
 
 def resume(values: Values) -> dict[str, Any]:
