@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.common import Timing, report, timed
 from benchmarks.synthetic import LARGE, SMALL, num_bytes, shards, write_state
-from rlhf_mcore.bridge.files.state_files import StateReader
+from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 

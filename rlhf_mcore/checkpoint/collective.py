@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhf_mcore.checkpoint.commit import Permissions, prepare, publish, seal, seal_files
-from rlhf_mcore.checkpoint.delta import choose_base, encode
 from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk, SaveError
 from rlhf_mcore.checkpoint.housekeeping import remove_partials
 from rlhf_mcore.checkpoint.manifest import DELTA, Base, CheckpointInfo
@@ -61,6 +60,8 @@ class CheckpointWriter:
         """Return what the manifest of the next save holds: its kind, full or delta, and a delta's base. Collective."""
         if self._full_every == 1:
             return CheckpointInfo(step, metrics=metrics)
+        from rlhf_mcore.checkpoint.delta import choose_base  # most runs save no deltas
+
         chosen = choose_base(self.run, self._full_every) if _is_first() else None
         answer = broadcast_json(asdict(chosen) if chosen else None, 0)
         return CheckpointInfo(step, DELTA, Base(**answer), metrics) if answer else CheckpointInfo(step, metrics=metrics)
@@ -151,6 +152,8 @@ class CheckpointWriter:
         try:
             paths = write(partial)
             if base is not None:
+                from rlhf_mcore.checkpoint.delta import encode
+
                 paths = encode(partial, paths, self.run / base.name)
             self.permissions.grant(partial, paths := [partial / path for path in paths])
             return seal_files(partial, paths, self._disk), None

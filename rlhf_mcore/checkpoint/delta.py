@@ -14,8 +14,17 @@ from pathlib import Path
 
 from rlhf_mcore.checkpoint.contents import lacking, model_files, model_names
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.layout import DELTA_DATA, DELTA_INDEX, MANIFEST, TRAINING, scan, step_of, transitional_path
-from rlhf_mcore.checkpoint.manifest import Base, Manifest, Problem, compare, read_manifest, relative_name, verify
+from rlhf_mcore.checkpoint.layout import DELTA_DATA, DELTA_INDEX, MANIFEST, TRAINING, scan, transitional_path
+from rlhf_mcore.checkpoint.manifest import (
+    Base,
+    Problem,
+    base_of,
+    compare,
+    find_base,
+    read_manifest,
+    relative_name,
+    verify,
+)
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_files import own_directory, refuse_link
 
@@ -66,44 +75,6 @@ def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Pat
     return out
 
 
-def base_of(checkpoint: Path) -> Path | None:
-    """Return the full checkpoint that a delta is a difference to, None for a full one.
-
-    Raises:
-        ConfigError: the base is missing, or was saved again since.
-    """
-    return _find_base(checkpoint, read_manifest(checkpoint))
-
-
-def _find_base(checkpoint: Path, manifest: Manifest) -> Path | None:
-    base = manifest.info.base
-    if base is None:
-        return None
-    path = checkpoint.resolve().parent / base.name
-    wanted = f"{checkpoint.name} holds differences to {base.name}"
-    if step_of(base.name) is None or not (path / MANIFEST).is_file():
-        raise ConfigError(
-            f"{checkpoint}: {wanted}, which is not beside it; bring it back, or choose another checkpoint"
-        )
-    if read_manifest(path).digest != base.digest:
-        raise ConfigError(f"{checkpoint}: {wanted}, which was saved again since; choose another checkpoint")
-    return path
-
-
-def has_base(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's base is there. True for a full one, and for one with an unreadable manifest."""
-    try:
-        manifest = read_manifest(checkpoint)
-    except ConfigError:
-        # Damaged: reported when it is loaded.
-        return True
-    try:
-        _find_base(checkpoint, manifest)
-    except ConfigError:
-        return False
-    return True
-
-
 def verify_chain(
     checkpoint: Path,
     *,
@@ -122,7 +93,7 @@ def verify_chain(
     problems = compare(checkpoint, manifest, hashes=hashes, model=model, progress=progress)
     problems += lacking(checkpoint, manifest.files)
     try:
-        base = _find_base(checkpoint, manifest)
+        base = find_base(checkpoint, manifest)
     except ConfigError as error:
         return [*problems, Problem(MANIFEST, "base", str(error))]
     if base is not None:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_mcore.checkpoint.delta import has_base
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, Checkpoint, checkpoint_path, linked_step, scan, step_of
-from rlhf_mcore.checkpoint.manifest import read_manifest
+from rlhf_mcore.checkpoint.manifest import has_base, read_manifest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 

@@ -22,7 +22,7 @@ import xxhash
 from rlhf_mcore import __version__
 from rlhf_mcore.checkpoint.disk import Disk, spread
 from rlhf_mcore.checkpoint.formats import VERSION, migrate
-from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.checkpoint.layout import MANIFEST, step_of
 from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
@@ -278,3 +278,42 @@ def _parse(content: Fields, digest: str) -> Manifest:
         for entry in [files.object(name)]
     }
     return Manifest(info, entries, content.table("libraries"), digest)
+
+
+def base_of(checkpoint: Path) -> Path | None:
+    """Return the full checkpoint that a delta is a difference to, None for a full one.
+
+    Raises:
+        ConfigError: the base is missing, or was saved again since.
+    """
+    return find_base(checkpoint, read_manifest(checkpoint))
+
+
+def find_base(checkpoint: Path, manifest: Manifest) -> Path | None:
+    """Return the base of a checkpoint whose manifest was read. Raises as ``base_of``."""
+    base = manifest.info.base
+    if base is None:
+        return None
+    path = checkpoint.resolve().parent / base.name
+    wanted = f"{checkpoint.name} holds differences to {base.name}"
+    if step_of(base.name) is None or not (path / MANIFEST).is_file():
+        raise ConfigError(
+            f"{checkpoint}: {wanted}, which is not beside it; bring it back, or choose another checkpoint"
+        )
+    if read_manifest(path).digest != base.digest:
+        raise ConfigError(f"{checkpoint}: {wanted}, which was saved again since; choose another checkpoint")
+    return path
+
+
+def has_base(checkpoint: Path) -> bool:
+    """Return whether a checkpoint's base is there. True for a full one, and for one with an unreadable manifest."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except ConfigError:
+        # Damaged: reported when it is loaded.
+        return True
+    try:
+        find_base(checkpoint, manifest)
+    except ConfigError:
+        return False
+    return True

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.continuing import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
-from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.cli.trainers import build_trainer
 from rlhf_mcore.config.implied import role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
@@ -183,7 +181,12 @@ def _open_record(
     if dist.get_rank() != 0:
         return Start()
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
-    check = partial(check_saved, values=cfg.checkpoint.verify)
+
+    def check(checkpoint: Path, weights: Mapping[str, Path]) -> None:
+        from rlhf_mcore.cli.saved_checkpoint import check_saved  # a run that begins reads no checkpoint
+
+        check_saved(checkpoint, weights, values=cfg.checkpoint.verify)
+
     start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg), check)
     directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))
     notes = list(start.notes)

@@ -143,8 +143,8 @@ def announce(cfg: Config) -> int | None:
     if damaged:
         return 0
     if is_over(cfg, directory.path, newest.step):
+        from rlhf_mcore.trainer.earlier_checkpoint import compare_inputs  # imports torch
         from rlhf_mcore.trainer.inputs import fingerprints
-        from rlhf_mcore.trainer.resume import compare_inputs  # imports torch
 
         compare_inputs(newest.path, cfg.checkpoint, fingerprints(cfg))
         say(cfg, finished_text(cfg, newest.path, newest.step))

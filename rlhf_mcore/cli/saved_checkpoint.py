@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_mcore.bridge.files.saved_model import check_saved_model
 from rlhf_mcore.checkpoint.layout import TRAINING
-from rlhf_mcore.checkpoint.rng import check_states
+from rlhf_mcore.checkpoint.saved_rng import check_states
 from rlhf_mcore.config.errors import ConfigError
 
 UNTRAINED = "reference"  # the one model in a checkpoint that has no optimizer

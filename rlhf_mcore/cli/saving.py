@@ -1,4 +1,4 @@
-"""From a run's models and its objects with a state to what saves them, and what brings them back."""
+"""From a run's models and its objects with a state to what saves them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,32 +15,28 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import tidy
-from rlhf_mcore.checkpoint.layout import BEST, checkpoint_path, linked_step
+from rlhf_mcore.checkpoint.layout import checkpoint_path
 from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.registry import Registry, Stateful
 from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.cli.run_context import RunContext
-from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import time_left
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.own_files import shown_path
-from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank, world_group
-from rlhf_mcore.roles.model import RoleModel, TrainedModel
+from rlhf_mcore.parallel.collectives import on_every_rank, world_group
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.dealing import ExpectedLengths
 from rlhf_mcore.trainer.record import RunRecord
-from rlhf_mcore.trainer.resume import Start
 from rlhf_mcore.trainer.run_state import RunState
 
 if TYPE_CHECKING:
@@ -57,70 +53,6 @@ class SavedModel:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Restorer:
-    """Brings a run to where it was at a checkpoint."""
-
-    directory: Path  # of the run
-    state: RunState
-    files: list[RoleFiles]
-    models: Sequence[SavedModel]
-
-    def resume(self, start: Start) -> list[str]:
-        """Restore everything but the weights, which were loaded when the models were built. Collective over the world.
-
-        Returns what the user should know.
-        """
-        checkpoint = start.checkpoint
-        if checkpoint is None:
-            return []
-        for part in self.files:
-            on_every_rank(partial(part.load_state, checkpoint))
-        return on_every_rank(lambda: self.state.load(checkpoint))
-
-    def load_best(self, last_step: int, *, hashes: bool) -> int | None:
-        """Restore the best checkpoint: weights, optimizers, counters. Collective over the world.
-
-        Returns its step; None where there is none, and where it is that of the last step.
-
-        Raises:
-            ConfigError: it is damaged.
-        """
-        run = self.directory
-
-        def find() -> tuple[int, dict[str, str]] | None:
-            step = linked_step(run, BEST) if dist.get_rank() == 0 else None
-            if step is None or step == last_step:
-                return None
-            from rlhf_mcore.checkpoint.delta import readable, verify_chain
-
-            problems = verify_chain(checkpoint_path(run, step), hashes=hashes)
-            if damage := [problem for problem in problems if problem.is_damage]:
-                raise ConfigError(
-                    f"checkpoint.load_best_model_at_end: checkpoint-{step}, the best one, is damaged ({shortened(damage, 3)}); "
-                    "the last one is whole, use that"
-                )
-            checkpoint = checkpoint_path(run, step)
-            return step, {model.name: str(readable(checkpoint, model.name, run)) for model in self.models}
-
-        found = broadcast_json(on_every_rank(find), 0)
-        if found is None:
-            return None
-        step, weights = found
-        for saved in self.models:
-            if isinstance(saved.model, TrainedModel):
-                on_every_rank(partial(_load_weights, saved.model, weights[saved.name]))
-        self.resume(Start(checkpoint_path(run, step), step))
-        return int(step)
-
-
-def _load_weights(model: RoleModel, directory: str) -> None:
-    parameters = model.local_parameters()
-    if model.model is not None:  # what is not on the device is loaded into its copy on the host
-        parameters = [replace(held, tensor=model.model.movable.current(held.tensor)) for held in parameters]
-    load(parameters, model.spec.geometry, HFReader(directory))
-
-
 def build_checkpointer(
     run: RunContext,
     models: Sequence[SavedModel],
@@ -130,59 +62,23 @@ def build_checkpointer(
     lengths: ExpectedLengths | None = None,
     room: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RunCheckpointer:
-    """What saves the run from here on, after everything was restored from the checkpoint that it begins with.
+    """Build what saves the run from here on, and restore what it begins with. Collective over the world.
 
     ``holders`` are the objects with a state, beside models and sampler; ``ahead`` is what is sampled for coming steps, on the first
-    rank; ``lengths`` are those of the responses so far; others leave the device while ``room`` is entered. Collective over the world.
+    rank; ``lengths`` are those of the responses so far; others leave the device while ``room`` is entered.
     """
     cfg, record, directory = run.cfg, run.record, run.directory
-    files = []
-    for saved in models:
-        # MTP layers predict tokens from hidden states, which a scalar head has no use for.
-        has_tokens = saved.model.spec.geometry.head == "lm"
-        carried = on_every_rank(partial(CarriedTensors, saved.path, saved.model.spec.geometry)) if has_tokens else None
-        if carried is not None and carried.types:
-            record.note(carried.text(saved.name))
-        files.append(RoleFiles(saved.name, saved.model, _exporter(cfg, saved, carried)))
-    triggers = None
-    if dist.get_rank() == 0:
-        left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
-        # From here on only the monotonic clock counts: the wall clock may be set during the run.
-        ends = None if left is None else time.monotonic() + left
-        num_steps = cfg.trainer.num_steps
-        triggers = Triggers(cfg.checkpoint, num_steps, directory, ends, num_epochs=lambda: sampler.num_epochs)
-    registry, data = Registry(), Registry()
-    registry.register("triggers", triggers or _OnFirstRank())
-    for name, holder in holders.items():
-        registry.register(name, holder)
-    data.register("sampler", sampler)
-    if lengths is not None:
-        data.register("response_lengths", lengths, added_later=True)
-    if cfg.rollout.placement == "disaggregated" and run.kind.generates:
-        data.register("ahead", ahead or _OnFirstRank())
-    state = RunState(
-        registry,
-        data,
-        to_yaml(cfg),
-        recent=lambda: record.recent,
-        generators=rng_tracker_states,
-        set_generators=set_rng_tracker_states,
-        inputs=run.start.inputs,
-        ahead=ahead,
-    )
-    restorer = Restorer(directory, state, files, models)
-
-    def load_best() -> int | None:
-        with room():  # what engines have drawn is compared with the weights that they have
-            return restorer.load_best(cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
-
+    files = [_role_files(run, saved) for saved in models]
+    triggers = _build_triggers(run, sampler) if dist.get_rank() == 0 else None
+    state = _run_state(run, {"triggers": triggers or _OnFirstRank(), **holders}, sampler, ahead, lengths)
     keeper = _Housekeeping(cfg, directory, record)
+    writer = CheckpointWriter(
+        directory,
+        full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1,
+        permissions=Permissions(cfg.checkpoint.mode),
+    )
     checkpointer = RunCheckpointer(
-        writer=CheckpointWriter(
-            directory,
-            full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1,
-            permissions=Permissions(cfg.checkpoint.mode),
-        ),
+        writer=writer,
         parts=files,
         small_files=state.small_files,
         triggers=triggers,
@@ -195,15 +91,68 @@ def build_checkpointer(
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
         room=room,
-        load_best=load_best if cfg.checkpoint.load_best_model_at_end else lambda: None,
     )
+    if run.start.checkpoint is None and not cfg.checkpoint.load_best_model_at_end:
+        return checkpointer
+    from rlhf_mcore.cli.restoring import Restorer  # most runs begin anew, and end with their last weights
+
+    restorer = Restorer(directory, state, files, models, room)
+    if cfg.checkpoint.load_best_model_at_end:
+        checkpointer.load_best = partial(restorer.load_best, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
     if run.start.checkpoint is not None:
         with record.phase("load_state"):
             record.progress(shown_path(run.start.checkpoint))
-            notes = restorer.resume(run.start)
+            notes = restorer.resume(run.start.checkpoint)
         for line in notes:
             record.note(line)
     return checkpointer
+
+
+def _role_files(run: RunContext, saved: SavedModel) -> RoleFiles:
+    """Build what writes a model's files. Collective over the world."""
+    # MTP layers predict tokens from hidden states, which a scalar head has no use for.
+    has_tokens = saved.model.spec.geometry.head == "lm"
+    carried = on_every_rank(partial(CarriedTensors, saved.path, saved.model.spec.geometry)) if has_tokens else None
+    if carried is not None and carried.types:
+        run.record.note(carried.text(saved.name))
+    return RoleFiles(saved.name, saved.model, _exporter(run.cfg, saved, carried))
+
+
+def _build_triggers(run: RunContext, sampler: ResumableSampler) -> Triggers:
+    """Build what decides when to save, for the first rank."""
+    cfg = run.cfg
+    left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
+    # From here on only the monotonic clock counts: the wall clock may be set during the run.
+    ends = None if left is None else time.monotonic() + left
+    return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run.directory, ends, num_epochs=lambda: sampler.num_epochs)
+
+
+def _run_state(
+    run: RunContext,
+    holders: Mapping[str, Stateful],
+    sampler: ResumableSampler,
+    ahead: SamplingAhead | None,
+    lengths: ExpectedLengths | None,
+) -> RunState:
+    """Register every object with a state."""
+    registry, data = Registry(), Registry()
+    for name, holder in holders.items():
+        registry.register(name, holder)
+    data.register("sampler", sampler)
+    if lengths is not None:
+        data.register("response_lengths", lengths, added_later=True)
+    if run.cfg.rollout.placement == "disaggregated" and run.kind.generates:
+        data.register("ahead", ahead or _OnFirstRank())
+    return RunState(
+        registry,
+        data,
+        to_yaml(run.cfg),
+        recent=lambda: run.record.recent,
+        generators=rng_tracker_states,
+        set_generators=set_rng_tracker_states,
+        inputs=run.start.inputs,
+        ahead=ahead,
+    )
 
 
 def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) -> Exporter:

@@ -12,14 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.state_files import (
-    STATE_INDEX,
-    RankState,
-    StateReader,
-    check_scalars,
-    gather_index,
-    state_file,
-)
+from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, gather_index, state_file
 from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.config.errors import ConfigError
@@ -118,6 +111,8 @@ class RoleFiles:
         if not isinstance(role, TrainedModel) or optimizer is None:
             return
         directory = checkpoint / self.name
+        from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars  # a run that begins reads no state
+
         reader = StateReader(directory / TRAINING, self._geometry)
         check_scalars(reader.scalars)
         reader.read_into(optimizer.shards())

@@ -7,23 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_mcore.checkpoint.contents import model_names
-from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.housekeeping import recover, set_aside, steps_after
-from rlhf_mcore.checkpoint.layout import CONFIG, MANIFEST, linked_checkpoints, scan, without_manifest
+from rlhf_mcore.checkpoint.housekeeping import recover
+from rlhf_mcore.checkpoint.layout import linked_checkpoints, scan, without_manifest
 from rlhf_mcore.checkpoint.links import best_rule
-from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
-from rlhf_mcore.config.differences import compare_configs, refuse
-from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.config.schema.run import AUTO, NEVER
-from rlhf_mcore.foreign import SMALL, read_text
-from rlhf_mcore.trainer.inputs import Inputs, changed_inputs, keys_of
-from rlhf_mcore.trainer.run_state import check_counts, read_inputs, read_step
+from rlhf_mcore.trainer.inputs import Inputs
 
 CheckSaved = Callable[[Path, Mapping[str, Path]], None]  # a checkpoint, and by model the directory with its weights
-MAX_NOTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +55,8 @@ def find_start(
     """
     inputs = inputs or {}
     disk = disk or Disk()
-    rule = best_rule(cfg)
     _refuse_linked(run)
-    notes = recover(run, rule, disk)
+    notes = recover(run, best_rule(cfg), disk)
     own = scan(run)
     if cfg.resume == NEVER:
         if own:  # checkpoints of two runs in one directory could not be told apart
@@ -73,113 +65,11 @@ def find_start(
                 "experiment, or move them away"
             )
         return Start(notes=notes, inputs=inputs)
-    if cfg.resume != AUTO and (not own or os.path.dirname(os.path.realpath(cfg.resume)) == os.path.realpath(run)):
-        chosen = Path(os.path.realpath(cfg.resume))
-        weights, extra = _check(chosen, cfg, run, check_saved)
-    else:
-        unread = without_manifest(run)
-        if unread and not own:
-            raise ConfigError(
-                f"{run / unread[0]} has no {MANIFEST} that can be read, so nobody can tell whether it is whole; bring it back, or "
-                "move the directory away"
-            )
-        notes += [f"{name} is not used: it has no {MANIFEST} that can be read" for name in unread]
-        if not own:
-            return Start(notes=notes, inputs=inputs)
-        damaged: list[str] = []
-        for checkpoint in reversed(own):
-            try:
-                weights, extra = _check(chosen := checkpoint.path, cfg, run, check_saved)
-            except ConfigError as error:
-                if cfg.on_damaged == "error":
-                    raise
-                damaged.append(f"{error} Falling back to the checkpoint before it.")
-            else:
-                break
-        else:
-            none = f"none of the {len(own)} checkpoints in {run} is intact; start a new experiment"
-            raise ConfigError.many([none, *damaged])
-        notes += damaged
-    if extra:
-        notes.append(f"not loaded from {chosen.name}: {shortened(extra, MAX_NOTED)}")
-    notes += [*_compare(chosen, cfg, config_yaml, inputs), *_other_libraries(chosen)]
-    step, inside = read_step(chosen), chosen.parent == run.resolve() or chosen.parent == run
-    if inside:
-        notes += set_aside(run, steps_after(run, step), rule, disk)
-    return Start(chosen, step, weights, inside, notes=notes, inputs=inputs)
+    if cfg.resume == AUTO and not own and not without_manifest(run):
+        return Start(notes=notes, inputs=inputs)
+    from rlhf_mcore.trainer.earlier_checkpoint import continue_run  # a run that begins reads no checkpoint
 
-
-def _check(
-    checkpoint: Path, cfg: CheckpointConfig, run: Path, check_saved: CheckSaved | None
-) -> tuple[dict[str, Path], list[Problem]]:
-    """By model the directory with its weights, and the files that are not in the manifest.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
-    problems = verify_chain(checkpoint, hashes=cfg.verify)
-    damaged = [problem for problem in problems if problem.is_damage]
-    if damaged:
-        raise ConfigError(f"{checkpoint} is damaged: {shortened(damaged, MAX_NOTED)}.")
-    check_counts(checkpoint)
-    weights = {model: readable(checkpoint, model, run) for model in model_names(read_manifest(checkpoint).files)}
-    try:
-        if check_saved is not None:
-            check_saved(checkpoint, weights)
-    except ConfigError as error:
-        raise ConfigError(f"{checkpoint} is damaged: {error}") from error
-    return weights, problems
-
-
-def _other_libraries(checkpoint: Path) -> list[str]:
-    """A line that names what was of another version when the checkpoint was written, or another kind of processor."""
-    before, now = read_manifest(checkpoint).libraries, dict(library_versions())
-    if "processor" not in before:  # an earlier release wrote it, or a run on GPUs
-        now.pop("processor", None)
-    changed = [
-        f"{name} was {before.get(name, 'not installed')} and is {now.get(name, 'not installed')}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
-    if not changed:
-        return []
-    return [f"warning: {'; '.join(changed)}: the last digits of numbers may differ from those of an unbroken run"]
-
-
-def _compare(checkpoint: Path, cfg: CheckpointConfig, config_yaml: str, inputs: Inputs) -> list[str]:
-    saved = read_text(checkpoint / CONFIG, limit=SMALL.num_bytes, remedy="choose another checkpoint")
-    known = read_inputs(checkpoint)
-    by_content = keys_of(known) & keys_of(inputs) if known is not None else frozenset()
-    fixed, other = compare_configs(saved, config_yaml, by_content)
-    refuse(checkpoint, fixed)
-    shown = other[:MAX_NOTED]
-    notes = [f"changed since: {line}" for line in shown]
-    if len(other) > len(shown):
-        notes.append(f"changed since: {len(other) - len(shown)} more keys")
-    if known is None:
-        return [
-            *notes,
-            f"{checkpoint.name} holds no fingerprints of data, code and models: the release that wrote it kept none",
-        ]
-    return notes + compare_inputs(checkpoint, cfg, inputs)
-
-
-def compare_inputs(checkpoint: Path, cfg: CheckpointConfig, inputs: Inputs) -> list[str]:
-    """Lines that warn of inputs with another content than the checkpoint's.
-
-    Raises:
-        ConfigError: there are some, and ``cfg.changed_inputs`` does not let a run continue with them.
-    """
-    known = read_inputs(checkpoint)
-    changed = changed_inputs(known, inputs) if known is not None else []
-    if changed and cfg.changed_inputs == "refuse":
-        raise ConfigError.many(
-            [
-                f"{line}; restore it, start a new experiment, or set checkpoint.changed_inputs=warn (checkpoint: {checkpoint})"
-                for line in changed
-            ]
-        )
-    return [f"warning: {line}" for line in changed]
+    return continue_run(run, cfg, config_yaml, inputs, check_saved, disk, notes)
 
 
 def _refuse_linked(run: Path) -> None:

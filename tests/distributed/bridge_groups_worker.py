@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
+from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, gather_index, state_file
+from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge

@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.state_files import (
-    MASTER,
-    SECOND_MOMENT,
-    STATE_INDEX,
-    StateReader,
-    check_scalars,
-    value_problem,
-)
+from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_INDEX
+from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars, value_problem
 from rlhf_mcore.bridge.files.transfer import WEIGHT_DTYPES
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes

@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 
 from rlhf_mcore.checkpoint.contents import model_names
-from rlhf_mcore.checkpoint.delta import base_of, verify_chain
+from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoints, linked_step, scan, step_of
 from rlhf_mcore.checkpoint.links import read_pins
-from rlhf_mcore.checkpoint.manifest import Problem, read_manifest
+from rlhf_mcore.checkpoint.manifest import Problem, base_of, read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.progress import progress_bar, working

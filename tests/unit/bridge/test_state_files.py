@@ -18,16 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.state_files import (
-    STATE_INDEX,
-    RankState,
-    StateReader,
-    check_scalars,
-    make_index,
-    regions,
-    state_file,
-    writes,
-)
+from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, regions, state_file, writes
+from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars
 from rlhf_mcore.bridge.files.tensor_files import FileImage, bytes_of
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import of_interval

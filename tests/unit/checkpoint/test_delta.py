@@ -9,12 +9,12 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint import delta_files
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
-from rlhf_mcore.checkpoint.delta import base_of, choose_base, encode, is_weight_file, readable, verify_chain
+from rlhf_mcore.checkpoint.delta import choose_base, encode, is_weight_file, readable, verify_chain
 from rlhf_mcore.checkpoint.delta_files import restore_file
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import recover
 from rlhf_mcore.checkpoint.layout import scan_transitional
-from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo, files_below
+from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo, base_of, files_below
 from rlhf_mcore.checkpoint.retention import Retention, prune
 from rlhf_mcore.config.errors import ConfigError
 from tests.unit.checkpoint.saving import complete

@@ -12,7 +12,7 @@ from rlhf_mcore.checkpoint import formats
 from rlhf_mcore.checkpoint.layout import TRAINER_STATE
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.trainer.run_state import check_counts, read_inputs, read_step
+from rlhf_mcore.trainer.saved_state import check_counts, read_inputs, read_step
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2"
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.checkpoint import rng
+from rlhf_mcore.checkpoint.layout import RNG_FILE
 from rlhf_mcore.checkpoint.registry import Registry
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.sampler import PromptSampler
-from rlhf_mcore.trainer.run_state import DATALOADER, TRAINER_STATE, RunState, read_step
+from rlhf_mcore.trainer.run_state import DATALOADER, TRAINER_STATE, RunState
+from rlhf_mcore.trainer.saved_state import read_step, restore_state
 
 RECENT = [{"step": 5, "time": 1.7e9, "loss": 0.5, "reward": None}]
 pytestmark = pytest.mark.usefixtures("world")
@@ -66,7 +68,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     generators = Generators()
     generators.state = torch.zeros(2, dtype=torch.uint8)
     resumed, number, sampler = make(0.0, 0, generators)
-    assert resumed.load(tmp_path) == []
+    assert restore_state(resumed, tmp_path) == []
     assert number.value == 0.1 + 0.2
     assert ([sampler.next_batch() for _ in range(4)], random.random()) == expected
     assert generators.state.tolist() == [1, 2]
@@ -80,8 +82,8 @@ def test_another_number_of_ranks_is_said(tmp_path: Path) -> None:
     state, _, _ = make(1.0, 0, Generators())
     save(tmp_path, state)
     two = {f"rank-{rank}/{name}": state for rank in range(2) for name, state in rng.capture().items()}
-    (tmp_path / rng.RNG_FILE).write_bytes(rng.encode(two))
-    (note,) = make(0.0, 0, Generators())[0].load(tmp_path)
+    (tmp_path / RNG_FILE).write_bytes(rng.encode(two))
+    (note,) = restore_state(make(0.0, 0, Generators())[0], tmp_path)
     assert "random generators begin anew" in note
 
 
@@ -108,4 +110,4 @@ def test_a_damaged_state_is_refused(tmp_path: Path, content: str, message: str) 
     save(tmp_path, state)
     (tmp_path / TRAINER_STATE).write_text(content)
     with pytest.raises(ConfigError, match=message):
-        state.load(tmp_path)
+        restore_state(state, tmp_path)
