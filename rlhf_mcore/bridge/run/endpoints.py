@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +56,15 @@ class LiveSources(Sources):
     def close(self, bucket: Bucket) -> None: ...
 
 
-class HostCopies(Sources):
+class KeptSources(Sources, Protocol):
+    """What can be sent again after the model was updated: as it was at the last ``take``."""
+
+    def take(self) -> None:
+        """Copy what changes in an update."""
+        ...
+
+
+class HostCopies(KeptSources):
     """Copies of tensors on the host, as they were at the last ``take``: a version that can be sent after the model was updated."""
 
     def __init__(self, flats: Mapping[str, Tensor]):
@@ -79,9 +87,11 @@ class HostCopies(Sources):
         copies.synchronize()
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        if self.is_static:
-            return self._copies
-        return {name: self._copies[name].to(self.device) for name in bucket.source_buffers}
+        return self._copies if self.is_static else self.read(bucket.source_buffers)
+
+    def read(self, names: Iterable[str]) -> Mapping[str, Tensor]:
+        """Return some of the copies, on the device."""
+        return {name: self._copies[name].to(self.device) for name in names}
 
     def close(self, bucket: Bucket) -> None: ...
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
-from rlhf_mcore.bridge.run.endpoints import HostCopies, Sources
+from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import machine
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
@@ -161,7 +161,7 @@ class RemoteBridge:
         address: str,
         timeout_s: float,
         note: Callable[[str], None] = lambda text: None,
-        kept: HostCopies | None = None,
+        kept: KeptSources | None = None,
     ) -> None:
         assert (engines is None) == (trainers.rank() > 0), "the first rank controls the engines"
         self._side, self._job, self._trainers, self._engines = side, job, trainers, engines

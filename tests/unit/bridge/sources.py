@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.pieces import Place, view
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import Sources
 
@@ -32,34 +31,6 @@ class Averages(Sources):
     def close(self, bucket: Bucket) -> None:
         for tensor in self.open_buckets.pop(bucket.index).values():
             tensor.fill_(torch.nan)  # whoever reads it later notices
-
-
-class Merged(Sources):
-    """Weights with low-rank adapters of some Hugging Face matrices added, each where a rank holds a part of its matrix."""
-
-    device, is_static = torch.device("cpu"), False
-
-    def __init__(
-        self, flats: Mapping[str, Tensor], places: Iterable[Place], adapters: Mapping[str, tuple[Tensor, Tensor]]
-    ):
-        """``adapters``: A [rank, columns] and B [rows, rank] by the name of a matrix [rows, columns]."""
-        self._flats, self._adapters = flats, adapters
-        self._pieces = {place.buffer: place.pieces for place in places}
-
-    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        return {name: self._merge(name) for name in bucket.source_buffers}
-
-    def close(self, bucket: Bucket) -> None: ...
-
-    def _merge(self, buffer: str) -> Tensor:
-        flat = self._flats[buffer]
-        merged = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
-        for piece in self._pieces[buffer]:
-            if piece.hf_name in self._adapters:
-                down, up = self._adapters[piece.hf_name]
-                rows, columns = piece.slices
-                view(merged, piece).add_(up[rows] @ down[:, columns])
-        return merged
 
 
 def _mean(one: Tensor, other: Tensor) -> Tensor:

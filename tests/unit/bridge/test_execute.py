@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,19 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
 from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
-from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.map.pieces import Piece, Place, view
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import transports
 from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, TransientBuffers
 from rlhf_mcore.bridge.run.execute import Executor
+from rlhf_mcore.bridge.run.merged import MergedSources, adapted_weights
 from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Work
-from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
+from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from tests.unit.bridge.sources import Averages, Merged
+from tests.unit.bridge.sources import Averages
 
 RANKS, BUCKET = 4, 256
 GEOMETRY = ModelGeometry("qwen3", 4, 4, GroupedSizes(4, 2, 2), 8, 16, False)
@@ -337,31 +339,46 @@ def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_
 
 
 @pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
-def test_an_adapter_is_merged_where_its_matrix_is(tp: int, pp: int, parts: int, per_node: int | None) -> None:
-    """Its factors are of one Hugging Face matrix; the map says which of its rows and columns a rank's buffer holds."""
+def test_adapters_are_merged_where_their_matrices_are(tp: int, pp: int, parts: int, per_node: int | None) -> None:
+    """Each rank merges what it has of W, A and B; engines get parts of the sum of the whole matrices."""
     wire, sources, destinations = Wire(0), held(tp, pp), needed(parts)
     plan, weights, generator = planned(tp, pp, parts, per_node), random_model(0), torch.Generator().manual_seed(1)
-    adapters = {}
-    for name, shape in SHAPES.items():
-        if name.endswith(("q_proj.weight", "v_proj.weight", "o_proj.weight", "up_proj.weight")):
-            # Of whole numbers, so that a product of parts is a part of the product to the last bit.
-            rows, columns = shape
-            down, up = (torch.randint(-3, 4, size, generator=generator).float() for size in ((2, columns), (rows, 2)))
-            adapters[name] = down, up
-    whole = {
-        name: (weight.float() + adapters[name][1] @ adapters[name][0]).to(DTYPES[name]) if name in adapters else weight
-        for name, weight in weights.items()
+    layout = ParallelLayout(RANKS, tp=tp, pp=pp)
+    of_adapters = replace(GEOMETRY, adapter=AdapterSizes(2, 1.0, ("q_proj", "v_proj", "o_proj", "up_proj")))
+    # Of whole numbers, so that a product of parts is a part of the product to the last bit.
+    adapters = {
+        name: torch.randint(-3, 4, shape, generator=generator).float()
+        for name, shape in hf_shapes(of_adapters).items()
     }
-    assert len(adapters) == 4 * GEOMETRY.num_layers
+    whole = dict(weights)
+    for name in adapted_weights(of_adapters):
+        a, b = (adapters[f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight"] for side in "AB")
+        whole[name] = weights[name] + 0.5 * b @ a
+    assert len(adapters) == 2 * 4 * GEOMETRY.num_layers
 
     def rank_body(rank: int) -> None:
         mine, received = tensors_of(sources, rank), KeptBuffers(tensors_of(destinations, rank))
         spread(mine, sources, rank, weights)
-        merged = Merged(mine, [place for place in sources if rank in place.ranks], adapters)
+        parameters, factors = [], []
+        for name, flat in mine.items():
+            shard = layout.shard_of(name, rank)
+            rows = {"linear_qkv": 8 * 2, "linear_fc1": 2 * 8}.get(name.split(".")[-2], 4 if ".linear_" in name else 1)
+            rows = rows // tp if rows > 4 else rows
+            parameters.append(LocalParameter(name, flat.view(rows, -1), shard))
+            if blocks(name, of_adapters, shard):
+                for adapter in adapter_names(name):
+                    pieces_of = pieces(adapter, of_adapters, shard)
+                    tensor = torch.full((sum(piece.numel for piece in pieces_of),), torch.nan)
+                    for piece in pieces_of:
+                        view(tensor, piece).copy_(adapters[piece.hf_name][piece.slices])
+                    shape = (-1, 2) if adapter.endswith("_b") else (-1, parameters[-1].tensor.shape[1])
+                    factors.append(LocalParameter(adapter, tensor.view(shape), shard))
+        merged = MergedSources(parameters, factors, of_adapters)
         Executor(plan.rank_view(rank), merged, DTYPES, wire).run(received)
         expected = tensors_of(destinations, rank)
         spread(expected, destinations, rank, whole)
         assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
+        assert not merged._opened, "the memory of a bucket is released when it was sent"
 
     wire.run(rank_body)
 

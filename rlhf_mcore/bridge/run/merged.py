@@ -1,0 +1,128 @@
+"""What is sent of a model with adapters: its weights with the adapters added, or the adapters themselves."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.map.adapters import Block, adapter_names, blocks
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
+from rlhf_mcore.families.adapters import B, base_name, hf_module
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry
+from rlhf_mcore.platform import current_platform
+
+ADAPTERS = ("base_model.*",)  # for ``sync(only=...)``: A and B under the names of PEFT
+
+
+def adapted_weights(geometry: ModelGeometry) -> list[str]:
+    """List the Hugging Face weights that have adapters: those that change where merged weights are sent."""
+    return list(dict.fromkeys(f"{hf_module(name)}.weight" for name in hf_shapes(geometry)))
+
+
+class _AdapterSources(KeptSources):
+    """Tensors that are made of adapters when a bucket is opened, and dropped when the last bucket that reads them is closed.
+
+    All others are the live tensors. With ``keep``, adapters are read as they were at the last ``take``; the rest does not change.
+    """
+
+    is_static = False
+
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        adapters: Sequence[LocalParameter],
+        geometry: ModelGeometry,
+        *,
+        keep: bool = False,
+    ):
+        """``parameters`` and ``adapters`` are this rank's, ``geometry`` is that of the adapters."""
+        assert geometry.adapter is not None
+        self._sizes = geometry.adapter
+        self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
+        self._adapters = {parameter.name: parameter.tensor for parameter in adapters}
+        self._copies = HostCopies({name: t.view(-1) for name, t in self._adapters.items()}) if keep else None
+        self._opened: dict[str, tuple[Tensor, int]] = {}  # and the number of open buckets that read it
+        tensors = (*self._tensors.values(), *self._adapters.values())
+        self.device = next((tensor.device for tensor in tensors), current_platform().device())
+
+    def take(self) -> None:
+        """Copy the adapters to the host."""
+        if self._copies is not None:
+            self._copies.take()
+
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        for name in bucket.source_buffers:
+            flat, readers = self._opened.get(name) or (self._make(name).view(-1), 0)
+            self._opened[name] = flat, readers + 1
+        return {name: self._opened[name][0] for name in bucket.source_buffers}
+
+    def close(self, bucket: Bucket) -> None:
+        for name in bucket.source_buffers:
+            flat, readers = self._opened.pop(name)
+            if readers > 1:
+                self._opened[name] = flat, readers - 1
+
+    def _adapter(self, name: str) -> Tensor:
+        tensor = self._adapters[name]
+        return tensor if self._copies is None else self._copies.read([name])[name].view(tensor.shape)
+
+    @abstractmethod
+    def _make(self, name: str) -> Tensor:
+        """Make a tensor of the wire, or return the live one."""
+
+
+class MergedSources(_AdapterSources):
+    """Weights W with W + scale * B A in the place of those that have adapters."""
+
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        adapters: Sequence[LocalParameter],
+        geometry: ModelGeometry,
+        *,
+        keep: bool = False,
+    ):
+        super().__init__(parameters, adapters, geometry, keep=keep)
+        self._blocks = {parameter.name: blocks(parameter.name, geometry, parameter.shard) for parameter in parameters}
+
+    def _make(self, name: str) -> Tensor:
+        weight = self._tensors[name]
+        if not self._blocks[name]:
+            return weight
+        a, b = (self._adapter(adapter) for adapter in adapter_names(name))
+        return merge(weight, a, b, self._blocks[name], self._sizes.scale)
+
+
+class AdaptersAside(_AdapterSources):
+    """The weights as they are, and beside them A, and scale * B in the place of B: an engine adds B A without a scale."""
+
+    def _make(self, name: str) -> Tensor:
+        if name in self._tensors:
+            return self._tensors[name]
+        tensor = self._adapter(name)
+        if base_name(name)[1] != B:
+            return tensor
+        return (tensor.to(_product_dtype(tensor)) * self._sizes.scale).to(tensor.dtype)
+
+
+@torch.no_grad()
+def merge(weight: Tensor, a: Tensor, b: Tensor, where: Sequence[Block], scale: float) -> Tensor:
+    """Return a copy of a rank's weight with scale * B A added to its blocks.
+
+    The product is computed in fp32, rounded to the weight's dtype and added there, as PEFT's ``merge_and_unload`` does: an engine
+    then has the weights that an exported and merged model has, bit for bit. Rounding the sum once would differ in the last place.
+    """
+    merged, dtype, rank = weight.clone(), _product_dtype(a), b.shape[1]
+    for block in where:
+        product = b[block.b_row : block.b_row + block.count].to(dtype) @ a[block.a_row : block.a_row + rank].to(dtype)
+        merged[block.row : block.row + block.count] += (product * scale).to(weight.dtype)
+    return merged
+
+
+def _product_dtype(adapter: Tensor) -> torch.dtype:
+    return torch.promote_types(adapter.dtype, torch.float32)
