@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rlhf_mcore.config.choices import ADVANTAGES, Estimator
 from rlhf_mcore.config.reward_sources import any_needs_truth, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, LayoutConfig
+from rlhf_mcore.config.schema import Config, LayoutConfig, LoraConfig
+from rlhf_mcore.geometry import AdapterSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +91,11 @@ def longest_response(cfg: Config) -> int:
 def offloaded_parts(choice: str) -> tuple[str, ...]:
     """The parts of a trained model that leave the device, of a resolved ``offload`` (auto: none)."""
     return {"state": ("gradients", "optimizer"), "always": ("gradients", "optimizer", "weights")}.get(choice, ())
+
+
+def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
+    """The adapters that a group of the configuration asks for; None where whole weights are trained."""
+    if cfg.rank is None:
+        return None
+    alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
+    return AdapterSizes(cfg.rank, alpha, tuple(cfg.targets), cfg.use_rslora)

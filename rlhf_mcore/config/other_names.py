@@ -206,7 +206,7 @@ _NAMES = {
 _SHARDED = (
     "models are cut by Megatron-core (actor.layout), and optimizer state is always sharded over data-parallel ranks"
 )
-_LORA = "LoRA and other adapters are not supported: all weights are trained but those that actor.freeze names"
+_LORA = "adapters are trained with actor.lora (rank, alpha, targets, ...)"
 _QUANTISED = "quantised weights cannot be trained; choose model.dtype"
 _DISTRIBUTION = (
     "responses are drawn by rollout.sampling.temperature, top_p and top_k alone, so that their probabilities are known"

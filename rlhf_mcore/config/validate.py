@@ -25,6 +25,7 @@ from rlhf_mcore.config.rules.layouts import (
     role_problems,
     world_problems,
 )
+from rlhf_mcore.config.rules.lora import lora_problems, target_problems
 from rlhf_mcore.config.rules.megatron import megatron_problems
 from rlhf_mcore.config.rules.mtp import mtp_problems
 from rlhf_mcore.config.rules.reward import (
@@ -60,6 +61,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     problems += map(FileProblem, path_problems(cfg))
     problems += [*tracker_problems(cfg.logging), *alarm_problems(cfg.alarms)]
     problems += [*checkpoint_problems(cfg), *megatron_problems(cfg)]
+    problems += lora_problems(cfg)
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
     problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
     # Numbers are compared with each other only where each is in range: the checks divide by them.
@@ -70,6 +72,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         problems += cut_problems("actor", cfg.actor.layout, geometry, "model.path")
         problems += balance_problems("actor", cfg.actor.moe, geometry, "model.path")
         problems += mtp_problems(cfg, geometry)
+        problems += target_problems(cfg, geometry)
     if kind.generates:
         problems += [
             *algorithm_problems(cfg),

@@ -36,6 +36,7 @@ _SHOWN = (
     "model.dtype",
     "actor.optimizer.",
     "actor.freeze",
+    "actor.lora.",
     "critic.optimizer.",
     "rollout.sampling.",
     "rollout.engine",

@@ -221,6 +221,50 @@ class MTPConfig(Group):
 
 
 @dataclass
+class LoraConfig(Group):
+    """Low-rank adapters in the place of the weights themselves."""
+
+    rank: Optional[int] = key(
+        None,
+        "train adapters of this rank, and freeze the weights",
+        AT_LEAST_1,
+        null="all weights are trained",
+        is_fixed=True,
+    )
+    alpha: Optional[float] = key(
+        None,
+        "factor of what an adapter adds, divided by `rank`",
+        ABOVE_0,
+        null="2 · `rank`",
+        is_fixed=True,
+    )
+    dropout: float = key(0.0, "share of an adapter's inputs that is dropped in training", Range(0, 1, open_high=True))
+    targets: list[str] = key(
+        ["all-linear"],
+        "linear layers that get an adapter: `all-linear`, last parts of names (`q_proj`), or patterns of whole names",
+        more="As PEFT's `target_modules`. `all-linear` is every linear layer but the output layer and the router.",
+        is_fixed=True,
+    )
+    init: str = key(
+        "gaussian",
+        "how A begins; B begins at zero",
+        one_of(gaussian="as PEFT draws it by default", pissa="not supported yet"),
+    )
+    use_rslora: bool = key(False, "divide `alpha` by the root of `rank`", is_fixed=True)
+    use_dora: bool = key(False, "not supported yet", is_fixed=True)
+    sync: str = key(
+        "auto",
+        "how the engines get what was learned",
+        one_of(
+            auto="`adapter` where the engine can",
+            merge="whole weights, with the adapters added",
+            adapter="A and B alone",
+        ),
+    )
+    path: Optional[str] = key(None, "a directory of PEFT whose adapters are where training begins", null="new ones")
+
+
+@dataclass
 class ActorConfig(Group):
     """The policy being trained."""
 
@@ -234,6 +278,7 @@ class ActorConfig(Group):
     recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
     moe: MoEConfig = group(MoEConfig)
     mtp: MTPConfig = group(MTPConfig)
+    lora: LoraConfig = group(LoraConfig, "low-rank adapters", "See [adapters](lora.md).")
     freeze: list[str] = key(
         [],
         "Hugging Face names, or patterns as `model.layers.0.*`, of weights that are not trained",

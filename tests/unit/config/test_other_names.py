@@ -72,10 +72,10 @@ def test_a_name_of_another_trainer(theirs: str, ours: list[str]) -> None:
 @pytest.mark.parametrize(
     ("theirs", "part"),
     [
-        ("lora.rank", "LoRA and other adapters are not supported"),
-        ("actor.lora_rank", "LoRA and other adapters are not supported"),
-        ("actor_rollout_ref.model.lora_rank", "LoRA and other adapters are not supported"),
-        ("use_peft", "LoRA and other adapters are not supported"),
+        ("lora.rank", "adapters are trained with actor.lora"),
+        ("actor.lora_rank", "adapters are trained with actor.lora"),
+        ("actor_rollout_ref.model.lora_rank", "adapters are trained with actor.lora"),
+        ("use_peft", "adapters are trained with actor.lora"),
         ("load_in_4bit", "quantised weights cannot be trained"),
         ("actor.fsdp_config.param_offload", "models are cut by Megatron-core"),
         ("zero_stage", "models are cut by Megatron-core"),
@@ -125,7 +125,7 @@ def test_a_key_of_a_whole_configuration_names_migrate() -> None:
 @pytest.mark.parametrize(
     ("text", "starts"),
     [
-        ("lora: {rank: 8, alpha: 16}", ["unknown key lora; LoRA"]),
+        ("lora: {rank: 8, alpha: 16}", ["unknown key lora; adapters are trained with actor.lora"]),
         ("actor_rollout_ref: {rollout: {n: 3}}", ["unknown key actor_rollout_ref; it is a key of verl's"]),
         ("traner: {num_steps: 3}", ["unknown key traner; did you mean trainer?"]),
         (
