@@ -43,6 +43,7 @@ def model_flops(geometry: ModelGeometry) -> ModelFlops:
     )
 
 
+@lru_cache(maxsize=64)
 def mtp_flops(geometry: ModelGeometry) -> ModelFlops:
     """Count operations of MTP layers in an update: further layers, each with a projection and the output layer."""
     experts, count = _experts_per_token(geometry), geometry.mtp_layers

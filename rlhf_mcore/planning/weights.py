@@ -244,12 +244,19 @@ def _numel(name: str, geometry: ModelGeometry, grid: _Grid) -> int:
 
 def checkpoint_bytes(role: PlannedRole) -> int:
     """Sum the bytes of a checkpoint of a trained role: weights, moments, and masters of 16-bit weights; buffers in fp32."""
-    geometry, buffers, matrices = role.geometry, 0, 0
+    buffers, matrices = _buffers_and_matrices(role.geometry)
+    trained = num_parameters(role.geometry) - buffers
+    masters = 0 if role.dtype == "fp32" else _FP32
+    return trained * (BYTES[role.dtype] + masters) + _FP32 * (_num_moments(role, trained, matrices) + buffers)
+
+
+@lru_cache(maxsize=64)
+def _buffers_and_matrices(geometry: ModelGeometry) -> tuple[int, int]:
+    """Count the elements of all layers that are buffers, and those that are matrices of trained weights."""
+    buffers = matrices = 0
     for layer in range(geometry.num_layers + geometry.mtp_layers):
         for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):
             numel = (geometry.num_experts if "{k}" in rule.mcore else 1) * rule.numel(geometry)
             buffers += numel * (not rule.trained)
             matrices += numel * (rule.trained and holds_matrices(rule.mcore.format(i=layer, k=0), geometry))
-    trained = num_parameters(geometry) - buffers
-    masters = 0 if role.dtype == "fp32" else _FP32
-    return trained * (BYTES[role.dtype] + masters) + _FP32 * (_num_moments(role, trained, matrices) + buffers)
+    return buffers, matrices

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -28,8 +28,15 @@ def literals() -> str:
     found: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
         if not file.relative_to(PACKAGE).as_posix().startswith(READERS):
-            nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            found |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            pending: list[object] = [compile(file.read_text(encoding="utf-8"), file, "exec")]
+            while pending:
+                value = pending.pop()
+                if isinstance(value, CodeType):
+                    pending += [*value.co_consts, *value.co_names]
+                elif isinstance(value, str):
+                    found.add(value)
+                elif isinstance(value, tuple | frozenset):
+                    pending += value
     return "\n".join(sorted(found))
 
 

@@ -189,17 +189,18 @@ def wrong(outcomes: dict[str, str]) -> dict[str, str]:
 
 def of_changes(name: str, directory: Path, groups: ModelGroups) -> dict[str, str]:
     """What becomes of a model under every change of the tables."""
-    outcomes, config_class = {}, ALL[name][1]
-    for number, (change, settings) in enumerate({**EDITS, **MADE}.items()):
-        path = directory / f"{name}_{number}"
-        if change in MADE:
-            if not hasattr(config_class(), next(iter(settings))):
-                continue
-            make(name, path, **settings)
-        else:
-            make(name, path)
-            edit(path, settings)
-        outcomes[change] = compare(path, groups)
+    outcomes, config_class = {}, ALL[name][1]()
+    make(name, directory)
+    config = directory / "config.json"
+    original = config.read_text()
+    for change, settings in EDITS.items():
+        edit(directory, settings)
+        outcomes[change] = compare(directory, groups)
+        config.write_text(original)
+    for number, (change, settings) in enumerate(MADE.items()):
+        if hasattr(config_class, next(iter(settings))):
+            make(name, directory / str(number), **settings)
+            outcomes[change] = compare(directory / str(number), groups)
     return outcomes
 
 

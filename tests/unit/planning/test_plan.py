@@ -242,12 +242,12 @@ def test_suggestions_fit_and_the_fastest_comes_first() -> None:
 
 
 def test_suggestions_change_the_critic_too() -> None:
-    cfg = config("Qwen2.5-7B", "algorithm=ppo", "trainer.max_tokens_per_microbatch=32768")
+    cfg = config("Qwen2.5-7B", "algorithm=ppo", "trainer.max_tokens_per_microbatch=16384")
     assert not make_plan(cfg, 8, H100, exact_sync=False).fits  # an uncut critic beside the actor
     best = suggest(cfg, 8, H100)[0]
     assert any(override.startswith("critic.layout.") for override in best.overrides)
     assert make_plan(
-        config("Qwen2.5-7B", "algorithm=ppo", "trainer.max_tokens_per_microbatch=32768", *best.overrides), 8, H100
+        config("Qwen2.5-7B", "algorithm=ppo", "trainer.max_tokens_per_microbatch=16384", *best.overrides), 8, H100
     ).fits
 
 

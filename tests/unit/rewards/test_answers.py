@@ -1,33 +1,17 @@
-r"""Pairs of answers that are the same and that are not, by kind, judged by every rule that compares answers.
-
-``answers.jsonl`` holds a row for each ground truth. What is the same scores 1 under ``math``; what is not scores 0 under every rule.
-"""
+"""Pairs of answers that are not the same score 0 under every rule that compares spellings (tests/answers.py)."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
 from rlhf_mcore.rewards.forms import is_same, read_answer
 from rlhf_mcore.rewards.graders import GRADERS
-
-ROWS = [json.loads(line) for line in Path(__file__).with_name("answers.jsonl").read_text("utf-8").splitlines()]
-PAIRS = [(row["truth"], each, True) for row in ROWS for each in (row["truth"], *row["same"])]
-PAIRS += [(row["truth"], each, False) for row in ROWS for each in row["other"]]
+from tests.answers import PAIRS
 
 
 def test_the_table_is_long() -> None:
     assert sum(is_same for *_, is_same in PAIRS) >= 400
     assert sum(not is_same for *_, is_same in PAIRS) >= 600
-
-
-def test_math_accepts_what_is_the_same_and_nothing_else() -> None:
-    grader = GRADERS["math"]
-    grades = grader.grade([(f"So \\[\\boxed{{{answer}}}\\]", truth) for truth, answer, _ in PAIRS])
-    wrong = [(pair, verdict) for pair, verdict in zip(PAIRS, grades, strict=True) if verdict != (float(pair[2]), None)]
-    assert wrong == []
 
 
 @pytest.mark.parametrize(("rule", "response"), [("boxed", "So \\boxed{%s}"), ("answer_line", "So\nAnswer: %s")])
