@@ -245,6 +245,15 @@ def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
     return known[name]
 
 
+def read_header(path: Path) -> Fields:
+    """Read the header of a safetensors file: an entry for every tensor.
+
+    Raises:
+        ConfigError: it is not such a file.
+    """
+    return _header(path.parent, path.name, {})
+
+
 def _content(path: Path, name: str, headers: dict[str, Fields]) -> Iterator[bytes]:
     """The bytes of a tensor of a safetensors file, a piece after the other."""
     start, end = _header(path.parent, path.name, headers).object(name).integers("data_offsets")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
-from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, companion_files, copy_companions
+from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, SINGLE, companion_files, copy_companions
 from rlhf_mcore.bridge.files.parts import Part, assembled, assembled_bytes, parts_of, plan_parts, spans
 from rlhf_mcore.bridge.files.tensor_files import (
     FileImage,
@@ -55,6 +55,8 @@ class Exporter:
         sources: what is written instead of the parameters' own tensors, under the same names and in the same shapes: merged with
             adapters, averaged or cast.
         carried: what is written beside, into files of their own.
+        adapters_of: the directory of the model that ``geometry`` describes the adapters of: a PEFT directory is written.
+        dropout: that of the adapters, for whoever trains them further.
     """
 
     def __init__(
@@ -69,11 +71,16 @@ class Exporter:
         config_updates: Mapping[str, Any] | None = None,
         sources: Sources | None = None,
         carried: CarriedTensors | None = None,
+        adapters_of: str | None = None,
+        dropout: float = 0.0,
     ):
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
             return pieces(parameter.name, geometry, parameter.shard)
 
+        assert (adapters_of is None) == (geometry.adapter is None), "adapters are written beside the name of their model"
+        self.geometry = geometry
         self._companions, self._config_updates, self._group = companions, config_updates, group
+        self._base, self._dropout = adapters_of, dropout
         dtypes = wire_dtypes(parameters, pieces_of, group)
         self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
         self._carried = carried
@@ -85,7 +92,12 @@ class Exporter:
         beside = carried.types if carried is not None else {}
         self._types |= beside
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
-        self.shards = cut_into_shards(sizes, group.size(), shard_bytes, beside)
+        single = SINGLE
+        if adapters_of is not None:
+            from rlhf_mcore.config.adapter_files import ADAPTER_WEIGHTS
+
+            single, shard_bytes = ADAPTER_WEIGHTS, sum(sizes.values())  # PEFT reads one file
+        self.shards = cut_into_shards(sizes, group.size(), shard_bytes, beside, single)
         mine = [shard for shard in self.shards if shard.rank == group.rank()]
         self._mine = [shard for shard in mine if shard.tensors[0] not in beside]
         self._mine_beside = [shard for shard in mine if shard.tensors[0] in beside]
@@ -153,6 +165,10 @@ class Exporter:
             paths = [self._carried.write(directory, shard) for shard in self._mine_beside]
         if self._group.rank() != 0:
             return paths
+        if self._base is not None:
+            from rlhf_mcore.bridge.files.adapter_files import write_companions
+
+            return paths + write_companions(self._companions, directory, self.geometry, self._base, self._dropout)
         write_index(directory, self.shards, self._types)
         copy_companions(self._companions, directory, next(iter(self._types.values()))[0], self._config_updates)
         return paths + [directory / name for name in (INDEX, *COMPANIONS) if (directory / name).is_file()]

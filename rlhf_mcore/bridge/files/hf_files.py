@@ -32,10 +32,12 @@ class HFReader:
     """Reads parts of the tensors of a directory of safetensors. Only the requested rectangles are read from disk.
 
     What is stored in mxfp4, as blocks and scales, is one tensor in bf16 here, and dequantised as it is read.
+    ``single``: the only file that is read, whatever an index names.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, single: str | None = None):
         self.directory = Path(directory).resolve()
+        self._single = single
         self._open: dict[str, safe_open] = {}
         self._held: dict[
             str, frozenset[str]
@@ -150,10 +152,10 @@ class HFReader:
         return self._open[shard]
 
     def _locate(self) -> dict[str, str]:
-        index = self.directory / INDEX
-        if not os.path.lexists(index):
-            self._check_shard(SINGLE)
-            return dict.fromkeys(self._names_in(SINGLE), SINGLE)
+        index, single = self.directory / INDEX, self._single or SINGLE
+        if self._single is not None or not os.path.lexists(index):
+            self._check_shard(single)
+            return dict.fromkeys(self._names_in(single), single)
         weight_map = read_json(index, limits=INDEX_LIMITS, remedy=_REMEDY).table("weight_map")
         for shard in sorted(set(weight_map.values())):
             self._check_shard(shard)

@@ -126,11 +126,11 @@ class FileShard:
 
 
 def cut_into_shards(
-    sizes: Mapping[str, int], num_ranks: int, shard_bytes: int, apart: Collection[str] = ()
+    sizes: Mapping[str, int], num_ranks: int, shard_bytes: int, apart: Collection[str] = (), single: str = SINGLE
 ) -> list[FileShard]:
     """Consecutive tensors share a file up to ``shard_bytes``; files are assigned so that ranks write nearly equal numbers of bytes.
 
-    Tensors that are ``apart`` share files with each other only.
+    Tensors that are ``apart`` share files with each other only. ``single`` is the name of the file if there is one.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -147,7 +147,7 @@ def cut_into_shards(
         writer[place] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
         load[writer[place]] += totals[place]
     count = len(groups)
-    names = [SINGLE] if count == 1 else [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+    names = [single] if count == 1 else [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
     return [FileShard(name, tuple(group), rank) for name, group, rank in zip(names, groups, writer, strict=True)]
 
 

@@ -1,0 +1,56 @@
+"""A model with adapters as one source of whole tensors: the weights of its base, with the adapters added as PEFT adds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.adapter_files import open_adapters
+from rlhf_mcore.bridge.files.formats.source import HFSource
+from rlhf_mcore.config.adapter_files import adapted_modules
+from rlhf_mcore.families.adapters import hf_names
+from rlhf_mcore.geometry import ModelGeometry
+
+
+class AdaptedSource:
+    """A Hugging Face directory with the adapters of a PEFT directory merged into its weights.
+
+    The values are those of PEFT's ``merge_and_unload`` on a CPU, bit for bit: B A in fp32, times the scale, added to the weight in
+    fp32, rounded to the weight's dtype. One whole product is in memory at a time, because that of some rows may end in other bits.
+
+    Raises:
+        ConfigError: the adapters are damaged, or are none of this model.
+    """
+
+    def __init__(self, directory: Path, base: Path, model: ModelGeometry):
+        self.directory, self.companions = directory, base
+        self._base = HFSource(base, base)
+        self.types = self._base.types
+        self._adapters, geometry = open_adapters(directory, model)
+        assert geometry.adapter is not None
+        self._scale = geometry.adapter.scale
+        self._modules = {f"{module}.weight": module for module in adapted_modules(geometry)}
+        self._product: tuple[str, Tensor] = ("", torch.empty(0))  # of the tensor that was read last
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a tensor."""
+        rows = self._base.read(name, first, count)
+        if name not in self._modules:
+            return rows
+        if self._product[0] != name:
+            a, b = (self._adapters.read(n, (slice(None),) * 2).float() for n in hf_names(self._modules[name]))
+            self._product = name, (b @ a) * self._scale
+        return rows.clone().add_(self._product[1][first : first + count])
+
+    def origin(self, name: str) -> str:
+        """The files that a tensor is made of."""
+        origin = self._base.origin(name)
+        return f"{origin} + {self._adapters.shard(hf_names(self._modules[name])[0])}" if name in self._modules else origin
+
+    def release(self) -> None:
+        """Close the files and forget the product."""
+        self._base.release()
+        self._adapters.close()
+        self._product = "", torch.empty(0)

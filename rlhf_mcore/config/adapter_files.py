@@ -1,0 +1,193 @@
+"""What the small file of a PEFT directory and the names of its tensors show, without torch or peft.
+
+Such a directory holds low-rank adapters of a model that is elsewhere: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from os.path import isdir, isfile
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.model_files import read_header
+from rlhf_mcore.families import layer_rules
+from rlhf_mcore.families.adapters import ALL_LINEAR, hf_module, hf_names
+from rlhf_mcore.foreign import Fields, read_json, shorten
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_TASKS = {"lm": "CAUSAL_LM", "token": "TOKEN_CLS", "sequence": "SEQ_CLS"}  # by head
+_MAX_RANK, _MAX_ALPHA = 65536, 1e9
+_REMEDY = "use a plain LoRA adapter that PEFT has saved"
+# Settings that change what the tensors mean, and which of their values leave it as it is.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the weights of the base
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": ([],),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([], {}),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config"), ({}, False)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """What adapter_config.json says. ``modules``: names of ``target_modules``, None where they are a pattern."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    base: str
+    modules: tuple[str, ...] | None
+
+
+def holds_adapter(directory: str | Path) -> bool:
+    """Tell whether a directory is PEFT's: adapters, and no model."""
+    return isfile(Path(directory) / ADAPTER_CONFIG) and not isfile(Path(directory) / "config.json")
+
+
+def read_settings(directory: str | Path) -> AdapterSettings:
+    """Read adapter_config.json.
+
+    Raises:
+        ConfigError: it is missing or damaged, or asks for more than plain low-rank adapters.
+    """
+    path = Path(directory) / ADAPTER_CONFIG
+    fields = read_json(path, remedy=_REMEDY)
+    fields.text("peft_type", ("LORA",))
+    for key, plain in _PLAIN.items():
+        if key in fields and not _is_one_of(fields.content[key], plain):
+            raise ConfigError(
+                f"{path} has {key}={shorten(fields.content[key])}, which is not supported; {_remedy_of(key)}"
+            )
+    return AdapterSettings(
+        fields.integer("r", 1, _MAX_RANK),
+        fields.number("lora_alpha", 0, _MAX_ALPHA),
+        fields.flag("use_rslora", default=False),
+        fields.text("base_model_name_or_path", default=""),
+        _modules(fields),
+    )
+
+
+def _is_one_of(value: object, plain: Collection[object]) -> bool:
+    """Compare with the type: 0 and 1 are no flags."""
+    return any(type(value) is type(one) and value == one for one in plain)
+
+
+def _remedy_of(key: str) -> str:
+    if key == "init_lora_weights":
+        return "save the adapter with PEFT's path_initial_model_for_weight_conversion"
+    return _REMEDY
+
+
+def _modules(fields: Fields) -> tuple[str, ...] | None:
+    if isinstance(fields.content.get("target_modules"), str):
+        return None
+    return tuple(fields.texts("target_modules"))
+
+
+def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
+    """Return the geometry of a directory's adapters of ``model``: which layers have one follows from its tensors' names.
+
+    Raises:
+        ConfigError: the directory is not PEFT's, or a tensor is none of an adapter of a linear layer of the model.
+    """
+    settings, path = read_settings(directory), Path(directory) / ADAPTER_WEIGHTS
+    if not isfile(path):
+        pickled = " (adapter_model.bin is pickle and is not read)" if isfile(path.with_suffix(".bin")) else ""
+        raise ConfigError(f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True")
+    possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, (ALL_LINEAR,))))
+    names = set(read_header(path)) - {"__metadata__"}
+    known = {name: module for module in possible for name in hf_names(module)}
+    if unknown := sorted(names - known.keys()):
+        raise ConfigError(
+            f"{path}: {len(unknown)} tensors belong to no linear layer of the model, among them {shorten(unknown[0], 200)}; "
+            "name the model that the adapter was trained for, and train no other layers with it"
+        )
+    modules = {known[name] for name in names}
+    if not modules:
+        raise ConfigError(f"{path} holds no tensor; {_REMEDY}")
+    if settings.modules is not None:
+        named = settings.modules
+        ignored = [m for m in modules if not any(m == name or m.endswith(f".{name}") for name in named)]
+        if ignored:
+            raise ConfigError(
+                f"{Path(directory) / ADAPTER_CONFIG}: target_modules do not name {shortened(sorted(ignored), 3, ', ')}, whose "
+                f"tensors are in {ADAPTER_WEIGHTS}; {_REMEDY}"
+            )
+    sizes = AdapterSizes(settings.rank, settings.alpha, short_names(modules, possible), settings.use_rslora)
+    return replace(model, adapter=sizes)
+
+
+def adapted_modules(adapters: ModelGeometry) -> list[str]:
+    """List the Hugging Face modules that have an adapter, in the order of the network."""
+    modules: dict[str, None] = {}
+    for layer in range(adapters.num_layers):
+        for rule in layer_rules(adapters, layer):
+            for expert in range(adapters.num_experts if "{k}" in rule.mcore else 1):
+                modules |= dict.fromkeys(map(hf_module, rule.shapes(adapters, layer, expert)))
+    return list(modules)
+
+
+def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, ...]:
+    """Return the last parts of the modules' names, where they mean these and no others of the ``possible``; else whole names."""
+    modules = set(modules)
+    ends = {module.rpartition(".")[2] for module in modules}
+    meant = {module for module in possible if module.rpartition(".")[2] in ends}
+    return tuple(sorted(ends if meant == modules else modules))
+
+
+def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> dict[str, Any]:
+    """Return the content of adapter_config.json. ``base``: the directory of the model."""
+    sizes = adapters.adapter
+    assert sizes is not None
+    possible = adapted_modules(replace(adapters, adapter=replace(sizes, targets=(ALL_LINEAR,))))
+    return {
+        "peft_type": "LORA",
+        "task_type": _TASKS[adapters.head],
+        "base_model_name_or_path": base,
+        "r": sizes.rank,
+        "lora_alpha": int(sizes.alpha) if sizes.alpha == int(sizes.alpha) else sizes.alpha,
+        "lora_dropout": dropout,
+        "target_modules": list(short_names(adapted_modules(adapters), possible)),
+        "use_rslora": sizes.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def base_model(directory: str | Path, otherwise: str | None = None) -> str:
+    """Return the directory of the model that a directory's adapters are of: the one that they name, ``otherwise`` if it is not here.
+
+    Raises:
+        ConfigError: neither is here.
+    """
+    from rlhf_mcore.config.hub import local_model
+
+    named = read_settings(directory).base
+    here = local_model(named, "base_model_name_or_path", may_download=False) or named
+    for path in filter(None, (here, otherwise)):
+        if isdir(path) and isfile(Path(path) / "config.json"):
+            return path
+    raise ConfigError(
+        f"{Path(directory) / ADAPTER_CONFIG} has base_model_name_or_path={shorten(named, 500)!r}, which is not here; bring the "
+        "model there, or correct the path"
+    )
