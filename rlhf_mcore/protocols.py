@@ -57,7 +57,7 @@ class EngineRank:
 
 
 class Generator(Protocol):
-    """Draws responses."""
+    """Draws responses, also while the caller does something else."""
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Completion]:
         """One completion for each request, in any order. May be called as often as wanted.
@@ -65,10 +65,6 @@ class Generator(Protocol):
         Where several ranks are one engine all of them pass the same requests, and all but the lead get nothing.
         """
         ...
-
-
-class StreamingGenerator(Generator, Protocol):
-    """Draws responses while the caller does something else."""
 
     @property
     def num_in_flight(self) -> int:

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import KLConfig
-
-
-class KLController(Protocol):
-    """A schedule of the KL's weight. ``coef`` is the weight for the next step. The state is plain JSON values."""
-
-    @property
-    def coef(self) -> float: ...
-
-    def update(self, kl: float) -> None:
-        """End a step in which the mean KL per response token was ``kl`` nats, the same on every rank. Local."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def build_kl_controller(cfg: KLConfig) -> KLController:
@@ -44,13 +29,13 @@ def build_kl_controller(cfg: KLConfig) -> KLController:
 
 
 class FixedKL:
-    """A constant weight."""
+    """A constant weight ``coef``. The state of this and of the other controllers is plain JSON values."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, kl: float) -> None:
-        """Do nothing."""
+        """End a step in which the mean KL per response token was ``kl`` nats, the same on every rank. Local; here nothing changes."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"name": "fixed"}
@@ -110,6 +95,9 @@ class LinearKL:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _check(state, self.state_dict())
         self._num_steps = int(state["num_steps"])
+
+
+KLController = FixedKL | AdaptiveKL | LinearKL
 
 
 def _check(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:

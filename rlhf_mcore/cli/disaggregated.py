@@ -12,17 +12,17 @@ from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.cli.generation import (
-    FromDevice,
     Generation,
+    OnDeviceBridge,
     Rewards,
     build_canary,
-    build_collector,
-    trained_weights,
+    changed_only,
+    choose_collect,
     training_sampling,
 )
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.data.sampler import ResumableSampler
+from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import world_group
@@ -47,7 +47,7 @@ def build_disaggregated(
     run: RunContext,
     actor: Actor,
     rewards: Rewards,
-    sampler: ResumableSampler,
+    sampler: Sampler,
     data: Data[Prompt],
     fleet: Fleet | None,
 ) -> Generation:
@@ -80,7 +80,7 @@ def build_disaggregated(
         kept=kept,
     )
     run.stack.callback(remote.leave)
-    bridge = FromDevice(remote, actor.model)
+    bridge = OnDeviceBridge(remote, actor.model)
 
     def sync_again() -> SyncStats:
         with actor.model.on_device():
@@ -90,12 +90,12 @@ def build_disaggregated(
     worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
     on_error = OnError.of(cfg.reward)
     exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
-    collector = build_collector(cfg, on_error)
+    collect = choose_collect(cfg, on_error)
     resync = bridge.sync if kept is None else lambda _version: sync_again()
-    source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collector)
+    source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collect)
     canary = build_canary(run, actor, worker, NoTarget())
     worker = replace(worker, make_request=make_request)
-    trained = FromDevice(trained_weights(cfg, actor, remote, NoTarget()), actor.model)
+    trained = OnDeviceBridge(changed_only(cfg, actor, remote, NoTarget()), actor.model)
     publisher = RemotePublisher(trained, run.record, source.drain if drain else None, canary)
     return Generation(source, publisher, worker, None if first is None else first.ahead)
 

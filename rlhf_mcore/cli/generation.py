@@ -13,12 +13,12 @@ import torch.distributed as dist
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.map.trace import EngineMap
-from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge, SyncsParts, TrainedWeights, engine_map
+from rlhf_mcore.bridge.run.sync import ChangedOnlyBridge, GatherBridge, PlannedBridge, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
-from rlhf_mcore.data.sampler import ResumableSampler
+from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
@@ -30,7 +30,7 @@ from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, TOLERANCE, Canary, canary_prompts
-from rlhf_mcore.trainer.collecting import Collector, PlainSampling
+from rlhf_mcore.trainer.collecting import Collect, collect_next
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
@@ -39,6 +39,7 @@ from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling
 
 if TYPE_CHECKING:
+    from rlhf_mcore.bridge.run.remote import RemoteBridge
     from rlhf_mcore.rollout.remote.fleet import Fleet
     from rlhf_mcore.trainer.ahead import SamplingAhead
 
@@ -69,7 +70,7 @@ def build_generation(
     run: RunContext,
     actor: Actor,
     rewards: Rewards,
-    sampler: ResumableSampler,
+    sampler: Sampler,
     data: Data[Prompt],
     fleet: Fleet | None,
 ) -> Generation:
@@ -84,7 +85,7 @@ def build_generation(
 
 
 def _colocated(
-    run: RunContext, actor: Actor, rewards: Rewards, sampler: ResumableSampler, data: Data[Prompt]
+    run: RunContext, actor: Actor, rewards: Rewards, sampler: Sampler, data: Data[Prompt]
 ) -> Generation:
     """Engines in the trainer's processes, which sample and learn in turns."""
     cfg, record = run.cfg, run.record
@@ -117,7 +118,7 @@ def _colocated(
         worker,
         sampling,
         rewards.graders,
-        build_collector(cfg, on_error),
+        choose_collect(cfg, on_error),
         RowExchange(sampling.n, on_error=on_error),
         record,
         rewards.add_model,
@@ -126,7 +127,7 @@ def _colocated(
     if sharing.parts:
         sharing.sleep(engine)  # it starts awake, and its cache has taken the room that the models left
     with actor.model.on_device():  # a bridge makes views of what is there
-        bridge = FromDevice(_build_bridge(cfg, actor, engine, traced), actor.model)
+        bridge = OnDeviceBridge(_build_bridge(cfg, actor, engine, traced), actor.model)
     publisher = EnginePublisher(engine, bridge, record, sharing, canary)
     return Generation(source, publisher, worker, room=publisher.asleep)
 
@@ -158,13 +159,13 @@ def training_sampling(cfg: Config) -> Sampling:
     return Sampling(**vars(sampling), seed=cfg.seed, records_support=truncates(sampling))
 
 
-def build_collector(cfg: Config, on_error: OnError) -> Collector:
+def choose_collect(cfg: Config, on_error: OnError) -> Collect:
     dynamic = cfg.algorithm.dynamic_sampling
     if not dynamic.enabled:
-        return PlainSampling()
+        return collect_next
     from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 
-    return DynamicSampling(dynamic.max_batches, drop=on_error.drop)
+    return DynamicSampling(dynamic.max_batches, drop=on_error.drop).collect
 
 
 def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:
@@ -217,21 +218,23 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
         traced=traced,
         nodes=nodes(),
     )
-    return bridge if cfg.bridge.verify == "full" else trained_weights(cfg, actor, bridge, engine)
+    return bridge if cfg.bridge.verify == "full" else changed_only(cfg, actor, bridge, engine)
 
 
-def trained_weights(cfg: Config, actor: Actor, bridge: SyncsParts, target: WeightTarget) -> WeightBridge:
+def changed_only(
+    cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget
+) -> WeightBridge:
     if not cfg.actor.freeze:
         return bridge
     geometry = actor.model.spec.geometry
     sent = hf_shapes(geometry.trunk)
     names = [name for name in trained_names(geometry, cfg.actor.freeze) if name in sent]
-    return TrainedWeights(bridge, target, names)
+    return ChangedOnlyBridge(bridge.sync, target, names)
 
 
 @dataclass(frozen=True, slots=True)
-class FromDevice:
-    """A bridge that finds the weights of ``model`` on the device."""
+class OnDeviceBridge:
+    """Keeps ``model`` on the device while a bridge reads its weights."""
 
     bridge: WeightBridge
     model: RoleModel

@@ -28,7 +28,7 @@ from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import time_left
 from rlhf_mcore.config.show import to_yaml
-from rlhf_mcore.data.sampler import ResumableSampler
+from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import on_every_rank, world_group
@@ -57,7 +57,7 @@ def build_checkpointer(
     run: RunContext,
     models: Sequence[SavedModel],
     holders: Mapping[str, Stateful],
-    sampler: ResumableSampler,
+    sampler: Sampler,
     ahead: SamplingAhead | None = None,
     lengths: ExpectedLengths | None = None,
     room: Callable[[], AbstractContextManager[None]] = nullcontext,

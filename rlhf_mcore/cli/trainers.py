@@ -23,7 +23,7 @@ from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.rendering import shown
-from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
+from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.expected_kernels import kernels_text
@@ -199,7 +199,7 @@ def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return train, held_out
 
 
-def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> ResumableSampler:
+def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> Sampler:
     size, seed, shuffle = cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle
     if cfg.data.weights is None:
         return PromptSampler(len(prompts), size, seed, shuffle)

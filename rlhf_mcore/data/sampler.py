@@ -11,15 +11,11 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 class Sampler(Protocol):
-    """Draws positions in a data set."""
+    """Draws positions in a data set. A checkpoint keeps its state."""
 
     def next_batch(self) -> list[int]:
         """Return the positions of the next step."""
         ...
-
-
-class ResumableSampler(Sampler, Protocol):
-    """A sampler whose state a checkpoint keeps."""
 
     @property
     def num_epochs(self) -> float:

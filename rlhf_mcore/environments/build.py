@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, EnvironmentConfig
-    from rlhf_mcore.protocols import EngineRank, StreamingGenerator
+    from rlhf_mcore.protocols import EngineRank, Generator
     from rlhf_mcore.trainer.rollouts import Decode
 
     # environment.tool_parser, tokenizer, schemas of tools -> text of a turn -> message.
@@ -80,7 +80,7 @@ class EpisodeOrder:
 
 
 def episode_worker(
-    cfg: Config, generator: StreamingGenerator, engine: EngineRank, decode: Decode, make_parser: MakeParser
+    cfg: Config, generator: Generator, engine: EngineRank, decode: Decode, make_parser: MakeParser
 ) -> RolloutWorker:
     """Build the worker that plays episodes on this rank's engine. Collective over the world."""
     order = EpisodeOrder.of(cfg, engine.num_engines, make_parser)

@@ -13,12 +13,12 @@ from rlhf_mcore.types import Completion, Request
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from rlhf_mcore.protocols import EpisodeDriver, StreamingGenerator
+    from rlhf_mcore.protocols import EpisodeDriver, Generator
     from rlhf_mcore.types import Sampling
 
 
 class EpisodeGenerator:
-    """A StreamingGenerator for requests of episodes: while some wait for their environment, the engine draws the turns of others.
+    """A Generator for requests of episodes: while some wait for their environment, the engine draws the turns of others.
 
     Args:
         engine: of this rank. It has no other requests.
@@ -27,7 +27,7 @@ class EpisodeGenerator:
     """
 
     def __init__(
-        self, engine: StreamingGenerator, episodes: EpisodeDriver | None, group: dist.ProcessGroup | None = None
+        self, engine: Generator, episodes: EpisodeDriver | None, group: dist.ProcessGroup | None = None
     ) -> None:
         self._engine, self._episodes, self._group = engine, episodes, group
         self._open: dict[int, Sampling] = {}

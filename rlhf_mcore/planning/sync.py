@@ -6,12 +6,12 @@ value heads replicated where there are fewer of them than ranks, the vocabulary 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from rlhf_mcore.bridge.map.layouts import engine_places, spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
@@ -254,3 +254,21 @@ def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Ass
         spread = layout.world_size // (layout.dp * layout.cp) > gpu.per_node
     rate = gpu.network_bytes_per_s if spread else gpu.nvlink_bytes_per_s
     return moved / (rate * assumed.link_efficiency)
+
+
+def engine_places(
+    tensors_by_tp_rank: Sequence[Sequence[PlannedTensor]], num_engines: int, first_rank: int = 0
+) -> list[Place]:
+    """List what every engine rank needs: engines of consecutive ranks, all alike, the first one beginning at ``first_rank``."""
+    tp = len(tensors_by_tp_rank)
+    return [
+        Place(
+            tensor.name,
+            tensor.pieces,
+            range(first_rank + rank, first_rank + num_engines * tp, tp),
+            prod(tensor.shape),
+            tensor.padding,
+        )
+        for rank, tensors in enumerate(tensors_by_tp_rank)
+        for tensor in tensors
+    ]

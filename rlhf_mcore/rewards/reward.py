@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
@@ -14,18 +14,15 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import needs_truth, rules_for, rules_of
 from rlhf_mcore.config.rules.reward import rule_problems, service_problems
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
-from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
 from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
+if TYPE_CHECKING:
+    from rlhf_mcore.rewards.function import PooledReward
 
-class Graders(RewardFunction, Protocol):
-    """What scores without a model, and holds processes or threads."""
-
-    def close(self) -> None:
-        """End them."""
-        ...
+# What scores without a model. It holds processes or threads until it is closed.
+Graders = Union["RuleReward", "PooledReward", "JudgedReward"]
 
 
 @dataclass(slots=True)

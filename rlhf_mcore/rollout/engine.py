@@ -102,7 +102,7 @@ class InFlight:
 
 
 class Engine(VersionedWeights, ABC):
-    """A StreamingGenerator, a WeightTarget and a Sleeper, as a rank has it: the engine itself, or the client of a server.
+    """A Generator, a WeightTarget and a Sleeper, as a rank has it: the engine itself, or the client of a server.
 
     It starts without weights, and refuses to generate until it has all of them. Weights may be replaced while requests are in flight:
     their next tokens are drawn from the new ones, and the completion tells which version drew which token.

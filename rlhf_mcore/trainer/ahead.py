@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from threading import Condition, Event, Thread
 from typing import Any
 
-from rlhf_mcore.data.sampler import ResumableSampler
-from rlhf_mcore.protocols import StreamingGenerator
+from rlhf_mcore.data.sampler import Sampler
+from rlhf_mcore.protocols import Generator
 from rlhf_mcore.trainer.collecting import sampling_of_batch
 from rlhf_mcore.trainer.rollouts import (
     REMEDY,
@@ -103,8 +103,8 @@ class SamplingAhead:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        sampler: ResumableSampler,
-        generator: StreamingGenerator,
+        sampler: Sampler,
+        generator: Generator,
         decode: Decode,
         sampling: Sampling,
         schedule: Schedule,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
@@ -41,19 +41,13 @@ class Collected:
         }
 
 
-class Collector(Protocol):
-    """Fills a step with prompts. Collective."""
-
-    def collect(self, draw: Draw, attempt: Attempt) -> Collected: ...
+# Fills a step with prompts. Collective.
+Collect = Callable[[Draw, Attempt], Collected]
 
 
-@dataclass(frozen=True, slots=True)
-class PlainSampling:
-    """Fills a step with the next prompts."""
-
-    def collect(self, draw: Draw, attempt: Attempt) -> Collected:
-        """Draw one batch and take it, whatever its scores."""
-        return attempt(draw(0), 0)
+def collect_next(draw: Draw, attempt: Attempt) -> Collected:
+    """Take the next batch of prompts as it comes, whatever its scores."""
+    return attempt(draw(0), 0)
 
 
 def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,30 +71,23 @@ class ExpectedLengths:
         self._sources = {str(name): (int(total), int(count)) for name, (total, count) in state["sources"].items()}
 
 
-def _mean(found: tuple[int, int]) -> float:
-    return found[0] / found[1]
+def _mean(length: tuple[int, int]) -> float:
+    return length[0] / length[1]
 
 
-class Share(Protocol):
-    """Prompts of a step for one engine."""
-
-    def take(self, num_in_flight: int) -> list[int]:
-        """The places of those that it begins now, beside so many responses that it draws already; [] when there are no more for it."""
-        ...
+# Takes the number of responses that an engine draws already. Returns the places of the prompts that it begins now; []: none.
+Take = Callable[[int], list[int]]
 
 
-@dataclass(slots=True)
-class _Fixed:
-    places: list[int]
-
-    def take(self, num_in_flight: int) -> list[int]:
-        taken, self.places = self.places, []
-        return taken
+def _take_at_once(places: list[int]) -> Take:
+    """Begin all of them at the first call."""
+    calls = iter([places])
+    return lambda num_in_flight: next(calls, [])
 
 
 @dataclass(slots=True)
-class _Taken:
-    """What waits is taken by the engine that has room first."""
+class _SharedQueue:
+    """A queue from which the engine takes that has room first."""
 
     waiting: deque[int]
     claims: Claims
@@ -129,10 +122,10 @@ class Dealer:
         if self.order != IN_ORDER:
             self.lengths.note(prompts, group_ids, lengths)
 
-    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Share:
-        """What this engine draws of a step. Every rank calls it, with the same prompts."""
+    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Take:
+        """Decide what this engine draws of a step. Every rank calls it, with the same prompts."""
         if self.order == IN_ORDER:
-            return _Fixed(list(range(engine.engine_index, len(prompts), engine.num_engines)))
+            return _take_at_once(list(range(engine.engine_index, len(prompts), engine.num_engines)))
         expected = list(map(self.lengths.of, prompts))
         longest_first = sorted(range(len(prompts)), key=lambda place: -expected[place])
         if self.order == LONGEST_FIRST:
@@ -142,8 +135,8 @@ class Dealer:
                 load, index = loads[0]
                 shares[index].append(place)
                 heapq.heapreplace(loads, (load + expected[place], index))
-            return _Fixed(shares[engine.engine_index])
+            return _take_at_once(shares[engine.engine_index])
         assert self.claims is not None
         self.claims.begin()
         even = -(-len(prompts) // engine.num_engines) * num_samples
-        return _Taken(deque(longest_first), self.claims, num_samples, min(self.max_in_flight, even))
+        return _SharedQueue(deque(longest_first), self.claims, num_samples, min(self.max_in_flight, even)).take

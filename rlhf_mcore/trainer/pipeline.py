@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.trainer.collecting import Collected, Collector, PlainSampling
+from rlhf_mcore.trainer.collecting import Collect, Collected, collect_next
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
 from rlhf_mcore.types import EngineWork
 
@@ -69,7 +69,7 @@ class PipelinedBatches:
     recorder: Recorder
     resync: Callable[[int], object]
     add_model: AddScores = keep_scores
-    collector: Collector = field(default_factory=PlainSampling)
+    collect: Collect = collect_next
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """The scored rows of a step, and metrics of them. Collective over the world."""
@@ -94,7 +94,7 @@ class PipelinedBatches:
                 scores = [score for group in taken if group.scores is not None for score in group.scores()]
                 return Collected(prompts, positions, trajectories, self.add_model(trajectories, scores))
 
-        batch, metrics = scored_batch(step, self.collector.collect(draw, attempt), self.exchange, self.recorder)
+        batch, metrics = scored_batch(step, self.collect(draw, attempt), self.exchange, self.recorder)
         counted: list[float] = []
         if first is not None:
             work, other = first.pop_work()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.residency.sharing import DeviceSharing
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
-    from rlhf_mcore.trainer.collecting import Collector
+    from rlhf_mcore.trainer.collecting import Collect
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.rollouts import RolloutWorker
     from rlhf_mcore.trainer.token_record import TokenRecord
@@ -72,7 +72,7 @@ class SampledBatches:
     worker: RolloutWorker
     sampling: Sampling
     reward: RewardFunction
-    collector: Collector
+    collect: Collect
     exchange: RowExchange
     recorder: Recorder
     add_model: AddScores = keep_scores
@@ -100,7 +100,7 @@ class SampledBatches:
                 scores = [score for position in sorted(waits) for score in waits[position]()]
                 return Collected(prompts, positions, trajectories, self.add_model(trajectories, scores))
 
-        collected = self.collector.collect(lambda _missing: self.prompt_source.next_batch(), attempt)
+        collected = self.collect(lambda _missing: self.prompt_source.next_batch(), attempt)
         return scored_batch(step, collected, self.exchange, self.recorder, self.worker.dealer.note)
 
 

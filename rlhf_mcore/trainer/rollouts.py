@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.protocols import EngineRank, StreamingGenerator
+from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.trainer.dealing import Dealer
 from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Sampling, Trajectory
 
@@ -102,7 +102,7 @@ class OpenRequests:
 class RolloutWorker:
     """Draws trajectories with this rank's engine."""
 
-    generator: StreamingGenerator
+    generator: Generator
     engine: EngineRank
     decode: Decode
     make_request: MakeRequest = request_of
@@ -129,14 +129,14 @@ class RolloutWorker:
             LostTrajectory: a response is missing, doubled, or was not asked for.
             RuntimeError: a response that must not be trained on.
         """
-        numbered, share = number_occurrences(prompts), self.dealer.share(prompts, sampling.n, self.engine)
+        numbered, take = number_occurrences(prompts), self.dealer.share(prompts, sampling.n, self.engine)
         expected = OpenRequests()
         unfinished: dict[int, list[Completion]] = {}  # by the places of their prompts in the step
         groups: dict[int, list[Trajectory]] = {}
         while True:
             begun = [
                 request
-                for place in share.take(self.generator.num_in_flight)
+                for place in take(self.generator.num_in_flight)
                 for request in self._make_requests([numbered[place]], sampling, step, place)
             ]
             if begun:

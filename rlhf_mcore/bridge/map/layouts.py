@@ -6,10 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby, zip_longest
-from math import prod
-from typing import Protocol
 
-from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.map.rules import layer_names, pieces
 from rlhf_mcore.families import outer_rules
 from rlhf_mcore.geometry import ModelGeometry, Shard
@@ -58,40 +56,6 @@ def expert_replicas(layout: ParallelLayout, etp: int, ep: int, pp: int) -> range
     stage, size = layout.rank_of(pp=pp), layout.expert_tp * layout.ep
     first = stage + ep * layout.expert_tp + etp
     return range(first, first + layout.expert_dp * size, size)
-
-
-class EngineTensor(Protocol):
-    """What the tracer has found about one tensor of an engine rank."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]: ...
-
-    @property
-    def padding(self) -> tuple[tuple[int, int], ...]: ...
-
-
-def engine_places(
-    tensors_by_tp_rank: Sequence[Sequence[EngineTensor]], num_engines: int, first_rank: int = 0
-) -> list[Place]:
-    """What every engine rank needs: engines of consecutive ranks, all alike, the first one beginning at ``first_rank``."""
-    tp = len(tensors_by_tp_rank)
-    return [
-        Place(
-            tensor.name,
-            tensor.pieces,
-            range(first_rank + rank, first_rank + num_engines * tp, tp),
-            prod(tensor.shape),
-            tensor.padding,
-        )
-        for rank, tensors in enumerate(tensors_by_tp_rank)
-        for tensor in tensors
-    ]
 
 
 def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool = False) -> list[list[str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -75,23 +75,20 @@ class NoTarget:
     def abandon(self, problem: str) -> None: ...
 
 
-class SyncsParts(Protocol):
-    """A bridge that can bring some tensors alone."""
-
-    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats: ...
-
-
 @dataclass(frozen=True, slots=True)
-class TrainedWeights:
-    """Brings the tensors that change, ``only``, to a ``target`` that has the others."""
+class ChangedOnlyBridge:
+    """Sends only the tensors that change, where the ``target`` has the others already.
 
-    bridge: SyncsParts
+    ``sync_some`` is :meth:`PlannedBridge.sync` of a bridge: it sends the tensors that it is given, None: all.
+    """
+
+    sync_some: Callable[[int, Sequence[str] | None], SyncStats]
     target: WeightTarget
-    only: Sequence[str]
+    changed: Sequence[str]
 
     def sync(self, version: int) -> SyncStats:
         """See :class:`WeightBridge`."""
-        return self.bridge.sync(version, None if self.target.policy_version < 0 else self.only)
+        return self.sync_some(version, None if self.target.policy_version < 0 else self.changed)
 
 
 @dataclass(slots=True)

@@ -22,10 +22,8 @@ _STAMP_BYTES = 64  # a stamp of 16 random bytes, and what keeps the rest aligned
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Work(Protocol):
-    """Something under way."""
-
-    def wait(self) -> object: ...
+# Waits for a message that is under way. It is called once.
+Wait = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class MappedMemory:
 class Links(Protocol):
     """What transports need of the ranks of a plan, which are numbered as in their group."""
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Work]:
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Wait]:
         """Start to send and to receive, all at once."""
         ...
 
@@ -56,7 +54,7 @@ class GroupLinks(Links):
         self._group = group
         connect_device(group)
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Work]:
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Wait]:
         """Start batches of at most MAX_BATCH messages.
 
         NCCL looks at no tags and carries out one batch after the other. All ranks cut theirs from one order of all messages, so
@@ -72,7 +70,7 @@ class GroupLinks(Links):
             for sender, receiver, flat in ordered
         ]
         batches = [operations[first : first + MAX_BATCH] for first in range(0, len(operations), MAX_BATCH)]
-        return [work for batch in batches for work in dist.batch_isend_irecv(batch)]
+        return [work.wait for batch in batches for work in dist.batch_isend_irecv(batch)]
 
     def share(self, nbytes: int, senders: Collection[int]) -> MappedMemory | None:
         return share_memory(nbytes, senders, self._group)
@@ -128,10 +126,10 @@ class PointToPoint(Transport):
 
 @dataclass(slots=True)
 class _Copied(Exchange):
-    works: list[Work]
+    waits: list[Wait]
 
     def arrive(self) -> None:
-        _wait(self.works)
+        _wait(self.waits)
 
     def release(self) -> None: ...
 
@@ -162,9 +160,9 @@ class SharedMemory(Transport):
         origin = self._memory.own.data_ptr()
         offsets = [(torch.tensor([packet.flat.data_ptr() - origin]), packet.message.peer) for packet in near]
         places = [(torch.zeros(1, dtype=torch.int64), packet.message.peer) for packet in read]
-        works = self.links.exchange(offsets, places, 2 * tag)
+        waits = self.links.exchange(offsets, places, 2 * tag)
         notices = self.links.exchange([], [(_notice(), packet.message.peer) for packet in near], 2 * tag + 1)
-        return _Read(self, tag, far, list(works), list(notices), read, [place for place, _ in places])
+        return _Read(self, tag, far, list(waits), list(notices), read, [place for place, _ in places])
 
     def locate(self, packet: Packet, offset: int) -> None:
         """Find an arrived message in its sender's memory. It is at the same place in every run."""
@@ -179,15 +177,15 @@ class _Read(Exchange):
     transport: SharedMemory
     tag: int
     far: Exchange
-    works: list[Work]
-    notices: list[Work]  # that messages have been read, by peers and by this rank
+    waits: list[Wait]
+    notices: list[Wait]  # that messages have been read, by peers and by this rank
     packets: list[Packet]
     offsets: list[Tensor]
     is_released: bool = field(default=False)
 
     def arrive(self) -> None:
         self.far.arrive()
-        _wait(self.works)
+        _wait(self.waits)
         for packet, offset in zip(self.packets, self.offsets, strict=True):
             self.transport.locate(packet, int(offset))
 
@@ -203,10 +201,10 @@ class _Read(Exchange):
         _wait(self.notices)
 
 
-def _wait(works: list[Work]) -> None:
-    """For each once: gloo does not return from a second wait."""
-    while works:
-        works.pop(0).wait()
+def _wait(waits: list[Wait]) -> None:
+    """Call each once: gloo does not return from a second wait."""
+    while waits:
+        waits.pop(0)()
 
 
 def _notice() -> Tensor:

@@ -22,7 +22,7 @@ from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
-from rlhf_mcore.commands.evaluate.weights import Weights, open_weights, weight_sketches
+from rlhf_mcore.commands.evaluate.weights import DirectoryWeights, ShardedWeights, open_weights, weight_sketches
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
@@ -429,7 +429,7 @@ class _Engines:
             return episode_worker(cfg, engine, engine.rank, decode, ToolCallParser)
         return RolloutWorker(engine, engine.rank, decode)
 
-    def _load(self, engine: Engine, path: str, reader: Weights) -> None:
+    def _load(self, engine: Engine, path: str, reader: DirectoryWeights | ShardedWeights) -> None:
         try:
             engine.load_weights(reader.tensors(), version=self._version)
         except ValueError as error:

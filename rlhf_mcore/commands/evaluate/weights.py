@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -19,17 +18,6 @@ from rlhf_mcore.observability.files import sketch_of_file
 
 RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
 _FILES = {"hf": "*.safetensors", "fsdp": "model_world_size_*.pt", "megatron": "*.distcp"}
-
-
-class Weights(Protocol):
-    """Full Hugging Face tensors by name."""
-
-    @property
-    def names(self) -> set[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class DirectoryWeights:
@@ -90,7 +78,7 @@ class ShardedWeights:
                 since_release = 0
 
 
-def open_weights(directory: str, sharded: ShardedModel | None) -> Weights:
+def open_weights(directory: str, sharded: ShardedModel | None) -> DirectoryWeights | ShardedWeights:
     """Open the weights of a Hugging Face directory, or of shards that take their place."""
     return DirectoryWeights(directory) if sharded is None else ShardedWeights(sharded)
 

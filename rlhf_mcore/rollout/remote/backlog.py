@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rlhf_mcore.rollout.remote.parts import FleetEngine, Share
 
@@ -13,41 +13,21 @@ if TYPE_CHECKING:
     from rlhf_mcore.types import Completion, Request
 
 
-class Backlog(Protocol):
-    """Deals requests to engines. ``FleetEngine.requests`` are those that an engine has been given and has not answered."""
-
-    def add(self, requests: Sequence[Request], version: int) -> None:
-        """Take requests in, which belong to a version of the weights."""
-        ...
-
-    def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Request]]]:
-        """Give what waits to engines that may draw it."""
-        ...
-
-    def take(self, engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-        """Those of an engine's completions that are answers now. Called at each report, also without completions."""
-        ...
-
-    def put_back(self, engine: FleetEngine) -> None:
-        """Take the requests of an engine that is lost, for others."""
-        ...
-
-    def drop(self, request_ids: Collection[int]) -> None:
-        """Forget these."""
-        ...
-
-
 class FreeBacklog:
-    """Deals each request at once. All samples of a prompt go to one engine, the one with the fewest requests."""
+    """Deals each request to an engine at once. All samples of a prompt go to one engine, the one with the fewest requests.
+
+    ``FleetEngine.requests`` are those that an engine has been given and has not answered.
+    """
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
 
     def add(self, requests: Sequence[Request], version: int) -> None:
-        """See :class:`Backlog`, as those that follow."""
+        """Take requests in, which belong to a version of the weights."""
         self._requests.extend(requests)
 
     def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Request]]]:
+        """Give what waits to engines that may draw it."""
         if not serving:
             return []
         counts = [len(engine.requests) for engine in serving]
@@ -58,13 +38,16 @@ class FreeBacklog:
         return [(engine, requests) for engine, requests in zip(serving, shares, strict=True) if requests]
 
     def take(self, engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
+        """Return those of an engine's completions that are answers now. Called at each report, also without completions."""
         return _known(engine, completions)
 
     def put_back(self, engine: FleetEngine) -> None:
+        """Take back the requests of an engine that is lost, for others."""
         self._requests.extendleft(reversed(engine.requests.values()))
         engine.requests = {}
 
     def drop(self, request_ids: Collection[int]) -> None:
+        """Forget these."""
         self._requests = deque(request for request in self._requests if request.request_id not in request_ids)
 
 
@@ -81,7 +64,7 @@ class SharedBacklog:
         self._shares: deque[Share] = deque()
 
     def add(self, requests: Sequence[Request], version: int) -> None:
-        """See :class:`Backlog`, as those that follow."""
+        """See :class:`FreeBacklog`, as those that follow."""
         shares = _shared(requests, [0] * self._num_shares)
         self._shares.extend(Share(_by_id(share), version) for share in shares if share)
 
@@ -159,16 +142,16 @@ class OpenRequests:
         return True
 
     def pop_other(self) -> int:
-        """Responses that another version has drawn, since the last call."""
-        found, self._popped = self._other - self._popped, self._other
-        return found
+        """Return how many responses another version has drawn since the last call."""
+        count, self._popped = self._other - self._popped, self._other
+        return count
 
     def _tell(self) -> None:
-        """One line for all that was lost, when it is answered."""
-        if not self._lost and (found := self._other - self._told):
+        """Note all that was lost in one line, when it is answered."""
+        if not self._lost and (count := self._other - self._told):
             self._told = self._other
             self._note(
-                f"{found} responses were drawn by newer weights than they were begun with: their engine was lost"
+                f"{count} responses were drawn by newer weights than they were begun with: their engine was lost"
             )
 
 

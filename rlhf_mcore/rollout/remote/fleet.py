@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
-from rlhf_mcore.rollout.remote.backlog import Backlog, FreeBacklog, OpenRequests, SharedBacklog
+from rlhf_mcore.rollout.remote.backlog import FreeBacklog, OpenRequests, SharedBacklog
 from rlhf_mcore.rollout.remote.host import Meeting, Report
 from rlhf_mcore.rollout.remote.parts import (
     REMEDY,
@@ -37,7 +37,7 @@ _ROOM_S = 120.0  # for nodes of a cluster to join it
 
 
 class Fleet:
-    """A StreamingGenerator over all engines, and RemoteEngines for the bridge.
+    """A Generator over all engines, and RemoteEngines for the bridge.
 
     One thread of its own talks to the engines, all but the calls that submit and transfer. ``clock`` counts seconds.
 
@@ -57,7 +57,7 @@ class Fleet:
         self._changed = threading.Condition(threading.RLock())
         self._numbers = count()
         self._engines: list[FleetEngine] = [self._new() for _ in range(plan.num_engines)]
-        self._backlog: Backlog = SharedBacklog(plan.num_engines) if plan.in_order else FreeBacklog()
+        self._backlog: FreeBacklog | SharedBacklog = SharedBacklog(plan.num_engines) if plan.in_order else FreeBacklog()
         self._version = -1  # of the weights that were brought last
         self._open = OpenRequests(lambda text: self._notes.append(text))
         self._finished: list[Completion] = []

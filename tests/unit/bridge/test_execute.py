@@ -29,7 +29,7 @@ from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, Transient
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.merged import MergedSources, adapted_weights
 from rlhf_mcore.bridge.run.staging import Staging
-from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Work
+from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Wait
 from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.unit.bridge.sources import Averages
@@ -68,17 +68,17 @@ class Wire(Links):
         of = {r: self._memory[r][0] for r in near if r in senders}
         return MappedMemory(self._memory[rank][0], of, frozenset(r for r in near if rank in self._memory[r][1]))
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> list[Work]:
-        works: list[Work] = []
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> list[Wait]:
+        waits: list[Wait] = []
         # Two ranks that waited for their sends first would wait for each other.
         for tensor, peer in receives:
             box = self._box(peer, self._here.rank, tag)
-            works.append(SimpleNamespace(wait=lambda box=box, tensor=tensor: _receive(box, tensor)))
+            waits.append(partial(_receive, box, tensor))
         for tensor, peer in sends:
             arrived = threading.Event()
             self._box(self._here.rank, peer, tag).put((tensor, arrived))
-            works.append(SimpleNamespace(wait=lambda arrived=arrived: arrived.wait(120)))
-        return works
+            waits.append(partial(arrived.wait, 120))
+        return waits
 
     def lose_messages(self) -> None:
         self._boxes.clear()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rlhf_mcore.bridge.map.coverage import CoverageError, check_coverage, padding_of
-from rlhf_mcore.bridge.map.layouts import engine_places, replicas, spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.layouts import replicas, spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.sync import PlannedTensor, engine_places
 from tests.unit.bridge.geometry import bucket_names
 
 
@@ -256,10 +257,8 @@ def test_places_of_a_layout_cover_the_model() -> None:
 
 
 def test_engines_are_consecutive_ranks() -> None:
-    class Tensor:
-        name, shape, pieces, padding = "d", (4, 2), (whole_rows("w", 0, 4),), ()
-
-    places = engine_places([[Tensor()], [Tensor()]], num_engines=3, first_rank=10)
+    tensor = PlannedTensor("d", (4, 2), (whole_rows("w", 0, 4),))
+    places = engine_places([[tensor], [tensor]], num_engines=3, first_rank=10)
     assert [list(place.ranks) for place in places] == [[10, 12, 14], [11, 13, 15]]
     assert [place.numel for place in places] == [8, 8]
 

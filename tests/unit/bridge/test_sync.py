@@ -14,7 +14,7 @@ from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import sync
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
-from rlhf_mcore.bridge.run.sync import PlannedBridge, TrainedWeights
+from rlhf_mcore.bridge.run.sync import ChangedOnlyBridge, PlannedBridge
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
@@ -104,7 +104,7 @@ def test_a_sync_of_some_tensors_leaves_the_others(
 
 def test_trained_weights_travel_alone_to_an_engine_that_has_the_others(trainer: Trainer) -> None:
     engine = engine_of(trainer)
-    bridge = TrainedWeights(trainer.bridge(engine), engine, ["model.norm.weight"])
+    bridge = ChangedOnlyBridge(trainer.bridge(engine).sync, engine, ["model.norm.weight"])
     sent = []
     for version in range(4):
         sent.append(bridge.sync(version).local_bytes)

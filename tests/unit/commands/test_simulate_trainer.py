@@ -23,7 +23,7 @@ SAMPLES, STEPS = 2, 12
 
 
 class PlayedEngines:
-    """A StreamingGenerator over simulated engines: a prompt's samples go to the engine with the fewest requests."""
+    """A Generator over simulated engines: a prompt's samples go to the engine with the fewest requests."""
 
     def __init__(self, scenario: Scenario, draw: Callable[[int], list[int]]) -> None:
         self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]

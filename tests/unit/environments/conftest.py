@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 class Scripted:
-    """A StreamingGenerator. ``says``: the text of a request's turn, from its whole prompt and its seed; then the end token."""
+    """A Generator. ``says``: the text of a request's turn, from its whole prompt and its seed; then the end token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, says: Callable[[str, int], str]) -> None:
         self.requests: list[Request] = []

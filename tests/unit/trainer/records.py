@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from rlhf_mcore.protocols import EngineRank, StreamingGenerator
+from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
@@ -38,7 +38,7 @@ def completions(
 
 
 class Streaming:
-    """A StreamingGenerator that answers what was submitted last by ``draw``, all at once."""
+    """A Generator that answers what was submitted last by ``draw``, all at once."""
 
     def __init__(self) -> None:
         self.drawn: list[Completion] | None = None
@@ -65,7 +65,7 @@ class Streaming:
         return self.draw(requests)
 
 
-def worker(generator: StreamingGenerator, engine: EngineRank | None = None) -> RolloutWorker:
+def worker(generator: Generator, engine: EngineRank | None = None) -> RolloutWorker:
     """It decodes what ``completions`` has as ``trajectory`` does."""
     return RolloutWorker(
         generator, engine or EngineRank(), lambda rows: [f"answer {ids[0] % 1000 // 100}" for ids in rows]

@@ -23,7 +23,7 @@ PROMPTS = [prompt(index) for index in range(7)]
 
 
 class Engines:
-    """A StreamingGenerator that finishes a few requests a call, in the order of ``order``. A response holds its seed and versions."""
+    """A Generator that finishes a few requests a call, in the order of ``order``. A response holds its seed and versions."""
 
     def __init__(self, order: random.Random, at_once: int = 3) -> None:
         self.order, self.at_once, self.version = order, at_once, 0

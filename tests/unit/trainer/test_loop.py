@@ -20,7 +20,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.collecting import PlainSampling
+from rlhf_mcore.trainer.collecting import collect_next
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import Trainer
@@ -36,7 +36,7 @@ Log = list[tuple[Any, ...]]
 
 
 class Generating(Streaming):
-    """A StreamingGenerator that writes down what it is asked for, and loses a completion."""
+    """A Generator that writes down what it is asked for, and loses a completion."""
 
     def __init__(self, log: Log, lose: int) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def make(
     prompts = PromptBatches([prompt(i) for i in range(4)], sampler or Sampler())
     by = worker(Generating(log, lose))
     roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
-    source = SampledBatches(prompts, by, Sampling(n=2), reward, PlainSampling(), RowExchange(2), watch)
+    source = SampledBatches(prompts, by, Sampling(n=2), reward, collect_next, RowExchange(2), watch)
     made = Trainer(
         source=source,
         learner=PolicyLearner(roles, AdvantageComputer(algorithm), watch),
@@ -519,7 +519,7 @@ def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytes
 def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
     run = make(set())
     log = run.log
-    run.trainer.source = replace(run.source, collector=DynamicSampling(max_batches=3))
+    run.trainer.source = replace(run.source, collect=DynamicSampling(max_batches=3).collect)
 
     run.reward.value = lambda t: float(t.sample * (1 - t.prompt.index % 2))  # equal for odd prompts
     run.trainer.run(1)

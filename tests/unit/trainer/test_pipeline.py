@@ -14,7 +14,7 @@ from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.trainer.ahead import Group, Schedule
-from rlhf_mcore.trainer.collecting import Collector, PlainSampling
+from rlhf_mcore.trainer.collecting import Collect, collect_next
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
@@ -60,7 +60,7 @@ class Bridge:
 
 @contextmanager
 def pipeline(
-    schedule: Schedule, collector: Collector | None = None
+    schedule: Schedule, collect: Collect | None = None
 ) -> Iterator[tuple[PipelinedBatches, RemotePublisher, Bridge]]:
     engines = Engines(random.Random(3))
     bridge, record = Bridge(engines), Record()
@@ -71,13 +71,13 @@ def pipeline(
         lambda requests: lambda _: None if bridge.is_lost else drawn(requests),
         lambda: (EngineWork(3, 40, 0.5), 2),
     )
-    exchange, own = RowExchange(SAMPLES, asynchronous=True), collector or PlainSampling()
+    exchange, own = RowExchange(SAMPLES, asynchronous=True), collect or collect_next
 
     def sync_again(version: int) -> None:
         """Of what is published last there are copies in order, as ``cli.generation`` has it."""
         bridge.sync(bridge.synced[-1] if schedule.in_order else version)
 
-    source = PipelinedBatches(PROMPTS, first, exchange, record, sync_again, collector=own)
+    source = PipelinedBatches(PROMPTS, first, exchange, record, sync_again, collect=own)
     publisher = RemotePublisher(bridge, record, source.drain if schedule.drain else None)
     with ahead.run():
         yield source, publisher, bridge
@@ -140,7 +140,7 @@ def half_teach(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
 @pytest.mark.parametrize("schedule", [Schedule(2, 1, in_order=True, drain=True), Schedule(2, 2), Schedule(2, 0, 1.5)])
 def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones(schedule: Schedule) -> None:
     """Each prompt is learned from once, or was dropped."""
-    with pipeline(schedule, DynamicSampling(10)) as (source, publisher, _):
+    with pipeline(schedule, DynamicSampling(10).collect) as (source, publisher, _):
         assert source.first is not None
         ahead, taken, draws = source.first.ahead, list[int](), 0
         ahead._begin_scores, take = half_teach, ahead.take
@@ -170,7 +170,7 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
             asked["beside"].append([(list(request.prompt_ids), request.seed) for request in requests])
             return drawn(requests)
 
-    with pipeline(Schedule(2, 0), DynamicSampling(10)) as (source, publisher, bridge):
+    with pipeline(Schedule(2, 0), DynamicSampling(10).collect) as (source, publisher, bridge):
         assert source.first is not None
         source.first.ahead._begin_scores, submit = half_teach, bridge.engines.submit
 
@@ -181,7 +181,7 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
         bridge.engines.submit = recorded  # type: ignore[method-assign]
         sampler, reward = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True), SimpleNamespace(submit=half_teach)
         prompts, sampling = PromptBatches(PROMPTS, sampler), Sampling(n=SAMPLES, seed=9)
-        together: Any = (worker(Beside()), sampling, reward, DynamicSampling(10), RowExchange(SAMPLES), source.recorder)
+        together: Any = (worker(Beside()), sampling, reward, DynamicSampling(10).collect, RowExchange(SAMPLES), source.recorder)
         other = SampledBatches(prompts, *together)
         publisher.publish(0)
         for step in range(1, 6):
