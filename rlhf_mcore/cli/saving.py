@@ -118,7 +118,7 @@ def _role_files(run: RunContext, saved: SavedModel) -> RoleFiles:
     return RoleFiles(saved.name, saved.model, _exporter(run.cfg, saved, carried))
 
 
-def _build_triggers(run: RunContext, sampler: ResumableSampler) -> Triggers:
+def _build_triggers(run: RunContext, sampler: Sampler) -> Triggers:
     """Build what decides when to save, for the first rank."""
     cfg = run.cfg
     left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
@@ -130,7 +130,7 @@ def _build_triggers(run: RunContext, sampler: ResumableSampler) -> Triggers:
 def _run_state(
     run: RunContext,
     holders: Mapping[str, Stateful],
-    sampler: ResumableSampler,
+    sampler: Sampler,
     ahead: SamplingAhead | None,
     lengths: ExpectedLengths | None,
 ) -> RunState:
