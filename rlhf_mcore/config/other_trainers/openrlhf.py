@@ -350,14 +350,13 @@ REASONS = {
     "rollout.max_tokens_per_gpu": "forward passes are cut by trainer.max_tokens_per_microbatch here",
     "rollout.micro_batch_size": "the engine batches by itself; see rollout.max_num_seqs",
     "rollout.vllm_generate_batch_size": "the engine batches by itself; see rollout.max_num_seqs",
-    "train.agent_func_path": "conversations with tools are not supported",
-    "train.async_enable": "training is synchronous here",
+    "train.agent_func_path": "see environment: a class of yours, or tools, answer the policy",
+    "train.async_enable": "see rollout.placement and trainer.max_staleness",
     "train.colocate_actor_ref": _SAME_PROCESSES,
     "train.colocate_all": _SAME_PROCESSES,
     "train.colocate_critic_reward": _SAME_PROCESSES,
-    "vllm.num_engines": "there are world size / rollout.layout.tp engines here",
-    "vllm.sync_backend": "the bridge brings the weights to engines here",
-    "vllm.sync_with_ray": "the bridge brings the weights to engines here",
+    "vllm.num_engines": "world size / rollout.layout.tp engines here; rollout.num_engines of them with rollout.placement=disaggregated",
+    **dict.fromkeys(("vllm.sync_backend", "vllm.sync_with_ray"), "the bridge brings the weights to engines here"),
 }
 TABLE = Table("OpenRLHF", ROWS, JOINTS, DEFAULTS, REASONS)
 

@@ -134,7 +134,7 @@ def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
         ("--train.batch_size 100 --rollout.n_samples_per_prompt 8", "train.batch_size", "100 is not divisible by 8"),
         ("--reward.remote_url http://x", "reward.remote_url", "reward group"),
         ("--zero_stage 3", "ds.zero_stage", "Megatron-core"),
-        ("--async_train", "train.async_enable", "synchronous"),
+        ("--async_train", "train.async_enable", "trainer.max_staleness"),
         ("--actor.optim muon", "actor.optim", "AdamW"),
         (
             f"{IS}_enable {IS}_type seq-mask-tis",
