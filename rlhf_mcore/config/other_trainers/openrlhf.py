@@ -355,7 +355,7 @@ REASONS = {
     "train.colocate_actor_ref": _SAME_PROCESSES,
     "train.colocate_all": _SAME_PROCESSES,
     "train.colocate_critic_reward": _SAME_PROCESSES,
-    "vllm.num_engines": "world size / rollout.layout.tp engines here; rollout.num_engines of them with rollout.placement=disaggregated",
+    "vllm.num_engines": "world size / rollout.layout.tp here; with rollout.placement=disaggregated see rollout.num_engines",
     **dict.fromkeys(("vllm.sync_backend", "vllm.sync_with_ray"), "the bridge brings the weights to engines here"),
 }
 TABLE = Table("OpenRLHF", ROWS, JOINTS, DEFAULTS, REASONS)
