@@ -71,7 +71,7 @@ def run(code: str, directory: Path, **variables: str) -> tuple[list[str], str]:
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     world["MASTER_PORT"] = "29731"
     ended = finished(
-        [sys.executable, "-W", "ignore", "-c", code], directory, {**environment, **world, **variables}, 120
+        [sys.executable, "-W", "ignore", "-c", code], directory, {**environment, **world, **variables}, 500
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split(), ended.stderr
