@@ -320,12 +320,6 @@ class ValueModel(TrainableModel, Protocol):
     def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]: ...
 
 
-class ScoreModel(Protocol):
-    """Scores [B] of whole responses. Collective over the world."""
-
-    def compute_scores(self, batch: TrainBatch) -> Tensor: ...
-
-
 class Source(Protocol):
     """Where the rows of a step come from."""
 

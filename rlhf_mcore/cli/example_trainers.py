@@ -46,7 +46,7 @@ def reward_model_trainer(run: RunContext) -> Trainer:
     """A reward model that learns from pairs of a better and a worse response."""
     data = load_data(run, _load_examples)
     model = RewardModelTrainer(_build_on_examples(run, "reward_model"), run.cfg.algorithm.centering)
-    return _example_trainer(run, data, model, partial(preference, model), preference_metrics)
+    return _example_trainer(run, data, model, partial(preference, model.compute_scores), preference_metrics)
 
 
 def _build_on_examples(run: RunContext, name: str) -> TrainedModel:

@@ -75,7 +75,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         if cfg.reward.model.path is not None:
             from rlhf_mcore.trainer.model_reward import ModelReward
 
-            model_reward = ModelReward(graders, models.reward_model(), cfg.reward.model.weight)
+            model_reward = ModelReward(graders, models.reward_model().compute_scores, cfg.reward.model.weight)
     sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), AdvantageComputer(cfg.algorithm)
     saved = [SavedModel("actor", actor.model, cfg.model.path)]
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_mcore.families.refusals import rotation_problems, unsupported_keys, window_problems
 from rlhf_mcore.families.sizes import head_dim, max_positions, num_kv_heads, size
@@ -217,19 +217,6 @@ OUTPUT_BIAS = (
 )
 
 
-class Part(Protocol):
-    """A part that models of some families have: its sizes, Megatron's settings and refusals, all from config.json."""
-
-    def sizes(self, hf_config: Fields) -> dict[str, Any]:
-        """Return fields of a geometry."""
-
-    def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Return what Megatron needs to know, as ``Family.megatron`` has it."""
-
-    def problems(self, hf_config: Fields) -> Iterator[str]:
-        """Yield what is not supported."""
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model family: how its config.json is read, what of it is refused, and where its tensors are stored."""
@@ -276,7 +263,8 @@ class Family:
     vllm_imports: str = ""  # a package that vLLM's module of the model needs and vLLM itself does not
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Latent | Windows | DeltaNet | Mixture | SigmoidMixture]:
+        """The parts that the family has: each reads its sizes, Megatron's settings and what is refused from config.json."""
         return [part for part in (self.latent, self.windows, self.delta, self.mixture) if part is not None]
 
     @property

@@ -6,11 +6,12 @@ An :class:`Objective` defines what a model is trained for. A role (actor, critic
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -209,7 +210,7 @@ class RoleModel:
         return [[row for place in share for row in units[place]] for share in balance(sizes, self.layout.dp)]
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """The loss of a model. By default it reads no field, uses the aggregation's token weights, and rows are independent."""
 
     rows_per_unit: ClassVar[int] = 1  # so many consecutive rows of a batch stay together in a microbatch
@@ -223,10 +224,12 @@ class Objective(Protocol):
         """Return token weights [N] of the loss from those of the aggregation. ``num_rows``: of the minibatch, over all ranks."""
         return weights
 
+    @abstractmethod
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         """Return a microbatch's loss, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""
         ...
 
+    @abstractmethod
     def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         """Convert sums over the step's updates to public metrics. ``num_tokens``: trainable tokens of these updates."""
         ...

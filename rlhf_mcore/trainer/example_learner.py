@@ -15,7 +15,9 @@ from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.parallel.rows import merge_rows
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import LogprobModel, Recorder, ScoreModel, TrainableModel
+    from torch import Tensor
+
+    from rlhf_mcore.protocols import LogprobModel, Recorder, TrainableModel
     from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import TrainBatch
 
@@ -86,9 +88,9 @@ def likelihood_metrics(sums: Sums) -> dict[str, float]:
     return {"loss": nll, "perplexity": perplexity(nll)}
 
 
-def preference(model: ScoreModel, batch: TrainBatch) -> Sums:
+def preference(compute_scores: Callable[[TrainBatch], Tensor], batch: TrainBatch) -> Sums:
     """Of pairs whose rows follow each other, the chosen one first. A tie is half right. Collective over the world."""
-    chosen, rejected = model.compute_scores(batch).double().view(-1, 2).unbind(1)
+    chosen, rejected = compute_scores(batch).double().view(-1, 2).unbind(1)
     margins = chosen - rejected
     return {
         "pairs": float(len(margins)),

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.protocols import RewardFunction, ScoreModel
+from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.trainer.exchange import exchange_rows
-from rlhf_mcore.types import Score, Trajectory
+from rlhf_mcore.types import Score, TrainBatch, Trajectory
 
 PART = "reward_model"  # name of its score among the parts
 
@@ -22,7 +23,7 @@ class ModelReward:
     """The score of a model times ``weight``, added to that of other graders (which may be none: a score of 0)."""
 
     graders: RewardFunction
-    model: ScoreModel
+    compute_scores: Callable[[TrainBatch], Tensor]  # [B], of whole responses; collective over the world
     weight: float
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
@@ -43,7 +44,7 @@ class ModelReward:
         numbers = np.arange(first, first + len(trajectories))
         zeros = torch.zeros(len(trajectories), dtype=torch.float64)
         batch = exchange_rows(numbers, trajectories, zeros, torch.arange(sum(counts)))
-        found = self.model.compute_scores(batch)[numbers].tolist()
+        found = self.compute_scores(batch)[numbers].tolist()
         return [
             replace(other, value=other.value + self.weight * value, parts={**other.parts, PART: value})
             for other, value in zip(others, found, strict=True)

@@ -105,7 +105,7 @@ def held_out(kind: str, which: Any) -> ExampleEvaluator:
     build = partial(ExampleEvaluator, examples(kind), 0, 3)
     if kind == "sft":
         return build(partial(likelihood, which), likelihood_metrics)
-    return build(partial(preference, which), preference_metrics)
+    return build(partial(preference, which.compute_scores), preference_metrics)
 
 
 def oracle(kind: str, path: Path, target: Path) -> dict[str, Any]:

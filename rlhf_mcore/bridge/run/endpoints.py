@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -104,9 +105,10 @@ class TransientBuffers:
     enter: Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
 
 
-class Destinations(Protocol):
+class Destinations(ABC):
     """Where received elements go."""
 
+    @abstractmethod
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Flat tensors by buffer name that a bucket writes, but for those that are transient."""
         ...
@@ -115,6 +117,7 @@ class Destinations(Protocol):
         """Buffers that the bucket writes whole, one after the other. None in a bucket whose parts are forwarded."""
         return ()
 
+    @abstractmethod
     def close(self, bucket: Bucket) -> None:
         """The bucket is written: what it completes can be used."""
         ...

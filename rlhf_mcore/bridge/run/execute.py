@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH, Bucket, Copy, RankPlan
 from rlhf_mcore.bridge.run.endpoints import Destinations, Sources, TransientBuffers
 from rlhf_mcore.bridge.run.staging import Staging
-from rlhf_mcore.bridge.run.transports import Exchange, Links, Packet, PointToPoint, SharedMemory, Transport
+from rlhf_mcore.bridge.run.transports import Exchange, Links, Packet, PointToPoint, SharedMemory
 from rlhf_mcore.platform import current_platform
 
 
@@ -57,13 +57,14 @@ class Executor:
     ):
         self._plan, self._sources, self._depth = plan, sources, depth
         self._staging = Staging(plan, dtypes, depth, sources.device)
-        self._transport: Transport = PointToPoint(links)
+        direct = PointToPoint(links)
+        self._transport: PointToPoint | SharedMemory = direct
         self._on_host = current_platform().is_host(sources.device)
         if self._on_host:
             senders = {message.peer for bucket in plan.buckets for phase in bucket.phases for message in phase.receives}
             if (memory := links.share(self._staging.send_bytes, senders)) is not None:
                 self._staging.pack_into(memory)
-                self._transport = SharedMemory(links, memory, self._staging.views, self._transport)
+                self._transport = SharedMemory(links, memory, self._staging.views, direct)
         self._outgoing: dict[int, _Outgoing] = {}  # by bucket, of static sources
         # By slot: what is packed there may still be read.
         self._posted: list[list[Exchange]] = [[] for _ in range(depth)]

@@ -105,21 +105,14 @@ class Exchange(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """Brings packed messages to peers and peers' messages here."""
-
-    def post(self, sends: Sequence[Packet], receives: Sequence[Packet], tag: int) -> Exchange:
-        """Start an exchange. Tags are the same on both ends, and each is used once in a run."""
-        ...
-
-
-class PointToPoint(Transport):
-    """Messages are copied into receivers' buffers."""
+class PointToPoint:
+    """Copies messages into receivers' buffers."""
 
     def __init__(self, links: Links):
         self._links = links
 
     def post(self, sends: Sequence[Packet], receives: Sequence[Packet], tag: int) -> Exchange:
+        """Start an exchange. Tags are the same on both ends, and each is used once in a run."""
         out, into = ([(packet.flat, packet.message.peer) for packet in packets] for packets in (sends, receives))
         return _Copied(list(self._links.exchange(out, into, 2 * tag)))
 
@@ -136,8 +129,8 @@ class _Copied(Exchange):
     def settle(self) -> None: ...
 
 
-class SharedMemory(Transport):
-    """Messages are read where their senders have packed them; only where that is, and that it was read, travels.
+class SharedMemory:
+    """Reads messages where their senders have packed them; only where that is, and that it was read, travels.
 
     Args:
         links: between the ranks.
@@ -147,11 +140,12 @@ class SharedMemory(Transport):
     """
 
     def __init__(
-        self, links: Links, memory: MappedMemory, views: Callable[[Message, Tensor], list[Tensor]], otherwise: Transport
+        self, links: Links, memory: MappedMemory, views: Callable[[Message, Tensor], list[Tensor]], otherwise: PointToPoint
     ):
         self.links, self._memory, self._views, self._otherwise = links, memory, views, otherwise
 
     def post(self, sends: Sequence[Packet], receives: Sequence[Packet], tag: int) -> Exchange:
+        """Start an exchange, as :meth:`PointToPoint.post`."""
         near = [packet for packet in sends if packet.message.peer in self._memory.readers]
         read = [packet for packet in receives if packet.message.peer in self._memory.of]
         far_sends = [packet for packet in sends if packet.message.peer not in self._memory.readers]

@@ -253,7 +253,7 @@ def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], pla
     model = ModelBuilder(cfg, platform).reward_model()
 
     def add_model(graders: RewardFunction) -> RewardFunction:
-        return ModelReward(graders, model, cfg.reward.model.weight)
+        return ModelReward(graders, model.compute_scores, cfg.reward.model.weight)
 
     engine = EngineRank.of(dist.get_rank(), dist.get_world_size(), cfg.rollout.layout.tp)
     finished = []

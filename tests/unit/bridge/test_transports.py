@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def batches_of(rank: int, messages: list[Pair], patch: pytest.MonkeyPatch) -> li
 
     def start(batch: list[tuple[int, int, int]]) -> list[object]:
         batches.append(batch)
-        return [object()]  # NCCL has one work for a batch
+        return [SimpleNamespace(wait=lambda: True)]  # NCCL has one work for a batch
 
     patch.setattr(dist, "P2POp", operation)
     patch.setattr(dist, "batch_isend_irecv", start)
@@ -45,8 +46,8 @@ def batches_of(rank: int, messages: list[Pair], patch: pytest.MonkeyPatch) -> li
     sends = [(tensor, receiver) for tensor, (sender, receiver) in parcels if sender == rank]
     receives = [(tensor, sender) for tensor, (sender, receiver) in parcels if receiver == rank]
     group: Any = Group(rank)
-    works = GroupLinks(group).exchange(sends, receives, tag=3)
-    assert len(works) == len(batches)
+    waits = GroupLinks(group).exchange(sends, receives, tag=3)
+    assert len(waits) == len(batches)
     return batches
 
 

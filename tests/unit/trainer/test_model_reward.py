@@ -39,7 +39,7 @@ class Rules:
 
 def test_its_weighted_score_is_added() -> None:
     made = [trajectory(prompt(0), 0, 3), trajectory(prompt(1), 1, 1)]
-    found = ModelReward(Rules(), LastToken(), 0.5).score(made)
+    found = ModelReward(Rules(), LastToken().compute_scores, 0.5).score(made)
     last = [float(t.token_ids[-1]) for t in made]
     assert [s.value for s in found] == [0.25 + 0.5 * value for value in last]
     assert [s.parts for s in found] == [
@@ -49,10 +49,10 @@ def test_its_weighted_score_is_added() -> None:
 
 def test_alone_it_is_the_score() -> None:
     made = [trajectory(prompt(2), 0, 2)]
-    assert ModelReward(RuleReward([]), LastToken(), 2.0).score(made) == [
+    assert ModelReward(RuleReward([]), LastToken().compute_scores, 2.0).score(made) == [
         Score(2.0 * float(made[0].token_ids[-1]), {PART: float(made[0].token_ids[-1])})
     ]
-    assert ModelReward(RuleReward([]), LastToken(), 2.0).score([]) == []
+    assert ModelReward(RuleReward([]), LastToken().compute_scores, 2.0).score([]) == []
 
 
 @pytest.mark.usefixtures("rank_threads")
@@ -61,7 +61,7 @@ def test_ranks_score_together_and_each_gets_its_own() -> None:
 
     def body(group: ThreadGroup) -> tuple[list[float], list[int]]:
         model = LastToken()
-        found = ModelReward(RuleReward([]), model, 1.0).score(held[group.rank()])
+        found = ModelReward(RuleReward([]), model.compute_scores, 1.0).score(held[group.rank()])
         return [s.value for s in found], model.asked
 
     for mine, (values, asked) in zip(held, run_ranks(3, body), strict=True):
