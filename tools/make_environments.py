@@ -38,7 +38,7 @@ Episode = list[tuple[str, str]]  # (role, content)
 
 
 def play(rng: random.Random, careless: bool) -> Episode:
-    """Play a careless player: three guesses at most, somewhere in the range that is left; what was said is mostly forgotten."""
+    """Play three guesses at most, somewhere in the range that is left; a careless player mostly forgets what was said."""
     number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
     said: Episode = [("user", "guess")]
     for _ in range(GUESSES):

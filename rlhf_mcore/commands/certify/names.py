@@ -1,9 +1,10 @@
 """What we use of Megatron-core, vLLM and transformers, read from our own sources, and whether the installed versions still have it.
 
-None of them promises most of these names. So the list is made from the syntax trees of our modules: what they import, what they take
-from what they import, the keywords that they call it with, and the attributes that they read from objects of a library. Whose object
-it is no syntax tells: an attribute counts as a library's where neither our own sources nor the other imports of the module have its
-name, and is looked for among all words of the sources of the libraries that the module imports.
+The libraries promise few of these names. So the list is made from the syntax trees of our modules: their imports, the
+attributes and keywords that they use of an import, and the attributes that they read from objects of a library.
+Syntax does not tell whose object it is. So an attribute counts as a library's where neither our own sources nor the
+other imports of the module have its name, and is looked for among all words of the sources of the libraries that the
+module imports.
 """
 
 from __future__ import annotations

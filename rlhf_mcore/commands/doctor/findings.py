@@ -1,4 +1,4 @@
-"""What a check reports: how bad it is, what was found, what follows from it and what helps."""
+"""The report of a check: severity, finding, consequence and remedy; and its text for people and programs."""
 
 from __future__ import annotations
 

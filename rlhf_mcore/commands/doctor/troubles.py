@@ -1,4 +1,4 @@
-"""What follows from each trouble, and what helps: the consequence and the remedy of a finding that is bad."""
+"""Consequence and remedy of each trouble that a finding may name."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """Times of engines and trainer from the records of runs: metrics.jsonl and rollouts/.
 
-A step's generation is linear in what its lengths determine: decode steps of the engine that takes most, response tokens of an
-engine, and requests of an engine where these differ. The rest of a step is linear in its response tokens. Coefficients are fitted by
-the least sum of relative distances and are not negative. They are those of synchronous runs, in which one side waits for the other.
+A step's generation is linear in three numbers that follow from its lengths: decode steps of the engine that takes
+most, response tokens of an engine, and requests of an engine where these differ. The rest of a step is linear in its
+response tokens. Coefficients are not negative, and have the least sum of relative distances. They are fitted to
+synchronous runs, where one side waits for the other.
 
-Runs that sample ahead show how much longer both sides take while the other one computes: by the time of their training, and that of
-their engines' decode steps, over those of the fit. Both are extrapolated from the share of the time in which both computed.
+Runs that sample ahead show how much longer each side takes while the other one computes: their times of training and
+of decode steps are divided by those of the fit, and extrapolated from the share of the time in which both sides
+computed.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ def _contention(fit: PhaseFit, run: _Run) -> tuple[float, float]:
 def _while_both(longer: float, together: float) -> float:
     """Extrapolate how many times as long work takes beside the other side, if it takes ``longer`` times as long in all.
 
-    ``together``: the share of its time that it spends beside it, in which it gets done what ``longer`` leaves.
+    ``together``: the share of its time in which both sides compute.
     """
     return together / max(1 / longer - (1 - together), together / _MOST)
 

@@ -40,7 +40,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class TrainTimes:
-    """Seconds of a step's work beside generation and sync: what it always takes, and what a response token adds."""
+    """Seconds of a step's work beside generation and sync: a constant part, and one for each response token."""
 
     step_s: float
     token_s: float
