@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,17 +90,20 @@ class Packet:
     parts: list[Tensor]
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """The messages of one phase of a bucket, under way."""
 
+    @abstractmethod
     def arrive(self) -> None:
         """Wait until this rank's messages have been taken and those of its peers can be read. It may be called again."""
         ...
 
+    @abstractmethod
     def release(self) -> None:
         """What has arrived is not read any more. It may be called again."""
         ...
 
+    @abstractmethod
     def settle(self) -> None:
         """Wait until peers have released what this rank has sent: its memory may be packed again."""
         ...
