@@ -12,6 +12,7 @@ from rlhf_mcore.config.other_trainers.table import (
     Row,
     Table,
     Values,
+    adapters,
     choose,
     divided,
     padded_length,
@@ -259,7 +260,9 @@ ROWS = (
     Row("data.label_key", "data.answer_key", str),
     Row("eval.steps", "evaluate.every", positive),
 )
+ADAPTERS = adapters("ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules", "ds.lora.dropout")
 JOINTS = (
+    ADAPTERS,
     Joint(("algo.advantage.estimator", "algo.advantage.no_std_norm"), _advantage),
     Joint(("data.max_len", "rollout.max_new_tokens", "data.prompt_max_len"), _lengths),
     Joint(("train.batch_size", "rollout.n_samples_per_prompt"), _minibatch),
@@ -408,6 +411,7 @@ _SUPERVISED_ROWS = (
     Row("eval.dataset", "data.eval", lambda names: data_files(names, "data.eval")),
 )
 _SUPERVISED_JOINTS = (
+    ADAPTERS,
     schedule(""),
     Joint(("adam.betas",), pair("actor.optimizer.beta1", "actor.optimizer.beta2")),
     Joint(("optim",), adam),

@@ -173,6 +173,27 @@ def pair(first: str, second: str) -> Callable[[Values], dict[str, Any]]:
     return convert
 
 
+def adapters(rank: str, alpha: str, targets: str, dropout: str, start: str = "") -> Joint:
+    """Carry low-rank adapters over, by their keys: none where the rank is 0. ``start``: a directory that training begins from."""
+
+    def convert(values: Values) -> dict[str, Any]:
+        if not int(values[rank] or 0):
+            return {}
+        named = values.get(targets) or "all-linear"
+        if isinstance(named, str) and re.search(r"[*\\^$|(]", named):
+            raise Lost("a regular expression of names: list layers in actor.lora.targets")
+        settings = {
+            "rank": int(values[rank]),
+            "alpha": float(values.get(alpha, 16)),  # verl's default, and OpenRLHF's
+            "targets": [named] if isinstance(named, str) else list(named),
+            "dropout": float(values.get(dropout) or 0.0),
+            "path": path(values[start]) if values.get(start) else None,
+        }
+        return {f"actor.lora.{name}": value for name, value in settings.items() if value}
+
+    return Joint(tuple(key for key in (rank, alpha, targets, dropout, start) if key), convert)
+
+
 def divided(total: Any, by: Any, what: str) -> int:
     """Divide exactly."""
     if int(total) % int(by):

@@ -13,6 +13,7 @@ from rlhf_mcore.config.other_trainers.table import (
     Row,
     Table,
     Values,
+    adapters,
     choose,
     divided,
     files,
@@ -346,6 +347,7 @@ ROWS = (
     Row(ACTOR + "checkpoint.async_save", "checkpoint.async_save", bool),
 )
 JOINTS = (
+    adapters(*(MODEL + key for key in ("lora_rank", "lora_alpha", "target_modules", "lora_dropout", "lora_adapter_path"))),
     Joint(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), advantage),
     Joint((ROLLOUT + "n", "algorithm.adv_estimator"), samples),
     Joint((ACTOR + "clip_ratio", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"), clip),
@@ -462,7 +464,7 @@ REASONS = {
     ROLLOUT + "mode": "see rollout.placement",
     ROLLOUT + "load_format": "the bridge brings the weights to engines here",
     **dict.fromkeys((MODEL + "trust_remote_code", "data.trust_remote_code"), "code of a model is never run here"),
-    MODEL + "lora_rank": "LoRA is not supported",
+    MODEL + "exclude_modules": "list the layers that have adapters in actor.lora.targets",
     "algorithm.filter_groups.metric": "prompts whose responses all have the same score are replaced here",
     **{prefix + "log": "reward/overlong is among the metrics" for prefix in OVERLONG},
     "reward_model.reward_manager": "set reward.rules or reward.function",

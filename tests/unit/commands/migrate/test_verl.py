@@ -190,7 +190,7 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "see environment"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "max_tokens_per_microbatch"),
         ("critic.model.fsdp_config.param_offload=True", "critic.layout"),
-        ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
+        ("actor_rollout_ref.model.exclude_modules=lm_head", "actor.lora.targets"),
         ("trainer.something_new=1", "there is no such key here"),
         ("data.truncation=left", "prompts are never cut"),
         ("data.train_batch_size=many", "a value of a kind"),
@@ -259,3 +259,26 @@ def test_an_estimator_without_a_critic_leaves_its_keys_out() -> None:
     assert not [key for key in without.settings if key.startswith("critic.")]
     for key in (text.partition("=")[0] for text in keys):
         assert without.lost[key][1] == "grpo has no critic" and key not in without.carried
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (["lora_rank=8"], {"rank": 8, "alpha": 16.0, "targets": ["all-linear"]}),
+        (
+            ["lora_rank=32", "lora_alpha=64", "target_modules=[q_proj,v_proj]", "lora_adapter_path=~/adapter"],
+            {"rank": 32, "alpha": 64.0, "targets": ["q_proj", "v_proj"], "path": "${oc.env:HOME}/adapter"},
+        ),
+        (["lora_rank=0", "lora_alpha=64"], {}),
+    ],
+)
+def test_adapters(theirs: list[str], ours: dict[str, object]) -> None:
+    migration = migrated(*(f"actor_rollout_ref.model.{setting}" for setting in theirs))
+    prefix = "actor.lora."
+    assert {key.removeprefix(prefix): value for key, value in migration.settings.items() if prefix in key} == ours
+    assert migration.lost == {}
+
+
+def test_adapters_of_layers_that_a_regular_expression_names_are_lost() -> None:
+    migration = migrated("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules='.*_proj'")
+    assert "actor.lora.targets" in migration.lost["actor_rollout_ref.model.target_modules"][1]
