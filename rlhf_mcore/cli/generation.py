@@ -24,7 +24,6 @@ from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, worl
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import Publisher, RewardFunction, Source, SyncStats, WeightBridge, WeightTarget
 from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
-from rlhf_mcore.roles.freezing import trained_names
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
@@ -226,6 +225,8 @@ def changed_only(
 ) -> WeightBridge:
     if not cfg.actor.freeze:
         return bridge
+    from rlhf_mcore.roles.freezing import trained_names
+
     geometry = actor.model.spec.geometry
     sent = hf_shapes(geometry.trunk)
     names = [name for name in trained_names(geometry, cfg.actor.freeze) if name in sent]

@@ -38,8 +38,6 @@ from rlhf_mcore.planning.counts import model_flops
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.roles.freezing import freeze, trained_names
-from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 
@@ -157,13 +155,20 @@ class ModelBuilder:
 
             options = replace(options, mtp=MTPLearning(alone, 1.0 if alone else cfg.mtp.loss_coef, temperature))
         if isinstance(cfg, ActorConfig) and cfg.freeze:
+            from rlhf_mcore.roles.freezing import freeze, trained_names
+
             trained = trained_names(spec.geometry, cfg.freeze)
             options = replace(
                 options, freeze=partial(freeze, geometry=spec.geometry, layout=layout, patterns=cfg.freeze)
             )
         model = self._model(spec, path, layout, options, saved_as)
         if model is not None:
-            model.add_optimizer(cfg.optimizer, matrices_of(spec.geometry))
+            if cfg.optimizer.name == "muon":
+                from rlhf_mcore.roles.matrices import matrices_of
+
+                model.add_optimizer(cfg.optimizer, matrices_of(spec.geometry))
+            else:
+                model.add_optimizer(cfg.optimizer)
             assert self.sharing is not None
             model.share(self.sharing, saved_as, offloaded_parts(cfg.offload))
         return TrainedModel(

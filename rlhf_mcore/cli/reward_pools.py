@@ -20,11 +20,13 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
         ConfigError: naming the key of ``reward``.
     """
     if cfg.environment.function is None:
-        return build_reward(cfg.reward, pools)
+        return build_reward(cfg.reward, pools, validated=True)
     from rlhf_mcore.environments.reward import EnvironmentReward
 
     score = cfg.environment.score
-    return EnvironmentReward(None if score == "environment" else build_reward(cfg.reward, pools), adds=score == "sum")
+    return EnvironmentReward(
+        None if score == "environment" else build_reward(cfg.reward, pools, validated=True), adds=score == "sum"
+    )
 
 
 def check_environment(cfg: Config) -> None:

@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.data.examples import TokenizedExample
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start
 from rlhf_mcore.types import Prompt
 
-T = TypeVar("T", Prompt, TokenizedExample)
+if TYPE_CHECKING:
+    from rlhf_mcore.data.examples import TokenizedExample
+
+T = TypeVar("T", "Prompt", "TokenizedExample")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ from rlhf_mcore.cli.exit_codes import (
 )
 from rlhf_mcore.cli.launch import SHOWN, UNSAVED
 from rlhf_mcore.cli.progress import working
-from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
+from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER
+from rlhf_mcore.cli.report_listener import RankReports
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.observability.console import printable
 from rlhf_mcore.observability.files import FULL, full_disks

@@ -30,14 +30,15 @@ from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.planning.counts import model_flops, mtp_flops
+from rlhf_mcore.protocols import Evaluator, RewardFunction
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
-from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles, keep_scores
+from rlhf_mcore.trainer.reinforcement import NoEvaluator, PolicyLearner, Roles, keep_scores
+from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
 from rlhf_mcore.types import Prompt
 
@@ -114,21 +115,32 @@ def rl_trainer(run: RunContext) -> Trainer:
         source=generation.source,
         learner=PolicyLearner(roles, estimation, record, cfg.logging.entropy_every, work, tokens),
         publisher=generation.publisher,
-        evaluator=PolicyEvaluator(
-            data.held_out,
-            generation.worker,
-            model_reward or graders,
-            evaluation_sampling(cfg),
-            cfg.evaluate.every,
-            prompts_per_batch(cfg),
-            record.note,
-            OnError.of(cfg.reward),
-            record.progress,
-        ),
+        evaluator=_build_evaluator(run, data.held_out, generation.worker, model_reward or graders),
         checkpointer=checkpointer,
         recorder=record,
         max_bad_updates=cfg.trainer.max_bad_updates,
         counters=counters,
+    )
+
+
+def _build_evaluator(
+    run: RunContext, held_out: Sequence[Prompt], worker: RolloutWorker, reward: RewardFunction
+) -> Evaluator:
+    if not held_out:
+        return NoEvaluator()
+    from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
+
+    cfg, record = run.cfg, run.record
+    return PolicyEvaluator(
+        held_out,
+        worker,
+        reward,
+        evaluation_sampling(cfg),
+        cfg.evaluate.every,
+        prompts_per_batch(cfg),
+        record.note,
+        OnError.of(cfg.reward),
+        record.progress,
     )
 
 

@@ -23,7 +23,6 @@ from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.model_spec import ModelSpec
-from rlhf_mcore.mcore.momentum import Locate
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.stages import StageMessages
@@ -39,6 +38,7 @@ from rlhf_mcore.types import Microbatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.mixture import Router
+    from rlhf_mcore.mcore.momentum import Locate
     from rlhf_mcore.mcore.mtp import MTPLearning
 
 Metrics = dict[str, Tensor]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,15 @@ from torch.nn.utils import get_total_norm
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.geometry import LocalParameter, StateShard
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
-from rlhf_mcore.mcore.momentum import Locate, MatrixExchange, MomentumSteps, Stepped
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
 from rlhf_mcore.residency.ledger import OPTIMIZER
 from rlhf_mcore.residency.sharing import Movable
+
+if TYPE_CHECKING:
+    from rlhf_mcore.mcore.momentum import Locate, MomentumSteps, Stepped
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class Optimizer:
         self._reader: Future[None] | None = None
         self._momentum: MomentumSteps | None = None
         if cfg.name != "adamw":
+            from rlhf_mcore.mcore.momentum import MatrixExchange, MomentumSteps  # AdamW is Megatron's
+
             held = list(self._stepped_by_momentum(cfg.name, locate))
             kind = torch.float32 if config.params_dtype == torch.float32 else torch.bfloat16
             whole = groups.collection.intra_dist_opt
@@ -169,6 +173,8 @@ class Optimizer:
 
     def _stepped_by_momentum(self, name: str, locate: Locate) -> Iterator[Stepped]:
         """All ranges with SGD, those of matrices with Muon."""
+        from rlhf_mcore.mcore.momentum import Stepped
+
         groups = {
             id(p): group for part in self._parts() for group in part.optimizer.param_groups for p in group["params"]
         }

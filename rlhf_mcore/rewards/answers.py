@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 from rlhf_mcore.rewards.forms import read_answer
 from rlhf_mcore.rewards.latex import is_other_number, leading_number, parse_number
 
 MAX_RESPONSE_CHARS = 2**18  # 64k tokens of four characters
 MAX_LINE_CHARS = 300  # of the line after a mark
+_MAX_TRUTH_BITS = 4096  # of an int: str() of a huge one raises
 MAX_MARKS = 1000  # of a kind: earlier ones are not looked at
 
 _MARKER = re.compile(r"(?<!#)####(?!#)\s{0,16}")
@@ -31,23 +33,6 @@ _NAMES_OR_COMPUTES = re.compile(
 )  # left of an equals sign
 _PROSE = re.compile(r"\s(?:[A-Za-z]{2}|[aIL]\b|[a-z]{1,2}\.)[A-Za-z\s.,'/-]*")
 _SYMBOLS = re.compile("[\x00-\x1f\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]+")  # such as a check mark
-
-_CHOICE_IS = re.compile(
-    r"\b(?:answer|choice|option)\s{0,4}(?:is)?\s{0,4}:?\s{0,4}(?=[*_(\[\\$]{0,8}[A-Ja-j](?![A-Za-z]))", re.IGNORECASE
-)
-_SENTENCE_END = re.compile(r"[\n;]|\.(?=\s|$)|,?\s(?:because|since|as|which)\s")
-_CHOICE_NOISE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\b|[*_`${}\\]")
-_CHOICES = re.compile(r"[(\[]?([A-J])[)\].]?(?:\s{0,4}(?:,|;|&|and\b)?\s{0,4}[(\[]?([A-J])[)\].]?){0,9}", re.IGNORECASE)
-_CHOICE_AND_TEXT = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])[.):])\s{0,4}(?=\S)", re.IGNORECASE)
-# In what follows a choice: another one, or that it is none.
-_OTHER_CHOICE = re.compile(
-    r"[(\[][A-J][)\]]|(?<![A-Za-z])[A-J][):]|\bor\b\s{0,4}(?:option\s{0,4})?[A-J]\b|/\s{0,4}[A-J]\b", re.IGNORECASE
-)
-_OTHER_LETTER = re.compile(r"(?:^|[\s,;/])[B-HJ]\.\s")
-_IS_NONE = re.compile(
-    r"(?:is|are|was|seems?)?\s{0,4}(?:not|n't|wrong|incorrect|false|maybe|perhaps|possibly)\b|(?:or|and|/|\||\?)\s*$",
-    re.IGNORECASE,
-)
 
 
 def fits(response: str) -> bool:
@@ -122,43 +107,6 @@ def last_answer(text: str) -> str | None:
     return within(max(candidates)[1])
 
 
-def chosen_letters(text: str) -> str:
-    """Return the options that a response chooses, sorted ("B", "AC"), or "".
-
-    They are what it marks last: in ``<answer>``, a box, behind ``Answer:``; else what follows the last "answer is", "option" or
-    "choice"; else the whole text where that is nothing but a choice. "B", "(b)", "**B.** Paris", "A, C" and "A and C" are choices,
-    "A or B" is none.
-    """
-    opened = text.rfind("<answer>")
-    if opened >= 0:
-        return letters_of(text[opened + len("<answer>") :].partition("</answer>")[0])
-    box, line = last_box(text), (answer_lines(text) or [(-1, "")])[-1]
-    if box is not None and box[0] > line[0]:
-        return letters_of(text[box[0] : box[1]])
-    if line[1]:
-        return letters_of(within(line[1]))
-    ends = [match.end() for match in _CHOICE_IS.finditer(text)][-1:]
-    if ends:
-        sentence = _SENTENCE_END.split(text[ends[0] : ends[0] + MAX_LINE_CHARS], maxsplit=1)[0]
-        return letters_of(sentence)
-    return letters_of(text) if "\n" not in text.strip() else ""
-
-
-def letters_of(answer: str) -> str:
-    """Return the letters A to J that an answer is, sorted; "" where it is something else."""
-    if len(answer) > MAX_LINE_CHARS:
-        return ""
-    answer = " ".join(_CHOICE_NOISE.sub("", answer).split())
-    if _CHOICES.fullmatch(answer):
-        letters = re.findall("[A-J]", re.sub(r"\band\b", "", answer, flags=re.IGNORECASE).upper())
-        return "".join(sorted(set(letters))) if len(set(letters)) == len(letters) else ""
-    match = _CHOICE_AND_TEXT.match(answer)
-    rest = "" if match is None else answer[match.end() :]
-    if match is None or any(search(rest) for search in (_OTHER_CHOICE.search, _OTHER_LETTER.search, _IS_NONE.match)):
-        return ""
-    return (match[1] or match[2]).upper()
-
-
 def within(answer: str) -> str:
     """Return the content of the box in an answer, or the answer where there is none."""
     inner = last_boxed(answer)
@@ -206,3 +154,17 @@ def _lines(mark: re.Pattern[str], text: str) -> list[tuple[int, str]]:
     starts = [match.end() for match in mark.finditer(text)][-MAX_MARKS:]
     lines = [_END.split(text[start : start + MAX_LINE_CHARS], maxsplit=1)[0] for start in starts]
     return [(start, _DECORATION.sub("", line).strip()) for start, line in zip(starts, lines, strict=True)]
+
+
+def truth_answer(truth: str) -> str:
+    """Return the answer that a worked solution marks, or the whole text."""
+    answer = last_answer(truth)
+    return truth if answer is None else answer
+
+
+def truth_text(ground_truth: Any) -> str:
+    """Return the ground truth as stripped text; empty for None and for what is too long to be an answer."""
+    if ground_truth is None or (isinstance(ground_truth, int) and ground_truth.bit_length() > _MAX_TRUTH_BITS):
+        return ""
+    text = str(ground_truth).strip()
+    return text if fits(text) else ""

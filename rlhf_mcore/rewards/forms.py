@@ -7,7 +7,7 @@ base and approximations are texts: as arithmetic they would be something else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -28,7 +28,7 @@ MAX_BRACES = 100  # as is what is nested by a machine
 MAX_DEPTH = 20
 
 LIST, SET, MATRIX = "", "{}", "matrix"
-_ORDERED = ("()", "[]", "[)", "(]", MATRIX)
+ORDERED = ("()", "[]", "[)", "(]", MATRIX)
 _OPENING = {"(": "(", "[": "[", "\\{": "{"}
 _NAME = (
     r"(?:[A-Za-z]{1,20}|\\[A-Za-z]{1,12}|[A-Za-z](?:_(?:\w|\{\w{1,8}\}))?|[A-Za-z]\([A-Za-z0-9]\)|\\?angle\s?[A-Z]{1,3}"
@@ -40,7 +40,7 @@ _COMPUTES = re.compile(
 )
 _EQUALS = re.compile(r"(?<![<>!:\\])=")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+COMMAND = re.compile(r"\\[A-Za-z]+")
 _CHOICE = re.compile(r"\(([A-Za-z])\)")
 _WORDS = re.compile(r"[A-Za-z]{2,}")
 _SPACE = re.compile(r"((?<=[0-9])\s+(?=[0-9]))|\s+")
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def has_variables(self) -> bool:
-        return bool(_letters(self.source) - {"e", "i"})
+        return bool(letters(self.source) - {"e", "i"})
 
     @property
     def as_equation(self) -> str:
@@ -123,7 +123,7 @@ def _read(text: str) -> Answer:
         match = _DEFINES.match(text)
         if match is not None:
             name, value = "".join(match[1].split()), text[match.end() :]
-            if not _letters(name) & _letters(value) or len(_letters(name)) > 1:
+            if not letters(name) & letters(value) or len(letters(name)) > 1:
                 return replace(_read(value), name=name)
         elif (match := _COMPUTES.match(text)) is not None:
             result = _read(text[match.end() :].strip())
@@ -136,7 +136,7 @@ def _read(text: str) -> Answer:
         if _is_balanced(inside):
             parts = _split(inside)
             brackets = _OPENING[opening] + closing[-1]
-            if brackets in (SET, *_ORDERED) and (len(parts) > 1 or brackets == SET):
+            if brackets in (SET, *ORDERED) and (len(parts) > 1 or brackets == SET):
                 return _collection(brackets, [_read(part.strip()) for part in parts], text, (opening, closing))
     parts = _split(text)
     if len(parts) > 1:
@@ -186,7 +186,7 @@ def _leaf(text: str) -> Answer:
     spelling = _spell(core)
     if (choice := _CHOICE.fullmatch(spelling)) is not None:
         spelling = choice[1]
-    if factor != 1 or (is_worded and _WORDS.search(_COMMAND.sub("", core))) or not _is_mathematics(core):
+    if factor != 1 or (is_worded and _WORDS.search(COMMAND.sub("", core))) or not _is_mathematics(core):
         words = re.sub(r"(?<=[A-Za-z])\.", "", spelling)
         return Answer("text", words.lower() if _WORDS.search(words) else spelling)
     source = _DECIMAL.sub(lambda match: rf"\frac{{{match[1]}{match[2]}}}{{1{'0' * len(match[2])}}}", core)
@@ -221,9 +221,9 @@ def _spell(text: str) -> str:
     return text.lower() if _WORDS.fullmatch(text) else text
 
 
-def _letters(text: str) -> set[str]:
+def letters(text: str) -> set[str]:
     """Return the letters of LaTeX that are variables, or constants such as e."""
-    return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text)))
+    return set(re.findall("[A-Za-z]", COMMAND.sub(" ", text)))
 
 
 def _fractions(text: str) -> str:
@@ -290,115 +290,7 @@ def _depths(text: str, at_comma: Callable[[int], None]) -> bool:
     return depth == 0
 
 
-# ------------------------------------------------------------------------------------------------------------- comparing
-Ask = Callable[[str, str], bool]  # whether two expressions, relations or equations in LaTeX are equal
-
-
-def is_same(truth: Answer, answer: Answer, ask: Ask) -> bool:
-    """Return whether two answers are mathematically the same. Whatever needs a solver is asked of ``ask``.
-
-    With a constant ``ask`` the result is what is certain: True in spite of False, or False in spite of True.
-    """
-    if not truth.spelling or not answer.spelling:
-        return False
-    if names_differ(truth, answer):
-        return _are_equations(truth, answer) and ask(truth.as_equation, answer.as_equation)
-    if truth.spelling == answer.spelling:
-        return True
-    if "text" in (truth.kind, answer.kind):
-        return False
-    if truth.value is not None and answer.value is not None:
-        return _are_equal_numbers(truth, answer)
-    if "equation" in (truth.kind, answer.kind):
-        return _are_equations(truth, answer) and ask(truth.as_equation, answer.as_equation)
-    if truth.parts and answer.parts:
-        return _are_same_collections(truth, answer, ask)
-    for one, other in ((truth, answer), (answer, truth)):
-        if one.brackets == SET and len(one.parts) == 1 and one.parts[0].spelling != r"\emptyset":
-            return is_same(one.parts[0], other, ask) if one is truth else is_same(other, one.parts[0], ask)
-    if {truth.kind, answer.kind} & {"relation", "collection"} and not (_is_range(truth) and _is_range(answer)):
-        return False
-    return not _is_other_case(truth, answer) and ask(truth.source, answer.source)
-
-
 def names_differ(truth: Answer, answer: Answer) -> bool:
     """Return whether answers give values to different variables: x = 3 and y = 3."""
     ours, theirs = truth.name.lower(), answer.name.lower()
     return ours != theirs and len(ours) == len(theirs) == 1
-
-
-def _are_equations(truth: Answer, answer: Answer) -> bool:
-    """Return whether two answers may be one equation: x = 3 is a value, and no equation of it is its solution."""
-    return all(
-        each.kind == "equation" or (each.name and each.kind == "expression" and each.has_variables)
-        for each in (truth, answer)
-    )
-
-
-def _are_equal_numbers(truth: Answer, answer: Answer) -> bool:
-    """Equal numbers; 50% is 50 and 1/2."""
-    assert truth.value is not None and answer.value is not None
-    if truth.is_percent == answer.is_percent:
-        return truth.value == answer.value
-    percent, other = (truth.value, answer.value) if truth.is_percent else (answer.value, truth.value)
-    return other in (percent, percent / 100)
-
-
-def _is_other_case(truth: Answer, answer: Answer) -> bool:
-    """Return whether a letter is a capital in one answer, and none in the other."""
-    ours, theirs = ({*_letters(each.source), *_COMMAND.findall(each.source)} for each in (truth, answer))
-    return bool({name.lower() for name in ours - theirs} & {name.lower() for name in theirs - ours})
-
-
-def _is_range(answer: Answer) -> bool:
-    """Return whether an answer is an interval, a union of some, or a relation that says the same."""
-    return (
-        answer.kind == "relation"
-        or answer.brackets in _ORDERED[:4]
-        or bool(re.search(r"\\(?:cup|cap|mathbb|setminus)", answer.source))
-    )
-
-
-def _are_same_collections(truth: Answer, answer: Answer, ask: Ask) -> bool:
-    ours, theirs = _assignments(truth), _assignments(answer)
-    if ours is not None and theirs is not None:
-        return ours.keys() == theirs.keys() and all(is_same(ours[name], theirs[name], ask) for name in ours)
-    if (ours is None) != (theirs is None):
-        values, other = (ours, answer) if ours is not None else (theirs, truth)
-        if values is None or other.brackets != "()" or len(other.parts) != len(values):
-            return False
-        pairs = [(values[name], part) for name, part in zip(sorted(values), other.parts, strict=True)]
-        return all(is_same(a, b, ask) if other is answer else is_same(b, a, ask) for a, b in pairs)
-    if truth.brackets in _ORDERED or answer.brackets in _ORDERED:
-        same_shape = truth.brackets == answer.brackets and len(truth.parts) == len(answer.parts)
-        return same_shape and all(is_same(a, b, ask) for a, b in zip(truth.parts, answer.parts, strict=True))
-    return _are_matched(truth.parts, answer.parts, ask)
-
-
-def _assignments(answer: Answer) -> dict[str, Answer] | None:
-    """Return the values of several variables, x = 1, y = 2, by name; None: it is something else."""
-    if answer.brackets == "()" and answer.name.startswith("("):
-        return dict(zip(answer.name[1:-1].split(","), answer.parts, strict=False))
-    names = [part.name for part in answer.parts]
-    is_assignment = answer.brackets in (LIST, SET, "()") and all(names) and len(set(names)) == len(names) > 1
-    return {part.name: replace(part, name="") for part in answer.parts} if is_assignment else None
-
-
-def _are_matched(ours: Sequence[Answer], theirs: Sequence[Answer], ask: Ask) -> bool:
-    """Return whether every element is the same as one of the other collection, each of another one (Kuhn's augmenting paths)."""
-    if len(ours) != len(theirs):
-        return False
-    taken: dict[int, int] = {}  # of theirs, by which of ours
-
-    def take(index: int, seen: set[int]) -> bool:
-        for other in range(len(theirs)):
-            if other in seen or (ours[index].brackets == SET) != (theirs[other].brackets == SET):
-                continue
-            if is_same(ours[index], theirs[other], ask):
-                seen.add(other)
-                if other not in taken or take(taken[other], seen):
-                    taken[other] = index
-                    return True
-        return False
-
-    return all(take(index, set()) for index in range(len(ours)))

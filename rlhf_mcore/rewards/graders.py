@@ -22,28 +22,26 @@ from rlhf_mcore.rewards.answers import (
     MAX_RESPONSE_CHARS,
     answer_lines,
     boxes,
-    chosen_letters,
     fits,
     last_answer,
     last_boxed,
-    letters_of,
     marked_number,
     marked_numbers,
     number_of,
+    truth_answer,
+    truth_text,
     within,
 )
-from rlhf_mcore.rewards.forms import canonical, is_same, names_differ, read_answer
+from rlhf_mcore.rewards.forms import canonical, names_differ, read_answer
 from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, parse_number
 from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
-from rlhf_mcore.rewards.shape import Language, Length, Pattern
 
 if TYPE_CHECKING:
-    from rlhf_mcore.rewards.symbolic import Equivalence
+    pass
 
 __all__ = [
     "GRADERS",
     "MAX_RESPONSE_CHARS",
-    "MathGrader",
     "answer_format",
     "answer_line",
     "answer_of",
@@ -73,13 +71,12 @@ class BatchGrader(Protocol):
 
 
 _BLANK = re.compile(r"\s*")
-_MAX_TRUTH_BITS = 4096  # of an int: str() of a huge one raises
 
 
 @grader("exact_match")
 def exact_match(response: str, ground_truth: Any) -> float:
     """Grade 1 if the response equals the ground truth up to whitespace around it. An empty ground truth matches nothing."""
-    truth = _truth_text(ground_truth)
+    truth = truth_text(ground_truth)
     return float(bool(truth) and fits(response) and response.strip() == truth)
 
 
@@ -93,7 +90,7 @@ def final_number(response: str, ground_truth: Any) -> float:
     """
     if not fits(response):
         return 0.0
-    truth = _truth_text(ground_truth)
+    truth = truth_text(ground_truth)
     marked = marked_number(truth)
     expected = number_of(truth) if marked is None else marked
     return float(expected is not None and marked_number(response) == expected)
@@ -134,88 +131,28 @@ def answer_format(response: str, ground_truth: Any = None) -> float:
     return float((num_marks or len(answer_lines(response))) == 1)
 
 
-@grader("multiple_choice")
-def multiple_choice(response: str, ground_truth: Any) -> float:
-    """Grade 1 if the letters that the response chooses (see ``chosen_letters``) are those of the ground truth: "B", "A, C"."""
-    truth = _truth_text(ground_truth)
-    expected = letters_of(truth) or chosen_letters(truth)
-    return float(bool(expected) and fits(response) and chosen_letters(response) == expected)
+def _register_deferred(name: str) -> None:
+    """Register a rule with its default options that is built when somebody asks for it: a run loads the rules that it uses."""
+
+    @cache
+    def build() -> Grader:
+        return _build(RuleConfig(name))
+
+    def grade(response: str, ground_truth: Any = None) -> float:
+        return build()(response, ground_truth)
+
+    grader(name)(grade)
 
 
-class MathGrader:
-    r"""1 if what a response marks last as its answer is mathematically equal to the ground truth, as math-verify judges it.
-
-    The answer is the number behind a ``####``, the content of a box or what follows ``Answer:``, whichever is last. What spelling
-    alone decides is decided here; the rest is parsed in worker processes, within a deadline (``rewards.symbolic``).
-    """
-
-    def __init__(self, workers: int | None = None, pools: Pools = local_pool) -> None:
-        self._workers, self._pools = workers, pools
-        self._equivalence: Equivalence | None = None
-
-    def __call__(self, response: str, ground_truth: Any) -> float:
-        return self.grade([(response, ground_truth)])[0][0]
-
-    def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[Verdict]:
-        """Submit, and wait."""
-        return self.submit(pairs)()
-
-    def submit(self, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-        """Begin to grade. Where there is no grade in time, "timeout" or "error" stands beside a 0."""
-        grades: list[Verdict] = [(0.0, None)] * len(pairs)
-        open_questions: dict[tuple[str, str], list[int]] = {}
-        for index, (response, ground_truth) in enumerate(pairs):
-            answer = last_answer(response) if fits(response) else None
-            truth = _truth_answer(_truth_text(ground_truth))
-            if not answer or not truth:
-                continue
-            forms = read_answer(truth), read_answer(answer)
-            if is_same(*forms, ask=lambda *_: False):
-                grades[index] = (1.0, None)
-            elif is_same(*forms, ask=lambda *_: True):
-                open_questions.setdefault((truth, answer), []).append(index)
-        if open_questions and self._equivalence is None:
-            from rlhf_mcore.rewards.symbolic import Equivalence
-
-            self._equivalence = Equivalence(self._workers, self._pools)
-        judged = self._equivalence.submit(list(open_questions)) if self._equivalence is not None else list
-
-        def finish() -> list[Verdict]:
-            for indices, verdict in zip(open_questions.values(), judged(), strict=True):
-                for index in indices:
-                    grades[index] = verdict
-            return grades
-
-        return finish
-
-    def close(self) -> None:
-        """End the worker processes."""
-        if self._equivalence is not None:
-            self._equivalence.close()
-
-
-@cache
-def _programs() -> Grader:
-    """Build the rule ``code`` with its default options. What it is built on is imported when it is used."""
-    from rlhf_mcore.rewards.code import CodeGrader
-
-    return CodeGrader()
-
-
-grader("math")(MathGrader())
-grader("code")(lambda response, ground_truth: _programs()(response, ground_truth))
-grader("regex")(Pattern())
-grader("length")(Length())
-grader("language")(
-    lambda response, ground_truth: Language()(response)
-)  # made when it is asked for: it needs google-re2
+for _name in ("math", "code", "multiple_choice", "regex", "length", "language"):
+    _register_deferred(_name)
 # What a response has to hold for a rule to find an answer in it.
 ANSWERS: dict[str, Callable[[str], Any]] = {
     "final_number": marked_number,
     "boxed": last_boxed,
     "answer_line": answer_lines,
     "math": last_answer,
-    "multiple_choice": chosen_letters,
+    "multiple_choice": lambda response: _letters_in(response),
     "code": lambda response: _program_in(response),
 }
 
@@ -231,25 +168,52 @@ def build_grader(
     Raises:
         ConfigError: an option that the grader does not take, or a sandbox that this machine does not give.
     """
+    built = _build(rule, workers, sandbox, pools)
     if rule.name == "code":
         from rlhf_mcore.rewards.code import CodeGrader
 
-        return CodeGrader(rule, sandbox, workers, pools).check()
+        assert isinstance(built, CodeGrader)
+        return built.check()
+    return built
+
+
+def _build(
+    rule: RuleConfig, workers: int | None = None, sandbox: SandboxConfig | None = None, pools: Pools = local_pool
+) -> Grader:
+    """Import the module of a rule, and build its grader."""
+    if rule.name == "code":
+        from rlhf_mcore.rewards.code import CodeGrader
+
+        return CodeGrader(rule, sandbox, workers, pools)
     if rule.name == "math":
+        from rlhf_mcore.rewards.mathematics import MathGrader
+
         return MathGrader(workers, pools)
+    if rule.name == "multiple_choice":
+        from rlhf_mcore.rewards.choice_letters import multiple_choice
+
+        return multiple_choice
+    if rule.name not in ("regex", "length", "language"):
+        return GRADERS[rule.name]
+    from rlhf_mcore.rewards.shape import Language, Length, Pattern
+
     if rule.name == "regex":
         return Pattern(rule.pattern)
     if rule.name == "length":
         return Length(rule.min_chars, rule.max_chars, rule.margin_chars)
-    if rule.name == "language":
-        return Language(tuple(rule.scripts))
-    return GRADERS[rule.name]
+    return Language(tuple(rule.scripts))
 
 
 def _program_in(response: str) -> str:
     from rlhf_mcore.rewards.code_tests import code_of
 
     return code_of(response).strip()
+
+
+def _letters_in(response: str) -> str:
+    from rlhf_mcore.rewards.choice_letters import chosen_letters
+
+    return chosen_letters(response)
 
 
 def finds_answer(name: str, response: str) -> bool:
@@ -277,19 +241,5 @@ def _same(answer: str | None, ground_truth: Any) -> float:
     """Grade 1 if an answer and a ground truth have one spelling."""
     if answer is None:
         return 0.0
-    ours, truth = read_answer(answer), read_answer(_truth_answer(_truth_text(ground_truth)))
+    ours, truth = read_answer(answer), read_answer(truth_answer(truth_text(ground_truth)))
     return float(bool(truth.spelling) and ours.spelling == truth.spelling and not names_differ(truth, ours))
-
-
-def _truth_answer(truth: str) -> str:
-    """Return the answer that a worked solution marks, or the whole text."""
-    answer = last_answer(truth)
-    return truth if answer is None else answer
-
-
-def _truth_text(ground_truth: Any) -> str:
-    """Return the ground truth as stripped text; empty for None and for what is too long to be an answer."""
-    if ground_truth is None or (isinstance(ground_truth, int) and ground_truth.bit_length() > _MAX_TRUTH_BITS):
-        return ""
-    text = str(ground_truth).strip()
-    return text if fits(text) else ""

@@ -12,7 +12,6 @@ import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import needs_truth, rules_for, rules_of
-from rlhf_mcore.config.rules.reward import rule_problems, service_problems
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
 from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
@@ -63,18 +62,21 @@ class JudgedReward:
         return replace(score, value=value, parts={**score.parts, **judged.parts})
 
 
-def build_reward(cfg: RewardConfig, pools: Pools = local_pool) -> Graders:
+def build_reward(cfg: RewardConfig, pools: Pools = local_pool, *, validated: bool = False) -> Graders:
     """Build the rules that ``cfg`` asks for, or in their place the function or the server; further functions; and the judge.
 
     A reward model is not part of it.
 
-    ``pools`` makes the workers, where there are any.
+    ``pools`` makes the workers, where there are any. ``validated``: ``cfg`` is part of a configuration that was checked already.
 
     Raises:
         ConfigError: naming the key of ``reward`` that is wrong.
     """
-    if problems := [*service_problems(cfg), *rule_problems(cfg)]:
-        raise ConfigError.many(problems)
+    if not validated:
+        from rlhf_mcore.config.rules.reward import rule_problems, service_problems  # not for ranks
+
+        if problems := [*service_problems(cfg), *rule_problems(cfg)]:
+            raise ConfigError.many(problems)
     graders = _build_graders(cfg, pools)
     if cfg.functions:
         from rlhf_mcore.rewards.function import added_functions

@@ -93,7 +93,8 @@ def load_math(cpu_s: float) -> Call:
     from sympy import Eq, simplify
     from sympy.core.random import seed
 
-    from rlhf_mcore.rewards.forms import is_same, read_answer
+    from rlhf_mcore.rewards.comparison import is_same
+    from rlhf_mcore.rewards.forms import read_answer
 
     # As LaTeX alone: the extraction of plain expressions takes a part of a text for the whole. Units are gone; what looks like one
     # at the end (2t, 5c) is a variable.

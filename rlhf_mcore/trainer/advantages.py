@@ -14,7 +14,6 @@ from rlhf_mcore.algorithms.kl_controller import KLController, build_kl_controlle
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.shaping import overlong_penalty, token_rewards
-from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.types import TrainBatch
@@ -106,6 +105,8 @@ class AdvantageComputer:
         batch.advantages, batch.returns = found.advantages, found.returns
         if batch.old_values is None or found.returns is None:
             return {}
+        from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums  # a critic's
+
         sums = explained_variance_sums(batch.old_values, found.returns, batch.loss_mask, rows)
         returns = _mean(found.returns, batch, rows)
         return {"critic/explained_variance": explained_variance(sums), "critic/returns": returns}

@@ -239,3 +239,13 @@ class EnginePublisher:
                 drawn, self._drawn = self._drawn, None
                 self.canary.score(version, drawn)
         return stats
+
+
+class NoEvaluator:
+    """Stands for the evaluation of a run without held-out prompts."""
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        return False
+
+    def run(self, step: int) -> dict[str, float]:
+        return {}

@@ -11,13 +11,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf_mcore.bridge.map.pieces import Place
-from rlhf_mcore.bridge.plan.accounting import PlanBytes, count_bytes
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan, build_rank_plan
 from rlhf_mcore.bridge.plan.schedule import Schedule, gather_tensors
+
+if TYPE_CHECKING:
+    from rlhf_mcore.bridge.plan.accounting import PlanBytes
 
 _FORMAT = b"rlhf_mcore bridge plan 1"
 
@@ -49,7 +52,11 @@ class Plan:
             return build_rank_plan(self._schedule, rank)
 
     def bytes(self) -> PlanBytes:
-        """Bytes of every rank, without building any rank's view."""
+        """Count the bytes of every rank, without building any rank's view."""
+        from rlhf_mcore.bridge.plan.accounting import (
+            count_bytes,  # for reports on a plan; who carries it out needs none
+        )
+
         return count_bytes(self._schedule)
 
     @cached_property

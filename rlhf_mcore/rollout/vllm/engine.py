@@ -16,8 +16,7 @@ from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine
-from rlhf_mcore.rollout.vllm import cpu, masks, reload
-from rlhf_mcore.rollout.vllm.drafts import draft_options
+from rlhf_mcore.rollout.vllm import cpu, masks
 from rlhf_mcore.rollout.vllm.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
 from rlhf_mcore.types import Completion, Request
 
@@ -105,8 +104,11 @@ class VLLMEngine(LiveEngine):
             "mamba_ssm_cache_dtype": "float32",  # states of gated delta nets, which the trainer has in fp32 too
             "disable_log_stats": True,
             "seed": model.seed,
-            **draft_options(cfg.speculative, on_cuda=self._on_cuda),
         }
+        if cfg.speculative.method != "off":
+            from rlhf_mcore.rollout.vllm.drafts import draft_options
+
+            options |= draft_options(cfg.speculative, on_cuda=self._on_cuda)
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
             # Each decodes a token in a pass.
@@ -222,7 +224,7 @@ class VLLMEngine(LiveEngine):
         worker = self._worker()
         with preserved_rng(), set_current_vllm_config(worker.vllm_config):
             yield self.model
-            reload.renew_sinks(self.model)
+            _renew_sinks(self.model)
         self._reset_prefix_cache()
         self.commit_load(version)
 
@@ -271,6 +273,8 @@ class VLLMEngine(LiveEngine):
         """
         if "weights" in self._asleep:
             raise RuntimeError("the rollout engine sleeps: call wake() before load_weights()")
+        from rlhf_mcore.rollout.vllm import reload  # planned bridges write the live weights instead
+
         self._settle()
         self.begin_load()
         with preserved_rng():
@@ -319,6 +323,16 @@ def _unquantised(hf_config: Any) -> Any:
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
     return hf_config
+
+
+def _renew_sinks(model: Any) -> None:
+    """Give kernels of attention the sinks that were written: some keep a copy in another dtype."""
+    for module in model.modules():
+        if "sinks" in module._parameters:
+            if hasattr(module.attn.impl, "_sinks_source"):
+                module.attn.impl.process_weights_after_loading(module.sinks.dtype)
+            else:
+                module.attn.impl.sinks = module.sinks
 
 
 def preload() -> None:

@@ -90,16 +90,6 @@ def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
             yield name, tensor
 
 
-def renew_sinks(model: Any) -> None:
-    """Give kernels of attention the sinks that were written: some keep a copy in another dtype."""
-    for module in model.modules():
-        if "sinks" in module._parameters:
-            if hasattr(module.attn.impl, "_sinks_source"):
-                module.attn.impl.process_weights_after_loading(module.sinks.dtype)
-            else:
-                module.attn.impl.sinks = module.sinks
-
-
 def _lost_layers(model: Any) -> set[str]:
     """Layers that vLLM reloads and that nothing has reached, whatever its model reports about their parameters."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

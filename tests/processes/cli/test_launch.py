@@ -15,7 +15,7 @@ import pytest
 
 from rlhf_mcore.cli import launch, torchrun
 from rlhf_mcore.cli.launch import child_environment, local_rendezvous, run_child, torchrun_command, with_restarts
-from rlhf_mcore.cli.rank_reports import Failed, Rank, RankReports
+from rlhf_mcore.cli.report_listener import Failed, Rank, RankReports
 from rlhf_mcore.own_processes import STARTED_BY, has_ended
 from rlhf_mcore.parallel.addresses import interface_of, listener, source_address
 from tests.commands import descendants, wait_for

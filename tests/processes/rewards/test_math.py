@@ -10,7 +10,8 @@ import pytest
 
 from rlhf_mcore.config.schema import RuleConfig
 from rlhf_mcore.rewards import symbolic
-from rlhf_mcore.rewards.graders import MathGrader, answer_format, boxed
+from rlhf_mcore.rewards.graders import answer_format, boxed
+from rlhf_mcore.rewards.mathematics import MathGrader
 from rlhf_mcore.rewards.reward import RuleReward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.cli import agent, exit_codes
-from rlhf_mcore.cli.rank_reports import RankReports
+from rlhf_mcore.cli.report_listener import RankReports
 from rlhf_mcore.observability.files import full_disks
 from tests.small_disk import small_disk
 

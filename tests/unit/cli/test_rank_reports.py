@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, VARIABLE, RankReports, Reporter
+from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, VARIABLE, Reporter
+from rlhf_mcore.cli.report_listener import RankReports
 from rlhf_mcore.cli.torchrun import last_lines
 from rlhf_mcore.config.errors import ConfigError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_mcore.rewards.forms import is_same, read_answer
+from rlhf_mcore.rewards.comparison import is_same
+from rlhf_mcore.rewards.forms import read_answer
 from rlhf_mcore.rewards.graders import GRADERS
 from tests.answers import PAIRS
 

@@ -6,7 +6,8 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RuleConfig
-from rlhf_mcore.rewards.graders import GRADERS, MAX_RESPONSE_CHARS, build_grader, multiple_choice
+from rlhf_mcore.rewards.choice_letters import multiple_choice
+from rlhf_mcore.rewards.graders import GRADERS, MAX_RESPONSE_CHARS, build_grader
 
 CHOSEN = {
     "B": "B",
