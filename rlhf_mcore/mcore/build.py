@@ -31,6 +31,7 @@ from rlhf_mcore.mcore.weights import mark_tensor_parallel
 from rlhf_mcore.platform import Platform
 
 if TYPE_CHECKING:
+    from rlhf_mcore.mcore.lora import Adapters
     from rlhf_mcore.mcore.mtp import MTPLearning
 
 
@@ -51,6 +52,7 @@ class BuildOptions:
     expert_bias_rate: float = 0.0
     microbatch_tokens: int = 0  # the most of a training pass; for ``tp_comm_overlap``
     mtp: MTPLearning | None = None
+    add_adapters: Callable[[Sequence[torch.nn.Module]], Adapters] | None = None  # which freezes the weights
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
@@ -92,6 +94,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         chunks = [_build_chunk(spec, groups, config, options, stage) for stage in stages]
         if options.freeze is not None:
             options.freeze(chunks)
+        adapters = options.add_adapters(chunks) if options.add_adapters is not None else None
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
         modules = [module for chunk in chunks for module in chunk.modules()]
         if spec.geometry.experts is not None:
@@ -119,6 +122,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         overrides=options.overrides,
         logit_chunk_tokens=options.logit_chunk_tokens,
         mtp=options.mtp,
+        adapters=adapters,
     )
 
 

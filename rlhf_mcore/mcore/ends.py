@@ -48,6 +48,15 @@ def defer_logits(output_layer: torch.nn.Module, tp_group: dist.ProcessGroup) -> 
     output_layer.forward = forward
 
 
+def require_gradient(embedding: torch.nn.Module) -> None:
+    """Let what a frozen embedding returns have a gradient: recomputed layers have gradients only if their input has."""
+
+    def require(_module: torch.nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+    embedding.register_forward_hook(require)
+
+
 def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
     """Multiply what an embedding returns, in its dtype: the output layer may share its weight and is not scaled."""
     embedding.register_forward_hook(lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype))

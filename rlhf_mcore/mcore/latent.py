@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
@@ -28,8 +29,9 @@ class WholeLinear(torch.nn.Module):
     Under sequence parallelism a rank sees a part of the tokens, so its weight's gradient is summed over tensor-parallel ranks.
     """
 
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
+    def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, inputs: int, outputs: int):
         super().__init__()
+        self.tp_group, self.sequence_parallel = tp_group, bool(config.sequence_parallel)
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -51,8 +53,8 @@ class LatentAttention(LayersOfSpec, MLASelfAttention):
         if submodules.linear_kv_down_proj is LocalSpecProvider().column_parallel_linear():
             hidden, rope = config.hidden_size, config.qk_pos_emb_head_dim
             if config.q_lora_rank is not None:
-                self.linear_q_down_proj = WholeLinear(config, hidden, config.q_lora_rank)
-            self.linear_kv_down_proj = WholeLinear(config, hidden, config.kv_lora_rank + rope)
+                self.linear_q_down_proj = WholeLinear(config, self.pg_collection.tp, hidden, config.q_lora_rank)
+            self.linear_kv_down_proj = WholeLinear(config, self.pg_collection.tp, hidden, config.kv_lora_rank + rope)
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             layer: Any = getattr(self, name, None)
             if hasattr(layer, "eps"):  # a norm, or a linear layer with one in front

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.stages import StageMessages
-from rlhf_mcore.mcore.weights import local_parameters, unwrap, weight_storage
+from rlhf_mcore.mcore.weights import adapter_parameters, local_parameters, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.context import gather_context
 from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
@@ -37,6 +37,7 @@ from rlhf_mcore.residency.sharing import DeviceSharing, Movable
 from rlhf_mcore.types import Microbatch
 
 if TYPE_CHECKING:
+    from rlhf_mcore.mcore.lora import Adapters
     from rlhf_mcore.mcore.mixture import Router
     from rlhf_mcore.mcore.momentum import Locate
     from rlhf_mcore.mcore.mtp import MTPLearning
@@ -67,6 +68,7 @@ class MegatronModel:
     _has_stale_weights: bool = False  # with overlap_param_gather: updated, and not yet gathered
     movable: Movable = field(default_factory=Movable)  # what leaves the device between uses
     mtp: MTPLearning | None = None  # of MTP layers, where they are trained
+    adapters: Adapters | None = None  # which learn in the place of the weights
 
     @property
     def is_last_stage(self) -> bool:
@@ -79,6 +81,14 @@ class MegatronModel:
     def local_parameters(self) -> list[LocalParameter]:
         """List every tensor of the model on this rank. See :func:`rlhf_mcore.mcore.weights.local_parameters`."""
         return local_parameters(self.chunks, self.groups.layout)
+
+    def adapter_parameters(self) -> list[LocalParameter]:
+        """List the matrices A and B of the model's adapters on this rank; none without adapters."""
+        return adapter_parameters(self.chunks, self.groups.layout) if self.adapters is not None else []
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Run the model without its adapters within this block."""
+        return self.adapters.off() if self.adapters is not None else nullcontext()
 
     def _routers(self) -> Iterator[Router]:
         """Return the routers of all layers but MTP layers; of a dense model none, which does not load them."""

@@ -29,7 +29,7 @@ from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.geometry import LocalParameter, StateShard
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.overrides import Overrides
-from rlhf_mcore.mcore.weights import local_parameters
+from rlhf_mcore.mcore.weights import adapter_parameters, local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
 from rlhf_mcore.residency.ledger import OPTIMIZER
@@ -185,7 +185,7 @@ class Optimizer:
 
     def _ranges(self) -> Iterator[tuple[DistributedOptimizer, LocalParameter, range, Tensor]]:
         """The optimizer, the local parameter, which of its elements this rank steps, and the flat fp32 tensor of these."""
-        local = {_place(one.tensor): one for one in local_parameters(self._chunks, self._groups.layout)}
+        local = {_place(one.tensor): one for one in self._parameters()}
         for part in self._parts():
             for param, stepped in _stepped(part):
                 held = part._get_model_param_range_map(param)["param"]
@@ -266,8 +266,11 @@ class Optimizer:
 
     def _flat_weights(self) -> dict[str, Tensor]:
         """The weights by name, wherever they are."""
-        held = local_parameters(self._chunks, self._groups.layout)
-        return {parameter.name: self._movable.current(parameter.tensor).view(-1) for parameter in held}
+        return {one.name: self._movable.current(one.tensor).view(-1) for one in self._parameters()}
+
+    def _parameters(self) -> list[LocalParameter]:
+        layout = self._groups.layout
+        return [*local_parameters(self._chunks, layout), *adapter_parameters(self._chunks, layout)]
 
     def _parts(self) -> list[DistributedOptimizer]:
         """Experts have an optimizer of their own, beside that of the rest. One without parameters on this rank is left out."""

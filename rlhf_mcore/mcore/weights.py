@@ -24,6 +24,8 @@ from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.platform.megatron_versions import MTP_INNER
 
+_ADAPTER = (".lora_a", ".lora_b")
+
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """Return the GPTModel inside DDP and precision wrappers."""
@@ -39,16 +41,23 @@ def transformer_layers(chunk: GPTModel) -> list[Any]:
 
 
 def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
-    """List every tensor of a model on this rank: parameters, and the buffers that are part of its state.
+    """List every tensor of a model on this rank but its adapters: parameters, and the buffers that are part of its state.
 
     Layers are numbered over the whole model (by Megatron's ``layer_number``), MTP layers behind them, experts within this rank.
     """
+    return [one for one in _all_parameters(chunks, layout) if not one.name.endswith(_ADAPTER)]
+
+
+def adapter_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
+    """List the matrices A and B of a model's adapters on this rank."""
+    return [one for one in _all_parameters(chunks, layout) if one.name.endswith(_ADAPTER)]
+
+
+def _all_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> Iterator[LocalParameter]:
     rank = dist.get_rank()
-    return [
-        LocalParameter(full_name, tensor.data, layout.shard_of(name, rank))
-        for chunk in map(unwrap, chunks)
-        for name, full_name, tensor in global_names(chunk)
-    ]
+    for chunk in map(unwrap, chunks):
+        for name, full_name, tensor in global_names(chunk):
+            yield LocalParameter(full_name, tensor.data, layout.shard_of(name, rank))
 
 
 def global_names(chunk: GPTModel) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -77,9 +86,10 @@ def _global_name(name: str, layer_numbers: list[int]) -> str:
 
 
 def weight_storage(chunk: torch.nn.Module) -> list[Tensor]:
-    """Return the tensors that hold a chunk's weights: flat buffers where it is trained."""
+    """Return the tensors that hold a chunk's weights: flat buffers where it is trained, and what is frozen there."""
     if isinstance(chunk, DistributedDataParallel):
-        return [buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        frozen = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
+        return [*(buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)), *frozen]
     return [*chunk.parameters(), *chunk.buffers()]
 
 

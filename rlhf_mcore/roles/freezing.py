@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.mcore.ends import require_gradient
 from rlhf_mcore.mcore.weights import global_names, unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
 
@@ -55,11 +55,7 @@ def freeze(
                 )
             parameter.requires_grad_(bool(names & trained))
             some |= bool(names & trained)
-        if hasattr(chunk, "embedding"):  # recomputed layers have gradients only if their input has
-            chunk.embedding.register_forward_hook(_require_gradient)
+        if hasattr(chunk, "embedding"):
+            require_gradient(chunk.embedding)
     if not some:
         raise ConfigError(f"actor.freeze={list(patterns)} leaves a pipeline stage with nothing to train; remove some")
-
-
-def _require_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

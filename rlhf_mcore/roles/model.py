@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from rlhf_mcore.algorithms.masking import row_weights
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.data.packing import balance
-from rlhf_mcore.geometry import LocalParameter
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, OutputFunction
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
@@ -49,6 +49,25 @@ class RoleModel:
     spec: ModelSpec
     trainer: TrainerConfig
     flops: ModelFlops | None = None  # None: rows are dealt to data-parallel ranks by their tokens only
+    adapter: AdapterSizes | None = None  # of the adapters that learn in the place of the weights
+
+    @property
+    def adapter_geometry(self) -> ModelGeometry | None:
+        """The geometry of the adapters; None without any."""
+        return None if self.adapter is None else replace(self.spec.geometry, adapter=self.adapter)
+
+    @property
+    def trained_geometry(self) -> ModelGeometry:
+        """The geometry of what an optimizer updates: of the adapters, or of the model."""
+        return self.adapter_geometry or self.spec.geometry
+
+    def adapter_parameters(self) -> list[LocalParameter]:
+        """Return this rank's parameters of the adapters; none without any."""
+        return self.model.adapter_parameters() if self.model is not None else []
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Run the model without its adapters within this block."""
+        return self.model.adapters_off() if self.model is not None else nullcontext()
 
     def local_parameters(self) -> list[LocalParameter]:
         """Return this rank's parameters of the model."""

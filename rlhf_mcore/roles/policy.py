@@ -60,14 +60,18 @@ def keep_logprobs(batch: TrainBatch, drawn: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Reference:
-    """The frozen policy. It has the actor's layout, so it can be refreshed rank by rank."""
+    """The frozen policy. It has the actor's layout, so it can be refreshed rank by rank.
+
+    If the actor learns adapters, ``model`` is the actor's own, and is run without these.
+    """
 
     model: RoleModel
     temperature: float
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         """Compute logprobs [N] fp32 of the sampled tokens, zero elsewhere. Collective over the world."""
-        return logprobs_of(self.model, batch, self.temperature)
+        with self.model.adapters_off():
+            return logprobs_of(self.model, batch, self.temperature)
 
     def refresh(self, actor: Actor) -> None:
         """Copy the actor's weights."""

@@ -32,7 +32,6 @@ class RoleFiles:
 
     def __init__(self, name: str, role: RoleModel, exporter: Exporter):
         self.name, self._role, self._exporter = name, role, exporter
-        self._geometry = role.spec.geometry
         self._image: FileImage | None = None
 
     def num_bytes(self) -> int:
@@ -113,7 +112,7 @@ class RoleFiles:
         directory = checkpoint / self.name
         from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars  # a run that begins reads no state
 
-        reader = StateReader(directory / TRAINING, self._geometry)
+        reader = StateReader(directory / TRAINING, self._role.trained_geometry)
         check_scalars(reader.scalars)
         reader.read_into(optimizer.shards())
         optimizer.load_scalars(reader.scalars.content)
@@ -130,7 +129,7 @@ class RoleFiles:
         return self._role.model.optimizer if self._role.model is not None else None
 
     def _build_state(self) -> RankState:
-        return RankState(self._optimizer.shards() if self._optimizer is not None else [], self._geometry)
+        return RankState(self._optimizer.shards() if self._optimizer is not None else [], self._role.trained_geometry)
 
     def _gather_index(self, state: RankState) -> dict[str, Any] | None:
         """Gather the index of a trained role's state. Returns it on the first rank, None on others."""
@@ -141,7 +140,7 @@ class RoleFiles:
         if self._optimizer is not None:
             counts = dict(zip(_COUNTS, (role.num_updates, role.num_bad), strict=True))
             scalars = {**self._optimizer.scalars(), **counts}
-        return gather_index(state.described, self._geometry, scalars, world_group(), role.trained)
+        return gather_index(state.described, self._role.trained_geometry, scalars, world_group(), role.trained)
 
 
 def _run_all(actions: Sequence[Callable[[], None]]) -> None:

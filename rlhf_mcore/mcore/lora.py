@@ -1,0 +1,209 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of Megatron's linear layers: y = W x + scale * B A x.
+
+A layer's A and B are its parameters ``lora_a`` and ``lora_b``; W has no gradient. Where ranks split W's outputs, each has the whole
+of A and its own rows of B. Where they split W's inputs, each has its own columns of A and the whole of B. What passes between ranks
+is A x, of ``rank`` elements per token and matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.geometry import AdapterSizes
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRows:
+    """One of the matrices that a layer's weight joins: where its A begins, and which rows of B belong to which rows of the weight."""
+
+    a_row: int
+    rows: tuple[int, ...]
+    b_rows: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Adapters:
+    """The adapters of a model, which are turned on and off together."""
+
+    sizes: AdapterSizes
+    dropout: float = 0.0
+    is_on: bool = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let the layers compute without adapters within this block."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    def add(self, layer: Any, matrices: Sequence[MatrixRows], name: str) -> None:
+        """Give a layer the parameters A and B, whose values are undefined. ``name``: of its weight, for messages.
+
+        Raises:
+            ConfigError: an adapter of such a layer cannot be computed here.
+        """
+        path = _path_of(layer, name)
+        if self.dropout and path.is_expert and path.group.size() > 1:
+            raise ConfigError(
+                f"actor.lora.dropout={self.dropout} is not supported with experts that several ranks share; set it to 0, or "
+                "actor.layout.etp to 1"
+            )
+        weight, rank = layer.weight, self.sizes.rank
+        num_a = rank * len({matrix.a_row for matrix in matrices})
+        order = [row for matrix in matrices for row in matrix.b_rows]
+        layer.lora_a = torch.nn.Parameter(weight.new_empty(num_a, weight.size(1)))
+        layer.lora_b = torch.nn.Parameter(weight.new_empty(len(order), rank))
+        layer.register_buffer("lora_b_order", torch.tensor(order, device=weight.device), persistent=False)
+        rows = torch.tensor([row for matrix in matrices for row in matrix.rows], device=weight.device)
+        layer.register_buffer("lora_rows", rows, persistent=False)
+        path.mark(layer)
+        spans = [(matrix.a_row, len(matrix.rows)) for matrix in matrices]
+        covers = rows.tolist() == list(range(weight.size(0)))
+
+        def add(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+            if not self.is_on:
+                return output
+            hidden = path.reduced(self._dropped(inputs[0], path, module.training), module.lora_a)
+            hidden = hidden * self.sizes.scale
+            parts = module.lora_b.index_select(0, module.lora_b_order).split([count for _, count in spans])
+            product = torch.cat(
+                [F.linear(hidden[..., a : a + rank], part) for (a, _), part in zip(spans, parts, strict=True)], dim=-1
+            )
+            y, bias = output
+            product = path.shared(product)
+            return (y + product if covers else y.index_add(-1, module.lora_rows, product)), bias
+
+        # In front of other hooks: these treat what the layer returns, adapters included.
+        layer.register_forward_hook(add, prepend=True)
+
+    def _dropped(self, x: Tensor, path: _Path, training: bool) -> Tensor:
+        if not (self.dropout and training):
+            return x
+        if path.inputs_differ:
+            with get_cuda_rng_tracker().fork():
+                return F.dropout(x, self.dropout)
+        return F.dropout(x, self.dropout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """How a layer's input and A x pass between ranks. This one: every rank has the layer whole, and its own tokens or all."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool  # ranks have different tokens in front of the layer, or behind it
+    is_expert: bool  # the dispatcher of tokens has gathered what goes in, and sums what comes out
+
+    @property
+    def inputs_differ(self) -> bool:
+        """Whether tensor-parallel ranks have different inputs."""
+        return self.sequence_parallel
+
+    def reduced(self, x: Tensor, a: Tensor) -> Tensor:
+        """Return A x as B needs it."""
+        return F.linear(x, a)
+
+    def shared(self, product: Tensor) -> Tensor:
+        """Return this rank's part of the product, if ranks' outputs are summed behind the layer."""
+        return product
+
+    def mark(self, layer: Any) -> None:
+        """Mark the parameters for the sums and the norm of gradients."""
+        for parameter in (layer.lora_a, layer.lora_b):
+            parameter.sequence_parallel = self.sequence_parallel
+
+    def _mark(self, layer: Any, split: Tensor, dim: int, whole: Any) -> None:
+        """Mark one parameter as split over tensor-parallel ranks, and one as whole on each, which gets its whole gradient there."""
+        set_tensor_model_parallel_attributes(split, True, dim, 1)
+        whole.sequence_parallel = self.sequence_parallel and not self.is_expert
+        for parameter in (layer.lora_a, layer.lora_b):
+            parameter.allreduce = getattr(layer.weight, "allreduce", True)
+        if self.is_expert:
+            # Tensor-parallel ranks may have different experts, so all count, but for copies of the same expert's.
+            set_tensor_model_parallel_attributes(whole, True, 0, 1)
+            whole.shared = self.group.rank() > 0
+
+
+class _ColumnPath(_Path):
+    """Ranks have different rows of B, and the same A."""
+
+    def reduced(self, x: Tensor, a: Tensor) -> Tensor:
+        if self.is_expert:  # the gradient of the input is summed over ranks by the dispatcher
+            x = _Scaled.apply(x, 1.0, 1.0 / self.group.size())
+        u = F.linear(x, a)
+        if self.sequence_parallel and not self.is_expert:
+            return gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
+        return copy_to_tensor_model_parallel_region(u, group=self.group)
+
+    def mark(self, layer: Any) -> None:
+        self._mark(layer, layer.lora_b, 0, layer.lora_a)
+
+
+class _RowPath(_Path):
+    """Ranks have different columns of A, and the same B."""
+
+    @property
+    def inputs_differ(self) -> bool:
+        return self.group.size() > 1
+
+    def reduced(self, x: Tensor, a: Tensor) -> Tensor:
+        u = F.linear(x, a)
+        if self.sequence_parallel and not self.is_expert:
+            return reduce_scatter_to_sequence_parallel_region(u, group=self.group)
+        return reduce_from_tensor_model_parallel_region(u, group=self.group)
+
+    def shared(self, product: Tensor) -> Tensor:
+        return _Scaled.apply(product, 1.0 / self.group.size(), 1.0) if self.is_expert else product
+
+    def mark(self, layer: Any) -> None:
+        self._mark(layer, layer.lora_a, 1, layer.lora_b)
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiply by one factor, and the gradient by another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, gradient_factor: float) -> Tensor:
+        ctx.factor = gradient_factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0] * ctx.factor, None, None  # type: ignore[attr-defined]
+
+
+def _path_of(layer: Any, name: str) -> _Path:
+    if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        kind = _ColumnPath if isinstance(layer, ColumnParallelLinear) else _RowPath
+        return kind(layer.tp_group, bool(layer.sequence_parallel), bool(layer.explicit_expert_comm))
+    from rlhf_mcore.mcore.latent import WholeLinear
+
+    if isinstance(layer, WholeLinear):
+        return _Path(layer.tp_group, layer.sequence_parallel, False)
+    raise ConfigError(
+        f"actor.lora.rank: {name} is a layer of {type(layer).__name__}, which takes no adapter; set model.layer_spec=local, "
+        "or leave it out of actor.lora.targets"
+    )

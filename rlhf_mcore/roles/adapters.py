@@ -1,0 +1,88 @@
+"""Gives a model low-rank adapters: places them by the map, and makes their first values."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.bridge.map.adapters import blocks
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.families.adapters import B, base_name
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry
+from rlhf_mcore.mcore.ends import require_gradient
+from rlhf_mcore.mcore.lora import Adapters, MatrixRows
+from rlhf_mcore.mcore.weights import global_names, unwrap
+from rlhf_mcore.parallel.layout import ParallelLayout
+
+
+def add_adapters(
+    chunks: Sequence[torch.nn.Module], geometry: ModelGeometry, layout: ParallelLayout, dropout: float
+) -> Adapters:
+    """Freeze this rank's model, which has no wrapper for training yet, and add its adapters. ``geometry``: of the adapters.
+
+    Raises:
+        ConfigError: a layer takes no adapter, or this rank has no layer with one.
+    """
+    assert geometry.adapter is not None
+    rank, count = dist.get_rank(), 0
+    adapters = Adapters(geometry.adapter, dropout)
+    for chunk in map(unwrap, chunks):
+        chunk.requires_grad_(False)
+        for name, full_name, _ in list(global_names(chunk)):
+            if not (weight := re.fullmatch(r"(.+)\.weight(\d*)", name)):
+                continue
+            if matrices := _matrices(full_name, geometry, layout, rank):
+                adapters.add(chunk.get_submodule(weight.group(1)), matrices, full_name)
+                count += 1
+        if hasattr(chunk, "embedding"):
+            require_gradient(chunk.embedding)
+    if not count:
+        raise ConfigError(
+            f"actor.lora.targets={shortened(geometry.adapter.targets)} leaves a pipeline stage without adapters; name more layers"
+        )
+    return adapters
+
+
+def _matrices(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> list[MatrixRows]:
+    """Join the blocks of each of a weight's matrices, in the order of their As."""
+    found = blocks(weight, geometry, layout.shard_of(weight, rank))
+    return [
+        MatrixRows(
+            a_row,
+            tuple(row for block in found if block.a_row == a_row for row in range(block.row, block.row + block.count)),
+            tuple(
+                row for block in found if block.a_row == a_row for row in range(block.b_row, block.b_row + block.count)
+            ),
+        )
+        for a_row in sorted({block.a_row for block in found})
+    ]
+
+
+def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, seed: int) -> None:
+    """Draw A as PEFT does (uniform, Kaiming's bound with a = sqrt 5), and set B to zero.
+
+    The values of a matrix follow from ``seed`` and its name, so they are the same in every layout.
+    """
+    shapes = hf_shapes(geometry)
+    for parameter in parameters:
+        for piece in pieces(parameter.name, geometry, parameter.shard):
+            shape = shapes[piece.hf_name]
+            target: Any = parameter.tensor.view(-1).as_strided(
+                piece.shape, piece.strides, piece.offset + parameter.tensor.storage_offset()
+            )
+            if base_name(parameter.name)[1] == B:
+                target.zero_()
+                continue
+            digest = hashlib.sha256(f"{seed} {piece.hf_name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            bound = shape[1] ** -0.5
+            whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            target.copy_(whole[tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))])
+
+

@@ -1,0 +1,265 @@
+"""One update of adapters under several layouts, against PEFT and torch's AdamW; of experts against the formula written out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.func import functional_call
+
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import Gatherer, load
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+from rlhf_mcore.mcore.build import BuildOptions, build_model
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.platform import Platform
+from rlhf_mcore.roles.adapters import add_adapters, initialize
+from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.policy import Reference
+from rlhf_mcore.roles.supervised import SupervisedActor
+from tests.difference import any_rank, first_difference
+from tests.distributed import models
+from tests.distributed.setting import (
+    MOE_LAYOUTS,
+    batch_for,
+    finish,
+    gatherer,
+    groups_of,
+    load_hf,
+    moe_groups_of,
+    response_values,
+    rows,
+    start,
+)
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+ATTENTION = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # neither keys nor gates
+CASES = {
+    "qwen3": ("dp4", "tp2_dp2", "tp2_dp2_sp", "tp4", "pp2_dp2", "tp2_pp2", "cp2_dp2", "tp2_sp_cp2"),
+    "qwen2": ("tp2_dp2", "tp2_dp2_sp", "tp4_sp", "pp2_dp2", "tp2_pp2_vpp2_sp"),
+    "qwen3_moe": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2", "tp2_sp_ep2_dp2", "ep2_etp2_dp4", "pp2_ep2_dp2"),
+    "deepseek_v3_kimi": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2"),
+    "deepseek_v3_dense": ("tp2_dp2", "pp2_dp2"),
+}
+SIZES = {
+    name: AdapterSizes(3, 12.0, ATTENTION if name == "qwen2" else ("all-linear",), name == "qwen2") for name in CASES
+}
+RECOMPUTE = {"full": RecomputeConfig("full"), "selective": RecomputeConfig("selective", modules=["mlp", "core_attn"])}
+BEGINNINGS = ("zero", "grown")  # what B is before the update
+
+
+def main(directory: Path) -> None:
+    platform, groups = start(), dict[str, ModelGroups]()
+    findings: dict[str, Any] = {"oracle": {}, "updates": {}, "recompute": {}, "dropout": {}, "initial": {}}
+    for name, layouts in CASES.items():
+        path = directory / name
+        if dist.get_rank() == 0:
+            models.make(name, path)
+            for beginning in BEGINNINGS:
+                findings["oracle"][f"{name}/{beginning}"] = oracle(name, path, beginning)
+        dist.barrier()
+        for layout in layouts:
+            made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
+            for beginning in BEGINNINGS:
+                findings["updates"][f"{name}/{layout}/{beginning}"] = update(name, path, made, platform, beginning)
+    path = directory / "qwen3"
+    for kind, recompute in RECOMPUTE.items():
+        found = update("qwen3", path, groups_of("tp2_pp2", groups), platform, "grown", recompute)
+        findings["recompute"][kind] = found
+    for layout in ("tp2_dp2", "tp2_dp2_sp"):
+        findings["dropout"][layout] = dropped(path, groups_of(layout, groups), platform)
+    for layout in ("dp4", "tp2_pp2"):
+        findings["initial"][layout] = initial(path, groups_of(layout, groups), platform)
+    finish(findings, directory)
+
+
+# ------------------------------------------------------------------------------------------------------------ oracles
+def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
+    """Update adapters with torch's AdamW; files of both sides of the update, and of logprobs, are left beside the model."""
+    hf, geometry = load_hf(path), load_spec(path).geometry
+    hf.requires_grad_(False)
+    torch.manual_seed(3)
+    shapes = hf_shapes(replace(geometry, adapter=SIZES[name]))
+    scale = 1.0 if beginning == "grown" else 0.0
+    values = {key: 0.2 * torch.randn(shape) * (scale if "lora_B" in key else 1.0) for key, shape in shapes.items()}
+    save_file(values, path / f"{beginning}.safetensors")
+    learns, run = (with_peft if geometry.experts is None else written_out)(hf, name, values)
+    logprobs = [row_logprobs(run, row) for row in rows()]
+    save_file({str(n): value.detach() for n, value in enumerate(logprobs)}, path / f"{beginning}_logprobs.safetensors")
+    loss = -torch.cat(logprobs).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(list(learns.values()), OPTIMIZER.clip_grad)
+    cfg = OPTIMIZER
+    torch.optim.AdamW(
+        list(learns.values()), cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay
+    ).step()
+    save_file({key: value.detach().contiguous() for key, value in learns.items()}, path / f"{beginning}_after.safetensors")
+    with torch.no_grad():
+        plain = load_hf(path)
+        base = [row_logprobs(lambda ids: plain(ids).logits, row) for row in rows()]
+    save_file({str(n): value for n, value in enumerate(base)}, path / "base_logprobs.safetensors")
+    return {"loss/sft": float(loss), "actor/grad_norm": float(norm)}
+
+
+def row_logprobs(run: Any, row: Any) -> Tensor:
+    """Logprobs of the response tokens of one row, alone."""
+    ids = torch.tensor([row.prompt_ids + row.response_ids])
+    log_p = torch.log_softmax(run(ids)[0].float(), dim=-1)
+    first = len(row.prompt_ids)
+    return torch.stack([log_p[first + t - 1, token] for t, token in enumerate(row.response_ids)])
+
+
+def with_peft(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+    sizes = SIZES[name]
+    targets = sizes.targets[0] if len(sizes.targets) == 1 else list(sizes.targets)
+    cfg = LoraConfig(r=sizes.rank, lora_alpha=int(sizes.alpha), target_modules=targets, use_rslora=sizes.use_rslora)
+    model = get_peft_model(hf, cfg)
+    learns = {key.replace(".default", ""): p for key, p in model.named_parameters() if p.requires_grad}
+    assert learns.keys() == values.keys(), "PEFT adapts the same layers"
+    with torch.no_grad():
+        for key, parameter in learns.items():
+            parameter.copy_(values[key])
+    return learns, lambda ids: model(ids).logits
+
+
+def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+    """W + scale B A in the place of each W; transformers has the experts of a layer in one tensor."""
+    learns = {key: value.clone().requires_grad_() for key, value in values.items()}
+    scale = SIZES[name].alpha / SIZES[name].rank
+
+    def added(module: str) -> Tensor:
+        prefix = f"base_model.model.{module}"
+        return scale * learns[f"{prefix}.lora_B.weight"] @ learns[f"{prefix}.lora_A.weight"]
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for key, weight in hf.named_parameters():
+            module = key.removesuffix(".weight")
+            if f"base_model.model.{module}.lora_A.weight" in learns:
+                yield key, weight + added(module)
+            elif found := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", key):
+                parts = ("gate_proj", "up_proj") if found.group(2) == "gate_up" else ("down_proj",)
+                each = [
+                    torch.cat([added(f"{found.group(1)}.{e}.{part}") for part in parts]) for e in range(weight.size(0))
+                ]
+                yield key, weight + torch.stack(each)
+
+    return learns, lambda ids: functional_call(hf, dict(weights()), (ids,)).logits
+
+
+# ---------------------------------------------------------------------------------------------------------------- ours
+def build(
+    name: str, path: Path, groups: ModelGroups, platform: Platform, dropout: float, recompute: RecomputeConfig | None
+) -> tuple[SupervisedActor, ModelGeometry]:
+    spec, sizes = load_spec(path), SIZES[name]
+    adapters = replace(spec.geometry, adapter=sizes)
+    options = replace(
+        BuildOptions("fp32", "local", recompute or RecomputeConfig(), True, False, 0),
+        add_adapters=partial(add_adapters, geometry=adapters, layout=groups.layout, dropout=dropout),
+    )
+    model = build_model(spec, groups, platform, options)
+    load(model.local_parameters(), spec.geometry, HFReader(path))
+    trained = TrainedModel(
+        groups.layout,
+        model,
+        spec,
+        TrainerConfig(max_tokens_per_microbatch=64),
+        optimizer=OPTIMIZER,
+        plan=MinibatchPlan(1000),
+        name="actor",
+        adapter=sizes,
+    )
+    return SupervisedActor(trained), adapters
+
+
+def fill(actor: SupervisedActor, adapters: ModelGeometry, file: Path) -> None:
+    """Give the adapters the values of a file, and make the optimizer."""
+    folder = file.parent / f"{file.stem}_alone_{dist.get_rank()}"
+    folder.mkdir(exist_ok=True)
+    save_file(load_file(file), folder / "model.safetensors")
+    load(actor.model.adapter_parameters(), adapters, HFReader(folder))
+    assert actor.model.model is not None
+    actor.model.model.add_optimizer(OPTIMIZER)
+
+
+def gathered(actor: SupervisedActor, adapters: ModelGeometry) -> dict[str, Tensor]:
+    model = actor.model.model
+    assert model is not None
+    pgs = model.groups.collection
+    return {k: v.clone() for k, v in Gatherer(model.adapter_parameters(), adapters, pgs.tp, pgs.pp, pgs.tp_ep)}
+
+
+def update(
+    name: str,
+    path: Path,
+    groups: ModelGroups,
+    platform: Platform,
+    beginning: str,
+    recompute: RecomputeConfig | None = None,
+) -> dict[str, Any]:
+    actor, adapters = build(name, path, groups, platform, 0.0, recompute)
+    fill(actor, adapters, path / f"{beginning}.safetensors")
+    batch, model = batch_for(rows()), actor.model.model
+    assert model is not None
+    reference = Reference(actor.model, 1.0)
+    found = {
+        "logprobs": distance(batch, actor.compute_logprobs(batch), path / f"{beginning}_logprobs.safetensors"),
+        "reference": distance(batch, reference.compute_logprobs(batch), path / "base_logprobs.safetensors"),
+        "metrics": actor.deliver_update(batch)(),
+    }
+    after = load_file(path / f"{beginning}_after.safetensors")
+    found["after"] = any_rank(all_gather_json(first_difference(gathered(actor, adapters), after, 1e-5)))
+    found["moved"] = max(
+        float((after[key] - value).abs().max()) for key, value in load_file(path / f"{beginning}.safetensors").items()
+    )
+    found["base"] = any_rank(all_gather_json(first_difference(gatherer(model), load_file(path / "model.safetensors"))))
+    assert model.optimizer is not None
+    found["shards"] = all_gather_json(sorted({shard.name.rpartition(".")[2] for shard in model.optimizer.shards()}))
+    return found
+
+
+def distance(batch: Any, values: Tensor, file: Path) -> float:
+    """How far logprobs are at most from those of a file."""
+    expected = load_file(file)
+    worst = 0.0
+    for row, found in response_values(batch, values).items():
+        worst = max(worst, float((torch.tensor(found) - expected[str(row)]).abs().max()))
+    return max(all_gather_json(worst))
+
+
+def dropped(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, Any]:
+    """The norm of an update with dropout: twice from the same state of the generators, with layers computed again, and without any."""
+    norms = []
+    for dropout, recompute in ((0.3, None), (0.3, None), (0.3, RecomputeConfig("full")), (0.0, None)):
+        actor, adapters = build("qwen3", path, groups, platform, dropout, recompute)
+        fill(actor, adapters, path / "grown.safetensors")
+        torch.manual_seed(11)
+        states = {name: torch.Generator().manual_seed(dist.get_rank()).get_state() for name in rng_tracker_states()}
+        set_rng_tracker_states(states)
+        actor.compute_logprobs(batch_for(rows()))  # drops nothing
+        norms.append(actor.deliver_update(batch_for(rows()))()["actor/grad_norm"])
+        copies = gathered(actor, adapters)
+    return {"norms": norms, "finite": all(bool(value.isfinite().all()) for value in copies.values())}
+
+
+def initial(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, Any]:
+    """Sums of new adapters, and the largest element of A beside its bound."""
+    actor, adapters = build("qwen3", path, groups, platform, 0.0, None)
+    initialize(actor.model.adapter_parameters(), adapters, seed=5)
+    values = gathered(actor, adapters)
+    largest = max(float(v.abs().max()) * v.size(1) ** 0.5 for k, v in values.items() if "lora_A" in k)
+    b = max(float(v.abs().max()) for k, v in values.items() if "lora_B" in k)
+    return {"sums": {k: float(v.double().sum()) for k, v in values.items() if "lora_A" in k}, "largest": largest, "b": b}
