@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.choices import MTP_TRAINED
-from rlhf_mcore.config.implied import offloaded_parts
+from rlhf_mcore.config.implied import adapter_sizes, offloaded_parts
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,
@@ -26,6 +26,7 @@ from rlhf_mcore.config.schema import (
     RewardModelConfig,
 )
 from rlhf_mcore.families.mtp import MTP_KEY
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import MegatronModel
@@ -61,6 +62,7 @@ class ModelBuilder:
     progress: Callable[[str], None] = lambda text: None  # how far the loading is
     _pool: GroupPool = field(init=False)
     _built: list[MegatronModel] = field(default_factory=list)
+    _actor: TrainedModel | None = None
 
     def __post_init__(self) -> None:
         self.sharing = self.sharing or DeviceSharing(self.platform)
@@ -81,6 +83,7 @@ class ModelBuilder:
         )
         path = self.cfg.model.path
         model = self._trained(load_spec(path), path, self.cfg.actor, plan, name="actor", saved_as="actor")
+        self._actor = model
         return Actor(model, self.cfg.rollout.sampling.temperature, algorithm)
 
     def critic(self) -> Critic:
@@ -98,6 +101,9 @@ class ModelBuilder:
 
     def reference(self) -> Reference:
         cfg, actor = self.cfg.reference, self.cfg.actor
+        if actor.lora.rank is not None:
+            assert self._actor is not None, "it is built first"
+            return Reference(self._actor, self.cfg.rollout.sampling.temperature)
         path = cfg.path or self.cfg.model.path
         spec = load_spec(path, field="reference.path")
         layout = ParallelLayout.of(actor.layout, actor.ranks, dist.get_world_size())
@@ -161,7 +167,11 @@ class ModelBuilder:
             options = replace(
                 options, freeze=partial(freeze, geometry=spec.geometry, layout=layout, patterns=cfg.freeze)
             )
-        model = self._model(spec, path, layout, options, saved_as)
+        sizes = adapter_sizes(cfg.lora) if isinstance(cfg, ActorConfig) else None
+        if sizes is None:
+            model = self._model(spec, path, layout, options, saved_as)
+        else:
+            model = self._with_adapters(spec, path, layout, options, replace(spec.geometry, adapter=sizes), saved_as)
         if model is not None:
             if cfg.optimizer.name == "muon":
                 from rlhf_mcore.roles.matrices import matrices_of
@@ -182,7 +192,35 @@ class ModelBuilder:
             name=name,
             trained=trained,
             progress=self.progress,
+            adapter=sizes,
         )
+
+    def _with_adapters(
+        self,
+        spec: ModelSpec,
+        path: str,
+        layout: ParallelLayout,
+        options: BuildOptions,
+        adapters: ModelGeometry,
+        saved_as: str,
+    ) -> MegatronModel | None:
+        """A model of ``path`` whose adapters are new ones, those of ``actor.lora.path``, or a checkpoint's of ``saved_as``."""
+        from rlhf_mcore.roles.adapters import add_adapters, initialize, load_adapters
+
+        lora = self.cfg.actor.lora
+        add = partial(add_adapters, geometry=adapters, layout=layout, dropout=lora.dropout)
+        model = self._model(spec, path, layout, replace(options, add_adapters=add), None)
+        parameters = model.adapter_parameters() if model is not None else []
+        source = self.weights.get(saved_as) or lora.path
+
+        def fill() -> None:
+            if source is None:
+                initialize(parameters, adapters, self.cfg.seed)
+            else:
+                load_adapters(parameters, adapters, source)
+
+        on_every_rank(fill)
+        return model
 
     def _frozen(
         self,

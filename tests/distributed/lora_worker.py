@@ -95,7 +95,7 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     torch.manual_seed(3)
     shapes = hf_shapes(replace(geometry, adapter=SIZES[name]))
     scale = 1.0 if beginning == "grown" else 0.0
-    values = {key: 0.2 * torch.randn(shape) * (scale if "lora_B" in key else 1.0) for key, shape in shapes.items()}
+    values = {key: 0.1 * torch.randn(shape) * (scale if "lora_B" in key else 1.0) for key, shape in shapes.items()}
     save_file(values, path / f"{beginning}.safetensors")
     learns, run = (with_peft if geometry.experts is None else written_out)(hf, name, values)
     logprobs = [row_logprobs(run, row) for row in rows()]
