@@ -51,7 +51,7 @@ DISTRIBUTIONS = (
 MAX_ARCHIVE = 40 * 10**6
 BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, of NVIDIA's data sheets
 
-Found = list[list[str]]  # rows of the table: what, measured, expected, verdict
+Table = list[list[str]]  # rows of the table: what, measured, expected, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Part:
 
     name: str
     limit_s: int
-    run: Callable[[str, Path], Found]
+    run: Callable[[str, Path], Table]
     needs_vllm: bool = False
     in_process: bool = False  # its models are in the part's own process
 
@@ -71,7 +71,7 @@ def row(what: str, measured: object, expected: str = "-", ok: bool | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------------ parts
-def machine(device: str, folder: Path) -> Found:
+def machine(device: str, folder: Path) -> Table:
     """Describe the machine."""
     import torch
 
@@ -91,7 +91,7 @@ def machine(device: str, folder: Path) -> Found:
     ]
 
 
-def parity(device: str, folder: Path) -> Found:
+def parity(device: str, folder: Path) -> Table:
     """Compare logprobs of dense and MoE models with transformers, packed and padded, fp32 without TF32."""
     import torch
 
@@ -104,7 +104,7 @@ def parity(device: str, folder: Path) -> Found:
     torch.backends.cuda.matmul.allow_tf32 = False
     groups = build_groups(ParallelLayout(1))
     assert groups is not None
-    found = []
+    table = []
     for name in ("llama", "qwen2", "qwen3_tied", "qwen3_moe", "qwen3_moe_mixed"):
         models.make(name, path := folder / name)
         with torch.no_grad():
@@ -116,11 +116,11 @@ def parity(device: str, folder: Path) -> Found:
             values = response_values(batch, actor.compute_logprobs(batch))
             worst = max(float((torch.tensor(values[k]) - expected[k][0]).abs().max()) for k in values)
             what = f"logprobs of {name}, {'packed' if packing else 'padded'}, from transformers'"
-            found.append(row(what, f"{worst:.1e}", "< 1e-3", worst < 1e-3))
-    return found
+            table.append(row(what, f"{worst:.1e}", "< 1e-3", worst < 1e-3))
+    return table
 
 
-def bf16(device: str, folder: Path) -> Found:
+def bf16(device: str, folder: Path) -> Table:
     """Compare logprobs in bf16, by Transformer Engine's layers where installed and by Megatron's own, with transformers in fp32."""
     import torch
 
@@ -133,7 +133,7 @@ def bf16(device: str, folder: Path) -> Found:
     groups = build_groups(ParallelLayout(1))
     assert groups is not None
     has_te = device == "cuda" and find_spec("transformer_engine") is not None
-    found = [] if has_te else [row("Transformer Engine", "skipped: not installed, or no CUDA device")]
+    table = [] if has_te else [row("Transformer Engine", "skipped: not installed, or no CUDA device")]
     for name in ("llama", "qwen3_moe"):
         models.make(name, path := folder / name)
         with torch.no_grad():
@@ -144,11 +144,11 @@ def bf16(device: str, folder: Path) -> Found:
             values = response_values(batch, actor.compute_logprobs(batch))
             gap = (torch.cat([torch.tensor(values[k]) for k in sorted(values)]) - expected).abs()
             mean, what = float(gap.mean()), f"bf16 logprobs of {name}, layers {layers}: mean and largest difference"
-            found.append(row(what, f"{mean:.1e}, {float(gap.max()):.1e}", "mean < 3e-2", mean < 3e-2))
-    return found
+            table.append(row(what, f"{mean:.1e}, {float(gap.max()):.1e}", "mean < 3e-2", mean < 3e-2))
+    return table
 
 
-def host_syncs(device: str, folder: Path) -> Found:
+def host_syncs(device: str, folder: Path) -> Table:
     """Check that the device waits for the host nowhere between the first forward and the last backward pass of an update."""
     import torch
 
@@ -176,7 +176,7 @@ def host_syncs(device: str, folder: Path) -> Found:
     return [row("first host sync of an update", place, "none", place == "none")]
 
 
-def sleep(device: str, folder: Path) -> Found:
+def sleep(device: str, folder: Path) -> Table:
     """Check that vLLM sleeps at both levels, and has the trainer's weights after it: digests and canary."""
     rows = []
     for level in (1, 2):
@@ -187,22 +187,22 @@ def sleep(device: str, folder: Path) -> Found:
     return rows
 
 
-def grpo(device: str, folder: Path) -> Found:
+def grpo(device: str, folder: Path) -> Table:
     """Train GRPO end to end."""
     return _trained(device, folder, "grpo", "rollout.sampling.n=4", "bridge.verify=digest", "algorithm.kl.coef=0.01")
 
 
-def ppo(device: str, folder: Path) -> Found:
+def ppo(device: str, folder: Path) -> Table:
     """Train PPO end to end."""
     return _trained(device, folder, "ppo", "rollout.sampling.n=1", "critic.optimizer.lr=1e-4")
 
 
-def vllm(device: str, folder: Path) -> Found:
+def vllm(device: str, folder: Path) -> Table:
     """Train the same with vLLM, which shares the device."""
     return _trained(device, folder, "grpo", "rollout.sampling.n=4", "rollout.engine=vllm", "bridge.verify=digest")
 
 
-def resume(device: str, folder: Path) -> Found:
+def resume(device: str, folder: Path) -> Table:
     """Train four steps in one go, and in two runs of two: the same metrics and weights, bit for bit."""
     _data(device, folder)
     exact = (
@@ -231,7 +231,7 @@ def resume(device: str, folder: Path) -> Found:
     ]
 
 
-def mfu(device: str, folder: Path) -> Found:
+def mfu(device: str, folder: Path) -> Table:
     """Forward, backward and update of a model of 1.5 billion parameters (tiny on the CPU), by the FLOPs of its matrices."""
     import torch
 
@@ -260,7 +260,7 @@ def mfu(device: str, folder: Path) -> Found:
         2 * 2 * geometry.num_layers * geometry.num_heads * geometry.head_dim * (length / 2)
     )  # scores, values; causal
     flops = 3 * (2 * matrices + attention) * tokens
-    found = [
+    table = [
         row("parameters", f"{sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9:.3g} billion"),
         row(f"tokens/s of an update ({tokens} tokens in rows of {length})", f"{tokens / seconds:.0f}"),
         row("TFLOP/s", f"{flops / seconds / 1e12:.3g}"),
@@ -268,12 +268,12 @@ def mfu(device: str, folder: Path) -> Found:
     if device == "cuda":
         name = torch.cuda.get_device_name()
         if peak := next((peak for known, peak in BF16_FLOPS.items() if known in name), None):
-            found.append(row("MFU, bf16", f"{flops / seconds / peak:.3f}"))
-        found.append(row("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"))
-    return found
+            table.append(row("MFU, bf16", f"{flops / seconds / peak:.3f}"))
+        table.append(row("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"))
+    return table
 
 
-def offload(device: str, folder: Path) -> Found:
+def offload(device: str, folder: Path) -> Table:
     """Compare the ledger of what moves between device and host with what torch has allocated."""
     import torch
 
@@ -297,18 +297,18 @@ def offload(device: str, folder: Path) -> Found:
     with model.updating():
         model.movable.ready(OPTIMIZER)
         same = all(torch.equal(p.tensor.flatten()[:7], before[p.name]) for p in model.local_parameters())
-    found = [
+    table = [
         row("bytes that the ledger says have left", f"{moved / 1e9:.3g} GB"),
         row("the first way to the host, its memory allocated", f"{seconds:.2f} s, {moved / 1e9 / seconds:.1f} GB/s"),
         row("weights after there and back", "equal" if same else "differ", "equal", same),
     ]
     if device == "cuda":
         off = abs(freed - moved) / moved
-        found.append(row("what torch.cuda.memory_allocated fell by", f"{freed / 1e9:.3f} GB", "within 2 %", off < 0.02))
-    return found + _by_layer(model, microbatches, folder)
+        table.append(row("what torch.cuda.memory_allocated fell by", f"{freed / 1e9:.3f} GB", "within 2 %", off < 0.02))
+    return table + _by_layer(model, microbatches, folder)
 
 
-def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Found:
+def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Table:
     """Run a frozen model, whole and with layers that come to the device one by one."""
     import torch
 
@@ -344,7 +344,7 @@ def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Found:
     ]
 
 
-def save(device: str, folder: Path) -> Found:
+def save(device: str, folder: Path) -> Table:
     """Measure how long a save in the background keeps training waiting, of weights, masters and moments."""
     from rlhf_mcore.bridge.files.export import Exporter
     from rlhf_mcore.config.schema import TrainerConfig
@@ -378,18 +378,18 @@ def save(device: str, folder: Path) -> Found:
     ]
 
 
-def benchmarks(device: str, folder: Path) -> Found:
+def benchmarks(device: str, folder: Path) -> Table:
     """Run the benchmarks that need no engine, in their quick form."""
     from benchmarks.run import ROWS, run
 
     wanted = ("export", "save_speed", "save_stall", "reshard_load", "packing", "balance", "step_overhead")
-    found = []
+    table = []
     for item in (item for item in ROWS if item.name in wanted[: 1 if device == "cpu" else None]):
         outcome = run(item, quick=True, timeout_s=240)
         measured = outcome.verdict if outcome.ratio is None else f"{outcome.ratio:.3f}"
         goal = "-" if outcome.goal is None else f"{'>=' if item.at_least else '<='} {outcome.goal:g} (CPU)"
-        found.append(row(f"benchmark {item.name}", measured, goal))
-    return found
+        table.append(row(f"benchmark {item.name}", measured, goal))
+    return table
 
 
 PARTS = (
@@ -475,7 +475,7 @@ def _metrics(folder: Path, name: str) -> list[dict[str, Any]]:
     return [made for made in map(json.loads, lines) if made["step"] > 0]
 
 
-def _trained(device: str, folder: Path, algorithm: str, *settings: str, name: str = "") -> Found:
+def _trained(device: str, folder: Path, algorithm: str, *settings: str, name: str = "") -> Table:
     """Train and report the rows. ``name``: of the rows, where it is not that of the algorithm."""
     _data(device, folder)
     name = name or algorithm
@@ -569,7 +569,7 @@ def _timed(step: Callable[[], None], synchronize: Callable[[], None], rounds: in
 
 
 # ------------------------------------------------------------------------------------------------------------ running them
-def run_part(part: Part, device: str, out: Path, limit_s: float) -> Found:
+def run_part(part: Part, device: str, out: Path, limit_s: float) -> Table:
     """Run a part in a process group of its own, which ends with it or at the limit."""
     if part.needs_vllm and find_spec("vllm") is None:
         return [row(part.name, "skipped: vLLM is not installed")]
@@ -603,28 +603,28 @@ def run_part(part: Part, device: str, out: Path, limit_s: float) -> Found:
     if code or not result.is_file():
         last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
         return [row(part.name, f"failed with {code}: {last[0][:200]}", "-", False)]
-    found: Found = json.loads(result.read_text())
-    return found
+    table: Table = json.loads(result.read_text())
+    return table
 
 
-def as_table(found: dict[str, Found]) -> str:
+def as_table(tables: dict[str, Table]) -> str:
     """Write the results as Markdown."""
     lines = ["| part | what | measured | expected | verdict |", "|---|---|---|---|---|"]
     lines += [
         f"| {name} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-        for name, rows in found.items()
+        for name, rows in tables.items()
         for cells in rows
     ]
     return "\n".join(lines)
 
 
-def as_rows(found: dict[str, Found]) -> str:
+def as_rows(tables: dict[str, Table]) -> str:
     """Write the results as rows for docs/performance.md: device, part, what, measured."""
-    device = next((cells[1] for cells in found.get("machine", []) if cells[0] == "device"), "-")
+    device = next((cells[1] for cells in tables.get("machine", []) if cells[0] == "device"), "-")
     return "\n".join(
         f"| {device} | {name} | {cells[0]} | {cells[1]} |"
         for name in MEASURED
-        for cells in found.get(name, [])
+        for cells in tables.get(name, [])
         if cells[3] != "WRONG" and not cells[1].startswith("skipped")
     )
 
@@ -632,7 +632,7 @@ def as_rows(found: dict[str, Found]) -> str:
 def pack(target: Path) -> int:
     """Write the archive: this checkout's files, and of installed packages what is Python."""
     with tarfile.open(target, "w:gz") as archive:
-        for path in (*map(ROOT.joinpath, PACKED), *(found for name in PACKED_FILES for found in ROOT.glob(name))):
+        for path in (*map(ROOT.joinpath, PACKED), *(file for name in PACKED_FILES for file in ROOT.glob(name))):
             archive.add(path, f"suite/{path.relative_to(ROOT)}", filter=_is_packed)
         for name in DISTRIBUTIONS:
             for file in metadata.files(name) or ():
@@ -692,19 +692,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ.update(alone)
         (args.out / f"{part.name}.json").write_text(json.dumps(part.run(args.device, folder)))
         return 0
-    begun, found = time.monotonic(), {}
+    begun, tables = time.monotonic(), {}
     wanted = [part for part in PARTS[: FIRST if args.first else None] if args.only is None or part.name in args.only]
     for part in wanted:
         print(f"{part.name} ...", file=sys.stderr, flush=True)
-        found[part.name] = run_part(part, args.device, args.out.resolve(), TOTAL_S - (time.monotonic() - begun))
-        (args.out / "table.md").write_text(as_table(found) + "\n")
+        tables[part.name] = run_part(part, args.device, args.out.resolve(), TOTAL_S - (time.monotonic() - begun))
+        (args.out / "table.md").write_text(as_table(tables) + "\n")
         if part is PARTS[FIRST - 1] and part is not wanted[-1]:
-            print(as_table(found), end="\n\n", flush=True)
-    print(as_table(found))
-    if rows := as_rows(found):
+            print(as_table(tables), end="\n\n", flush=True)
+    print(as_table(tables))
+    if rows := as_rows(tables):
         print(f"\nrows for docs/performance.md:\n\n{rows}")
         (args.out / "rows.md").write_text(rows + "\n")
-    return int(any(cells[3] == "WRONG" for rows in found.values() for cells in rows))
+    return int(any(cells[3] == "WRONG" for rows in tables.values() for cells in rows))
 
 
 if __name__ == "__main__":
