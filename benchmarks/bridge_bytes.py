@@ -17,9 +17,8 @@ import numpy as np
 from benchmarks.common import report
 from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, model_bytes, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.map.coverage import check_coverage
-from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
 BUCKET_BYTES = 256 * 2**20

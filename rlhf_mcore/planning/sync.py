@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.schema import Config

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import groupby, zip_longest
 
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.map.rules import layer_names, pieces
@@ -77,28 +74,3 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
     stages[0].insert(0, first.mcore)
     stages[-1] += [rule.mcore for rule in last]
     return stages
-
-
-def spread_order(order: Sequence[str], sources: Sequence[Place], *, keep_layers: bool = True) -> list[str]:
-    """An order of travel in which tensors of different owners take turns, so that more ranks send at a time.
-
-    With ``keep_layers`` they take turns within a layer only (experts of one layer are on different ranks); without, over the whole
-    model (so all pipeline stages send at once), for engines that do not ask for layers in order.
-    """
-    owners: dict[str, dict[Sequence[int], None]] = defaultdict(dict)
-    for place in sources:
-        for piece in place.pieces:
-            owners[piece.hf_name][place.ranks] = None
-    spread = []
-    for _, names in groupby(order, key=_layer if keep_layers else lambda _: ""):
-        queues: dict[tuple[Sequence[int], ...], list[str]] = defaultdict(list)
-        for name in names:
-            queues[tuple(owners[name])].append(name)
-        for turn in zip_longest(*queues.values()):
-            spread += [name for name in turn if name is not None]
-    return spread
-
-
-def _layer(name: str) -> str:
-    found = re.match(r"(?:.*\.)?layers\.\d+\.", name)
-    return found.group() if found else name

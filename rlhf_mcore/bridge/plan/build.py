@@ -7,10 +7,13 @@ comes to the same plan (compare :attr:`Plan.digest`) and works out its own part 
 from __future__ import annotations
 
 import gc
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -154,3 +157,28 @@ def _numbers(places: Sequence[Place]) -> Iterator[int]:
             yield from piece.start
             yield from piece.shape
             yield from piece.strides
+
+
+def spread_order(order: Sequence[str], sources: Sequence[Place], *, keep_layers: bool = True) -> list[str]:
+    """Return an order of travel in which tensors of different owners take turns, so that more ranks send at a time.
+
+    With ``keep_layers`` they take turns within a layer only (experts of one layer are on different ranks); without, over the whole
+    model (so all pipeline stages send at once), for engines that do not ask for layers in order.
+    """
+    owners: dict[str, dict[Sequence[int], None]] = defaultdict(dict)
+    for place in sources:
+        for piece in place.pieces:
+            owners[piece.hf_name][place.ranks] = None
+    spread = []
+    for _, names in groupby(order, key=_layer if keep_layers else lambda _: ""):
+        queues: dict[tuple[Sequence[int], ...], list[str]] = defaultdict(list)
+        for name in names:
+            queues[tuple(owners[name])].append(name)
+        for turn in zip_longest(*queues.values()):
+            spread += [name for name in turn if name is not None]
+    return spread
+
+
+def _layer(name: str) -> str:
+    prefix = re.match(r"(?:.*\.)?layers\.\d+\.", name)
+    return prefix.group() if prefix else name

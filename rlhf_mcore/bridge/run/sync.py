@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
-from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.reload import watching
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
-from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
@@ -29,7 +28,6 @@ from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
-from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import LiveWeights, SyncMismatch, SyncStats, WeightTarget
 
 if TYPE_CHECKING:
@@ -420,6 +418,8 @@ def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Engin
     """What the live model of an engine holds: traced from vLLM's loaders, or, for a transformers model, as that has it."""
     if hasattr(model, "load_weights"):
         return trace(model, shapes)
+    from rlhf_mcore.platform.transformers_models import checkpoint_tensors  # vLLM's models have loaders to trace
+
     live, parts = model.state_dict(keep_vars=True), checkpoint_tensors(model)
     first = {id(tensor): name for name, tensor in reversed(live.items())}  # tied tensors are brought once
     pieces: dict[str, list[Piece]] = {name: [] for name in first.values()}

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
-from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import transports
 from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, TransientBuffers
@@ -347,8 +347,7 @@ def test_adapters_are_merged_where_their_matrices_are(tp: int, pp: int, parts: i
     of_adapters = replace(GEOMETRY, adapter=AdapterSizes(2, 1.0, ("q_proj", "v_proj", "o_proj", "up_proj")))
     # Of whole numbers, so that a product of parts is a part of the product to the last bit.
     adapters = {
-        name: torch.randint(-3, 4, shape, generator=generator).float()
-        for name, shape in hf_shapes(of_adapters).items()
+        name: torch.randint(-3, 4, shape, generator=generator).float() for name, shape in hf_shapes(of_adapters).items()
     }
     whole = dict(weights)
     for name in adapted_weights(of_adapters):

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.bridge_bytes import lower_bound
 from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.map.coverage import CoverageError, check_coverage
-from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
