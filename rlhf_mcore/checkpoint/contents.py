@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlhf_mcore.checkpoint.layout import CONFIG, DELTA_DATA, DELTA_INDEX, DOCUMENTS, MANIFEST, TRAINING
 from rlhf_mcore.checkpoint.manifest import Problem
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlhf_mcore.config.differences import further_models
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import INDEX_FILE
@@ -19,7 +20,7 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
     """Return a problem for each required file that is not among the files ``named`` by a manifest; [] if none is missing.
 
     A checkpoint has the documents of the run and the models of its configuration, at least one. A model has its configuration, all
-    weights, and if it was trained the whole state of its optimizer. Indexes are read for the files that they name.
+    weights or its adapters, and if it was trained the whole state of its optimizer. Indexes are read for the files that they name.
     """
     models = model_names(named)
     problems = [
@@ -64,11 +65,14 @@ def model_files(named: Collection[str], model: str) -> list[str]:
 
 
 def _list_required(checkpoint: Path, model: str, named: Collection[str]) -> Iterator[str]:
-    yield f"{model}/config.json"
-    if f"{model}/{INDEX_FILE}" in named:
+    if f"{model}/{ADAPTER_CONFIG}" in named:
+        yield f"{model}/{ADAPTER_WEIGHTS}"
+    elif f"{model}/{INDEX_FILE}" in named:
+        yield f"{model}/config.json"
         index = read_json(checkpoint / model / INDEX_FILE, limits=INDEX, remedy="choose another checkpoint")
         yield from sorted({f"{model}/{shard}" for shard in index.table("weight_map").values()})
     else:
+        yield f"{model}/config.json"
         yield f"{model}/{SINGLE_FILE}"
     state = f"{model}/{TRAINING}/index.json"
     if state in named:

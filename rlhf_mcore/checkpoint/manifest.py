@@ -87,7 +87,7 @@ class Problem:
     """One thing that is wrong with a checkpoint.
 
     ``kind``: manifest | missing | size | hash | unreadable | outside | absent (the manifest does not name what has to be there) |
-    base, which are damage, or extra, which is not.
+    base, which are damage, or extra and unchecked, which are not.
     """
 
     path: str
@@ -97,7 +97,7 @@ class Problem:
     @property
     def is_damage(self) -> bool:
         """Whether the checkpoint cannot be trusted. Extra files are no damage: they are not loaded."""
-        return self.kind != "extra"
+        return self.kind not in ("extra", "unchecked")
 
     def __str__(self) -> str:
         return f"{self.path}: {self.detail}"

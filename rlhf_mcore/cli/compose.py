@@ -185,7 +185,7 @@ def _open_record(
     def check(checkpoint: Path, weights: Mapping[str, Path]) -> None:
         from rlhf_mcore.cli.saved_checkpoint import check_saved  # a run that begins reads no checkpoint
 
-        check_saved(checkpoint, weights, values=cfg.checkpoint.verify)
+        check_saved(checkpoint, weights, values=cfg.checkpoint.verify, base=cfg.model.path)
 
     start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg), check)
     directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))

@@ -13,13 +13,16 @@ from rlhf_mcore.config.errors import ConfigError
 UNTRAINED = "reference"  # the one model in a checkpoint that has no optimizer
 
 
-def check_saved(checkpoint: Path, weights: Mapping[str, Path], *, values: bool = True) -> None:
+def check_saved(
+    checkpoint: Path, weights: Mapping[str, Path], *, values: bool = True, base: str | None = None
+) -> None:
     """Read models, optimizers and random generators as a run that resumes does, by one process, before anything is built.
 
     Args:
         checkpoint: its files are those of its manifest.
         weights: by model the Hugging Face directory with its weights.
         values: false: names, shapes and places only.
+        base: the model that adapters are of, where the one that they name is not here.
 
     Raises:
         ConfigError: a file holds what no run can have saved; the message names file and tensor.
@@ -29,4 +32,4 @@ def check_saved(checkpoint: Path, weights: Mapping[str, Path], *, values: bool =
         training = checkpoint / model / TRAINING
         if model != UNTRAINED and not training.is_dir():
             raise ConfigError(f"{training} is missing: the state of the optimizer; choose another checkpoint")
-        check_saved_model(directory, training if training.is_dir() else None, values=values)
+        check_saved_model(directory, training if training.is_dir() else None, values=values, base=base)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from os.path import isdir, isfile
 from pathlib import Path
 
+from rlhf_mcore.config.adapter_files import base_model, holds_adapter
 from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.hub_ids import absent_hint
@@ -34,21 +35,23 @@ _MEGATRON = (".metadata", "latest_checkpointed_iteration.txt")
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model that another trainer has saved in shards: read as it is, by the readers of ``rlhf-mcore convert``."""
+    """A model in other files than its config: shards of another trainer, or adapters. ``rlhf-mcore convert`` has their readers."""
 
-    format: str  # fsdp | megatron
-    weights: str  # directory of the shards
+    format: str  # fsdp | megatron | adapter
+    weights: str  # directory of the shards, or of the adapters
     files: str  # directory of config.json and, where there is one, the tokenizer
 
 
 def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
-    """The sharded model that a user means by ``path``, None where it is something else.
+    """The sharded or adapted model that a user means by ``path``, None where it is something else.
 
     ``base``: the Hugging Face model that it was trained from, for a directory without a config.json of its own.
 
     Raises:
         ConfigError: there are shards, and no config.json for them.
     """
+    if (adapters := find_adapters(path)) is not None:
+        return ShardedModel("adapter", adapters, base_model(adapters, base))
     for folder in (Path(path, inside) for inside in SHARDED_CANDIDATES):
         if not isdir(folder) or any(folder.glob("*.safetensors")):
             continue
@@ -65,6 +68,13 @@ def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
             )
         return ShardedModel(kind, str(folder), str(found))
     return None
+
+
+def find_adapters(path: str) -> str | None:
+    """The PEFT directory that a user means by ``path``, None where it is something else."""
+    folders = (Path(path, inside) for inside in CANDIDATES)
+    first = next((folder for folder in folders if holds_adapter(folder) or isfile(folder / "config.json")), None)
+    return str(first) if first is not None and holds_adapter(first) else None
 
 
 def find_model(path: str, field: str) -> str:
@@ -88,7 +98,11 @@ def default_checkpoint(cfg: Config) -> str | None:
     """What is evaluated by default: the configuration's own run, its best model if it ends with that."""
     run = Path(cfg.output_dir) / cfg.project / cfg.experiment
     links = ["best", "latest"] if cfg.checkpoint.load_best_model_at_end else ["latest"]
-    return next((str(run / link) for link in links if isfile(run / link / "actor" / "config.json")), None)
+    return next((str(run / link) for link in links if _holds_model(run / link / "actor")), None)
+
+
+def _holds_model(folder: Path) -> bool:
+    return isfile(folder / "config.json") or holds_adapter(folder)
 
 
 def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
@@ -99,12 +113,18 @@ def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
     cfg = copy.deepcopy(cfg)
     sharded = find_sharded(path, field, cfg.model.path)
     folder = sharded.files if sharded is not None else find_model(path, field)
-    if any(isfile(Path(folder) / name) for name in TOKENIZER_FILES):
+    if sharded is not None and sharded.format == "adapter" and _has_tokenizer(sharded.weights):
+        cfg.model.tokenizer_path = sharded.weights
+    elif _has_tokenizer(folder):
         cfg.model.tokenizer_path = None
     elif cfg.model.tokenizer_path is None:
         cfg.model.tokenizer_path = cfg.model.path
     cfg.model.path = folder
     return resolve(cfg)
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return any(isfile(Path(folder) / name) for name in TOKENIZER_FILES)
 
 
 def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:

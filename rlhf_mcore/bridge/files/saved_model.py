@@ -18,6 +18,7 @@ from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars, val
 from rlhf_mcore.bridge.files.transfer import WEIGHT_DTYPES
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.adapter_files import base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.families.mtp import num_mtp_layers
@@ -27,19 +28,35 @@ from rlhf_mcore.geometry import ModelGeometry
 _MAX_THREADS = min(8, os.cpu_count() or 1)
 
 
-def check_saved_model(weights: Path, training: Path | None, *, values: bool = True) -> None:
+def check_saved_model(weights: Path, training: Path | None, *, values: bool = True, base: str | None = None) -> None:
     """Compare the weights and the optimizer's state of a model with its config.json, and look at every value of both.
 
     Args:
         weights: the Hugging Face directory.
         training: the directory of the optimizer's state; None: the model is not trained.
         values: false: compare names, shapes and places only; headers and indexes are read, no tensor.
+        base: the model that adapters are of, where the one that they name is not here.
 
     Raises:
         ConfigError: a tensor is missing, of another shape or stored twice, a value is not finite, or the state is one that no
             optimizer can have come to. The message names file and tensor.
     """
-    geometry = _trained_geometry(weights, training)
+    if holds_adapter(weights):
+        from rlhf_mcore.bridge.files.adapter_files import open_adapters
+
+        reader, geometry = open_adapters(weights, read_geometry(base_model(weights, base)))
+    else:
+        geometry = _trained_geometry(weights, training)
+        reader = _open_weights(weights, geometry)
+    state = StateReader(training, geometry) if training is not None else None
+    if state is not None:
+        check_scalars(state.scalars)
+        state.check_whole()
+    if values:
+        _check_values(reader, sorted(hf_shapes(geometry)), state)
+
+
+def _open_weights(weights: Path, geometry: ModelGeometry) -> HFReader:
     reader = HFReader(weights)
     reader.check_index()
     for name, shape in hf_shapes(geometry).items():
@@ -49,12 +66,7 @@ def check_saved_model(weights: Path, training: Path | None, *, values: bool = Tr
                 f"{weights}: tensor {name} is {reader.dtype(name)} {list(stored)}, config.json asks for {list(shape)} of "
                 f"{', '.join(WEIGHT_DTYPES)}; choose another checkpoint"
             )
-    state = StateReader(training, geometry) if training is not None else None
-    if state is not None:
-        check_scalars(state.scalars)
-        state.check_whole()
-    if values:
-        _check_values(reader, sorted(hf_shapes(geometry)), state)
+    return reader
 
 
 def _trained_geometry(weights: Path, training: Path | None) -> ModelGeometry:

@@ -150,16 +150,23 @@ def _load(args: argparse.Namespace) -> Chat:
     from rlhf_mcore.checkpoint.delta import readable
     from rlhf_mcore.checkpoint.layout import step_of
     from rlhf_mcore.cli.progress import working
-    from rlhf_mcore.config.evaluation import find_model
+    from rlhf_mcore.config.adapter_files import base_model
+    from rlhf_mcore.config.evaluation import find_adapters, find_model
     from rlhf_mcore.config.hub import is_offline, local_model
-    from rlhf_mcore.config.model_files import architecture, inspect_generator, read_config
+    from rlhf_mcore.config.model_files import TOKENIZER_FILES, architecture, inspect_generator, read_config
 
     if args.temperature < 0 or args.max_new_tokens < 1:
         raise ConfigError("--temperature must be at least 0, and --max-new-tokens at least 1")
     path = local_model(args.model, "RUN_DIR", may_download=not is_offline()) or args.model
-    folder = Path(find_model(path, "RUN_DIR"))
+    adapters = find_adapters(path)
+    folder = Path(adapters or find_model(path, "RUN_DIR"))
     if step_of(folder.parent.resolve().name) is not None:
         folder = readable(folder.parent.resolve(), folder.name)
+    tokenizer_folder = folder
+    if adapters is not None:
+        adapters, folder = str(folder), Path(base_model(folder))
+        if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
+            tokenizer_folder = folder
     _, problems = inspect_generator(str(folder), "RUN_DIR")
     if problems:
         raise ConfigError.many(problems)
@@ -175,12 +182,31 @@ def _load(args: argparse.Namespace) -> Chat:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         torch.manual_seed(args.seed)
-        tokenizer = load_tokenizer(str(folder))
+        tokenizer = load_tokenizer(str(tokenizer_folder))
         model = AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True, dtype="auto"
         )
+        if adapters is not None:
+            _add_adapters(model, Path(adapters), folder)
         model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     return Chat(model, tokenizer, system=args.system, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+
+
+def _add_adapters(model: PreTrainedModel, adapters: Path, base: Path) -> None:
+    """Put the weights with the adapters of a PEFT directory added into a model.
+
+    Raises:
+        ConfigError: transformers holds an adapted weight in another form.
+    """
+    from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
+    from rlhf_mcore.config.model_files import read_geometry
+
+    source = AdaptedSource(adapters, base, read_geometry(base))
+    weights = model.state_dict()
+    for name in source.adapted:
+        if name not in weights:
+            raise ConfigError(f"{adapters}: transformers has no weight {name}; write a whole model with rlhf-mcore convert --merge")
+        weights[name].copy_(source.read(name, 0, source.types[name][1][0]))
 
 
 def _converse(chat: Chat) -> int:

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         examples=[
             "rlhf-mcore convert --from checkpoint --to hf outputs/quickstart/grpo my-model --dtype bf16 --verify",
             "rlhf-mcore convert --from fsdp --to hf checkpoints/global_step_100/actor my-model",
+            "rlhf-mcore convert --from checkpoint --to hf outputs/my/adapters my-model --merge",
             "rlhf-mcore convert --from hf --to megatron models/Qwen3-1.7B megatron/Qwen3-1.7B",
         ],
     )
@@ -79,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         dest="check_records",
         action="store_false",
         help="do not compare the checksums of FSDP and torch_dist files",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="of a directory of adapters (LoRA) write the whole model, with them added"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     return parser

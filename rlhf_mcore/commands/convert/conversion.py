@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from rlhf_mcore.bridge.files.adapter_files import adapter_companions, open_adapters
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
+from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
 from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
 from rlhf_mcore.bridge.files.formats.convert import (
     Reading,
@@ -33,6 +36,7 @@ from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.progress import progress_bar, working
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geometry
 from rlhf_mcore.families import FAMILIES
@@ -65,6 +69,7 @@ class Conversion:
     overwrite: bool = False
     allow_nonfinite: bool = False
     check_records: bool = True
+    merge: bool = False  # add adapters to the weights of their model
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +102,15 @@ def run(request: Conversion) -> Converted | None:
     console = Console(stderr=True)
     if request.source != given:
         say(f"{given}: a run directory; converting {request.source.name}", file=sys.stderr)
-    companions = _companions(request)
-    geometry = read_geometry(companions)
+    has_adapters = holds_adapter(_root(request))
+    if request.merge and not has_adapters:
+        raise ConfigError(f"--merge: {_root(request)} holds no adapters; remove --merge")
     with ExitStack() as cleanup:
+        if has_adapters and not request.merge:
+            _copy_adapters(request, cleanup)
+            return None
+        companions = _companions(request)
+        geometry = read_geometry(companions)
         return _convert(request, companions, geometry, console, cleanup)
 
 
@@ -134,6 +145,8 @@ def _convert(
             reading = Reading(source, types, advance, is_checked=not request.allow_nonfinite)
             if request.target_format == "hf":
                 write_hf(reading, directory, request.shard_bytes)
+                if request.merge:  # the tokenizer that was trained with, where it is beside the adapters
+                    _copy(adapter_companions([directories[0]]), directory)
             else:
                 write_megatron(reading, geometry, directory, request.shard_bytes)
         written = _check_written(request, directory, geometry, types)
@@ -170,12 +183,55 @@ def _unnamed(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
         yield "embeddings that are scaled"
 
 
+def _root(request: Conversion) -> Path:
+    """Return the directory of the model in the source."""
+    return _role_directory(request.source, request.role) if request.source_format == "checkpoint" else request.source
+
+
+def _copy_adapters(request: Conversion, cleanup: ExitStack) -> None:
+    """Copy a PEFT directory, after it was compared with its manifest and its model.
+
+    Raises:
+        ConfigError: it is damaged, or something else than a copy is asked for.
+    """
+    root = _root(request)
+    asked = {"--dtype": request.dtype, "--average": request.average, "--to megatron": request.target_format == "megatron"}
+    if given := [name for name, value in asked.items() if value]:
+        raise ConfigError(f"{given[0]}: {root} holds adapters, which are copied as they are; add --merge")
+    model = read_geometry(request.hf_config or base_model(root))
+    if request.source_format == "checkpoint":
+        [root] = _checked_models(request, [request.source], cleanup)
+    reader, _ = open_adapters(root, model)
+    files = [root / ADAPTER_CONFIG, root / ADAPTER_WEIGHTS, *adapter_companions([root])]
+    if request.dry_run:
+        say("\n".join(f"{file.name} <- {file}" for file in files))
+        return
+    assert request.destination is not None
+    total = sum(file.stat().st_size for file in files)
+    with (
+        full_disk_named(request.destination, total),
+        whole_directory(request.destination, overwrite=request.overwrite) as directory,
+    ):
+        _copy(files, directory)
+    say(
+        f"{request.destination}: adapters of {len(reader.names) // 2} layers, {total / 1e6:.2f} MB; --merge writes a whole model",
+        file=sys.stderr,
+    )
+
+
+def _copy(files: Sequence[Path], directory: Path) -> None:
+    for file in files:
+        shutil.copyfile(file, directory / file.name)
+
+
 def _companions(request: Conversion) -> Path:
     """Find the directory with config.json: named, in the source, or where the source's format keeps it."""
-    root = _role_directory(request.source, request.role) if request.source_format == "checkpoint" else request.source
+    root = _root(request)
     places = [root, root / fsdp.COMPANIONS, root.parent / torch_dist.COMPANIONS]
     if request.hf_config:
         places = [request.hf_config]
+    elif request.merge:
+        places = [Path(base_model(root))]
     directory = next((place for place in places if (place / "config.json").is_file()), None)
     if directory is None:
         raise ConfigError(
@@ -192,6 +248,8 @@ def _companions(request: Conversion) -> Path:
 
 
 def _open(request: Conversion, path: Path, companions: Path, geometry: ModelGeometry) -> ModelSource:
+    if request.merge:
+        return AdaptedSource(path, companions, geometry)
     if request.source_format == "megatron":
         return torch_dist.open_torch_dist(
             torch_dist.find_checkpoint(path), companions, geometry, check=request.check_records

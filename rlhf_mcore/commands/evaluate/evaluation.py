@@ -141,7 +141,10 @@ def _model_folders(cfg: Config) -> dict[str, str]:
         path = getattr(cfg.evaluate, name)
         if path is None:
             continue
-        if find_sharded(path, f"evaluate.{name}", cfg.model.path) is not None:
+        sharded = find_sharded(path, f"evaluate.{name}", cfg.model.path)
+        if sharded is not None and sharded.format == "adapter":
+            folders[name] = checked_folder(Path(sharded.weights), hashes=cfg.checkpoint.verify)
+        elif sharded is not None:
             folders[name] = path
         else:
             folders[name] = checked_folder(Path(find_model(path, f"evaluate.{name}")), hashes=cfg.checkpoint.verify)
@@ -173,8 +176,9 @@ def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
         given = getattr(cfg.evaluate, name)
         model_cfg = checkpoint_config(cfg, folder, f"evaluate.{name}")
         prompts = _load_prompts(model_cfg, f"evaluate.{name}")
-        sharded = find_sharded(given, f"evaluate.{name}", cfg.model.path)
-        subject = _subject(sharded.weights if sharded is not None else find_model(given, f"evaluate.{name}"))
+        sharded = find_sharded(folder, f"evaluate.{name}", cfg.model.path)
+        named = find_sharded(given, f"evaluate.{name}", cfg.model.path)
+        subject = _subject(named.weights if named is not None else find_model(given, f"evaluate.{name}"))
         place = output / "compare" if output and tasks else output
         tasks.append(_Task(model_cfg, given, subject, prompts, place, sharded))
     return tasks

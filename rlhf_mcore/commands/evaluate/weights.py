@@ -8,16 +8,18 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
+from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
 from rlhf_mcore.bridge.files.formats.checks import checked_types
 from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG
 from rlhf_mcore.config.evaluation import ShardedModel
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.observability.files import sketch_of_file
 
 RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
-_FILES = {"hf": "*.safetensors", "fsdp": "model_world_size_*.pt", "megatron": "*.distcp"}
+_FILES = {"hf": "*.safetensors", "adapter": "adapter_model.safetensors", "fsdp": "model_world_size_*.pt", "megatron": "*.distcp"}
 
 
 class DirectoryWeights:
@@ -42,20 +44,24 @@ class DirectoryWeights:
 
 
 class ShardedWeights:
-    """Shards of another trainer as whole tensors, put together one at a time: nothing is written, no second copy is made.
+    """Shards of another trainer, or a model with adapters, as whole tensors: made one at a time, nothing is written.
 
     Raises:
-        ConfigError: shards are absent or unsafe, or do not make the tensors that config.json asks for.
+        ConfigError: shards or adapters are absent or unsafe, or do not make the tensors that config.json asks for.
     """
 
     def __init__(self, model: ShardedModel):
         directory, files = Path(model.weights), Path(model.files)
         geometry = read_geometry(files)
-        if model.format == "fsdp":
-            self._source: ModelSource = fsdp.open_fsdp(directory, files, geometry)
+        if model.format == "adapter":
+            self._source: ModelSource = AdaptedSource(directory, files, geometry)
+        elif model.format == "fsdp":
+            self._source = fsdp.open_fsdp(directory, files, geometry)
         else:
             self._source = torch_dist.open_torch_dist(torch_dist.find_checkpoint(directory), files, geometry)
-        self._types = checked_types(self._source, geometry)
+        types = checked_types(self._source, geometry)
+        mtp = set(mtp_tensors(types, read_config(files, str(files)))) if model.format == "adapter" else set()
+        self._types = {name: found for name, found in types.items() if name not in mtp}
 
     @property
     def names(self) -> set[str]:
@@ -90,5 +96,7 @@ def weight_sketches(directory: str | None, sharded: ShardedModel | None = None) 
         directory = str(torch_dist.find_checkpoint(place) if sharded.format == "megatron" else place)
     if directory is None:
         return []
-    pattern = _FILES[sharded.format if sharded is not None else "hf"]
-    return [sketch_of_file(file) for file in sorted(Path(directory).glob(pattern))]
+    files = sorted(Path(directory).glob(_FILES[sharded.format if sharded is not None else "hf"]))
+    if sharded is not None and sharded.format == "adapter":
+        files += [*sorted(Path(sharded.files).glob(_FILES["hf"])), Path(directory) / ADAPTER_CONFIG]
+    return [sketch_of_file(file) for file in files]

@@ -17,6 +17,7 @@ from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.hub_ids import id_of_snapshot
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
@@ -127,7 +128,7 @@ def collect(checkpoint: Path, repo: str, scratch: Path) -> Upload:
     settings = dict(leaves(tree)) if isinstance(tree, dict) else {}
     kind = RUN_KINDS.get(str(settings.get("algorithm.kind")), RL)
     model = readable(checkpoint, kind.saved_as, scratch)
-    names = [*COMPANIONS, INDEX_FILE, *(path.name for path in model.glob("*.safetensors"))]
+    names = [*COMPANIONS, INDEX_FILE, ADAPTER_CONFIG, *(path.name for path in model.glob("*.safetensors"))]
     files = {name: _without_origin(model / name) for name in dict.fromkeys(names) if (model / name).is_file()}
     card = without_secrets(_card(checkpoint, repo, settings, kind.saved_as))
     return Upload(model, {"README.md": card.encode(), **files}, card)
@@ -155,7 +156,15 @@ def _without_origin(file: Path) -> Path | bytes:
         return file
     content = dict(read_json(file, limits=SMALL).content)
     kept = {key: value for key, value in content.items() if key not in _OF_THIS_MACHINE}
+    if file.name == ADAPTER_CONFIG:
+        kept["base_model_name_or_path"] = _name_of(str(content.get("base_model_name_or_path")))
     return file if kept == content else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _name_of(path: str) -> str:
+    """Return a model's id on the hub, or else the last part of its path."""
+    snapshot = id_of_snapshot(path)
+    return snapshot.repo if snapshot is not None else path.rstrip("/").rpartition("/")[2]
 
 
 def _send(upload: Upload, args: argparse.Namespace) -> str:
@@ -189,9 +198,9 @@ def _send(upload: Upload, args: argparse.Namespace) -> str:
 # ------------------------------------------------------------------------------------------------------------------- card
 def _card(checkpoint: Path, repo: str, settings: Mapping[str, Any], role: str) -> str:
     step, preset = step_of(checkpoint.name), settings.get("algorithm.preset")
-    base = _shown_name(str(settings.get("model.path")))
+    base, is_adapted = _shown_name(str(settings.get("model.path"))), holds_adapter(checkpoint / role)
     sections = [
-        _front_matter(settings, role),
+        _front_matter(settings, role, "peft" if is_adapted else "transformers"),
         f"# {repo.rpartition('/')[2]}",
         f"{base}, trained for {step} steps with `algorithm: {preset}` by rlhf_mcore.",
         "## Results",
@@ -204,15 +213,17 @@ def _card(checkpoint: Path, repo: str, settings: Mapping[str, Any], role: str) -
         ", ".join(f"{name} {version}" for name, version in sorted(read_manifest(checkpoint).libraries.items())),
     ]
     if role == "actor":
-        sections += ["## Use", f"```bash\nvllm serve {repo}\n```"]
+        base_id = _name_of(str(settings.get("model.path")))
+        command = f"vllm serve {base_id} --enable-lora --lora-modules adapter={repo}" if is_adapted else f"vllm serve {repo}"
+        sections += ["## Use", f"```bash\n{command}\n```"]
     return "\n\n".join(sections) + "\n"
 
 
-def _front_matter(settings: Mapping[str, Any], role: str) -> str:
+def _front_matter(settings: Mapping[str, Any], role: str, library: str) -> str:
     model = id_of_snapshot(str(settings.get("model.path")))
     ids = [id_of_snapshot(str(file)) for file in settings.get("data.train") or ()]
     lines = [
-        "library_name: transformers",
+        f"library_name: {library}",
         f"pipeline_tag: {'text-generation' if role == 'actor' else 'text-classification'}",
     ]
     lines += [f"base_model: {model.repo}"] if model else []

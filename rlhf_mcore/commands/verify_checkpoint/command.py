@@ -21,6 +21,7 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.progress import progress_bar, working
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.adapter_files import base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 
 SHOWN = 100  # problems of a checkpoint: a manifest may name a million files that are not there
@@ -145,6 +146,12 @@ def _unusable(checkpoint: Path, extra: list[Problem]) -> list[Problem]:
         return []  # its weights would have to be put together first
     models = model_names(read_manifest(checkpoint).files)
     added = {problem.path.split("/")[0] for problem in extra}
+    for model in models:
+        if holds_adapter(checkpoint / model):
+            try:
+                base_model(checkpoint / model)
+            except ConfigError as error:
+                return [Problem(model, "unchecked", f"its tensors were not compared with their model: {error}")]
     try:
         check_saved(checkpoint, {model: checkpoint / model for model in models if model not in added})
     except ConfigError as error:
