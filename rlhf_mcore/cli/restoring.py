@@ -78,7 +78,12 @@ class Restorer:
 
 
 def _load_weights(model: RoleModel, directory: str) -> None:
-    parameters = model.local_parameters()
+    parameters = model.local_parameters() if model.adapter is None else model.adapter_parameters()
     if model.model is not None:  # what is not on the device is loaded into its copy on the host
         parameters = [replace(held, tensor=model.model.movable.current(held.tensor)) for held in parameters]
-    load(parameters, model.spec.geometry, HFReader(directory))
+    if model.adapter_geometry is not None:
+        from rlhf_mcore.roles.adapters import load_adapters
+
+        load_adapters(parameters, model.adapter_geometry, directory)
+    else:
+        load(parameters, model.spec.geometry, HFReader(directory))

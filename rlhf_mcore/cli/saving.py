@@ -111,7 +111,7 @@ def build_checkpointer(
 def _role_files(run: RunContext, saved: SavedModel) -> RoleFiles:
     """Build what writes a model's files. Collective over the world."""
     # MTP layers predict tokens from hidden states, which a scalar head has no use for.
-    has_tokens = saved.model.spec.geometry.head == "lm"
+    has_tokens = saved.model.spec.geometry.head == "lm" and saved.model.adapter is None
     carried = on_every_rank(partial(CarriedTensors, saved.path, saved.model.spec.geometry)) if has_tokens else None
     if carried is not None and carried.types:
         run.record.note(carried.text(saved.name))
@@ -156,14 +156,16 @@ def _run_state(
 
 
 def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) -> Exporter:
-    spec = saved.model.spec
+    spec, adapters = saved.model.spec, saved.model.adapter_geometry
     with saved.model.on_device():  # views are made of what is there
         return Exporter(
-            saved.model.local_parameters(),
-            spec.geometry,
+            saved.model.local_parameters() if adapters is None else saved.model.adapter_parameters(),
+            adapters or spec.geometry,
             [saved.path, cfg.model.tokenizer_path or cfg.model.path],
             world_group(),
             bucket_bytes=cfg.bridge.bucket_bytes,
+            adapters_of=None if adapters is None else os.path.abspath(saved.path),
+            dropout=cfg.actor.lora.dropout,
             config_updates=spec.config_updates | (carried.config_updates if carried is not None else {}),
             carried=carried,
         )
