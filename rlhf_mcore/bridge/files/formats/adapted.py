@@ -34,6 +34,11 @@ class AdaptedSource:
         self._modules = {f"{module}.weight": module for module in adapted_modules(geometry)}
         self._product: tuple[str, Tensor] = ("", torch.empty(0))  # of the tensor that was read last
 
+    @property
+    def adapted(self) -> list[str]:
+        """Names of the tensors that have an adapter."""
+        return list(self._modules)
+
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows of a tensor."""
         rows = self._base.read(name, first, count)
