@@ -6,11 +6,15 @@ from pathlib import Path
 
 from benchmarks.run_weight import loaded_modules, weigh
 
-FILES, LINES = 240, 35_000  # the goals are 200 and 30,000 (docs/performance.md)
+FILES, LINES = 216, 31_600  # the goals are 200 and 30,000 (docs/performance.md)
 ELSEWHERE = (
     *("api", "commands", "environments", "sandbox", "rewards.http_pool", "rewards.judge", "rewards.remote", "rewards.ray_pool"),
     *("rollout.hf", "rollout.remote", "roles.critic", "roles.reward_model", "roles.supervised", "trainer.ahead", "trainer.pipeline"),
-    *("trainer.dynamic_sampling", "checkpoint.archive", "checkpoint.delta_files", "bridge.files.formats", "config.rules.megatron"),
+    *("trainer.dynamic_sampling", "checkpoint.archive", "checkpoint.delta_files", "bridge.files.formats"),
+    *("algorithms.value_loss", "algorithms.muon", "bridge.files.saved_model", "bridge.files.state_reader", "bridge.plan.accounting"),
+    *("checkpoint.contents", "checkpoint.delta", "checkpoint.saved_rng", "cli.restoring", "cli.saved_checkpoint", "config.rules"),
+    *("data.examples", "mcore.momentum", "rewards.comparison", "rewards.mathematics", "rewards.shape", "roles.freezing"),
+    *("rollout.vllm.reload", "trainer.earlier_checkpoint", "trainer.evaluation", "trainer.saved_state", "trainer.statistics"),
     *("config.load", "config.other_names", "mcore.delta_net", "mcore.latent", "mcore.mtp", "planning.plan", "platform.cuda"),
 )
 
