@@ -90,8 +90,6 @@ def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, se
             target.copy_(whole[tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))])
 
 
-
-
 def load_adapters(parameters: list[LocalParameter], geometry: ModelGeometry, directory: str | Path) -> None:
     """Load this rank's adapters from a directory of PEFT's.
 

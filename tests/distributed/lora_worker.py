@@ -1,4 +1,7 @@
-"""One update of adapters under several layouts, against PEFT and torch's AdamW; of experts against the formula written out."""
+"""One update of adapters under several layouts, against PEFT and torch's AdamW.
+
+Against the formula, written out, for experts, which transformers has in one tensor, and where PEFT is not installed.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
@@ -97,7 +100,7 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     scale = 1.0 if beginning == "grown" else 0.0
     values = {key: 0.1 * torch.randn(shape) * (scale if "lora_B" in key else 1.0) for key, shape in shapes.items()}
     save_file(values, path / f"{beginning}.safetensors")
-    learns, run = (with_peft if geometry.experts is None else written_out)(hf, name, values)
+    learns, run = (with_peft if geometry.experts is None and find_spec("peft") else written_out)(hf, name, values)
     logprobs = [row_logprobs(run, row) for row in rows()]
     save_file({str(n): value.detach() for n, value in enumerate(logprobs)}, path / f"{beginning}_logprobs.safetensors")
     loss = -torch.cat(logprobs).mean()
@@ -107,7 +110,9 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     torch.optim.AdamW(
         list(learns.values()), cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay
     ).step()
-    save_file({key: value.detach().contiguous() for key, value in learns.items()}, path / f"{beginning}_after.safetensors")
+    save_file(
+        {key: value.detach().contiguous() for key, value in learns.items()}, path / f"{beginning}_after.safetensors"
+    )
     with torch.no_grad():
         plain = load_hf(path)
         base = [row_logprobs(lambda ids: plain(ids).logits, row) for row in rows()]
@@ -124,6 +129,8 @@ def row_logprobs(run: Any, row: Any) -> Tensor:
 
 
 def with_peft(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+    from peft import LoraConfig, get_peft_model
+
     sizes = SIZES[name]
     targets = sizes.targets[0] if len(sizes.targets) == 1 else list(sizes.targets)
     cfg = LoraConfig(r=sizes.rank, lora_alpha=int(sizes.alpha), target_modules=targets, use_rslora=sizes.use_rslora)
@@ -139,7 +146,7 @@ def with_peft(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, 
 def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
     """W + scale B A in the place of each W; transformers has the experts of a layer in one tensor."""
     learns = {key: value.clone().requires_grad_() for key, value in values.items()}
-    scale = SIZES[name].alpha / SIZES[name].rank
+    scale = SIZES[name].alpha / (SIZES[name].rank ** (0.5 if SIZES[name].use_rslora else 1.0))
 
     def added(module: str) -> Tensor:
         prefix = f"base_model.model.{module}"
@@ -262,4 +269,8 @@ def initial(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, An
     values = gathered(actor, adapters)
     largest = max(float(v.abs().max()) * v.size(1) ** 0.5 for k, v in values.items() if "lora_A" in k)
     b = max(float(v.abs().max()) for k, v in values.items() if "lora_B" in k)
-    return {"sums": {k: float(v.double().sum()) for k, v in values.items() if "lora_A" in k}, "largest": largest, "b": b}
+    return {
+        "sums": {k: float(v.double().sum()) for k, v in values.items() if "lora_A" in k},
+        "largest": largest,
+        "b": b,
+    }
