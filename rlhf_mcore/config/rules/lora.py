@@ -34,6 +34,8 @@ def lora_problems(cfg: Config) -> Iterator[str]:
         yield "actor.lora.use_dora=True is not supported yet; set it to false"
     if run_kind(cfg).head != "lm":
         yield f"{name}: with algorithm.kind={cfg.algorithm.kind} a new head has to be trained too; set actor.lora.rank=null"
+    if cfg.model.layer_spec == "te":
+        yield f"{name} is not supported with the layers of Transformer Engine; set model.layer_spec=local, or auto"
     if cfg.actor.freeze:
         yield f"{name} freezes all weights of the model; set actor.freeze=[]"
     if cfg.actor.mtp.mode in MTP_TRAINED:

@@ -44,6 +44,7 @@ def test_alpha_is_twice_the_rank() -> None:
         ({"actor__lora__init": "pissa"}, "actor.lora.init"),
         ({"actor__lora__use_dora": True}, "actor.lora.use_dora"),
         ({"algorithm__kind": "reward_model"}, "algorithm.kind"),
+        ({"model__layer_spec": "te"}, "model.layer_spec"),
         ({"actor__freeze": ["model.norm.weight"]}, "actor.freeze"),
         ({"actor__mtp__mode": "train"}, "actor.mtp.mode"),
         ({"actor__moe__expert_bias_rate": 0.001}, "actor.moe.expert_bias_rate"),
