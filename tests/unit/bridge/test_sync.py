@@ -18,6 +18,7 @@ from rlhf_mcore.bridge.run.sync import ChangedOnlyBridge, PlannedBridge
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
+from tests.messages import refused
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
 
@@ -123,7 +124,7 @@ def test_tied_weights_have_two_names_for_one_tensor() -> None:
         bridge.sync(1, only=only)
         engines.append(engine)
         assert torch.equal(engine.tensors["model.embed_tokens.weight"], tied.hf["model.embed_tokens.weight"])
-    with pytest.raises(ValueError, match=r"'lm_head\.bias' matches no tensor"):
+    with refused(ValueError, field="'lm_head.bias'"):
         bridge.sync(2, only=["lm_head.bias"])
 
 

@@ -11,6 +11,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.config.yaml_text import load_yaml
+from tests.messages import refused
 
 
 def test_what_cannot_be_changed_is_told_from_what_can() -> None:
@@ -68,13 +69,15 @@ def test_keys_that_only_one_of_them_has_are_listed() -> None:
 
 def test_all_refusals_come_at_once() -> None:
     refuse(Path("c"), [])
-    with pytest.raises(ConfigError, match=r"(?s)seed was 0 and is 1; restore it.*model.dtype was .*checkpoint-5"):
+    with refused(
+        ConfigError, field=("seed", "model.dtype", "checkpoint-5"), value=(0, 1), remedy=("restore", "new experiment")
+    ):
         refuse(Path("run/checkpoint-5"), ["seed was 0 and is 1", "model.dtype was 'fp32' and is 'bf16'"])
 
 
 @pytest.mark.parametrize("text", ["[1]", "a: [", "just text"])
 def test_a_saved_file_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"config\.yaml of the checkpoint"):
+    with refused(ConfigError, field="config.yaml", remedy="another checkpoint"):
         compare_configs(text, to_yaml(Config()))
 
 

@@ -10,6 +10,7 @@ import rich.console
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.figures import sparkline, step_line
+from tests.messages import refused
 
 METRICS = {
     "reward/mean": 0.61,
@@ -203,7 +204,9 @@ def test_auto_is_plain_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"logging.console='fancy': must be one of auto, rich, plain, json, off"):
+    with refused(
+        ConfigError, field="logging.console", value="'fancy'", remedy=("auto", "rich", "plain", "json", "off")
+    ):
         Console("fancy", 1, "grpo")
 
 

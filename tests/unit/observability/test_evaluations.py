@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.config.errors import ConfigError
+from tests.messages import refused
 
 SETTINGS = {"data": ["a"], "sampling": {"n": 2}}
 
@@ -90,7 +91,7 @@ def test_another_evaluation_may_not_go_on_here(half_done: Path, settings: dict[s
 
 def test_two_jobs_may_not_share_it(tmp_path: Path) -> None:
     holder = EvaluationDirectory(tmp_path, SETTINGS)
-    with pytest.raises(ConfigError, match=r"in use by another run .*change evaluate.output_dir"):
+    with refused(ConfigError, field="evaluate.output_dir", remedy=("wait", "change")):
         EvaluationDirectory(tmp_path, SETTINGS)
     holder.close()
     EvaluationDirectory(tmp_path, SETTINGS).close()
@@ -98,12 +99,12 @@ def test_two_jobs_may_not_share_it(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"set evaluate\.output_dir"):
+    with refused(ConfigError, field="evaluate.output_dir", value="Not a directory", remedy="set"):
         EvaluationDirectory(tmp_path / "file" / "inside", SETTINGS)
 
 
 def test_a_broken_line_is_named(half_done: Path) -> None:
     part = half_done / "parts" / "engine-00001-of-00002.jsonl"
     part.write_text('{"samples": [}\n')
-    with pytest.raises(ConfigError, match=r"engine-00001-of-00002.jsonl, line 1: cannot be read, not valid JSON"):
+    with refused(ConfigError, field="engine-00001-of-00002.jsonl", value=1, remedy=("remove", "evaluate.output_dir")):
         reopened(half_done)

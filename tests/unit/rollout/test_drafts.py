@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import SpeculativeConfig
 from rlhf_mcore.rollout.vllm.cpu import _repeated
 from rlhf_mcore.rollout.vllm.drafts import draft_options
+from tests.messages import refused
 
 
 def test_each_drafted_token_has_the_temperature_of_its_request() -> None:
@@ -28,5 +28,5 @@ def test_what_vllm_is_told() -> None:
 
 
 def test_drafts_on_cuda_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.speculative\.method=mtp is not supported on CUDA; set it to off"):
+    with refused(ConfigError, field="rollout.speculative.method", value="mtp", remedy="off"):
         draft_options(SpeculativeConfig("mtp"), on_cuda=True)

@@ -20,6 +20,7 @@ from rlhf_mcore.rollout.vllm.environment import (
     prepare_environment,
     unpinned_nccl,
 )
+from tests.messages import refused
 
 NAMES = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
@@ -136,5 +137,5 @@ def test_what_vllm_does_to_the_process_is_undone_even_if_it_fails(monkeypatch: p
 
 
 def test_an_unknown_engine_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.engine='sglang'"):
+    with refused(ConfigError, field="rollout.engine", value="'sglang'", remedy="choose"):
         build_engine(RolloutConfig(engine="sglang"), EngineModel("model", "tokenizer", "fp32", 8, seed=0))

@@ -28,6 +28,7 @@ from rlhf_mcore.trainer.metrics import DivergedError
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles, SampledBatches
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory
+from tests.messages import refused
 from tests.unit.trainer.records import Streaming, completions, prompt, worker
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -369,9 +370,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
     counts = iter([0.0, 1.0, 2.0, 3.0])
     run.models["actor"].metrics = lambda: {"actor/bad_updates_in_a_row": next(counts)}
     run.trainer.max_bad_updates = 3
-    with pytest.raises(
-        DivergedError, match=r"of the actor was not finite in 3 updates in a row \(trainer.max_bad_updates=3\)"
-    ):
+    with refused(DivergedError, field=("actor", "trainer.max_bad_updates"), value=3):
         run.trainer.run(9)
     assert ("sync", 3) in log and ("sync", 4) not in log, "weights are not handed on any more"
 
@@ -441,7 +440,7 @@ def test_fault_25_a_lost_response_ends_the_step_before_anything_learns_and_the_n
     run = make(set(), sampler=sampler, lose=2)
     saved: dict[str, Any] = {}
     run.watch.save = lambda: saved.update(sampler.state_dict())
-    with pytest.raises(LostTrajectory, match="3 completions for 4 requests: none for prompt"):
+    with refused(LostTrajectory, field="prompt", value=(3, 4), remedy="trainer.max_restarts"):
         run.trainer.run(3)
     assert run.log.count(("update", "actor")) == 1 and ("sync", 1) in run.log and ("sync", 2) not in run.log
     again = PromptSampler(4, 2, seed=1, shuffle=True)

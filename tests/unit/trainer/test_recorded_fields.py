@@ -25,6 +25,7 @@ from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Prompt, Ragged, Score, TrainBatch, Trajectory
+from tests.messages import refused
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles import test_policy
 from tests.unit.roles.lookup import Lookup
@@ -170,7 +171,9 @@ def test_a_loss_gets_what_it_reads(packing: bool) -> None:
     actor._objective = replace(actor._objective, policy_loss=loss)
     batch = test_policy.batch()
     batch.versions = batch.token_ids.clone()
-    with pytest.raises(ConfigError, match="reads 'twins' of every token"):
+    with refused(
+        ConfigError, field=("algorithm.policy_loss", "'twins'"), remedy=("another function", "configure the role")
+    ):
         test_policy.update(actor, batch)
     batch.fields["twins"] = batch.token_ids.to(torch.uint8)[:, None].expand(-1, 3).contiguous()
     test_policy.update(actor, batch)
