@@ -19,7 +19,7 @@ from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import ROWS
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, SampledBatches
-from rlhf_mcore.types import Request, TrainBatch
+from rlhf_mcore.types import Request, TrainBatch, UpdateResult
 
 GOAL, WARM_UP = 1.05, 2
 
@@ -46,7 +46,7 @@ class KeptBatch:
         self.learner = learner
         self.batch: TrainBatch | None = None
 
-    def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
+    def learn(self, step: int, batch: TrainBatch) -> tuple[Sequence[UpdateResult], Mapping[str, float]]:
         self.batch = batch
         return self.learner.learn(step, batch)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlhf_mcore.types import Completion, Request, Score, TrainBatch, Trajectory
+    from rlhf_mcore.types import Completion, Request, Score, TrainBatch, Trajectory, UpdateResult
 
 
 MEMORY = ("weights", "kv_cache")  # of an engine, in the order in which it is needed again after a sleep
@@ -295,10 +295,10 @@ class ReferenceModel(LogprobModel, Protocol):
 
 
 class TrainableModel(Protocol):
-    """A model that is updated by the ranks that hold it; its metrics are known to these."""
+    """A model that is updated by the ranks that hold it; they know the result."""
 
-    def deliver_update(self, batch: TrainBatch) -> Callable[[], dict[str, float]]:
-        """Bring the rows to those ranks, collective over the world; what is returned makes the updates there."""
+    def deliver_update(self, batch: TrainBatch) -> Callable[[], UpdateResult | None]:
+        """Bring the rows to those ranks, collective over the world; what is returned makes the updates there. None on other ranks."""
         ...
 
 
@@ -331,8 +331,8 @@ class Source(Protocol):
 class Learner(Protocol):
     """What learns from the rows of a step."""
 
-    def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
-        """All updates of a step; returns their metrics. Collective."""
+    def learn(self, step: int, batch: TrainBatch) -> tuple[Sequence[UpdateResult], Mapping[str, float]]:
+        """Make all updates of a step. Returns their results, and metrics beside those of the results. Collective."""
         ...
 
 

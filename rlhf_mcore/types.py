@@ -298,6 +298,17 @@ TOKEN_FIELDS = (
 
 
 @dataclass(slots=True)
+class UpdateResult:
+    """What the updates of a step have made of a model. ``metrics`` are for the record only: nothing is decided by their names."""
+
+    model: str  # name of its role
+    metrics: dict[str, float]
+    grad_norm: float = 0.0  # before clipping, mean over the updates
+    is_finite: bool = True  # whether the weights and the optimizer's state hold no NaN and no infinity
+    bad_in_a_row: int = 0  # updates up to the last one that were skipped because loss or gradient were not finite
+
+
+@dataclass(slots=True)
 class Microbatch:
     """The input of one forward pass: packed (``token_ids`` [1, N]) or padded ([b, T]).
 

@@ -49,6 +49,15 @@ LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, Metrics]]
 
 
 @dataclass(slots=True)
+class LossSums:
+    """The weighted loss of a microbatch and sums for its metrics, all detached."""
+
+    loss: Tensor
+    metrics: Metrics
+    mtp: tuple[Tensor, Tensor] | None = None  # negative log-likelihood and number of the tokens that MTP layers predict
+
+
+@dataclass(slots=True)
 class MegatronModel:
     """A model's chunks on this rank (one, or ``vpp`` of them), with all that is needed to run them.
 
@@ -156,23 +165,23 @@ class MegatronModel:
         with self.movable.passing(), torch.no_grad():
             return self._run(microbatches, collect, forward_only=True)
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> list[Metrics]:
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> list[LossSums]:
         """Accumulate gradients of the summed losses and reduce them over ranks. Collective over the model's ranks.
 
         ``loss(outputs, microbatch)`` returns a scalar that is already weighted by the global count, and detached metrics. Returns the
-        metrics of each microbatch; empty except on the last pipeline stage.
+        sums of each microbatch; empty except on the last pipeline stage.
         """
 
-        def compute(microbatch: Microbatch, outputs: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+        def compute(microbatch: Microbatch, outputs: Tensor) -> tuple[Tensor, Tensor, LossSums]:
             value, metrics = loss(outputs, microbatch)
             # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
-            metrics = {"loss": value.detach().clone(), **metrics}
+            sums = LossSums(value.detach().clone(), metrics)
             if self.mtp is not None:
                 from rlhf_mcore.mcore.mtp import mtp_loss
 
-                added, sums = mtp_loss(self, outputs, microbatch, self._inputs.packed(microbatch), self.mtp)
-                value, metrics = value + added, {**metrics, **sums}
-            return value, torch.zeros([], dtype=torch.int), metrics
+                added, sums.mtp = mtp_loss(self, outputs, microbatch, self._inputs.packed(microbatch), self.mtp)
+                value = value + added
+            return value, torch.zeros([], dtype=torch.int), sums
 
         for chunk in self.chunks:
             chunk.train()

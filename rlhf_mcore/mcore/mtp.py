@@ -37,7 +37,7 @@ from rlhf_mcore.platform.megatron_versions import mtp_submodules
 from rlhf_mcore.types import Microbatch
 
 if TYPE_CHECKING:
-    from rlhf_mcore.mcore.model import MegatronModel, Metrics
+    from rlhf_mcore.mcore.model import MegatronModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ def sum_embedding_gradients(chunks: Iterable[torch.nn.Module], group: dist.Proce
 
 def mtp_loss(
     model: MegatronModel, outputs: Tensor, microbatch: Microbatch, packed: PackedSequences | None, learning: MTPLearning
-) -> tuple[Tensor, Metrics]:
-    """Compute the negative log-likelihood of the tokens that MTP layers predict, and its sum with their number.
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Compute the weighted loss of the tokens that MTP layers predict; behind it their negative log-likelihood, and their number.
 
     ``outputs``: hidden states [b, T, h] behind the last norm, of the last stage. A token has the weight (``microbatch.fields``) that
     it has in the loss of the model. The loss is the mean over layers of the weighted sums. No sequence sees another one.
@@ -142,7 +142,7 @@ def mtp_loss(
         loss = loss - (logprobs * weights.to(device)).sum() * (learning.coef / count)
         nll = nll - logprobs.detach().sum()  # zero where nothing counts
         tokens += int((weights != 0).sum())
-    return loss, {"mtp_nll": nll, "mtp_tokens": nll.new_full((), tokens)}
+    return loss, (nll, nll.new_full((), tokens))
 
 
 def _embed(embedding: torch.nn.Module, alone: bool, input_ids: Tensor, position_ids: Tensor) -> Tensor:

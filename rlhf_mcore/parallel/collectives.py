@@ -59,11 +59,6 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Ten
     return torch.cat([part[:size] for part, size in zip(out, sizes, strict=True)])
 
 
-def union(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the named numbers of all ranks of the world. If several ranks have a name, the last one's value counts."""
-    return {name: value for part in all_gather_json(dict(metrics)) for name, value in part.items()}
-
-
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """Return the JSON-able value of group rank ``source``, on every rank of the group."""
     is_source = (group or world_group()).rank() == source

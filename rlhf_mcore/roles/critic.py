@@ -30,8 +30,8 @@ class ValueObjective(Objective):
         fields = microbatch.fields_on(values.device)
         return value_loss(values, fields["old_values"], fields["returns"], fields["weights"], self.clip)
 
-    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        return {"loss/value": sums.pop("loss")} | {f"critic/{name}": sums[name] / num_tokens for name in sums}
+    def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        return {"loss/value": loss} | {f"critic/{name}": sums[name] / num_tokens for name in sums}
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.data.packing import balance
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
-from rlhf_mcore.mcore.model import MegatronModel, Metrics, OutputFunction
+from rlhf_mcore.mcore.model import LossSums, MegatronModel, Metrics, OutputFunction
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
 from rlhf_mcore.observability.throughput import ModelFlops
@@ -32,9 +32,9 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
 from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_rows, rows_by_rank
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.types import Field, Microbatch, Ragged, TrainBatch
+from rlhf_mcore.types import Field, Microbatch, Ragged, TrainBatch, UpdateResult
 
-Update = Callable[[], dict[str, float]]
+Update = Callable[[], UpdateResult | None]
 
 
 @dataclass(slots=True)
@@ -233,7 +233,9 @@ class Objective(ABC):
     """The loss of a model. By default it reads no field, uses the aggregation's token weights, and rows are independent."""
 
     rows_per_unit: ClassVar[int] = 1  # so many consecutive rows of a batch stay together in a microbatch
-    losses: ClassVar[tuple[str, ...]] = ("loss",)  # sums with the minibatch's weights, so means over the minibatch
+    weighted: ClassVar[
+        tuple[str, ...]
+    ] = ()  # sums that, as the loss, have the minibatch's weights, so are means over it
 
     def fields(self, batch: TrainBatch) -> Mapping[str, Field]:
         """Return the fields of the batch that the loss reads, tensors [N, ...] and ragged ones. They are sent with the tokens."""
@@ -249,8 +251,8 @@ class Objective(ABC):
         ...
 
     @abstractmethod
-    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        """Convert sums over the step's updates to public metrics. ``num_tokens``: trainable tokens of these updates."""
+    def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        """Convert the loss and sums over the step's updates to public metrics. ``num_tokens``: trainable tokens of these updates."""
         ...
 
 
@@ -271,6 +273,20 @@ class MinibatchCounts:
     sampled: int
     rows: int
     tokens: int
+
+
+@dataclass(slots=True)
+class UpdateSums:
+    """Sums of an update over microbatches and data-parallel ranks, the same on every rank of the role."""
+
+    loss: float
+    metrics: dict[str, float]  # by name, what the objective counts
+    mtp: tuple[float, float] | None = None  # see ``LossSums``
+    load_balance: float | None = None  # None: the model has no such loss
+    grad_norm: float = math.nan
+    mtp_grad_norm: float | None = None  # None: it is part of ``grad_norm``
+    lr: float = 0.0
+    is_skipped: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,9 +310,8 @@ class TrainedModel(RoleModel):
 
         Returns:
             A function that makes all updates of the step. It is collective over the ranks of the model only, so that models on
-            different ranks learn at the same time. It returns metrics, none on ranks without the model: means over the tokens, or
-            rows, of all updates, as if they were one; for the gradient's norm and the like, means over updates.
-            ``<name>/not_finite`` is among them if a weight or a moment is NaN or infinite on any rank after the updates.
+            different ranks learn at the same time. It returns None on ranks without the model. Metrics are means over the tokens,
+            or rows, of all updates, as if they were one; those of the gradient's norm and the like are means over updates.
         """
         parts = minibatches(batch, self.plan.prompts_per_minibatch)
         fields: dict[str, Field] = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
@@ -306,7 +321,7 @@ class TrainedModel(RoleModel):
             for rows in parts
         ]
         if self.model is None:
-            return dict
+            return lambda: None
         weighted = [self._weigh(batch, objective, tokens, count) for tokens, count in zip(shares, counts, strict=True)]
         return partial(self._update_all, objective, weighted, counts)
 
@@ -343,92 +358,107 @@ class TrainedModel(RoleModel):
         fields["weights"] = objective.weights(tokens, weights, counts.rows)
         return RowTokens(tokens.rows, tokens.lengths, fields, tokens.ragged)
 
-    def _update_all(
-        self, objective: Objective, parts: list[RowTokens], counts: list[MinibatchCounts]
-    ) -> dict[str, float]:
+    def _update_all(self, objective: Objective, parts: list[RowTokens], counts: list[MinibatchCounts]) -> UpdateResult:
         assert self.model is not None
-        sums: list[dict[str, float]] = []
-        outcomes: list[dict[str, float]] = []
+        updates: list[UpdateSums] = []
         with self.model.updating():
             for tokens in parts * self.plan.epochs:
-                self.progress(f"{self.name}, update {len(sums) + 1} of {len(parts) * self.plan.epochs}")
-                of_update, outcome = self._update(objective, tokens)
-                sums.append(of_update)
-                outcomes.append(outcome)
+                self.progress(f"{self.name}, update {len(updates) + 1} of {len(parts) * self.plan.epochs}")
+                updates.append(self._update(objective, tokens))
             self.model.gather_weights()
             is_finite = self._holds_everywhere(self.is_finite())
-        metrics = self._merge_sums(objective, sums, counts * self.plan.epochs)
-        metrics |= {
-            f"{self.name}/{key}": sum(outcome[key] for outcome in outcomes) / len(outcomes) for key in outcomes[0]
+        grad_norm = _mean([update.grad_norm for update in updates])
+        own = {
+            "grad_norm": grad_norm,
+            "lr": _mean([update.lr for update in updates]),
+            "skipped_updates": _mean([float(update.is_skipped) for update in updates]),
+            "bad_updates_in_a_row": float(self.num_bad),
         }
-        if not is_finite:
-            metrics[f"{self.name}/not_finite"] = 1.0
-        return metrics | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
+        own |= {} if is_finite else {"not_finite": 1.0}
+        if norms := [update.mtp_grad_norm for update in updates if update.mtp_grad_norm is not None]:
+            own["mtp_grad_norm"] = _mean(norms)
+        metrics = self._merge_sums(objective, updates, counts * self.plan.epochs)
+        metrics |= {f"{self.name}/{key}": value for key, value in own.items()}
+        return UpdateResult(self.name, metrics, grad_norm, is_finite, self.num_bad)
 
     def _merge_sums(
-        self, objective: Objective, sums: list[dict[str, float]], counts: list[MinibatchCounts]
+        self, objective: Objective, updates: list[UpdateSums], counts: list[MinibatchCounts]
     ) -> dict[str, float]:
         """Merge the sums of all updates into metrics. An update's loss is weighted by the tokens, or rows, that it is a mean of."""
         by_tokens = self.plan.loss_aggregation == "token"
-        masses = {key: [count.sampled if by_tokens else count.rows for count in counts] for key in objective.losses}
-        masses["load_balance"] = [count.tokens for count in counts]
-        total = {}
-        for name in sums[0]:
-            shares = _normalize(masses[name]) if name in masses else [1.0] * len(sums)
-            total[name] = sum(share * of_update[name] for share, of_update in zip(shares, sums, strict=True))
-        mtp_nll, mtp_tokens = total.pop("mtp_nll", None), total.pop("mtp_tokens", 0.0)
-        balance = total.pop("load_balance", None)
-        named = objective.metrics(total, max(float(sum(count.sampled for count in counts)), 1.0))
-        if mtp_nll is not None:
-            named[f"{self.name}/mtp_loss"] = mtp_nll / max(mtp_tokens, 1.0)
-        if balance is not None:
-            named[f"{self.name}/load_balance"] = balance
-        return named
+        shares = _normalize([count.sampled if by_tokens else count.rows for count in counts])
+        loss = _sum_products(shares, [update.loss for update in updates])
+        sums = {}
+        for name in updates[0].metrics:
+            factors = shares if name in objective.weighted else [1.0] * len(updates)
+            sums[name] = _sum_products(factors, [update.metrics[name] for update in updates])
+        metrics = objective.metrics(loss, sums, max(float(sum(count.sampled for count in counts)), 1.0))
+        if mtp := [update.mtp for update in updates if update.mtp is not None]:
+            metrics[f"{self.name}/mtp_loss"] = sum(nll for nll, _ in mtp) / max(sum(tokens for _, tokens in mtp), 1.0)
+        if balances := [update.load_balance for update in updates if update.load_balance is not None]:
+            by_all_tokens = _normalize([count.tokens for count in counts])
+            metrics[f"{self.name}/load_balance"] = _sum_products(by_all_tokens, balances)
+        return metrics
 
     def is_finite(self) -> bool:
         """Return whether the weights and the optimizer's state on this rank hold no NaN and no infinity. Local."""
         return self.model is None or self.model.optimizer is None or self.model.optimizer.is_finite()
 
-    def _update(self, objective: Objective, tokens: RowTokens) -> tuple[dict[str, float], dict[str, float]]:
-        """Make one update. Returns its sums, and the metrics with one value per update."""
+    def _update(self, objective: Objective, tokens: RowTokens) -> UpdateSums:
+        """Make one update."""
         assert self.model is not None
         microbatches = self.microbatches(tokens, objective.rows_per_unit)
-        metrics = self.model.forward_backward(microbatches, partial(objective.loss, self.model))
-        sums = self._reduce(metrics)
-        lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
+        sums = self._reduce(self.model.forward_backward(microbatches, partial(objective.loss, self.model)))
+        sums.lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
         # The loss may be NaN on a single tensor-parallel rank; all ranks of the role have to skip the same updates.
         outcome = StepOutcome(False, math.nan, finite=False)
-        if self._holds_everywhere(math.isfinite(sums["loss"])):
-            outcome = self.model.step(lr)
+        if self._holds_everywhere(math.isfinite(sums.loss)):
+            outcome = self.model.step(sums.lr)
         self.num_updates += 1
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
         if self.model.aux_loss_coef:
-            sums["load_balance"] = self.model.load_balance()
-        optimizer = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}
+            sums.load_balance = self.model.load_balance()
+        sums.grad_norm, sums.is_skipped = outcome.grad_norm, not outcome.updated
         if self.model.mtp is not None and self.model.mtp.alone:
-            optimizer["mtp_grad_norm"] = outcome.norm_alone
-        return sums, optimizer
+            sums.mtp_grad_norm = outcome.norm_alone
+        return sums
 
     def _holds_everywhere(self, holds: bool) -> bool:
         """Return whether a condition holds on every rank of the role. Collective over them."""
         assert self.model is not None
         return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
 
-    def _reduce(self, metrics: list[Metrics]) -> dict[str, float]:
-        """Sum the last stage's metrics over microbatches and data-parallel ranks. Returns them on every rank of the role."""
+    def _reduce(self, parts: list[LossSums]) -> UpdateSums:
+        """Sum those of the last stage over microbatches and data-parallel ranks. Returns the sums on every rank of the role."""
         assert self.model is not None
         groups = self.model.groups
         sums: dict[str, float] = {}
         if self.model.is_last_stage:
-            device = metrics[0]["loss"].device
-            sums_of = (sum(m[name] for m in metrics) for name in metrics[0])
-            values = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in sums_of]
-            # It waits for the device once.
-            local = dict(zip(metrics[0], torch.stack(values).tolist(), strict=True))
-            sums = reduce_sums(local, groups.collection.dp)
+            names, has_mtp = list(parts[0].metrics), parts[0].mtp is not None
+            columns = [[part.loss, *(part.mtp or ()), *(part.metrics[name] for name in names)] for part in parts]
+            device = parts[0].loss.device
+            totals = (sum(column) for column in zip(*columns, strict=True))
+            values = [torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals]
+            # Names of metrics have a prefix, so that none can be one of ours. It waits for the device once.
+            keys = [_LOSS, *(_MTP if has_mtp else ()), *(_METRIC + name for name in names)]
+            sums = reduce_sums(dict(zip(keys, torch.stack(values).tolist(), strict=True)), groups.collection.dp)
         if groups.layout.pp > 1:
             sums = broadcast_json(sums, groups.layout.pp - 1, groups.collection.pp)
-        return sums
+        mtp = (sums.pop(_MTP[0]), sums.pop(_MTP[1])) if _MTP[0] in sums else None
+        loss = sums.pop(_LOSS)
+        return UpdateSums(loss, {name.removeprefix(_METRIC): value for name, value in sums.items()}, mtp)
+
+
+# Names under which sums of an update travel.
+_LOSS, _MTP, _METRIC = "loss", ("mtp_nll", "mtp_tokens"), "metric "
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _sum_products(factors: Sequence[float], values: Sequence[float]) -> float:
+    return sum(factor * value for factor, value in zip(factors, values, strict=True))
 
 
 def _normalize(masses: Sequence[int]) -> list[float]:

@@ -88,7 +88,7 @@ class Reference:
 class PolicyObjective(Objective):
     """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus the KL term if it is part of the loss."""
 
-    losses: ClassVar[tuple[str, ...]] = ("loss", "policy")
+    weighted: ClassVar[tuple[str, ...]] = ("policy",)
 
     algorithm: AlgorithmConfig
     policy_loss: PolicyLoss
@@ -162,8 +162,8 @@ class PolicyObjective(Objective):
             metrics["kl"] = masked_sum(kl.detach(), trainable)
         return loss, metrics
 
-    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        named = {"loss/total": sums.pop("loss"), "loss/policy": sums.pop("policy")}
+    def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        named = {"loss/total": loss, "loss/policy": sums.pop("policy")}
         if "kl" in sums:
             named["loss/kl"] = sums.pop("kl") / num_tokens
         return named | {f"actor/{name}": value / num_tokens for name, value in sums.items()}

@@ -52,10 +52,10 @@ class PairwiseObjective(Objective):
         loss, metrics = bradley_terry_loss(scores[:, 0], scores[:, 1], pairs[:, 0], centering=self.centering)
         return loss, {**metrics, "pairs": (pairs[:, 0] > 0).sum().float()}
 
-    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+    def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
         return {
-            "loss/reward_model": sums["loss"],
+            "loss/reward_model": loss,
             "reward_model/accuracy": sums["accuracy"] / pairs,
             "reward_model/margin": sums["margin"] / pairs,
             "reward_model/score_mean": (sums["chosen"] + sums["rejected"]) / (2 * pairs),

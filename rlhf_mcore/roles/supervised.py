@@ -21,8 +21,8 @@ class ImitationObjective(Objective):
         logprobs = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0, with_entropy=False).logprobs
         return sft_loss(logprobs, microbatch.fields_on(logprobs.device)["weights"])
 
-    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        return {"loss/sft": sums["loss"], "actor/perplexity": perplexity(sums["nll"] / num_tokens)}
+    def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        return {"loss/sft": loss, "actor/perplexity": perplexity(sums["nll"] / num_tokens)}
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo
 from rlhf_mcore.checkpoint.triggers import END, MEASURE, MINUTES, REASONS, REQUEST, Decision, SignalRequests, Triggers
 from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
-from rlhf_mcore.trainer.metrics import refuse_not_finite
+from rlhf_mcore.trainer.divergence import refuse_not_finite
 
 Write = Callable[[Path], list[Path]]
 SmallFiles = Mapping[str, bytes]  # small files by name, on the first rank; the others have none
@@ -82,13 +82,14 @@ class RunCheckpointer:
         if self.triggers is not None:
             self.triggers.begin()
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Save if it is due; returns whether the run has to end now. ``metrics``: of the step. Collective over the world.
+    def after_step(self, step: int, evaluation: Mapping[str, float]) -> bool:
+        """Save if it is due; returns whether the run has to end now. Collective over the world.
+
+        ``evaluation``: metrics of the evaluation after the step, none where there was no evaluation.
 
         Raises:
             SaveError: on every rank, when a save has failed on any and the run is to stop then.
         """
-        evaluation = {name: value for name, value in metrics.items() if name.startswith("evaluate/")}
         decision = decide_together(self.triggers, self.requests, step, evaluation)
         if self._flush is not None:
             done = reduce_sums({"ranks": float(self._flush.is_done())})

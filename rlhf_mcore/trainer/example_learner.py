@@ -11,15 +11,15 @@ from torch.nn.functional import logsigmoid
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.supervised import perplexity
 from rlhf_mcore.data.examples import TokenizedExample, example_batch
-from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.parallel.rows import merge_rows
+from rlhf_mcore.trainer.divergence import share_results
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_mcore.protocols import LogprobModel, Recorder, TrainableModel
     from rlhf_mcore.trainer.work import StepWork
-    from rlhf_mcore.types import TrainBatch
+    from rlhf_mcore.types import TrainBatch, UpdateResult
 
 Sums = dict[str, float]
 
@@ -32,12 +32,12 @@ class ExampleLearner:
     recorder: Recorder
     work: StepWork | None = None
 
-    def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
-        """Collective over the world."""
+    def learn(self, step: int, batch: TrainBatch) -> tuple[list[UpdateResult], Mapping[str, float]]:
+        """Update the model by the rows of a step. Collective over the world."""
         if self.work is not None:
             self.work.count(batch)
         with self.recorder.phase("update"):
-            return union(self.model.deliver_update(batch)())
+            return share_results([self.model.deliver_update(batch)()]), {}
 
 
 class NoPublisher:

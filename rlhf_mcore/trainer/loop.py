@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.trainer.metrics import Counters, stop_if_diverged
+from rlhf_mcore.trainer.divergence import stop_if_diverged
+from rlhf_mcore.trainer.metrics import Counters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,10 +53,9 @@ class Trainer:
         Returns whether the run has to end here: it was asked to by a signal or a time limit, and is saved.
         """
         self.recorder.begin_step(step)
-        metrics = self._step(step)
-        metrics |= self._evaluate(step, num_steps)
-        self.recorder.step(step, metrics)
-        return self.checkpointer.after_step(step, metrics)
+        metrics, evaluation = self._step(step), self._evaluate(step, num_steps)
+        self.recorder.step(step, metrics | evaluation)
+        return self.checkpointer.after_step(step, evaluation)
 
     def end(self, num_steps: int) -> None:
         """What comes after the last step. Collective over the world."""
@@ -71,10 +71,14 @@ class Trainer:
     def _step(self, step: int) -> dict[str, float]:
         batch, metrics = self.source.next_batch(step)
         self.publisher.withdraw()
-        metrics = {**metrics, **self.learner.learn(step, batch)}
-        stop_if_diverged(metrics, self.max_bad_updates)
-        metrics |= self.counters.count(batch)
-        return {**metrics, **self.publisher.publish(step)}
+        results, learned = self.learner.learn(step, batch)
+        stop_if_diverged(results, self.max_bad_updates)
+        metrics = {
+            **metrics,
+            **learned,
+            **{name: value for result in results for name, value in result.metrics.items()},
+        }
+        return {**metrics, **self.counters.count(batch), **self.publisher.publish(step)}
 
     def _evaluate(self, step: int, num_steps: int) -> dict[str, float]:
         if not self.evaluator.is_due(step, num_steps):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,41 +76,6 @@ def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
         mass = rows.sums(batch.log_mass.exp(), batch.loss_mask).sum()
         statistics |= {"support_size": float(sizes / count), "support_mass": float(mass / count)}
     return {f"rollout/{name}": value for name, value in statistics.items()}
-
-
-class DivergedError(RuntimeError):
-    """There is no point in continuing from the weights that training has led to. The last checkpoint is from before that."""
-
-
-def refuse_not_finite(names: Iterable[str], what: str) -> None:
-    """End the run, on every rank, because of models that hold a NaN or an infinity. ``what`` was not done with them.
-
-    Raises:
-        DivergedError: unless there are no ``names``.
-    """
-    if found := ", ".join(sorted(set(names))):
-        raise DivergedError(
-            f"the weights or the optimizer's state of {found} are not finite: {what}. The last checkpoint is from before that: "
-            "start the run again to go on from it (trainer.max_restarts does so by itself). If it happens again, lower the learning "
-            "rate, or look at the data and the rewards of the last steps"
-        )
-
-
-def stop_if_diverged(metrics: Mapping[str, float], max_bad_updates: int) -> None:
-    """End the run, on every rank, when updates have spoiled a model, or too many of them in a row had to be skipped.
-
-    Raises:
-        DivergedError: with the model's name.
-    """
-    spoiled = [name.removesuffix("/not_finite") for name in metrics if name.endswith("/not_finite")]
-    refuse_not_finite(spoiled, "this step is neither saved nor sent to the engines")
-    for name, count in metrics.items():
-        if name.endswith("/bad_updates_in_a_row") and count >= max_bad_updates:
-            raise DivergedError(
-                f"the loss or the gradient of the {name.split('/')[0]} was not finite in {int(count)} updates in a row "
-                f"(trainer.max_bad_updates={max_bad_updates}); none of them was made. Lower the learning rate, or look at the data "
-                "and the rewards of the last steps; the last checkpoint is intact"
-            )
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.checkpoint.disk import SaveError
-from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch
+from rlhf_mcore.trainer.divergence import share_results
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, source_metrics
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.rollouts import RolloutWorker
     from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
-    from rlhf_mcore.types import Field, Prompt, Sampling, Score, TrainBatch, Trajectory
+    from rlhf_mcore.types import Field, Prompt, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 
 # Trajectories that this rank has drawn, and their scores by graders -> the scores with what is added to them.
 AddScores = Callable[["Sequence[Trajectory]", "list[Score]"], "list[Score]"]
@@ -132,7 +132,7 @@ class PolicyLearner:
     work: StepWork | None = None
     tokens: TokenRecord | None = None
 
-    def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
+    def learn(self, step: int, batch: TrainBatch) -> tuple[list[UpdateResult], Mapping[str, float]]:
         """Compute logprobs and values before any model is updated, then advantages, then the updates. Collective.
 
         There is no pass for the old logprobs where the step is one update: they are those of its own forward pass.
@@ -144,7 +144,7 @@ class PolicyLearner:
         metrics = {} if in_update else agreement_metrics(batch)
         metrics |= self.compute_advantages(batch)
         with self.recorder.phase("update"):
-            metrics |= self._update(step, batch)
+            results = self._update(step, batch)
             if in_update:
                 batch.old_logprobs = self.roles.actor.logprobs_of_update(batch)
                 metrics |= agreement_metrics(batch) | self.compute_advantages.compare(batch)
@@ -152,7 +152,7 @@ class PolicyLearner:
             self.tokens.write(step, batch)
         if self.work is not None:
             self.work.count(batch, learns=step > self.roles.warmup_steps, has_old_pass=not in_update)
-        return metrics | {"actor/old_logprobs_of_update": float(in_update)}
+        return results, metrics | {"actor/old_logprobs_of_update": float(in_update)}
 
     def _compute(self, step: int, batch: TrainBatch) -> None:
         roles, timed = self.roles, self.recorder.phase
@@ -172,13 +172,13 @@ class PolicyLearner:
             if not learns or estimation.needs_old_logprobs() or not roles.actor.makes_one_update(batch):
                 batch.old_logprobs = roles.actor.compute_logprobs(batch)
 
-    def _update(self, step: int, batch: TrainBatch) -> dict[str, float]:
-        """Rows go to both models first: where critic and actor are on different ranks, they learn at the same time."""
+    def _update(self, step: int, batch: TrainBatch) -> list[UpdateResult]:
+        """Update critic and actor. Rows go to both first: where they are on different ranks, they learn at the same time."""
         learning: list[TrainableModel] = [self.roles.actor] if step > self.roles.warmup_steps else []
         if self.roles.critic is not None:
             learning.insert(0, self.roles.critic)
         updates = [role.deliver_update(batch) for role in learning]
-        return union({name: value for update in updates for name, value in update().items()})
+        return share_results([update() for update in updates])
 
 
 @dataclass(slots=True)

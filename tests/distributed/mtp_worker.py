@@ -94,7 +94,7 @@ def main(directory: Path) -> None:
 def learn(actor: Actor, reference: torch.nn.Module) -> dict[str, float]:
     batch = batch_for(rows())
     fill(batch, reference)
-    return actor.deliver_update(batch)()
+    return actor.deliver_update(batch)().metrics
 
 
 def alone(
@@ -143,7 +143,7 @@ def joint(path: Path, groups: ModelGroups, platform: Platform, expected: dict[st
     settings = Settings(max_tokens=48, recompute=recompute, mtp=MTPLearning(alone=False, coef=COEF))
     model, actor = build(path, groups, platform, settings)
     batch = example_batch([tokenized(row.prompt_ids, row.response_ids) for row in rows()])
-    metrics = SupervisedActor(actor.model).deliver_update(batch)()
+    metrics = SupervisedActor(actor.model).deliver_update(batch)().metrics
     difference = first_difference(gatherer(model), expected, tolerance=1e-5)
     return {
         **metrics,

@@ -19,7 +19,7 @@ from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
-from rlhf_mcore.parallel.collectives import all_gather_json, union, world_group
+from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.residency.ledger import KINDS, WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
@@ -28,6 +28,7 @@ from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.divergence import share_results
 from rlhf_mcore.types import TrainBatch
 from tests.difference import first_difference
 from tests.distributed import models
@@ -147,7 +148,8 @@ def run(which: Team) -> list[dict[str, float]]:
         batch.old_logprobs = which.actor.compute_logprobs(batch)
         metrics = estimation(batch)
         updates = [role.deliver_update(batch) for role in (which.critic, which.actor)]
-        metrics |= union({name: value for update in updates for name, value in update().items()})
+        for result in share_results([update() for update in updates]):
+            metrics |= result.metrics
         history.append(metrics)
     assert len({str(h) for h in all_gather_json(history)}) == 1
     return history

@@ -109,7 +109,7 @@ class World:
 def train(actor: Actor, reference: torch.nn.Module) -> dict[str, float]:
     batch = batch_for(rows())
     fill(batch, reference)
-    return actor.deliver_update(batch)()
+    return actor.deliver_update(batch)().metrics
 
 
 def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def logprob_difference(actor: Actor, hf: torch.nn.Module) -> float:
 def not_finite(world: World, poison: Callable[[MegatronModel, list[Any]], None]) -> dict[str, Any]:
     """Something is NaN on one rank: no rank makes the update, all make the next one.
 
-    ``poison(model, metrics)`` is called on each rank when gradients and losses are there.
+    ``poison(model, sums)`` is called on each rank when gradients and losses are there.
     """
     reference = load_hf(world.directory / "qwen2_reference")
     model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2")
@@ -203,9 +203,9 @@ def not_finite(world: World, poison: Callable[[MegatronModel, list[Any]], None])
 
     class Poisoned(MegatronModel):
         def forward_backward(self, *arguments: Any) -> Any:
-            metrics = super().forward_backward(*arguments)
-            poison(self, metrics)
-            return metrics
+            sums = super().forward_backward(*arguments)
+            poison(self, sums)
+            return sums
 
     actor.model.model = Poisoned(*(getattr(model, field.name) for field in fields(model)))
     skipped = train(actor, reference)
@@ -220,16 +220,16 @@ def not_finite(world: World, poison: Callable[[MegatronModel, list[Any]], None])
     }
 
 
-def poison_gradient(model: MegatronModel, metrics: list[Any]) -> None:
+def poison_gradient(model: MegatronModel, sums: list[Any]) -> None:
     if dist.get_rank() == 1:
         model.chunks[0].buffers[0].grad_data[3] = torch.nan
 
 
-def poison_loss(model: MegatronModel, metrics: list[Any]) -> None:
+def poison_loss(model: MegatronModel, sums: list[Any]) -> None:
     """Of one of the two tensor-parallel ranks of the last stage."""
     assert model.groups.layout.tp == 2 and dist.get_world_size() == 4
     if dist.get_rank() == 3:
-        metrics[0]["loss"].fill_(torch.nan)
+        sums[0].loss.fill_(torch.nan)
 
 
 def spoiled(world: World, kind: str) -> dict[str, Any]:

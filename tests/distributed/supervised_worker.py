@@ -92,7 +92,7 @@ def update(
     """Held-out figures before and metrics of each update, and the first weight that is not the oracle's."""
     which = role(kind, path, groups, platform, cut)
     measured = held_out(kind, which).run(0)
-    history = [which.deliver_update(example_batch(examples(kind)))() for _ in range(NUM_UPDATES)]
+    history = [which.deliver_update(example_batch(examples(kind)))().metrics for _ in range(NUM_UPDATES)]
     assert which.model.model is not None
     # Weights below 2 in magnitude, 2**-23 apart, are rounded in each update; kernels of three kinds differ by one place, too.
     difference = first_difference(gatherer(which.model.model), after, tolerance=2e-6)

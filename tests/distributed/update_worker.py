@@ -134,7 +134,7 @@ def every_loss(
         fill(batch, reference)
         if mode != "off":
             batch.old_logprobs = None
-        found[name] = Actor(placed, TEMPERATURE, cfg).deliver_update(batch)()
+        found[name] = Actor(placed, TEMPERATURE, cfg).deliver_update(batch)().metrics
     return found
 
 
@@ -182,7 +182,7 @@ def update(
     batch = batch_for(all_rows, owners.get(owner))
     complete(batch)
     fill(batch, reference)
-    metrics = actor.deliver_update(batch)()
+    metrics = actor.deliver_update(batch)().metrics
     differences = all_gather_json("" if after is None else first_difference(gatherer(model), after, tolerance=1e-5))
     return {**metrics, "weights": any_rank(differences), "losses": all_gather_json(metrics["loss/total"])}
 
@@ -201,7 +201,7 @@ def twice(
     for _ in range(2):
         batch = batch_for(rows())
         fill(batch, reference)
-        metrics.append(actor.deliver_update(batch)())
+        metrics.append(actor.deliver_update(batch)().metrics)
     differences = all_gather_json(
         "" if expected is None else first_difference(gatherer(model), expected, tolerance=1e-5)
     )
@@ -220,7 +220,7 @@ def old_of_update(actor: Actor, reference: torch.nn.Module) -> dict[str, Any]:
         assert which.makes_one_update(batch)
         batch.ref_logprobs = filled.ref_logprobs
         batch.old_logprobs = None if skipped else which.compute_logprobs(batch)
-        metrics = estimation(batch) | which.deliver_update(batch)()
+        metrics = estimation(batch) | which.deliver_update(batch)().metrics
         if skipped:
             batch.old_logprobs = which.logprobs_of_update(batch)
             metrics |= estimation.compare(batch)
@@ -243,7 +243,7 @@ def small_steps(
     for _ in range(NUM_SMALL_STEPS):
         batch = batch_for(rows())
         fill(batch, reference)
-        history.append(actor.deliver_update(batch)())
+        history.append(actor.deliver_update(batch)().metrics)
     moved = max(float((master - before[name]).abs().max()) for name, master in masters.items())
     return {
         "losses": [metrics["loss/total"] for metrics in history],

@@ -117,7 +117,9 @@ def _agreement(platform: Platform, cfg: Config, actor: Actor, engine: Engine) ->
     batch.old_logprobs = actor.compute_logprobs(batch)
     AdvantageComputer(cfg.algorithm)(batch)
     with actor.model.on_device():
-        norm = actor.deliver_update(batch)()["actor/grad_norm"]
+        update = actor.deliver_update(batch)()
+    assert update is not None
+    norm = update.grad_norm
     count, exact_model = float(batch.num_sampled.sum()), _transformers(cfg, platform, torch.float32)
     exact, exact_norm = _forward_backward(exact_model, batch, count)
     rounded = exact

@@ -129,8 +129,8 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
 
     metrics = model.forward_backward(microbatches(True), loss)
     reference = (expected * loss_mask()).sum() / 8
-    assert sum(int(m["count"]) for m in metrics) == 8
-    assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), abs=1e-5)
+    assert sum(int(m.metrics["count"]) for m in metrics) == 8
+    assert float(sum(m.loss for m in metrics)) == pytest.approx(reference.item(), abs=1e-5)
     reference.backward()
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
     outcome = model.step(lr=0.0)
@@ -385,7 +385,7 @@ def test_values_gradients_and_update_are_those_of_transformers(
 
     metrics = model.forward_backward(microbatches(True), loss)
     reference = ((expected - 1) * loss_mask()).square().sum() / 8
-    assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), rel=1e-5)
+    assert float(sum(m.loss for m in metrics)) == pytest.approx(reference.item(), rel=1e-5)
     reference.backward()
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
     outcome = model.step(lr=0.0)

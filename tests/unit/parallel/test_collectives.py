@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from rlhf_mcore.parallel.collectives import (
     gather_json,
     on_every_rank,
     reduce_sums,
-    union,
 )
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -86,19 +84,6 @@ def _raise(error: Exception) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what only some ranks know
-def ranks_say(monkeypatch: pytest.MonkeyPatch, *before: Any, after: tuple[Any, ...] = ()) -> None:
-    """Ranks before and after this one say so in a gathering."""
-    monkeypatch.setattr(collectives, "all_gather_json", lambda mine: [*before, mine, *after])
-
-
-def test_metrics_of_all_ranks_are_united(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = {"loss/value": 0.5}
-    assert union(mine) == mine and union({}) == {}
-    ranks_say(monkeypatch, {"loss/policy": 1.0, "both": 1.0}, after=({}, {"both": 3.0}))
-    assert union(mine) == {"loss/policy": 1.0, "loss/value": 0.5, "both": 3.0}  # the last rank that knows a name speaks
-    assert mine == {"loss/value": 0.5}
-
-
 def test_a_part_that_goes_well_everywhere_gives_its_result() -> None:
     assert on_every_rank(lambda: 7) == 7
     assert on_every_rank(lambda: None) is None

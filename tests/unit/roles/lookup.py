@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_mcore.mcore.model import OutputFunction
+from rlhf_mcore.mcore.model import LossSums, OutputFunction
 from rlhf_mcore.mcore.optimizer import StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
@@ -105,7 +105,7 @@ class Lookup:
         for part in parts:
             value, metrics = loss(self.table[part.token_ids], part)
             value.backward()
-            found.append({"loss": value.detach().clone(), **metrics})
+            found.append(LossSums(value.detach().clone(), metrics))
         return found
 
     def step(self, lr: float) -> StepOutcome:

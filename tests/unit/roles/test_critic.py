@@ -79,7 +79,7 @@ def test_gradient_and_metrics_equal_the_equation_however_the_batch_is_cut(
     model: Lookup, clip: float | None, max_tokens: int, packing: bool
 ) -> None:
     made = batch()
-    metrics = critic(model, clip, max_tokens_per_microbatch=max_tokens, packing=packing).deliver_update(made)()
+    metrics = critic(model, clip, max_tokens_per_microbatch=max_tokens, packing=packing).deliver_update(made)().metrics
     table = model.table.detach().double().requires_grad_()
     expected = slow_loss(table, made, clip, range(6))
     expected["loss"].backward()
@@ -169,7 +169,7 @@ def test_a_critic_in_units_of_the_returns_is_the_plain_one_on_returns_in_these_u
     mean, deviation = float(returns.mean()), float(returns.std(unbiased=False))
     whole = critic(model, 0.2)
     whole.normalizer, whole.bootstrap = ReturnNormalizer(), True
-    found = whole.deliver_update(made)()
+    found = whole.deliver_update(made)().metrics
     # Before the first step the units are the plain ones, so the old values stay.
     plain = replace(made, returns=(made.returns - mean) / deviation)
     assert found["loss/value"] == pytest.approx(
@@ -187,9 +187,9 @@ def test_a_wild_return_does_not_keep_a_critic_with_a_normalizer_from_learning(mo
     made = batch()
     assert made.returns is not None
     made.returns[made.loss_mask.nonzero()[0]] = 3e38
-    plain = critic(model, None).deliver_update(made)()
+    plain = critic(model, None).deliver_update(made)().metrics
     assert plain["critic/skipped_updates"] == 1.0, "its square is not finite"
     which = critic(model, None)
     which.normalizer = ReturnNormalizer()
-    found = which.deliver_update(made)()
+    found = which.deliver_update(made)().metrics
     assert found["critic/skipped_updates"] == 0.0 and found["loss/value"] < 100**2

@@ -63,7 +63,7 @@ def test_pairs_make_the_gradient_of_the_equation_however_they_are_cut(
     scorer: Lookup, max_tokens: int, packing: bool
 ) -> None:
     made = lookup.batch()
-    metrics = reward_model(scorer, max_tokens, packing).deliver_update(made)()
+    metrics = reward_model(scorer, max_tokens, packing).deliver_update(made)().metrics
     table = scorer.table.detach().double().requires_grad_()
     expected = pair_oracle(table, made)
     expected["loss"].backward()
@@ -111,7 +111,7 @@ def test_fine_tuning_is_the_mean_over_response_tokens(
     bigram = Lookup()
     made = lookup.batch(samples=1)
     which = SupervisedActor(trained(bigram, "actor", max_tokens, packing, prompts=100))
-    metrics = which.deliver_update(made)()
+    metrics = which.deliver_update(made)().metrics
     table = bigram.table.detach().double().requires_grad_()
     whole = padded_batch(made)
     at = [(row, t) for row in range(6) for t in whole.loss_mask[row].nonzero().flatten().tolist()]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlhf_mcore.data.examples import TokenizedExample, example_batch
+from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.example_learner import (
     ExampleEvaluator,
     ExampleLearner,
@@ -22,8 +23,8 @@ from rlhf_mcore.trainer.example_learner import (
     preference_metrics,
 )
 from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.metrics import Counters, DivergedError
-from rlhf_mcore.types import TrainBatch
+from rlhf_mcore.trainer.metrics import Counters
+from rlhf_mcore.types import TrainBatch, UpdateResult
 from tests.episodes import tokenized
 from tests.rows import padded_batch
 
@@ -49,9 +50,9 @@ class Everything:
         self.events.append("batch")
         return example_batch(EXAMPLES), {}
 
-    def deliver_update(self, batch: TrainBatch) -> Callable[[], dict[str, float]]:
+    def deliver_update(self, batch: TrainBatch) -> Callable[[], UpdateResult]:
         self.events.append(f"update of {len(batch.lengths)}")
-        return lambda: {"loss/sft": 1.0, "actor/bad_updates_in_a_row": self.bad_updates}
+        return lambda: UpdateResult("actor", {"loss/sft": 1.0, "actor/lr": 0.5}, bad_in_a_row=self.bad_updates)
 
     def begin_step(self, step: int) -> None: ...
 

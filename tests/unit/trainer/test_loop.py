@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.collecting import collect_next
+from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.metrics import DivergedError
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles, SampledBatches
 from rlhf_mcore.trainer.rollouts import LostTrajectory
-from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory
+from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
 from tests.messages import refused
 from tests.unit.trainer.records import Streaming, completions, prompt, worker
 
@@ -90,7 +90,7 @@ class Model:
     def __init__(self, log: Log, name: str, says: float) -> None:
         self.log, self.name, self.says = log, name, says
         self.batch: TrainBatch | None = None
-        self.metrics: Callable[[], dict[str, float]] = lambda: {f"loss/{name}": 0.5}  # of an update
+        self.result: Callable[[], UpdateResult | None] = lambda: UpdateResult(name, {f"loss/{name}": 0.5})
         self.one_update = False
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
@@ -108,13 +108,13 @@ class Model:
         self.log.append(("refresh", actor.name))
         self.says = actor.says
 
-    def deliver_update(self, batch: TrainBatch) -> Callable[[], dict[str, float]]:
+    def deliver_update(self, batch: TrainBatch) -> Callable[[], UpdateResult | None]:
         self.log.append(("deliver", self.name))
         self.batch = replace(batch)
 
-        def update() -> dict[str, float]:
+        def update() -> UpdateResult | None:
             self.log.append(("update", self.name))
-            return self.metrics()
+            return self.result()
 
         return update
 
@@ -167,9 +167,9 @@ class Watch:
     def begin(self) -> None:
         self.log.append(("begin",))
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+    def after_step(self, step: int, evaluation: Mapping[str, float]) -> bool:
         self.log.append(("checkpoint", step))
-        assert metrics is self.metrics[step]
+        assert evaluation == {name: value for name, value in self.metrics[step].items() if name == "evaluate/reward"}
         self.save()
         return step == self.stop_after
 
@@ -367,8 +367,8 @@ def test_a_run_ends_when_the_checkpointer_says_so() -> None:
 def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None:
     run = make(set())
     log = run.log
-    counts = iter([0.0, 1.0, 2.0, 3.0])
-    run.models["actor"].metrics = lambda: {"actor/bad_updates_in_a_row": next(counts)}
+    counts = iter([0, 1, 2, 3])
+    run.models["actor"].result = lambda: UpdateResult("actor", {}, bad_in_a_row=next(counts))
     run.trainer.max_bad_updates = 3
     with refused(DivergedError, field=("actor", "trainer.max_bad_updates"), value=3):
         run.trainer.run(9)
@@ -378,7 +378,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
 def test_fault_23_weights_that_are_not_finite_are_never_synced() -> None:
     run = make(set())
     log = run.log
-    run.models["actor"].metrics = lambda: {"actor/not_finite": 1.0}
+    run.models["actor"].result = lambda: UpdateResult("actor", {}, is_finite=False)
     with pytest.raises(
         DivergedError, match=r"optimizer's state of actor are not finite: this step is neither saved nor sent"
     ):
@@ -505,11 +505,12 @@ def test_a_refreshed_reference_speaks_with_its_new_weights_in_the_same_step() ->
 
 
 def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a rank that holds neither model both updates are empty; what the others say comes through the union.
-    monkeypatch.setattr("rlhf_mcore.trainer.reinforcement.union", lambda metrics: {**metrics, "loss/elsewhere": 7.0})
+    # A rank that holds neither model has no results of its own.
+    elsewhere = asdict(UpdateResult("actor", {"loss/elsewhere": 7.0}))
+    monkeypatch.setattr("rlhf_mcore.trainer.divergence.all_gather_json", lambda mine: [mine, [elsewhere]])
     run = make(set(), "critic")
     for model in (run.models["critic"], run.models["actor"]):
-        model.metrics = dict
+        model.result = lambda: None
     run.trainer.run(1)
     metrics = run.watch.metrics[1]
     assert metrics["loss/elsewhere"] == 7.0 and "loss/actor" not in metrics

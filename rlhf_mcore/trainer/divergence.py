@@ -1,0 +1,54 @@
+"""Ends a run whose updates have spoiled a model, or cannot be made any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.types import UpdateResult
+
+
+class DivergedError(RuntimeError):
+    """There is no point in continuing from the weights that training has led to. The last checkpoint is from before that."""
+
+
+def share_results(results: Iterable[UpdateResult | None]) -> list[UpdateResult]:
+    """Return the results of all models on every rank; that of a model is its last rank's. Collective over the world.
+
+    ``results``: those of the models that this rank holds a part of, None for others.
+    """
+    mine = [asdict(result) for result in results if result is not None]
+    by_model = {result["model"]: result for of_rank in all_gather_json(mine) for result in of_rank}
+    return [UpdateResult(**result) for result in by_model.values()]
+
+
+def refuse_not_finite(names: Iterable[str], what: str) -> None:
+    """End the run, on every rank, because of models that hold a NaN or an infinity. ``what`` was not done with them.
+
+    Raises:
+        DivergedError: unless there are no ``names``.
+    """
+    if models := ", ".join(sorted(set(names))):
+        raise DivergedError(
+            f"the weights or the optimizer's state of {models} are not finite: {what}. The last checkpoint is from before that: "
+            "start the run again to go on from it (trainer.max_restarts does so by itself). If it happens again, lower the learning "
+            "rate, or look at the data and the rewards of the last steps"
+        )
+
+
+def stop_if_diverged(results: Sequence[UpdateResult], max_bad_updates: int) -> None:
+    """End the run, on every rank, when updates have spoiled a model, or too many of them in a row had to be skipped.
+
+    Raises:
+        DivergedError: with the model's name.
+    """
+    spoiled = [result.model for result in results if not result.is_finite]
+    refuse_not_finite(spoiled, "this step is neither saved nor sent to the engines")
+    for result in results:
+        if result.bad_in_a_row >= max_bad_updates:
+            raise DivergedError(
+                f"the loss or the gradient of the {result.model} was not finite in {result.bad_in_a_row} updates in a row "
+                f"(trainer.max_bad_updates={max_bad_updates}); none of them was made. Lower the learning rate, or look at the data "
+                "and the rewards of the last steps; the last checkpoint is intact"
+            )
