@@ -55,7 +55,7 @@ class Schedule:
         return not self.max_staleness and self.oversample == 1
 
     def limit(self, step: int) -> int:
-        """Most prompts that have been started and not yet learned from, in a step.
+        """Return the most prompts that may be started and not yet learned from, in a step.
 
         Nothing is started for steps that the run does not have, unless ``in_order``: a run that is resumed with more steps then
         equals the one that had them from the beginning, whose prompts were sampled by policies that are gone.
@@ -83,7 +83,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the policy that sampled its tokens; of one that is being answered a lower bound."""
+        """Version of the oldest policy that sampled its tokens; a lower bound while it is being answered."""
         if not self.trajectories:
             return self.version
         return min(version for trajectory in self.trajectories for _, version in trajectory.versions)
@@ -165,7 +165,7 @@ class SamplingAhead:
         return len(self._asked)
 
     def progress(self) -> str:
-        """Of everything that was started and not learned from, for the display."""
+        """Describe what was started and not learned from, for the display."""
         with self._changed:
             lengths = [trajectory.num_sampled for group in self._finished for trajectory in group.trajectories]
             lengths += [len(c.token_ids) for group in self._groups for c in group.completions.values()]
@@ -193,7 +193,7 @@ class SamplingAhead:
             self._generator.submit(requests)
 
     def _draw(self, step: int) -> None:
-        """The next prompts. Seeds are those of a step of their own, or, as with colocated engines, of further draws of the step."""
+        """Draw the next prompts, with seeds of a step of their own or, as with colocated engines, of further draws of the step."""
         places = self._sampler.next_batch()
         self._batches = step, self._batches[1] + 1 if self._batches[0] == step else 0
         seen: Counter[int] = Counter()
@@ -218,7 +218,7 @@ class SamplingAhead:
         return group.requests.values()
 
     def _begin_again(self, group: Group) -> None:
-        """What was sampled for it is too old to be learned from."""
+        """Draw a group's responses again: those that were sampled are too old to be learned from."""
         self._generator.cancel(group.requests.keys())
         self._cancelled |= group.requests.keys()
         for request_id in group.requests:
@@ -272,7 +272,7 @@ class SamplingAhead:
         return len(self._finished) >= wanted
 
     def take(self, wanted: int) -> list[Group]:
-        """So many groups for a step, by rising number. They are no longer kept here.
+        """Hand over so many groups for a step, by rising number.
 
         These are the first ones, or of those that have finished the oldest: a long response finishes behind many short ones that
         began with it, and would become too old behind them.
@@ -288,7 +288,7 @@ class SamplingAhead:
             return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Which prompts have been drawn and not learned from; plain JSON values. Their tokens: see ``finished``."""
+        """Return which prompts have been drawn and not learned from, as plain JSON values. Their tokens: see ``finished``."""
         described = [
             {name: getattr(group, name) for name in _KEPT} | {"occurrence": group.prompt.occurrence}
             for group in self._groups
@@ -307,12 +307,12 @@ class SamplingAhead:
         ]
 
     def finished(self) -> dict[int, list[Trajectory]]:
-        """By number of their group the responses that wait to be learned from, in the order in which they have finished."""
+        """Return the responses that wait to be learned from by the number of their group, in the order in which they have finished."""
         with self._changed:
             return {group.number: group.trajectories for group in self._finished}
 
     def prompts_by_number(self) -> dict[int, Prompt]:
-        """The prompt of each group."""
+        """Return the prompt of each group."""
         return {group.number: group.prompt for group in self._groups}
 
     def load_finished(self, finished: Mapping[int, list[Trajectory]]) -> None:

@@ -69,7 +69,7 @@ class Canary:
             raise SyncMismatch(problem)
 
     def _difference(self, trajectories: Sequence[Trajectory]) -> float:
-        """Largest mean difference of a response, over all engines; the same on every rank."""
+        """Return the largest mean difference of a response over all engines, the same on every rank."""
         engine = self.worker.engine
         mine = range(engine.engine_index, len(self.prompts), engine.num_engines)
         scores = [Score(0.0) for _ in trajectories]
@@ -81,6 +81,6 @@ class Canary:
 
 
 def canary_prompts(count: int, num_tokens: int, vocab_size: int) -> list[Prompt]:
-    """Fixed prompts of fixed tokens. ``count``: a multiple of the number of engines."""
+    """Build fixed prompts of fixed tokens. ``count``: a multiple of the number of engines."""
     ids = [[(31 * number + 7 * t + 3) % vocab_size for t in range(num_tokens)] for number in range(count)]
     return [Prompt(f"canary-{number}", number, tokens, "canary") for number, tokens in enumerate(ids)]

@@ -29,12 +29,12 @@ class SavedPart(Protocol):
     """A model's part of a checkpoint."""
 
     def num_bytes(self) -> int:
-        """Size of the files that this rank writes. Local."""
+        """Return the size of the files that this rank writes. Local."""
         ...
 
     @property
     def name(self) -> str:
-        """Of the model, and of its directory in a checkpoint."""
+        """Name of the model and of its directory in a checkpoint."""
         ...
 
     def is_finite(self) -> bool:
@@ -77,7 +77,7 @@ class RunCheckpointer:
     _flush: _Flush | None = field(default=None, init=False)
 
     def begin(self) -> None:
-        """The first step begins."""
+        """Count time and steps from here on: the first step begins."""
         self.requests.begin()
         if self.triggers is not None:
             self.triggers.begin()
@@ -165,7 +165,7 @@ class RunCheckpointer:
             self._failed(failure, flush.decision)
 
     def end(self) -> int | None:
-        """The last step was made: wait for everything that is under way. Collective over the world.
+        """Wait for everything that is under way after the last step. Collective over the world.
 
         Returns the step of the checkpoint that the run's models hold from here on, None where they stay as they are.
         """
@@ -190,11 +190,11 @@ class RunCheckpointer:
         self._flush = _Flush(info, decision, directory, write, num_bytes, self.writer)
 
     def _num_bytes(self, small_files: SmallFiles) -> int:
-        """What this rank writes."""
+        """Return the bytes that this rank writes."""
         return sum(part.num_bytes() for part in self.parts) + sum(map(len, small_files.values()))
 
     def _write(self, small_files: SmallFiles, directory: Path) -> list[Path]:
-        """Every part is written, whatever happens to another one, because other ranks take part."""
+        """Write every part, whatever happens to another one, because other ranks take part."""
         paths, first_error = [], None
         for part in self.parts:
             self.progress(f"{part.name}, {decimal(part.num_bytes())} of this rank")

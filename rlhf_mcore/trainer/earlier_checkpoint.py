@@ -78,7 +78,7 @@ def _newest_intact(
 def _check(
     checkpoint: Path, cfg: CheckpointConfig, run: Path, check_saved: CheckSaved | None
 ) -> tuple[dict[str, Path], list[Problem]]:
-    """By model the directory with its weights, and the files that are not in the manifest.
+    """Return by model the directory with its weights, and the files that are not in the manifest.
 
     Raises:
         ConfigError: it is damaged.
@@ -98,7 +98,7 @@ def _check(
 
 
 def _other_libraries(checkpoint: Path) -> list[str]:
-    """A line that names what was of another version when the checkpoint was written, or another kind of processor."""
+    """Name what was of another version when the checkpoint was written, or another kind of processor."""
     before, now = read_manifest(checkpoint).libraries, dict(library_versions())
     if "processor" not in before:  # an earlier release wrote it, or a run on GPUs
         now.pop("processor", None)
@@ -131,7 +131,7 @@ def _compare(checkpoint: Path, cfg: CheckpointConfig, config_yaml: str, inputs: 
 
 
 def compare_inputs(checkpoint: Path, cfg: CheckpointConfig, inputs: Inputs) -> list[str]:
-    """Lines that warn of inputs with another content than the checkpoint's.
+    """Return lines that warn of inputs with another content than the checkpoint's.
 
     Raises:
         ConfigError: there are some, and ``cfg.changed_inputs`` does not let a run continue with them.

@@ -52,7 +52,7 @@ class PolicyEvaluator:
         return step in (0, num_steps) or (self.every > 0 and step % self.every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Means over all prompts, and the accuracy per data source where there are several. Collective over the world.
+        """Compute means over all prompts, and the accuracy of each data source if there are several. Collective over the world.
 
         The same policy gives the same numbers at every ``step``: see ``SEED_STEP``.
 
@@ -73,14 +73,14 @@ class PolicyEvaluator:
                 if score.failure is not None:
                     causes.append(score.cause or score.failure)
         gathered = all_gather_json([[astuple(row) for row in mine], len(causes), causes[:1]])
-        found = metrics([Graded(*row) for part, _, _ in gathered for row in part])
+        means = metrics([Graded(*row) for part, _, _ in gathered for row in part])
         if without := sum(count for _, count, _ in gathered):
-            found["evaluate/without_score"] = float(without)
+            means["evaluate/without_score"] = float(without)
             line = without_score(f"evaluation after step {step}", without, firsts := [first for *_, first in gathered])
             self.note(line)
             total = sum(len(part) for part, *_ in gathered)
             self.on_error.refuse_too_many(without, total, next(first[0] for first in firsts if first))
-        return found
+        return means
 
 
 def grade(
@@ -115,13 +115,13 @@ def evaluate(
 
 
 def without_score(what: str, count: int, causes: Sequence[Sequence[str]]) -> str:
-    """The line that tells of ``count`` responses without a score. ``causes``: of every rank the first one, where it has any."""
+    """Tell of ``count`` responses without a score in a line. ``causes``: of every rank the first one, where it has any."""
     first = next(cause for own in causes for cause in own)
     return f"{what}: {count} responses got no score and count as 0; the first: {first}"
 
 
 def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> Record:
-    """A line of samples.jsonl. Nothing that rounding may change from machine to machine, such as logprobs, is in it."""
+    """Build a line of samples.jsonl. Nothing that rounding may change from machine to machine, such as logprobs, is in it."""
     return {
         "prompt_id": row.prompt_id,
         "index": row.index,
@@ -140,7 +140,7 @@ def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> Record
 
 
 def evaluation_sampling(cfg: Config) -> Sampling:
-    """How an evaluation draws its responses, in training and in the command. ``cfg`` is resolved."""
+    """Return the sampling of an evaluation, in training and in the command. ``cfg`` is resolved."""
     own = cfg.evaluate
     return Sampling(
         n=own.samples,
@@ -153,14 +153,14 @@ def evaluation_sampling(cfg: Config) -> Sampling:
 
 
 def prompts_per_batch(cfg: Config) -> int:
-    """Prompts of an engine's batch."""
+    """Return the number of prompts of an engine's batch."""
     return cfg.evaluate.prompts_per_batch or max(
         BATCHES_IN_FLIGHT * cfg.rollout.max_num_seqs // cfg.evaluate.samples, 1
     )
 
 
 def batches(prompts: Sequence[Prompt], engine: EngineRank, size: int) -> Iterator[list[Prompt]]:
-    """What this rank's engine evaluates: every ``num_engines``-th prompt, ``size`` at a time.
+    """Yield the batches of this rank's engine: every ``num_engines``-th prompt, ``size`` at a time.
 
     Training and the command cut alike, so that the engine sees the same batches and rounds the same way. All engines have equally
     many batches, the last of some may be empty: a reward model scores with all ranks.
@@ -172,7 +172,7 @@ def batches(prompts: Sequence[Prompt], engine: EngineRank, size: int) -> Iterato
 
 
 def graded(trajectory: Trajectory, verdict: Score) -> Graded:
-    """What statistics need of a scored response."""
+    """Extract what statistics need of a scored response."""
     prompt = trajectory.prompt
     return Graded(
         prompt_id=prompt.prompt_id,
@@ -188,7 +188,7 @@ def graded(trajectory: Trajectory, verdict: Score) -> Graded:
 
 
 def graded_of(record: Mapping[str, Any]) -> Graded:
-    """What statistics need of a line of samples.jsonl."""
+    """Extract what statistics need of a line of samples.jsonl."""
     return Graded(**{item.name: record[item.name] for item in fields(Graded)})
 
 
@@ -202,17 +202,17 @@ def is_correct(value: float, parts: dict[str, float]) -> bool:
 
 
 def metrics(rows: Sequence[Graded]) -> dict[str, float]:
-    """``statistics.means`` under the names of metrics.jsonl."""
+    """Return ``statistics.means`` under the names of metrics.jsonl."""
     named = {f"evaluate/{name}": value for name, value in statistics.means(rows).items()}
     by_source = statistics.sources(rows)
     if len(by_source) > 1:
-        for source, held in by_source.items():
-            named[f"evaluate/accuracy/{source}"] = statistics.means(held)["accuracy"]
+        for source, own in by_source.items():
+            named[f"evaluate/accuracy/{source}"] = statistics.means(own)["accuracy"]
     return named
 
 
 def with_tokens(record: Record, trajectory: Trajectory) -> Record:
-    """A record that waits for the reward model."""
+    """Return a record that waits for the reward model."""
     return record | {TOKENS: trajectory.sampled_ids.tolist()}
 
 
@@ -223,11 +223,11 @@ class RecordedScores:
     scores: dict[tuple[int, int], Score]  # (row of the prompt, sample)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """There is nothing to wait for."""
+        """Look scores up: there is nothing to wait for."""
         return lambda: self.score(trajectories)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory, in order."""
+        """Return one score per trajectory, in order."""
         return [self.scores[t.prompt.index, t.sample] for t in trajectories]
 
 
@@ -238,7 +238,7 @@ def score_records(
     size: int,
     add_model: Callable[[RewardFunction], RewardFunction],
 ) -> list[Record]:
-    """Records of the prompts of this rank's engine with the reward model's score in theirs. Collective over the world.
+    """Add the reward model's score to the records of the prompts of this rank's engine. Collective over the world.
 
     Args:
         prompts: all of them.

@@ -23,16 +23,16 @@ COMPARISON_METHODS = {
 
 
 def results(checkpoint: str, settings: Mapping[str, Any], rows: Sequence[Graded], seed: int) -> dict[str, Any]:
-    """The content of results.json: nothing in it depends on when or how fast it was made."""
+    """Return the content of results.json: nothing in it depends on when or how fast it was made."""
     by_source = statistics.sources(rows)
     parts = {"all": rows} | (
-        {f"source: {name}": held for name, held in by_source.items()} if len(by_source) > 1 else {}
+        {f"source: {name}": of_source for name, of_source in by_source.items()} if len(by_source) > 1 else {}
     )
     return {
         "checkpoint": checkpoint,
         "settings": settings,
         "methods": METHODS,
-        "results": {name: _part(held, seed) for name, held in parts.items()},
+        "results": {name: _part(part, seed) for name, part in parts.items()},
     }
 
 
@@ -77,7 +77,7 @@ INTERVAL = f"{statistics.CONFIDENCE:.0%} interval"
 
 
 def results_table(content: Mapping[str, Any]) -> Table:
-    """Header and rows: a line per figure over all prompts."""
+    """Return header and rows: a line per figure over all prompts."""
     rows: list[tuple[str, ...]] = []
     for name, value in content["results"]["all"].items():
         label = name.replace("_at_", "@").replace("_", " ")
@@ -87,7 +87,7 @@ def results_table(content: Mapping[str, Any]) -> Table:
 
 
 def sources_table(content: Mapping[str, Any]) -> Table:
-    """Header and rows: a line per data source; no rows where there is only one."""
+    """Return header and rows: a line per data source; no rows where there is only one."""
     rows: list[tuple[str, ...]] = [
         (
             name.removeprefix("source: "),
@@ -102,7 +102,7 @@ def sources_table(content: Mapping[str, Any]) -> Table:
 
 
 def comparison_table(content: Mapping[str, Any]) -> Table:
-    """Header and rows: a column per compared figure; no rows where no prompt is shared."""
+    """Return header and rows: a column per compared figure; no rows where no prompt is shared."""
     figures = {name: content[name] for name in COMPARED if name in content}
     columns = [_compared(figure, content["baseline"], content["evaluated"]) for figure in figures.values()]
     rows = [(label, *(column[label] for column in columns)) for label in (columns[0] if columns else ())]

@@ -38,7 +38,7 @@ class OnError:
             )
 
     def left(self, prompts: Sequence[Prompt], failed: set[int], first: str) -> list[int]:
-        """Places of the prompts that stay in a step. ``failed``: places of those that have a response without a score.
+        """Return the places of the prompts that stay in a step. ``failed``: places of those that have a response without a score.
 
         Raises:
             ConfigError: none would stay.

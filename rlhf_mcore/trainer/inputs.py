@@ -59,7 +59,7 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 
 def fingerprints(cfg: Config) -> Inputs:
-    """Of everything that a resolved configuration names.
+    """Return the fingerprints of everything that a resolved configuration names.
 
     Files are hashed whole, but of files of weights beyond 256 MiB only the header, the size and 257 blocks spread over it.
 
@@ -85,7 +85,7 @@ def fingerprints(cfg: Config) -> Inputs:
 
 
 def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
-    """What gives the scores, and how they add up. Of functions, models and servers only that there are some."""
+    """Fingerprint what gives the scores, and how they add up. Of functions, models and servers only that there are some."""
     tree = dict(leaves(asdict(cfg)))
     parts: dict[str, Any] = {name: tree[name] for name in _SCORING if tree[name] != _DEFAULTS[name]}
     parts |= {name: tree[name] is not None for name in _NAMING}
@@ -98,13 +98,13 @@ def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
 
 
 def _changed_from_default(rule: RuleConfig) -> dict[str, Any]:
-    """What a release that adds an option does not change."""
+    """Return what differs from the default, which a release that adds an option does not change."""
     default = asdict(RuleConfig(rule.name))
     return {"name": rule.name} | {name: value for name, value in asdict(rule).items() if value != default[name]}
 
 
 def own_files(cfg: Config) -> Inputs:
-    """Of functions, tools and texts that the user has written.
+    """Return the fingerprints of functions, tools and texts that the user has written.
 
     Raises:
         ConfigError: a file is not there or cannot be read.
@@ -127,7 +127,7 @@ def own_files(cfg: Config) -> Inputs:
 
 
 def changed_inputs(saved: Inputs, current: Inputs) -> list[str]:
-    """A line for each input that has another content than it had.
+    """Return a line for each input that has another content than it had.
 
     An input that only one of the two has comes with another configuration, and is named by the comparison of these; but the prompts
     that are trained on are all compared, and so is a reward function, in checkpoints of releases that did not keep what scores.
@@ -147,7 +147,7 @@ def changed_inputs(saved: Inputs, current: Inputs) -> list[str]:
 
 
 def keys_of(inputs: Inputs) -> frozenset[str]:
-    """Keys of the configuration that name these inputs."""
+    """Return the keys of the configuration that name these inputs."""
     return frozenset(name.partition("[")[0].partition(" (")[0] for name in inputs)
 
 
@@ -156,7 +156,7 @@ def _entry(path: str | Path, digest: str) -> Mapping[str, str]:
 
 
 def _file_digest(file: Path, limit: float = INDEX.num_bytes) -> str:
-    """Of a regular file of at most ``limit`` bytes; by default of one that is read whole elsewhere too, and is refused there."""
+    """Hash a regular file of at most ``limit`` bytes; by default of one that is read whole elsewhere too, and is refused there."""
     with open_file(file) as content:
         if (size := os.fstat(content.fileno()).st_size) > limit:
             raise ConfigError(
@@ -170,7 +170,7 @@ def _digest(content: Any) -> str:
 
 
 def _model(directory: Path) -> dict[str, str]:
-    """Of the parts of a Hugging Face model."""
+    """Hash the parts of a Hugging Face model."""
     return {
         "config.json": _digest(_without_idle(directory / "config.json")),
         "generation_config.json": _digest(_without_idle(directory / "generation_config.json")),
@@ -196,14 +196,14 @@ def _weights_digest(file: Path) -> list[str]:
 
 
 def _companion(file: Path) -> Any:
-    """The content of a file beside a tokenizer, None where it is not there; of tokenizer_config.json all but the chat template."""
+    """Return a file beside a tokenizer, None where it is not there; of tokenizer_config.json all but the chat template."""
     if file.name == "tokenizer_config.json":
         return {key: value for key, value in _without_idle(file).items() if key != "chat_template"}
     return _file_digest(file) if file.is_file() else None
 
 
 def _code_digest(spec: str) -> str:
-    """Of a user's function: its name, its file, and the modules beside it or in the working directory that the file imports."""
+    """Hash a user's function: its name, its file, and the modules beside it or in the working directory that the file imports."""
     path, _, function = spec.rpartition(":")
     first = Path(path).expanduser().resolve()
     roots = [first.parent, Path.cwd()]
@@ -218,7 +218,7 @@ def _code_digest(spec: str) -> str:
 
 
 def _imported(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
-    """Files below ``roots`` that a file imports by name."""
+    """Yield the files below ``roots`` that a file imports by name."""
     try:
         tree = parse_file(file)
     except ConfigError:
@@ -239,7 +239,7 @@ def _imported(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
 
 
 def _module_files(parts: Sequence[str], places: Sequence[Path]) -> Iterator[Path]:
-    """The file of a module and those of the packages that it is in."""
+    """Yield the file of a module and those of the packages that it is in."""
     for place in places:
         for length in range(1, len(parts) + 1):
             path = place.joinpath(*parts[:length])

@@ -41,7 +41,7 @@ class Trainer:
         return True
 
     def begin(self, num_steps: int, first_step: int = 1) -> None:
-        """What comes before the first step. Collective over the world."""
+        """Publish the first weights and evaluate them before the first step. Collective over the world."""
         self.publisher.publish(first_step - 1)
         if first_step == 1 and (metrics := self._evaluate(0, num_steps)):
             self.recorder.step(0, metrics)
@@ -58,7 +58,7 @@ class Trainer:
         return self.checkpointer.after_step(step, evaluation)
 
     def end(self, num_steps: int) -> None:
-        """What comes after the last step. Collective over the world."""
+        """Finish saving after the last step, and evaluate the model that the run ends with. Collective over the world."""
         if (best := self.checkpointer.end()) is not None:
             self.publisher.withdraw()
             self.publisher.publish(num_steps + 1)

@@ -88,7 +88,7 @@ class Counters:
     tokens: int = 0
 
     def count(self, batch: TrainBatch) -> dict[str, float]:
-        """One more step. Returns the sums as metrics."""
+        """Count one more step. Returns the sums as metrics."""
         self.steps += 1
         self.prompts += len(batch.group_ids.unique())
         self.samples += len(batch.group_ids)
@@ -96,10 +96,10 @@ class Counters:
         return {f"progress/{name}": float(value) for name, value in asdict(self).items() if name != "steps"}
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, as plain JSON values."""
+        """Return the sums as plain JSON values."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from these sums."""
+        """Continue from these sums."""
         for name in asdict(self):
             setattr(self, name, int(state[name]))

@@ -50,8 +50,8 @@ def together(turn: Callable[[], str], resync: Callable[[], object]) -> None:
 
     Collective over the world.
     """
-    while (found := broadcast_json(on_every_rank(turn), 0)) != "done":
-        if found == "publish":
+    while (answer := broadcast_json(on_every_rank(turn), 0)) != "done":
+        if answer == "publish":
             resync()
 
 
@@ -72,7 +72,7 @@ class PipelinedBatches:
     collect: Collect = collect_next
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
-        """The scored rows of a step, and metrics of them. Collective over the world."""
+        """Return the scored rows of a step, and metrics of them. Collective over the world."""
         first, taken = self.first, list["Group"]()
 
         def draw(missing: int) -> list[Prompt]:
@@ -99,15 +99,15 @@ class PipelinedBatches:
         if first is not None:
             work, other = first.pop_work()
             counted = [first.ahead.num_in_flight, first.ahead.redrawn, other, work.steps, work.tokens, work.busy_s]
-        found = map(float, broadcast_json(counted, 0))
-        return batch, {**metrics, **dict(zip(_COUNTED, found, strict=True))}
+        counts = map(float, broadcast_json(counted, 0))
+        return batch, {**metrics, **dict(zip(_COUNTED, counts, strict=True))}
 
     def drain(self, version: int) -> None:
         """Wait until nothing is being sampled, before the trainer's weights, of ``version``, are published. Collective."""
         self._wait(version, lambda ahead: not ahead.num_in_flight)
 
     def _wait(self, version: int, is_done: Callable[[SamplingAhead], bool]) -> None:
-        """Until the first rank finds ``is_done``. ``version`` is that of the weights that the trainer has."""
+        """Wait until ``is_done`` holds on the first rank. ``version`` is that of the weights that the trainer has."""
 
         def turn() -> str:
             if self.first is None:
@@ -136,17 +136,20 @@ class SharedEngines:
     num_in_flight = 0
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Where all engines are lost in the middle, those that replace them get weights. Collective over the world."""
+        """Draw a completion for each request. Collective over the world.
+
+        If all engines are lost meanwhile, those that replace them get weights.
+        """
         first, drawn = self.first, list["Completion"]()
         wait = on_every_rank(lambda: None if first is None else first.begin(requests))
 
         def turn() -> str:
             if first is None or wait is None:
                 return ""
-            found = wait(TURN_S)
-            if found is None:
+            completions = wait(TURN_S)
+            if completions is None:
                 return "publish" if first.needs_weights() else ""
-            drawn.extend(found)
+            drawn.extend(completions)
             return "done"
 
         together(turn, self.resync)
@@ -182,4 +185,4 @@ class RemotePublisher:
         return {"bridge/sent_bytes": float(stats.sent_bytes)}
 
     def withdraw(self) -> None:
-        """Engines sample on."""
+        """Do nothing: engines sample on."""

@@ -37,7 +37,7 @@ class StepProfiler:
     _ahead_ns: list[int] = field(default_factory=list, init=False)
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Begin to profile, if the step is one to be profiled."""
         if step not in self.steps:
             return
         self._last = step
@@ -48,11 +48,11 @@ class StepProfiler:
             self._torch.start()
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """What is run inside has this name on the timeline."""
+        """Give what is run inside a name on the timeline."""
         return record_function(name) if self._torch is not None else nullcontext()
 
     def end(self, *, is_last: bool = False) -> None:
-        """A step has ended; ``is_last``: of the run."""
+        """End a profile after its last step; ``is_last``: of the run."""
         if self._torch is None or (self._last + 1 in self.steps and not is_last):
             return
         running, self._torch = self._torch, None
@@ -80,7 +80,7 @@ class StepProfiler:
 
 
 def _clocks() -> list[int]:
-    """Nanoseconds by which each rank's clock is ahead of the first one's. Ranks of one machine have one clock.
+    """Measure the nanoseconds by which each rank's clock is ahead of the first one's. Ranks of one machine have one clock.
 
     Ranks leave a barrier at nearly the same time; the median of some barriers is off by less than one takes. Collective.
     """

@@ -103,7 +103,7 @@ class RunRecord:
             yield
 
     def progress(self, text: str) -> None:
-        """How far the phase is, for the display."""
+        """Show how far the phase is."""
         if self.console is not None:
             self.console.progress(text)
 
@@ -128,7 +128,7 @@ class RunRecord:
                 self.on_rollouts(step, records)
 
     def _note_failures(self, step: int, scores: Sequence[Score]) -> None:
-        """One line for all ranks, with the first problem of the first rank that has one."""
+        """Show one line for all ranks, with the first problem of the first rank that has one."""
         causes = [score.cause or score.failure for score in scores if score.failure is not None]
         parts = gather_json([len(scores), len(causes), causes[:1]])
         if first := [part[2][0] for part in parts if part[2]]:
@@ -193,7 +193,7 @@ class RunRecord:
             self.bell.check(step, everything)
 
     def _show_heard(self) -> None:
-        """What other ranks have warned of."""
+        """Show what other ranks have warned of."""
         heard, self.heard[:] = self.heard[:MAX_HEARD], []
         for rank, texts in enumerate(gather_json(heard)):
             for text in texts:
@@ -204,7 +204,7 @@ class RunRecord:
         return self.alarm.lines(metrics) if self.alarm is not None else ()
 
     def close_profile(self) -> None:
-        """The run ends, maybe in the middle of the steps that are profiled together. Collective."""
+        """End the profile with the run, maybe in the middle of the steps that are profiled together. Collective."""
         if self.profiler is not None:
             self.profiler.end(is_last=True)
 
@@ -220,5 +220,5 @@ class RunRecord:
 
 
 def _finite(value: Any) -> float | None:
-    """JSON has no name for the others."""
+    """Return a finite number, None for all else: JSON has no name for it."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -40,7 +40,7 @@ AddScores = Callable[["Sequence[Trajectory]", "list[Score]"], "list[Score]"]
 
 
 def keep_scores(trajectories: Sequence[Trajectory], scores: list[Score]) -> list[Score]:
-    """Nothing is added."""
+    """Return the scores as they are."""
     return scores
 
 
@@ -78,7 +78,7 @@ class SampledBatches:
     add_model: AddScores = keep_scores
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
-        """The scored rows of a step, and metrics of them. Collective over the world."""
+        """Return the scored rows of a step, and metrics of them. Collective over the world."""
 
         def attempt(prompts: list[Prompt], number: int) -> Collected:
             waits: dict[int, Callable[[], list[Score]]] = {}  # by position, for the scores of its trajectories
@@ -200,7 +200,7 @@ class EnginePublisher:
         return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
 
     def withdraw(self) -> None:
-        """The engines sleep until the next weights come. What the canary has drawn is scored, where it waits for that. Collective."""
+        """Let the engines sleep until the next weights come, and score what the canary has drawn. Collective."""
         self.sharing.sleep(self.sleeper)
         if self.canary is not None and self._drawn is not None:
             with self.recorder.phase("sync"):
@@ -209,7 +209,7 @@ class EnginePublisher:
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
-        """The engines sleep within the block, and have the same weights after it. Collective.
+        """Let the engines sleep within the block, and give them the same weights after it. Collective.
 
         So a save, for which models that have left come back, needs no more memory than an update. Where nothing moves, engines stay
         awake.

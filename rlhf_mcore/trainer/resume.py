@@ -73,7 +73,7 @@ def find_start(
 
 
 def _refuse_linked(run: Path) -> None:
-    """A checkpoint that is a link is neither passed over nor cleared away with what it names."""
+    """Refuse checkpoints that are links: none is passed over, or cleared away with what it names."""
     if found := linked_checkpoints(run):
         raise ConfigError.many(
             [

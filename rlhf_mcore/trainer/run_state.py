@@ -40,7 +40,7 @@ class RunState:
     ahead: SamplingAhead | None = None
 
     def small_files(self, step: int) -> dict[str, bytes]:
-        """The files of a checkpoint, on the first rank; {} on the others. Collective over the world."""
+        """Return the files of a checkpoint on the first rank, {} on the others. Collective over the world."""
         generators = rng.gather_states({**rng.capture(), **self.generators()})
         if generators is None:
             return {}

@@ -45,12 +45,12 @@ def restore_state(state: RunState, checkpoint: Path) -> list[str]:
 
 
 def read_step(checkpoint: Path) -> int:
-    """The number of steps that a checkpoint's run had made."""
+    """Return the number of steps that a checkpoint's run had made."""
     return _read(checkpoint / TRAINER_STATE).integer("step")
 
 
 def read_inputs(checkpoint: Path) -> dict[str, Any] | None:
-    """What ``RunState.inputs`` was; None where the release that wrote the checkpoint kept no such thing."""
+    """Return what ``RunState.inputs`` was; None where the release that wrote the checkpoint kept no such thing."""
     found = _read(checkpoint / TRAINER_STATE).object("inputs", None)
     if found is None:
         return None
@@ -87,7 +87,7 @@ def check_counts(checkpoint: Path) -> None:
 
 
 def _num_drawn(data: Fields) -> int | None:
-    """Prompts that the sampler has drawn, of all data sets together; None where no sampler's state is there."""
+    """Count the prompts that the sampler has drawn, of all data sets together; None without a sampler's state."""
     sampler = data.object("state").object("sampler", None)
     if sampler is None:
         return None

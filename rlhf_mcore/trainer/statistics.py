@@ -50,7 +50,7 @@ class Comparison:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that one of ``k`` of ``n`` responses is correct when ``c`` are: 1 - C(n-c, k) / C(n, k), without bias.
+    """Estimate the probability that one of ``k`` of ``n`` responses is correct when ``c`` are: 1 - C(n-c, k) / C(n, k), without bias.
 
     Chen et al. 2021, Evaluating Large Language Models Trained on Code (arXiv 2107.03374), eq. 1.
     """
@@ -59,7 +59,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
-    """Share of right answers when the most frequent answer is taken; a tie is broken by a fair draw, in expectation.
+    """Compute the share of right answers when the most frequent answer is taken; a tie is broken by a fair draw, in expectation.
 
     Self-consistency, Wang et al. 2022 (arXiv 2203.11171). An empty answer does not vote; if nobody votes the result is 0.
     """
@@ -68,23 +68,23 @@ def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
         if answer:
             votes.setdefault(answer, []).append(right)
     most = max(map(len, votes.values()), default=0)
-    leaders = [sum(held) / len(held) for held in votes.values() if len(held) == most]
+    leaders = [sum(right) / len(right) for right in votes.values() if len(right) == most]
     return math.fsum(leaders) / len(leaders) if leaders else 0.0
 
 
 def majority_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> float:
-    """Mean of ``majority`` over the n // k disjoint runs of ``k`` responses."""
+    """Compute the mean of ``majority`` over the n // k disjoint runs of ``k`` responses."""
     runs = range(0, len(answers) - k + 1, k)
     return math.fsum(majority(answers[i : i + k], correct[i : i + k]) for i in runs) / len(runs)
 
 
 def ks_of(n: int) -> list[int]:
-    """The k of pass@k and majority@k for ``n`` samples: powers of two, and n itself."""
+    """Return the k of pass@k and majority@k for ``n`` samples: powers of two, and n itself."""
     return sorted({n, *(1 << i for i in range(n.bit_length()) if 1 << i <= n)})
 
 
 def by_prompt(rows: Sequence[Graded]) -> dict[int, list[Graded]]:
-    """Responses of each prompt in the order of samples; prompts in the order of the data."""
+    """Group responses by prompt, in the order of samples; prompts are in the order of the data."""
     groups: dict[int, list[Graded]] = {}
     for row in sorted(rows, key=lambda row: (row.index, row.sample)):
         groups.setdefault(row.index, []).append(row)
@@ -92,7 +92,7 @@ def by_prompt(rows: Sequence[Graded]) -> dict[int, list[Graded]]:
 
 
 def prompt_values(group: Sequence[Graded]) -> dict[str, float]:
-    """What one prompt contributes to every mean. ``pass_at_1`` is called accuracy."""
+    """Compute what one prompt contributes to every mean. ``pass_at_1`` is called accuracy."""
     n, c = len(group), sum(row.correct for row in group)
     answers, correct = [row.answer for row in group], [row.correct for row in group]
     values = {
@@ -109,19 +109,19 @@ def prompt_values(group: Sequence[Graded]) -> dict[str, float]:
 
 
 def means(rows: Sequence[Graded]) -> dict[str, float]:
-    """Means over prompts of ``prompt_values``; independent of the order of ``rows``."""
+    """Compute means over prompts of ``prompt_values``, independent of the order of ``rows``."""
     table = [prompt_values(group) for group in by_prompt(rows).values()]
     return {name: mean([values[name] for values in table]) for name in table[0]}
 
 
 def sources(rows: Sequence[Graded]) -> dict[str, list[Graded]]:
-    """The rows of each data source, by name."""
+    """Group rows by the names of their data sources."""
     names = sorted({row.data_source for row in rows})
     return {name: [row for row in rows if row.data_source == name] for name in names}
 
 
 def estimates(rows: Sequence[Graded], seed: int) -> dict[str, Estimate]:
-    """``means`` with confidence intervals: of shares by ``share_interval``, of other means by bootstrap, both over prompts."""
+    """Compute ``means`` with confidence intervals: of shares by ``share_interval``, of other means by bootstrap, both over prompts."""
     table = [prompt_values(group) for group in by_prompt(rows).values()]
     names = list(table[0])
     columns = np.array([[values[name] for name in names] for values in table])
@@ -135,7 +135,7 @@ def estimates(rows: Sequence[Graded], seed: int) -> dict[str, Estimate]:
 
 
 def length_quantiles(rows: Sequence[Graded]) -> dict[str, float]:
-    """Median, 95th percentile and maximum of response tokens; a quantile is a length that occurred (nearest rank)."""
+    """Compute median, 95th percentile and maximum of response tokens; a quantile is a length that occurred (nearest rank)."""
     lengths = sorted(row.num_tokens for row in rows)
 
     def rank(share: float) -> float:
@@ -145,7 +145,7 @@ def length_quantiles(rows: Sequence[Graded]) -> dict[str, float]:
 
 
 def compare(first: Mapping[str, float], second: Mapping[str, float], seed: int) -> Comparison:
-    """Paired comparison of one value per prompt. Both have the same keys.
+    """Compare one value per prompt, paired. Both have the same keys.
 
     The interval is a paired bootstrap (Efron & Tibshirani 1993, ch. 13: prompts are drawn, each with both its values), the p
     value an exact two-sided sign test: prompts without a difference count for nothing.
@@ -164,14 +164,14 @@ def compare(first: Mapping[str, float], second: Mapping[str, float], seed: int) 
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p value of ``wins`` against ``losses`` if both were equally likely: exact binomial, at most 1."""
+    """Compute the two-sided p value of ``wins`` against ``losses`` if both were equally likely: exact binomial, at most 1."""
     n = wins + losses
     tail = sum(math.comb(n, i) for i in range(min(wins, losses) + 1))
     return min(1.0, 2 * tail / 2**n)
 
 
 def share_interval(values: Sequence[float], num_responses: int) -> tuple[float, float]:
-    """Score interval (Wilson 1927, JASA 22, 209) of the mean of one share in [0, 1] per prompt: low, high.
+    """Compute the score interval (Wilson 1927, JASA 22, 209) of the mean of one share in [0, 1] per prompt: low, high.
 
     It holds its level near 0 and 1 too, where a percentile bootstrap of few prompts falls short (88 % at 0.05 with 50 prompts). Of
     prompts with several responses shares vary less than 0 and 1 would, so they count as that many more (the effective sample size of
@@ -193,7 +193,7 @@ def share_interval(values: Sequence[float], num_responses: int) -> tuple[float, 
 
 
 def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Percentile interval of the column means of ``values`` [P, M] when P rows are drawn with replacement: low, high [M].
+    """Compute the percentile interval of the column means of ``values`` [P, M] when P rows are drawn with replacement: low, high [M].
 
     The draws are raw words of Philox4x64-10 (as for the order of prompts), so they are the same with every version of numpy.
     """
@@ -211,5 +211,5 @@ def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[np.ndarray, np.nd
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, summed without rounding, so that it does not depend on the order."""
+    """Compute the mean, summed without rounding, so that it does not depend on the order."""
     return math.fsum(values) / len(values)

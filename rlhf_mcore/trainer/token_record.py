@@ -27,7 +27,7 @@ class TokenRecord:
     directory: RunDirectory | None
 
     def write(self, step: int, batch: TrainBatch) -> None:
-        """Of a batch with advantages and old logprobs. Collective over the world."""
+        """Write the record of a batch with advantages and old logprobs. Collective over the world."""
         if not self.every or step % self.every:
             return
         gathered = gather_json(list(self._records(batch)))
@@ -37,7 +37,7 @@ class TokenRecord:
             write_rollouts(path.with_name(path.name.replace("step-", "tokens-")), records)
 
     def _records(self, batch: TrainBatch) -> Iterator[dict[str, Any]]:
-        """Of the rows that this rank owns."""
+        """Yield the records of the rows that this rank owns."""
         assert batch.old_logprobs is not None and batch.advantages is not None and batch.prompts is not None
         groups, stop = batch.group_ids.tolist(), 0
         for row, length in zip(batch.rows.tolist(), batch.lengths[batch.rows].tolist(), strict=True):

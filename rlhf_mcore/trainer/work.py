@@ -34,7 +34,7 @@ class StepWork:
     generates: bool = False
 
     def count(self, batch: TrainBatch, *, learns: bool = True, has_old_pass: bool = False) -> None:
-        """A step has been made. ``learns``: the actor too. ``has_old_pass``: old logprobs had a pass of their own."""
+        """Count the work of a step. ``learns``: the actor learns too. ``has_old_pass``: old logprobs had a pass of their own."""
         rows, tokens = counts(batch.lengths, batch.num_sampled), float(batch.lengths.sum())
         add = self.throughput.add
         if self.generates:
@@ -52,13 +52,13 @@ class StepWork:
 
 
 def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:
-    """Of rows [B] of so many tokens, of which so many were sampled."""
+    """Count rows [B] of so many tokens, of which so many were sampled."""
     n = lengths.double().numpy()
     return RowCounts(float(n.sum()), float(num_sampled.sum()), n, np.zeros(0))
 
 
 def _drawn(batch: TrainBatch, rows: RowCounts) -> RowCounts:
-    """What an engine computes that reads the prompt of a group once, for all of its responses."""
+    """Count what an engine computes that reads the prompt of a group once, for all of its responses."""
     prompts = (batch.lengths - batch.num_sampled).numpy()
     again = np.ones(len(prompts), bool)
     again[np.unique(batch.group_ids.numpy(), return_index=True)[1]] = False
