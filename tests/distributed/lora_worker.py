@@ -225,7 +225,7 @@ def update(
     found = {
         "logprobs": distance(batch, actor.compute_logprobs(batch), path / f"{beginning}_logprobs.safetensors"),
         "reference": distance(batch, reference.compute_logprobs(batch), path / "base_logprobs.safetensors"),
-        "metrics": actor.deliver_update(batch)(),
+        "metrics": actor.deliver_update(batch)().metrics,
     }
     after = load_file(path / f"{beginning}_after.safetensors")
     found["after"] = any_rank(all_gather_json(first_difference(gathered(actor, adapters), after, 1e-5)))
@@ -257,7 +257,7 @@ def dropped(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, An
         states = {name: torch.Generator().manual_seed(dist.get_rank()).get_state() for name in rng_tracker_states()}
         set_rng_tracker_states(states)
         actor.compute_logprobs(batch_for(rows()))  # drops nothing
-        norms.append(actor.deliver_update(batch_for(rows()))()["actor/grad_norm"])
+        norms.append(actor.deliver_update(batch_for(rows()))().grad_norm)
         copies = gathered(actor, adapters)
     return {"norms": norms, "finite": all(bool(value.isfinite().all()) for value in copies.values())}
 
