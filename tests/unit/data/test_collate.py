@@ -10,6 +10,7 @@ from rlhf_mcore.data.collate import (
     RowTokens,
     last_positions,
     make_microbatches,
+    one_later,
     restore_last,
     restore_tokens,
     sequence_ids,
@@ -226,3 +227,13 @@ def test_a_row_that_does_not_fit_a_microbatch_is_refused(packing: bool) -> None:
     with refused(ConfigError, field="trainer.max_tokens_per_microbatch", value=7):
         microbatches_of(batch, packing, max_tokens=7, pad_multiple=4)
     assert len(microbatches_of(batch, packing, max_tokens=8, pad_multiple=4)) == 2
+
+
+def test_each_position_gets_the_next_value_of_its_own_sequence_by_hand() -> None:
+    (packed,) = microbatches_of(rows_of([(2, 1), (1, 1)]), packing=True)
+    values = torch.arange(10.0, 10.0 + packed.token_ids.numel())[None]
+    assert one_later(values, packed)[0, :5].tolist() == [11, 12, 0, 14, 0]
+    (padded,) = microbatches_of(rows_of([(2, 1), (2, 1)]), packing=False)
+    values = torch.arange(1.0, 1.0 + padded.token_ids.numel()).view_as(padded.token_ids)
+    expected = [[*row[1:], 0] for row in values.tolist()]
+    assert one_later(values, padded).tolist() == expected
