@@ -16,13 +16,15 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
+from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, state_file
+from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
 from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.foreign import MAX_INTEGER
-from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry, Shard
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry, Shard, StateShard
 from rlhf_mcore.parallel.collectives import world_group
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
@@ -133,6 +135,38 @@ def test_each_rank_reads_its_part(tmp_path: Path, size: int) -> None:
                 assert torch.equal(part, tensors[piece.hf_name][piece.slices])
                 counts[piece.hf_name][piece.slices] += 1
     assert all((count >= 1).all() for count in counts.values())
+
+
+@pytest.mark.parametrize(("saved", "read"), [(1, 2), (2, 1), (2, 4)])
+def test_state_is_read_in_another_layout_bit_for_bit(tmp_path: Path, saved: int, read: int) -> None:
+    geometry = adapters(*LINEAR)
+    write(tmp_path / "a", random_tensors(geometry), target_modules=list(LINEAR))
+    reader, _ = open_adapters(tmp_path / "a", GEOMETRY)
+
+    def shards(rank: int, size: int) -> list[StateShard]:
+        """A rank's state, whose values are those of the matrices."""
+        load(parameters := held(geometry, Shard(rank, size)), geometry, reader)
+        return [
+            StateShard(p.name, p.shard, 0, p.tensor.numel(), {"exp_avg": p.tensor, "exp_avg_sq": p.tensor.abs()})
+            for p in parameters
+        ]
+
+    (training := tmp_path / "training").mkdir()
+    states = {rank: RankState(shards(rank, saved), geometry) for rank in range(saved)}
+    for rank, state in states.items():
+        state.write(training / state_file(rank))
+    index = make_index({rank: state.described for rank, state in states.items()}, geometry, {})
+    (training / STATE_INDEX).write_text(json.dumps(index))
+    stored = StateReader(training, geometry)
+    stored.check_whole()
+    for rank in range(read):
+        wanted, filled = shards(rank, read), shards(rank, read)
+        for shard in filled:
+            for tensor in shard.tensors.values():
+                tensor.fill_(float("nan"))
+        stored.read_into(filled)
+        for one, other in zip(filled, wanted, strict=True):
+            assert all(torch.equal(one.tensors[kind], other.tensors[kind]) for kind in other.tensors), one.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
