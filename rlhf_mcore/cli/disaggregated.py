@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
-from rlhf_mcore.bridge.run.endpoints import HostCopies
+from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.cli.generation import (
@@ -22,11 +22,14 @@ from rlhf_mcore.cli.generation import (
 )
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import Sampler
+from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import EngineRank, SyncStats
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
@@ -65,13 +68,17 @@ def build_disaggregated(
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
     live = cfg.bridge.live_cpu_weights and engine_kind(rollout.engine).reads("bridge.live_cpu_weights")
-    parameters, kept = actor.model.local_parameters(), None
-    if in_order:
-        sent = of_trunk(parameters, actor.model.spec.geometry)
-        kept = HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in sent})
+    side, kept, adapter = _side(cfg, actor.model, in_order)
     remote = RemoteBridge(
-        Side(parameters, NoTarget()),
-        BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, cfg.bridge.digest_every, live),
+        side,
+        BridgeJob(
+            actor.model.spec.geometry,
+            cfg.bridge.bucket_bytes,
+            cfg.bridge.verify,
+            cfg.bridge.digest_every,
+            live,
+            adapter=adapter,
+        ),
         world_group(),
         fleet,
         address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
@@ -100,9 +107,28 @@ def build_disaggregated(
     return Generation(source, publisher, worker, None if first is None else first.ahead)
 
 
+def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources | None, AdapterSizes | None]:
+    """Return what this rank sends, copies of it where it ``keeps`` some, and the sizes of adapters that engines add themselves."""
+    if cfg.actor.lora.rank is not None:
+        from rlhf_mcore.cli.adapter_sync import what_is_sent
+
+        sent = what_is_sent(cfg, model)
+        return Side(sent.parameters, NoTarget(), sources=sent.sources), sent.kept if keeps else None, sent.adapter
+    parameters = model.local_parameters()
+    if not keeps:
+        return Side(parameters, NoTarget()), None, None
+    flats = {parameter.name: parameter.tensor.view(-1) for parameter in of_trunk(parameters, model.spec.geometry)}
+    return Side(parameters, NoTarget()), HostCopies(flats), None
+
+
 def start(run: RunContext) -> Fleet:
     """Begin to start the engines under Ray. Called on the first rank alone."""
-    shapes = hf_shapes(load_spec(run.cfg.model.path).geometry)
+    geometry, adapters = load_spec(run.cfg.model.path).geometry, None
+    if run.cfg.actor.lora.rank is not None:
+        from rlhf_mcore.cli.adapter_sync import engine_adapters
+
+        adapters = engine_adapters(run.cfg, geometry)
+    model = EngineModel.of(run.cfg, run.dtype, hf_shapes(geometry), adapters)
     cfg, rollout, on_cuda = run.cfg, run.cfg.rollout, run.platform.name == "cuda"
     spare: list[str] = []
     if on_cuda and rollout.ray.address is None:  # ranks have the first devices, engines the others
@@ -116,7 +142,7 @@ def start(run: RunContext) -> Fleet:
         episodes = EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
     plan = FleetPlan(
         EngineOrder(
-            rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd(), cfg.deterministic
+            rollout, model, EngineEnd, episodes, os.getcwd(), cfg.deterministic
         ),
         rollout.num_engines,
         rollout.layout.tp,

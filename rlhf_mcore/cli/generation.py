@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
-from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
+from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, of_trunk
 from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.run.sync import ChangedOnlyBridge, GatherBridge, PlannedBridge, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
@@ -91,7 +91,12 @@ def _colocated(
     sharing = record.memory or DeviceSharing(run.platform)
     sharing.settle()
     record.progress(f"{cfg.rollout.engine}: its libraries, the model, the cache")
-    engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry.trunk)))
+    geometry, adapters = actor.model.spec.geometry, None
+    if cfg.actor.lora.rank is not None:
+        from rlhf_mcore.cli.adapter_sync import engine_adapters
+
+        adapters = engine_adapters(cfg, geometry)
+    engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(geometry.trunk), adapters))
     record.progress("the bridge of weights to it")
     run.stack.enter_context(_closed_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
@@ -122,7 +127,8 @@ def _colocated(
         record,
         rewards.add_model,
     )
-    traced = _trace(cfg, actor, engine)  # while it has the weights that it started with: a sleep may discard them
+    # While it has the weights that it started with: a sleep may discard them.
+    traced = _trace(cfg, hf_shapes(geometry.trunk) | (adapters or {}), engine)
     if sharing.parts:
         sharing.sleep(engine)  # it starts awake, and its cache has taken the room that the models left
     with actor.model.on_device():  # a bridge makes views of what is there
@@ -182,13 +188,13 @@ def _live(cfg: Config, engine: Engine) -> LiveEngine:
     return cast("LiveEngine", engine)
 
 
-def _trace(cfg: Config, actor: Actor, engine: Engine) -> EngineMap | None:
+def _trace(cfg: Config, shapes: Shapes, engine: Engine) -> EngineMap | None:
     """Map what an engine holds, for the planned bridge."""
     if cfg.bridge.method == "gather":
         return None
     if cfg.bridge.live_cpu_weights and engine_kind(cfg.rollout.engine).reads("bridge.live_cpu_weights"):
         keep_loading_layout(_live(cfg, engine).model)
-    return engine_map(_live(cfg, engine).model, hf_shapes(actor.model.spec.geometry.trunk))
+    return engine_map(_live(cfg, engine).model, shapes)
 
 
 def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
@@ -205,8 +211,13 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
     if cfg.bridge.method == "gather":
         assert gatherer is not None
         return GatherBridge(gatherer, engine)
+    sent = None
+    if cfg.actor.lora.rank is not None:
+        from rlhf_mcore.cli.adapter_sync import what_is_sent
+
+        sent = what_is_sent(cfg, actor.model)
     bridge = PlannedBridge(
-        actor.model.local_parameters(),
+        actor.model.local_parameters() if sent is None else sent.parameters,
         actor.model.spec.geometry,
         _live(cfg, engine),
         world_group(),
@@ -216,6 +227,8 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
         gatherer=gatherer,
         traced=traced,
         nodes=nodes(),
+        sources=None if sent is None else sent.sources,
+        adapter=None if sent is None else sent.adapter,
     )
     return bridge if cfg.bridge.verify == "full" else changed_only(cfg, actor, bridge, engine)
 
@@ -223,6 +236,10 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
 def changed_only(
     cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget
 ) -> WeightBridge:
+    if cfg.actor.lora.rank is not None:
+        from rlhf_mcore.cli.adapter_sync import changed_names
+
+        return ChangedOnlyBridge(bridge.sync, target, changed_names(cfg, actor.model))
     if not cfg.actor.freeze:
         return bridge
     from rlhf_mcore.roles.freezing import trained_names

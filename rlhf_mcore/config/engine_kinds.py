@@ -54,6 +54,10 @@ class EngineKind:
         """Name what keeps this engine from drawing with the model of a resolved configuration on this machine."""
         return iter(())
 
+    def adapter_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+        """Name what keeps this engine from adding adapters to the weights itself. ``geometry`` is that of the adapters."""
+        yield f"rollout.engine={self.name} gets whole weights, with the adapters added"
+
     def preload(self) -> None:
         """Import what ``build`` will on a CPU, in a process that ranks are to be forks of."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_mcore.config.choices import ADVANTAGES, Estimator
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.reward_sources import any_needs_truth, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig, LoraConfig
-from rlhf_mcore.geometry import AdapterSizes
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +100,11 @@ def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
         return None
     alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
     return AdapterSizes(cfg.rank, alpha, tuple(cfg.targets), cfg.use_rslora)
+
+
+def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:
+    """Whether engines get A and B and add them themselves; otherwise they get weights, merged where there are adapters."""
+    sizes = adapter_sizes(cfg.actor.lora)
+    if sizes is None or cfg.actor.lora.sync == "merge":
+        return False
+    return not any(engine_kind(cfg.rollout.engine).adapter_problems(cfg, replace(geometry, adapter=sizes)))

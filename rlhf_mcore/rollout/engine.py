@@ -46,15 +46,29 @@ class EngineModel:
     seed: int
     # vLLM: names and shapes of the checkpoint's tensors. None asks transformers, which knows fewer models than vLLM.
     shapes: Mapping[str, tuple[int, ...]] | None = None
+    adapters: Mapping[str, tuple[int, ...]] | None = None  # vLLM: of those that it is to add itself, under the names of PEFT
     attention: str = "auto"  # hf: the kernel, by transformers' name; "auto" leaves it to transformers
 
     @classmethod
-    def of(cls, cfg: Config, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> EngineModel:
+    def of(
+        cls,
+        cfg: Config,
+        dtype: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        adapters: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> EngineModel:
         """The model of a resolved configuration."""
         assert cfg.rollout.max_model_len is not None, "resolved"
         tokenizer_dir = cfg.model.tokenizer_path or cfg.model.path
         return cls(
-            cfg.model.path, tokenizer_dir, dtype, cfg.rollout.max_model_len, cfg.seed, shapes, cfg.model.attention
+            cfg.model.path,
+            tokenizer_dir,
+            dtype,
+            cfg.rollout.max_model_len,
+            cfg.seed,
+            shapes,
+            adapters,
+            cfg.model.attention,
         )
 
 

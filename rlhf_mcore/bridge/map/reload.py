@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, recorded_layout
+from rlhf_mcore.platform.wrapped_layers import base_layers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -150,7 +151,9 @@ def keep_loading_layout(model: nn.Module) -> list[str]:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     changed = []
-    for name, module in model.named_modules():
+    with base_layers(model):
+        modules = dict(model.named_modules())
+    for name, module in modules.items():
         method = getattr(module, "quant_method", None)
         if hasattr(module, "cpu_linear") and isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
             _restore_weight(module)

@@ -22,6 +22,7 @@ from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle
 from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered, unfilled
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.platform.wrapped_layers import SLOTS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -183,7 +184,7 @@ def _declared_padding(names: tuple[str, ...], layout: Tensor, modules: dict[str,
 # ------------------------------------------------------------------------------------------------ recording the loaders
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Looks at every operation of the loaders; writes into the engine's tensors are noted instead of executed."""
 
     def __init__(self, sources: dict[str, Tensor], destinations: dict[str, Tensor]):
@@ -251,11 +252,11 @@ class _Recorder(TorchDispatchMode):
         return next((self._opaque[name] for name in names if name in self._opaque), "")
 
 
-def _record(model: Any, hf_shapes: Mapping[str, tuple[int, ...]]) -> _Recorder:
+def _record(model: Any, hf_shapes: Mapping[str, tuple[int, ...]]) -> Recorder:
     dtype = torch.get_default_dtype()
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in hf_shapes.items()}
     with torch.no_grad(), _loading_layout(model) as layouts:
-        recorder = _Recorder(sources, layouts)
+        recorder = Recorder(sources, layouts)
         with recorder:
             model.load_weights(iter(sources.items()))
     return recorder
@@ -296,10 +297,11 @@ def recorded_layout(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by every one of their names."""
+    """Parameters, buffers and slots of adapters by every one of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
+        **getattr(model, SLOTS, {}),
     }
 
 

@@ -22,7 +22,7 @@ from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import machine
-from rlhf_mcore.geometry import LocalParameter, ModelGeometry
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.addresses import listener
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.parallel.joint_group import JointGroup, connections
@@ -43,6 +43,7 @@ class BridgeJob:
     digest_every: int = 100
     live_cpu_weights: bool = False  # of vLLM; see keep_loading_layout
     poison: bool = False
+    adapter: AdapterSizes | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -50,7 +51,8 @@ class BridgeJob:
     @classmethod
     def of_json(cls, text: str) -> BridgeJob:
         fields = json.loads(text)
-        return cls(**{**fields, "geometry": ModelGeometry.of(fields["geometry"])})
+        geometry = ModelGeometry.of(fields["geometry"] | {"adapter": fields["adapter"]})
+        return cls(**{**fields, "geometry": replace(geometry, adapter=None), "adapter": geometry.adapter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class _End:
                     digest_every=job.digest_every,
                     nodes=[numbers[name] for name in names] if len(numbers) > 1 else None,
                     poison=job.poison,
+                    adapter=job.adapter,
                 )
         except BaseException:
             self._joint.close()

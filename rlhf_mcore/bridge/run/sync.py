@@ -17,7 +17,7 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.reload import watching
-from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk, pieces
+from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
@@ -26,8 +26,9 @@ from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.samples import Drawn, Held, Samples, differing
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
-from rlhf_mcore.geometry import LocalParameter, ModelGeometry
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
+from rlhf_mcore.platform.wrapped_layers import SLOTS
 from rlhf_mcore.protocols import LiveWeights, SyncMismatch, SyncStats, WeightTarget
 
 if TYPE_CHECKING:
@@ -89,6 +90,25 @@ class ChangedOnlyBridge:
         return self.sync_some(version, None if self.target.policy_version < 0 else self.changed)
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What travels: tensors of the model that samples, and, with ``adapter``, those of its adapters."""
+
+    geometry: ModelGeometry
+    adapter: AdapterSizes | None
+
+    @property
+    def _geometries(self) -> list[ModelGeometry]:
+        return [self.geometry] if self.adapter is None else [self.geometry, replace(self.geometry, adapter=self.adapter)]
+
+    def shapes(self) -> Shapes:
+        return {name: shape for geometry in self._geometries for name, shape in hf_shapes(geometry.trunk).items()}
+
+    def pieces(self, parameter: LocalParameter) -> Sequence[Piece]:
+        geometry = self._geometries[-1 if ".lora_" in parameter.name else 0]
+        return pieces(parameter.name, geometry, parameter.shard)
+
+
 @dataclass(slots=True)
 class _Descriptions:
     """What all ranks hold and need, the same on every rank."""
@@ -140,6 +160,7 @@ class PlannedBridge:
         nodes: the number of the machine of every rank of the group, where there are several: what crosses machines is then brought to
             each once and forwarded inside.
         poison: fill the engine with NaN before each sync (a test mode: what is not written shows).
+        adapter: of an engine that adds adapters itself. Their A and B are among ``parameters``, and travel under the names of PEFT.
     """
 
     def __init__(
@@ -157,12 +178,13 @@ class PlannedBridge:
         traced: EngineMap | None = None,
         nodes: Sequence[int] | None = None,
         poison: bool = False,
+        adapter: AdapterSizes | None = None,
     ):
-        def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
-            return pieces(parameter.name, geometry, parameter.shard)
-
+        names = _Names(geometry, adapter)
+        pieces_of = names.pieces
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
-        shapes, parameters = hf_shapes(geometry.trunk), of_trunk(parameters, geometry)
+        shapes = names.shapes()
+        parameters = [p for p in parameters if all(piece.hf_name in shapes for piece in pieces_of(p))]
         self._target, self._verify, self._gatherer, self._poison = target, verify, gatherer, poison
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._is_tied = geometry.tied_embeddings
@@ -416,6 +438,10 @@ def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> fro
 
 def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
     """What the live model of an engine holds: traced from vLLM's loaders, or, for a transformers model, as that has it."""
+    if hasattr(model, SLOTS):
+        from rlhf_mcore.bridge.map.adapter_slots import trace_with_adapters
+
+        return trace_with_adapters(model, shapes)
     if hasattr(model, "load_weights"):
         return trace(model, shapes)
     from rlhf_mcore.platform.transformers_models import checkpoint_tensors  # vLLM's models have loaders to trace

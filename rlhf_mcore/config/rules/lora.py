@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import adapter_sizes
 from rlhf_mcore.config.run_kinds import run_kind
@@ -44,6 +45,10 @@ def lora_problems(cfg: Config) -> Iterator[str]:
         yield f"{name}: biases of experts stay as they are; set actor.moe.expert_bias_rate=0"
     if cfg.actor.optimizer.name == "muon":
         yield f"{name} is not supported with actor.optimizer.name=muon; set that to adamw"
+    if run_kind(cfg).generates and cfg.bridge.method == "gather":
+        yield f"{name}: bridge.method=gather sends the weights without adapters; set bridge.method=planned"
+    if run_kind(cfg).generates and cfg.bridge.verify == "full":
+        yield f"{name}: bridge.verify=full compares with the weights without adapters; set bridge.verify=digest"
     if run_kind(cfg).generates and cfg.algorithm.kl.coef:
         yield from _reference_problems(cfg, name)
 
@@ -70,7 +75,11 @@ def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         return
     from rlhf_mcore.families.adapters import check_targets
 
+    if run_kind(cfg).generates and cfg.actor.lora.sync == "adapter":
+        kind = engine_kind(cfg.rollout.engine)
+        for problem in kind.adapter_problems(cfg, replace(geometry, adapter=sizes)):
+            yield f"actor.lora.sync=adapter: {problem}; set actor.lora.sync=merge"
     try:
         check_targets(FAMILIES[geometry.family], replace(geometry, adapter=sizes), "actor.lora.targets")
-    except ConfigError as problem:
-        yield str(problem)
+    except ConfigError as error:
+        yield str(error)

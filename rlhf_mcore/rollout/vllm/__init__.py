@@ -22,6 +22,11 @@ class _VLLM(EngineKind):
 
         return model_problems(cfg, geometry)
 
+    def adapter_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+        from rlhf_mcore.rollout.vllm.limits import adapter_problems
+
+        return adapter_problems(cfg, geometry)
+
     def preload(self) -> None:
         from rlhf_mcore.rollout.vllm.engine import preload
 

@@ -6,7 +6,7 @@ import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
+from rlhf_mcore.platform.wrapped_layers import base_layers
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import cpu, masks
@@ -39,6 +40,8 @@ class VLLMEngine(LiveEngine):
 
     It starts with dummy weights, and refuses to generate with them.
     """
+
+    _named: Mapping[str, Any] = {}  # of an engine that adds an adapter: what requests name it by
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine (seconds to a minute).
@@ -74,6 +77,10 @@ class VLLMEngine(LiveEngine):
                 import numba
 
                 numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
+        if model.adapters:
+            from rlhf_mcore.rollout.vllm import adapters
+
+            self._named = {"lora_request": adapters.open_slots(self._worker().model_runner, model.adapters)}
         if self._records:
             masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if not self._on_cuda:
@@ -109,6 +116,10 @@ class VLLMEngine(LiveEngine):
             from rlhf_mcore.rollout.vllm.drafts import draft_options
 
             options |= draft_options(cfg.speculative, on_cuda=self._on_cuda)
+        if model.adapters:
+            from rlhf_mcore.rollout.vllm import adapters
+
+            options |= adapters.options(model.adapters)
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
             # Each decodes a token in a pass.
@@ -152,7 +163,7 @@ class VLLMEngine(LiveEngine):
             for prompt in tokens:
                 prompt["cache_salt"] = f"weights {self.policy_version}"
         first = self._llm.request_counter.counter  # vLLM numbers its requests from here, and returns these numbers
-        handles: list[str] = self._llm.enqueue(tokens, params, use_tqdm=False)
+        handles: list[str] = self._llm.enqueue(tokens, params, use_tqdm=False, **self._named)
         self._by_number |= {first + place: request.request_id for place, request in enumerate(requests)}
         return handles
 
@@ -222,7 +233,7 @@ class VLLMEngine(LiveEngine):
         self._settle()
         self.begin_load()
         worker = self._worker()
-        with preserved_rng(), set_current_vllm_config(worker.vllm_config):
+        with preserved_rng(), set_current_vllm_config(worker.vllm_config), self._base_layers():
             yield self.model
             _renew_sinks(self.model)
         self._reset_prefix_cache()
@@ -232,6 +243,9 @@ class VLLMEngine(LiveEngine):
     def model(self) -> nn.Module:
         """The live model on this rank."""
         return self._worker().get_model()
+
+    def _base_layers(self) -> AbstractContextManager[None]:
+        return base_layers(self.model) if self._named else nullcontext()
 
     def _worker(self) -> Any:
         [worker] = self._llm.collective_rpc(_self)
@@ -277,7 +291,7 @@ class VLLMEngine(LiveEngine):
 
         self._settle()
         self.begin_load()
-        with preserved_rng():
+        with preserved_rng(), self._base_layers():
             [unwritten] = self._llm.collective_rpc(reload.reload, args=(self._expected.checked(weights),))
         if unwritten:
             raise RuntimeError(f"vLLM left parameters unwritten: {', '.join(unwritten)}")

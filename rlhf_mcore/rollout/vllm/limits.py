@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
     from rlhf_mcore.geometry import ModelGeometry
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of an engine's buffers
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 
 
@@ -26,6 +27,21 @@ def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         )
     if not has_gpu():
         yield from _cpu_problems(cfg, geometry)
+
+
+def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    """Name what keeps vLLM from adding adapters. ``geometry`` is that of the adapters."""
+    assert geometry.adapter is not None
+    if geometry.experts is not None:
+        yield "vLLM adds no adapters to models with experts"
+    if isinstance(geometry.attention, LatentSizes):
+        yield "vLLM adds no adapters to latent attention: it absorbs projections"
+    if geometry.delta is not None:
+        yield "vLLM's layers of gated delta nets are fused in another way than their adapters"
+    if geometry.adapter.rank not in ADAPTER_RANKS:
+        yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of actor.lora.rank={geometry.adapter.rank}"
+    if cfg.rollout.speculative.method != "off":
+        yield f"it is not tried with rollout.speculative.method={cfg.rollout.speculative.method}"
 
 
 def _cpu_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:

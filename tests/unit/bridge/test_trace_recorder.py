@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.trace import _Recorder
+from rlhf_mcore.bridge.map.trace import Recorder
 
 Loader = Callable[[Tensor, Tensor], object]
 
@@ -17,7 +17,7 @@ Loader = Callable[[Tensor, Tensor], object]
 def recorded(loader: Loader, source_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[list[Piece], str]:
     source = torch.empty(source_shape, device="meta")
     parameter = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
-    recorder = _Recorder({"w": source}, {"p": parameter})
+    recorder = Recorder({"w": source}, {"p": parameter})
     with recorder:
         loader(parameter, source)
     return recorder.of(("p",))[0], recorder.opaque(("p",))
@@ -76,7 +76,7 @@ def test_what_is_not_a_copy_of_a_part_is_called_opaque(loader: Loader) -> None:
 def test_the_last_writer_of_a_place_counts() -> None:
     first, second = torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")
     parameter = torch.empty(2, 3, device="meta")
-    recorder = _Recorder({"first": first, "second": second}, {"p": parameter})
+    recorder = Recorder({"first": first, "second": second}, {"p": parameter})
     with recorder:
         parameter.copy_(first)
         parameter.copy_(second)
@@ -85,7 +85,7 @@ def test_the_last_writer_of_a_place_counts() -> None:
 
 def test_live_tensors_are_left_alone() -> None:
     source, live = torch.empty(3, device="meta"), torch.arange(3.0)
-    recorder = _Recorder({"w": source}, {"bias": live})
+    recorder = Recorder({"w": source}, {"bias": live})
     with recorder:
         live.copy_(source)
         live.fill_(9)

@@ -95,9 +95,6 @@ class Lookup:
         with torch.no_grad():
             return [function(self.table[part.token_ids], part) for part in parts]
 
-    def adapters_off(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def updating(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -1,0 +1,52 @@
+"""What the adapters' buffers of a vLLM rank hold, in the coordinates of PEFT, learnt from vLLM's own layers.
+
+A layer that adds adapters has a tensor of all As and one of all Bs for each Hugging Face matrix in it, with a slot for each adapter.
+Its ``set_lora`` is given meta tensors of whole matrices, and what it writes into its buffers is recorded instead of executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_mcore.bridge.map.strided import covered, unfilled
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, Recorder, trace
+from rlhf_mcore.families.adapters import hf_module, hf_names
+from rlhf_mcore.platform.wrapped_layers import SLOT, SLOTS, adapter_layers, base_layers
+
+
+def trace_with_adapters(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
+    """Learn what the live model of a vLLM rank holds that adds adapters: see :func:`trace`.
+
+    ``shapes`` are those of the model's tensors, and of the adapters', under the names of PEFT.
+    """
+    adapters = {name: shape for name, shape in shapes.items() if ".lora_" in name}
+    with base_layers(model):
+        engine = trace(model, {name: shape for name, shape in shapes.items() if name not in adapters})
+    return replace(engine, parameters=(*engine.parameters, *_traced(model, adapters)))
+
+
+def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[EngineParameter]:
+    slots: dict[str, Tensor] = getattr(model, SLOTS)
+    sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    recorder = Recorder(sources, slots)
+    fused = getattr(model, "packed_modules_mapping", {})
+    with torch.no_grad(), recorder:
+        for name, layer in adapter_layers(model):
+            head, _, last = name.rpartition(".")
+            modules = [f"{head}.{part}" for part in fused.get(last, [last])]
+            pairs = [[sources.get(tensor) for tensor in hf_names(module)] for module in modules]
+            if any(a is not None for a, _ in pairs):
+                layer.set_lora(SLOT, *(map(list, zip(*pairs, strict=True)) if len(pairs) > 1 else pairs[0]))
+    parameters = []
+    for name, tensor in slots.items():
+        pieces, shape = recorder.of((name,))[0], tuple(tensor.shape)
+        padding = unfilled(shape, tuple(box for piece in pieces for box in covered(piece, shape)))
+        parameters.append(EngineParameter(name, shape, tensor.dtype, tuple(pieces), padding))
+    held = {hf_module(piece.hf_name) for parameter in parameters for piece in parameter.pieces}
+    assert held == {hf_module(name) for name in shapes}, "declared by the engine's kind"
+    return parameters

@@ -1,0 +1,48 @@
+"""From ``actor.lora.sync`` to what is sent to engines: merged weights, or adapters beside weights that travel once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, of_trunk
+from rlhf_mcore.bridge.run.merged import ADAPTERS, AdaptersAside, MergedSources, adapted_weights
+from rlhf_mcore.config.implied import adapter_sizes, sends_adapters
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
+from rlhf_mcore.roles.model import RoleModel
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a rank sends, see :class:`PlannedBridge`. ``kept`` is the same as it was when it was last taken."""
+
+    parameters: Sequence[LocalParameter]
+    sources: MergedSources | AdaptersAside
+    kept: MergedSources | AdaptersAside
+    adapter: AdapterSizes | None
+
+
+def engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
+    """Return the names and shapes of the adapters that engines add themselves; None where they get merged weights."""
+    if not sends_adapters(cfg, geometry):
+        return None
+    return hf_shapes(replace(geometry.trunk, adapter=adapter_sizes(cfg.actor.lora)))
+
+
+def what_is_sent(cfg: Config, model: RoleModel) -> Sent:
+    geometry = model.adapter_geometry
+    assert geometry is not None
+    weights, adapters = of_trunk(model.local_parameters(), model.spec.geometry), model.adapter_parameters()
+    is_aside = sends_adapters(cfg, model.spec.geometry)
+    kind = AdaptersAside if is_aside else MergedSources
+    sources, kept = (kind(weights, adapters, geometry, keep=keep) for keep in (False, True))
+    if is_aside:
+        return Sent([*weights, *adapters], sources, kept, model.adapter)
+    return Sent(weights, sources, kept, None)
+
+
+def changed_names(cfg: Config, model: RoleModel) -> Sequence[str]:
+    """Name what changes from one sync to the next, for ``sync(only=...)``."""
+    assert model.adapter_geometry is not None
+    return ADAPTERS if sends_adapters(cfg, model.spec.geometry) else adapted_weights(model.adapter_geometry)

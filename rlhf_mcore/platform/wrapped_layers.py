@@ -1,0 +1,43 @@
+"""Layers of a vLLM model that add adapters, told by what they have: their engine and the bridge to it look at the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+SLOTS = "adapter_slots"  # attribute of a model that adds adapters: their buffers by name
+SLOT = 0  # of a buffer: the adapter that is trained
+
+
+def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """List the layers that add adapters, with their names."""
+    return [(name, module) for name, module in model.named_modules() if "lora_a_stacked" in vars(module)]
+
+
+def name_slots(model: nn.Module) -> None:
+    """Make the buffers of adapters known under names of their own. Each has a slot for each adapter that an engine can have."""
+    slots: dict[str, Tensor] = {
+        f"{name}.lora_{side}.{number}": tensor
+        for name, layer in adapter_layers(model)
+        for side, stacked in (("a", layer.lora_a_stacked), ("b", layer.lora_b_stacked))
+        for number, tensor in enumerate(stacked)
+    }
+    setattr(model, SLOTS, slots)
+
+
+@contextmanager
+def base_layers(model: nn.Module) -> Iterator[None]:
+    """Put layers in the place of those that vLLM has wrapped around them: loaders of weights know the former only."""
+    wrapped = []
+    for parent in model.modules() if hasattr(model, SLOTS) else ():
+        wrapped += [(parent, name, child) for name, child in parent.named_children() if "base_layer" in child._modules]
+    for parent, name, child in wrapped:
+        parent._modules[name] = child._modules["base_layer"]
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child

@@ -1,0 +1,42 @@
+"""An engine of vLLM that adds an adapter to the weights: its layers have slots, which a bridge writes as it writes weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.families.adapters import hf_module
+from rlhf_mcore.platform.wrapped_layers import SLOT, name_slots
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Shapes = Mapping[str, tuple[int, ...]]
+NUMBER = 1  # by which vLLM knows the adapter
+
+
+def options(shapes: Shapes) -> dict[str, Any]:
+    """The arguments of vllm.LLM. ``shapes`` of A and B are by the names of PEFT."""
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(shape[0] for name, shape in shapes.items() if "lora_A" in name),
+        # On a CPU, vLLM 0.32 adds what is in the last slot to rows that ask for no adapter: that slot stays zero.
+        "max_loras": 2,
+        "lora_target_modules": sorted({hf_module(name).rpartition(".")[2] for name in shapes}),
+    }
+
+
+def open_slots(runner: Any, shapes: Shapes) -> Any:
+    """Make the adapter known to vLLM, all zeros, and return what requests name it by. It is never loaded from a file."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.request import LoRARequest
+
+    manager = runner.lora_manager._adapter_manager
+    # What ``add_adapter`` does, but for stacking the matrices of experts: of an adapter without matrices it finds none.
+    manager._registered_adapters[NUMBER] = LoRAModel(NUMBER, options(shapes)["max_lora_rank"], {})
+    manager.activate_adapter(NUMBER)
+    manager.pin_adapter(NUMBER)
+    assert manager.lora_index_to_id[SLOT] == NUMBER
+    model: nn.Module = runner.model
+    name_slots(model)
+    return LoRARequest("actor", NUMBER, "in memory")

@@ -1,0 +1,136 @@
+"""Run by torchrun: engines that add adapters, and engines with merged weights; writes what was seen as JSON. test_adapters.py judges.
+
+DIRECTORY has a model, and gets rank<r>.json.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
+from rlhf_mcore.bridge.map.pieces import view
+from rlhf_mcore.bridge.map.rules import hf_shapes, parameter_names, pieces
+from rlhf_mcore.bridge.run.merged import ADAPTERS, AdaptersAside, MergedSources, adapted_weights
+from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry, Shard
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.types import Request, Sampling
+
+RANK, SCALE = 8, 2.0
+TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # keys have none
+PROMPTS = [[5, 9, 33, 8], [7, 70, 12, 3, 18, 2]]
+Whole = dict[str, Tensor]
+
+
+def random_adapters(geometry: ModelGeometry, seed: int) -> Whole:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in hf_shapes(geometry).items()}
+
+
+def held(name: str, geometry: ModelGeometry, shard: Shard, full: Whole) -> LocalParameter:
+    parts = pieces(name, geometry, shard)
+    width = parts[0].strides[0] if len(parts[0].shape) == 2 else 1
+    rows = max(part.offset + part.shape[0] * part.strides[0] for part in parts) // width
+    tensor = torch.zeros(rows, width) if len(parts[0].shape) == 2 else torch.zeros(rows)
+    fill(LocalParameter(name, tensor, shard), geometry, full)
+    return LocalParameter(name, tensor, shard)
+
+
+def fill(parameter: LocalParameter, geometry: ModelGeometry, full: Whole) -> None:
+    for part in pieces(parameter.name, geometry, parameter.shard):
+        view(parameter.tensor, part).copy_(full[part.hf_name][part.slices])
+
+
+def reference(directory: Path, full: Whole, adapters: Whole) -> Any:
+    """A model of transformers whose linear layers add B A of their inputs, as PEFT's do."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    for name, module in model.named_modules():
+        key = f"base_model.model.{name}"
+        if (a := adapters.get(f"{key}.lora_A.weight")) is not None:
+            b = adapters[f"{key}.lora_B.weight"]
+            module.register_forward_hook(lambda _m, x, y, a=a, b=b: y + SCALE * (x[0] @ a.t()) @ b.t())
+    return model
+
+
+@torch.no_grad()
+def seen(engine: Any, model: Any) -> dict[str, Any]:
+    """What an engine draws, and how far its logprobs are from the model's."""
+    sampling = Sampling(temperature=1.0, max_new_tokens=12)
+    drawn = engine.generate([Request(n, f"p{n}", prompt, sampling, n) for n, prompt in enumerate(PROMPTS)])
+    gap, tokens = 0.0, []
+    for completion in drawn:
+        prompt, ids = PROMPTS[completion.request_id], completion.token_ids.tolist()
+        logprobs = model(torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)
+        expected = [logprobs[len(prompt) - 1 + n, token].item() for n, token in enumerate(ids)]
+        gap = max(gap, max(abs(a - b) for a, b in zip(expected, completion.logprobs.tolist(), strict=True)))
+        tokens.append(ids)
+    return {"gap": gap, "tokens": tokens}
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    full = load_file(directory / "model.safetensors")
+    geometry = load_spec(str(directory)).geometry
+    of_adapters = replace(geometry, adapter=AdapterSizes(RANK, SCALE * RANK, TARGETS))
+    shard = Shard(rank, size)
+    parameters = [held(name, geometry, shard, full) for name in parameter_names(geometry)]
+    versions = [random_adapters(of_adapters, seed) for seed in (1, 2, 3)]
+    pairs = [adapter_names(p.name) for p in parameters if blocks(p.name, of_adapters, shard)]
+    factors = [held(name, of_adapters, shard, versions[0]) for pair in pairs for name in pair]
+    results: dict[str, Any] = {}
+    for mode in ("adapter", "merge"):
+        cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=size), kv_cache_gib=0.02, max_num_seqs=16)
+        shapes = hf_shapes(of_adapters) if mode == "adapter" else None
+        path = str(directory)
+        engine: Any = build_engine(
+            cfg, EngineModel(path, path, "fp32", 64, seed=0, shapes=hf_shapes(geometry), adapters=shapes)
+        )
+        aside = mode == "adapter"
+        bridge = PlannedBridge(
+            [*parameters, *factors] if aside else parameters,
+            geometry,
+            engine,
+            world_group(),
+            bucket_bytes=20_000,
+            verify="digest",
+            poison=True,
+            sources=(AdaptersAside if aside else MergedSources)(parameters, factors, of_adapters),
+            adapter=of_adapters.adapter if aside else None,
+        )
+        syncs = results[mode] = []
+        for version, adapters in enumerate(versions):
+            for factor in factors:
+                fill(factor, of_adapters, adapters)
+            only = None if version == 0 else ADAPTERS if aside else adapted_weights(of_adapters)
+            stats = bridge.sync(version, only)
+            syncs.append(
+                {
+                    "bytes": stats.received_bytes + stats.local_bytes,
+                    **seen(engine, reference(directory, full, adapters)),
+                }
+            )
+            if version == 1:
+                engine.sleep()
+                engine.wake()
+        if aside:
+            results["without"] = seen(engine, reference(directory, full, {}))["gap"]
+        engine.close()
+    (directory / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()

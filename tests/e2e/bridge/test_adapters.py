@@ -1,0 +1,43 @@
+"""Engines with an adapter, and engines with merged weights, against transformers that adds B A of a layer's inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.world import run_world
+from tests.e2e.rollout.tiny import save_model
+
+# Of the tiny model: hidden 64, queries 128, values 64, MLP 96, two layers, rank 8, four bytes each.
+A = {"q": 8 * 64, "v": 8 * 64, "o": 8 * 128, "gate": 8 * 64, "up": 8 * 64, "down": 8 * 96}
+B = {"q": 128 * 8, "v": 64 * 8, "o": 64 * 8, "gate": 96 * 8, "up": 96 * 8, "down": 64 * 8}
+WEIGHT = {"q": 128 * 64, "v": 64 * 64, "o": 64 * 128, "gate": 96 * 64, "up": 96 * 64, "down": 64 * 96}
+ROW_PARALLEL = ("o", "down")  # whose A is cut among the ranks of an engine, and B is not
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_an_engine_with_an_adapter_is_one_with_merged_weights(tmp_path: Path, family: str, size: int) -> None:
+    save_model(tmp_path, family, seed=1)
+    run_world("e2e.bridge.adapter_worker", size, tmp_path)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(size)]
+    for version in range(3):
+        for mode in ("adapter", "merge"):
+            assert ranks[0][mode][version]["gap"] < 1e-5, (mode, version)
+        assert ranks[0]["adapter"][version]["tokens"] == ranks[0]["merge"][version]["tokens"]
+    assert len({str(sync["tokens"]) for sync in ranks[0]["adapter"]}) == 3, "each version draws others"
+    assert ranks[0]["without"] > 0.1, "an adapter of no effect would show nothing"
+
+    sent = {
+        mode: [sum(rank[mode][version]["bytes"] for rank in ranks) for version in range(3)]
+        for mode in ("adapter", "merge")
+    }
+    copies_a = {name: 1 if name in ROW_PARALLEL else size for name in A}
+    adapters = 2 * 4 * sum(copies_a[name] * A[name] + (size + 1 - copies_a[name]) * B[name] for name in A)
+    assert sent["adapter"][1:] == [adapters, adapters], "the adapters' bytes, no more"
+    weights, keys = 2 * 4 * sum(WEIGHT.values()), 2 * 4 * 64 * 64
+    assert sent["merge"][1] == sent["merge"][2]
+    assert sent["merge"][1] in (weights, weights + keys), "a layer that the engine keeps repacked is brought whole"
+    assert sent["adapter"][0] == sent["merge"][0] + adapters, "the weights travel once"
