@@ -60,8 +60,13 @@ class Adapters:
         finally:
             self.is_on = before
 
-    def add(self, layer: Any, matrices: Sequence[MatrixRows], name: str) -> None:
-        """Give a layer the parameters A and B, whose values are undefined. ``name``: of its weight, for messages.
+    def add(self, layer: Any, matrices: Sequence[MatrixRows], num_a: int, name: str) -> None:
+        """Give a layer the parameters A and B, whose values are undefined.
+
+        Args:
+            matrices: those of which this rank has rows.
+            num_a: rows of A, of all matrices of the weight.
+            name: of the weight, for messages.
 
         Raises:
             ConfigError: an adapter of such a layer cannot be computed here.
@@ -73,7 +78,6 @@ class Adapters:
                 "actor.layout.etp to 1"
             )
         weight, rank = layer.weight, self.sizes.rank
-        num_a = rank * len({matrix.a_row for matrix in matrices})
         order = [row for matrix in matrices for row in matrix.b_rows]
         layer.lora_a = torch.nn.Parameter(weight.new_empty(num_a, weight.size(1)))
         layer.lora_b = torch.nn.Parameter(weight.new_empty(len(order), rank))

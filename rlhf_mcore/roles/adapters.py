@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.transfer import load
-from rlhf_mcore.bridge.map.adapters import blocks
+from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.families.adapters import B, base_name
@@ -41,8 +41,14 @@ def add_adapters(
         for name, full_name, _ in list(global_names(chunk)):
             if not (weight := re.fullmatch(r"(.+)\.weight(\d*)", name)):
                 continue
-            if matrices := _matrices(full_name, geometry, layout, rank):
-                adapters.add(chunk.get_submodule(weight.group(1)), matrices, full_name)
+            if num_a := _rows_of_a(full_name, geometry, layout, rank):
+                matrices = _matrices(full_name, geometry, layout, rank)
+                if not matrices:
+                    raise ConfigError(
+                        f"actor.lora.targets={shortened(geometry.adapter.targets)}: a tensor-parallel rank has no row of what they "
+                        f"name in {full_name}, where queries, keys and values are joined; name all, or lower actor.layout.tp"
+                    )
+                adapters.add(chunk.get_submodule(weight.group(1)), matrices, num_a, full_name)
                 count += 1
         if hasattr(chunk, "embedding"):
             require_gradient(chunk.embedding)
@@ -51,6 +57,15 @@ def add_adapters(
             f"actor.lora.targets={shortened(geometry.adapter.targets)} leaves a pipeline stage without adapters; name more layers"
         )
     return adapters
+
+
+def _rows_of_a(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> int:
+    """Count the rows of the A of a weight; 0 where it has no adapter."""
+    try:
+        held = pieces(adapter_names(weight)[0], geometry, layout.shard_of(weight, rank))
+    except KeyError:
+        return 0
+    return sum(piece.shape[0] for piece in held)
 
 
 def _matrices(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> list[MatrixRows]:
