@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from rlhf_mcore.config.implied import adapter_sizes
-from rlhf_mcore.config.rules.lora import lora_problems
+from rlhf_mcore.config.implied import adapter_sizes, sends_adapters
+from rlhf_mcore.config.rules.lora import lora_problems, target_problems
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 
 
-def problems(**changes: object) -> list[str]:
+def configured(**changes: object) -> Config:
     cfg = Config()
     cfg.actor.lora.rank = 8
     for key, value in changes.items():
@@ -18,7 +21,11 @@ def problems(**changes: object) -> list[str]:
         for name in names:
             group = getattr(group, name)
         setattr(group, last, value)
-    return list(lora_problems(cfg))
+    return cfg
+
+
+def problems(**changes: object) -> list[str]:
+    return list(lora_problems(configured(**changes)))
 
 
 def test_adapters_alone_are_no_problem() -> None:
@@ -58,3 +65,29 @@ def test_alpha_is_twice_the_rank() -> None:
 def test_what_does_not_go_together_is_one_message(changes: dict[str, object], named: str) -> None:
     assert len(problems(**changes)) == 1
     assert named in problems(**changes)[0]
+
+
+DENSE = ModelGeometry("qwen3", 1, 8, GroupedSizes(4, 2, 2), 16, 13, True)
+MIXTURE = replace(DENSE, family="qwen3_moe", experts=ExpertSizes(4, 6, 2))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "changes", "sends"),
+    [
+        (DENSE, {}, True),
+        (DENSE, {"actor__lora__sync": "merge"}, False),
+        (DENSE, {"rollout__engine": "hf"}, False),
+        (DENSE, {"actor__lora__rank": 12}, False),
+        (DENSE, {"actor__lora__rank": None}, False),
+        (DENSE, {"rollout__speculative__method": "ngram"}, False),
+        (MIXTURE, {}, False),
+    ],
+)
+def test_engines_get_adapters_where_they_can_add_them(
+    geometry: ModelGeometry, changes: dict[str, object], sends: bool
+) -> None:
+    cfg = configured(**changes)
+    assert sends_adapters(cfg, geometry) is sends
+    cfg.actor.lora.sync = "adapter"
+    refused = [problem for problem in target_problems(cfg, geometry) if "sync=adapter" in problem]
+    assert bool(refused) is (cfg.actor.lora.rank is not None and not sends and "actor__lora__sync" not in changes)
