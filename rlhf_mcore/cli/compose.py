@@ -238,9 +238,10 @@ def _summary(cfg: Config, record: RunRecord) -> None:
                 rows.append((label, f"{before[name]:z.3f}", f"{after[name]:z.3f}", change))
     directory = shown_path(record.directory.path)
     chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
+    kind = "a Hugging Face directory" if cfg.actor.lora.rank is None else "a PEFT directory of adapters"
     footer = [
         f"run directory   {directory}",
-        f"trained model   {directory}/{chosen}/{run_kind(cfg).saved_as}  (a Hugging Face directory)",
+        f"trained model   {directory}/{chosen}/{run_kind(cfg).saved_as}  ({kind})",
         f"report          rlhf-mcore report {directory}",
     ]
     if record.all_zero:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from rlhf_mcore.families import FAMILIES, outer_rules
+from rlhf_mcore.families import layer_rules, outer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.observability.throughput import ModelFlops
@@ -12,7 +12,9 @@ from rlhf_mcore.observability.throughput import ModelFlops
 
 @lru_cache(maxsize=64)
 def num_parameters(geometry: ModelGeometry) -> int:
-    """Count elements of the Hugging Face model."""
+    """Count elements of the Hugging Face model, or of its adapters."""
+    if geometry.adapter is not None:
+        return _count([], geometry, geometry.num_experts)
     first, last = outer_rules(geometry)
     return _count([first, *last], geometry, geometry.num_experts)
 
@@ -57,6 +59,6 @@ def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
     layers = [
         rule
         for layer in range(geometry.num_layers + geometry.mtp_layers)
-        for rule in FAMILIES[geometry.family].layer_rules(geometry, layer)
+        for rule in layer_rules(geometry, layer)
     ]
     return sum((num_experts if "{k}" in rule.mcore else 1) * rule.numel(geometry) for rule in (*outer, *layers))

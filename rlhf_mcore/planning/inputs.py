@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import longest_example, needs_critic, offloaded_parts
+from rlhf_mcore.config.implied import adapter_sizes, longest_example, needs_critic, offloaded_parts
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, ReferenceConfig, RewardModelConfig
@@ -63,7 +63,7 @@ class PlannedRole:
     """One model of a run.
 
     ``offload``: the parts that are on the device only while they are used; ``by_layer``: layers of them come one by one.
-    ``epochs`` and ``updates`` are those of a step.
+    ``epochs`` and ``updates`` are those of a step. A reference of a model with adapters is that model, and no role.
     """
 
     name: str
@@ -77,6 +77,7 @@ class PlannedRole:
     updates: int = 1
     by_layer: bool = False
     optimizer: str = "adamw"
+    adapters: ModelGeometry | None = None  # what learns in the place of the weights
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
@@ -86,10 +87,12 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
     geometry = read_geometry(cfg.model.path, run_kind(cfg).head)
     if cfg.actor.mtp.mode in MTP_TRAINED:
         geometry = replace(geometry, mtp_layers=num_mtp_layers(read_config(cfg.model.path, "model.path")))
+    sizes = adapter_sizes(cfg.actor.lora)
+    adapters = None if sizes is None else replace(geometry, adapter=sizes)
+    name = cfg.actor.optimizer.name
     if not run_kind(cfg).generates:  # a step is one update of one model
-        return [
-            PlannedRole("actor", geometry, layout, True, dtype, cfg.actor.recompute, optimizer=cfg.actor.optimizer.name)
-        ]
+        how = cfg.actor.recompute
+        return [PlannedRole("actor", geometry, layout, True, dtype, how, optimizer=name, adapters=adapters)]
     updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
     roles = [
         PlannedRole(
@@ -102,10 +105,11 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
             offloaded_parts(cfg.actor.offload),
             epochs=trainer.ppo_epochs,
             updates=updates,
-            optimizer=cfg.actor.optimizer.name,
+            optimizer=name,
+            adapters=adapters,
         )
     ]
-    if cfg.algorithm.kl.coef:
+    if cfg.algorithm.kl.coef and adapters is None:
         geometry = read_geometry(cfg.reference.path or cfg.model.path, "lm")
         roles.append(_frozen("reference", geometry, layout, dtype, cfg.reference))
     if needs_critic(cfg):

@@ -220,6 +220,6 @@ def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
         if role.name == "actor" and inputs.cfg.rollout.deterministic_order:
             total += state.weights
         if role.trained and inputs.cfg.checkpoint.async_save:
-            share = -(-num_parameters(role.geometry) * BYTES[role.dtype] // role.layout.world_size)
+            share = -(-num_parameters(role.adapters or role.geometry) * BYTES[role.dtype] // role.layout.world_size)
             total += state.masters + state.moments + share
     return total

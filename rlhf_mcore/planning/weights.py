@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, prod
 
 from rlhf_mcore.bridge.map.rules import holds_matrices, is_padded, layer_names, pieces
-from rlhf_mcore.families import FAMILIES, outer_rules
+from rlhf_mcore.families import layer_rules, outer_rules
 from rlhf_mcore.geometry import ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.planning.counts import num_parameters
@@ -92,13 +92,21 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
     """Count the exact bytes on a rank; nothing on one that holds no part of the model."""
     if rank not in role.layout.ranks:
         return StateBytes(0)
+    if role.adapters is not None:
+        learned = state_bytes(replace(role, geometry=role.adapters, adapters=None), rank)
+        return replace(learned, weights=learned.weights + _frozen_bytes(role, rank))
     if role.trained:
         numel, owned, matrices = _buffers(role.geometry, role.layout, rank)
         masters = 0 if role.dtype == "fp32" else _FP32 * owned  # fp32 weights are their own masters
         moments = _FP32 * _num_moments(role, owned, matrices)
         return StateBytes(BYTES[role.dtype] * numel, _FP32 * numel, masters, moments)
+    return StateBytes(_frozen_bytes(role, rank))
+
+
+def _frozen_bytes(role: PlannedRole, rank: int) -> int:
+    """Count the bytes of weights on a rank that are in no buffer of Megatron's."""
     chunks = chunk_tensors(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
-    return StateBytes(sum(tensor.nbytes(role.dtype) for chunk in chunks for tensor in chunk))
+    return sum(tensor.nbytes(role.dtype) for chunk in chunks for tensor in chunk)
 
 
 def _num_moments(role: PlannedRole, numel: int, matrices: int) -> int:
@@ -187,6 +195,15 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
     Those of a layer are named after the first layer of its kind.
     """
     grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
+    if geometry.adapter is not None:  # layers of one kind may have different ones, and nothing else has any
+        return [
+            [
+                tensor
+                for layer in layout.layers_of(geometry.num_layers, pp, number)
+                for tensor in _tensors_of(geometry, layer, grid)
+            ]
+            for number in range(layout.vpp or 1)
+        ]
     first, last = outer_rules(geometry, tied_head=layout.pp > 1)  # two stages hold a tied embedding
     end = (layout.pp - 1, (layout.vpp or 1) - 1)
     chunks = []
@@ -221,7 +238,7 @@ def _layer_tensors(geometry: ModelGeometry, kind: tuple[bool, bool], grid: _Grid
 
 def _tensors_of(geometry: ModelGeometry, layer: int, grid: _Grid) -> tuple[LocalTensor, ...]:
     names = sorted(layer_names(geometry, layer, geometry.num_experts // grid.ep), key=_order)
-    rules = FAMILIES[geometry.family].layer_rules(geometry, layer)
+    rules = layer_rules(geometry, layer)
     buffers = {rule.mcore.format(i=layer, k=0) for rule in rules if not rule.trained}
     return tuple(
         LocalTensor(name, _numel(name, geometry, grid), name not in buffers, holds_matrices(name, geometry))
@@ -243,9 +260,13 @@ def _numel(name: str, geometry: ModelGeometry, grid: _Grid) -> int:
 
 
 def checkpoint_bytes(role: PlannedRole) -> int:
-    """Sum the bytes of a checkpoint of a trained role: weights, moments, and masters of 16-bit weights; buffers in fp32."""
-    buffers, matrices = _buffers_and_matrices(role.geometry)
-    trained = num_parameters(role.geometry) - buffers
+    """Sum the bytes of a checkpoint of a trained role: weights, moments, and masters of 16-bit weights; buffers in fp32.
+
+    Of a role with adapters only these are saved.
+    """
+    geometry = role.adapters or role.geometry
+    buffers, matrices = _buffers_and_matrices(geometry)
+    trained = num_parameters(geometry) - buffers
     masters = 0 if role.dtype == "fp32" else _FP32
     return trained * (BYTES[role.dtype] + masters) + _FP32 * (_num_moments(role, trained, matrices) + buffers)
 
@@ -255,7 +276,7 @@ def _buffers_and_matrices(geometry: ModelGeometry) -> tuple[int, int]:
     """Count the elements of all layers that are buffers, and those that are matrices of trained weights."""
     buffers = matrices = 0
     for layer in range(geometry.num_layers + geometry.mtp_layers):
-        for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):
+        for rule in layer_rules(geometry, layer):
             numel = (geometry.num_experts if "{k}" in rule.mcore else 1) * rule.numel(geometry)
             buffers += numel * (not rule.trained)
             matrices += numel * (rule.trained and holds_matrices(rule.mcore.format(i=layer, k=0), geometry))

@@ -72,7 +72,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def merged(checkpoint: Path) -> dict[str, Tensor]:
-    """The weights as PEFT's ``merge_and_unload`` defines them; tests/oracles compares with PEFT itself."""
+    """The weights as PEFT's ``merge_and_unload`` defines them; PEFT 0.21 gave the same bits."""
     weights = load_file(checkpoint.parents[1] / "base" / "model.safetensors")
     adapters = load_file(checkpoint / "actor" / ADAPTER_WEIGHTS)
     for name, weight in weights.items():

@@ -49,6 +49,7 @@ def test_the_promised_experiments_are_there() -> None:
         "qwen2.5-32b-dapo",
         "qwen2.5-7b-grpo-gsm8k-math",
         "qwen3-30b-a3b-grpo-ep8",
+        "qwen3-30b-a3b-grpo-lora",
     ]
 
 

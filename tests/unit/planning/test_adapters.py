@@ -1,0 +1,52 @@
+"""What adapters take, by hand: the weights without gradients, masters or moments, and these of A and B alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, ModelGeometry
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.counts import num_parameters
+from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
+
+# Per layer: queries, keys and values 128 x 64, output 64 x 64, gate and up 256 x 64, down 64 x 128, four norms.
+MODEL = ModelGeometry("qwen3", 2, 64, GroupedSizes(4, 2, 16), 128, 128, True)
+LAYER = (128 + 64 + 256 + 128) * 64 + 2 * 64 + 2 * 16
+# Of rank 8: A of three, one, two and one matrices, and their Bs.
+ADAPTERS = 8 * ((3 + 1 + 2) * 64 + 128) + 8 * (128 + 64 + 256 + 64)
+
+
+def role(targets: tuple[str, ...] = ("all-linear",), tp: int = 1, world_size: int = 1, dtype: str = "bf16") -> PlannedRole:
+    layout = ParallelLayout(world_size, tp=tp)
+    return PlannedRole(
+        "actor", MODEL, layout, True, dtype, adapters=replace(MODEL, adapter=AdapterSizes(8, 16.0, targets))
+    )
+
+
+def test_weights_have_no_gradients_and_no_state() -> None:
+    planned = role()
+    assert planned.adapters is not None and num_parameters(planned.adapters) == 2 * ADAPTERS
+    numel = 2 * LAYER + 128 * 64 + 64
+    state = state_bytes(planned, 0)
+    assert state.weights == 2 * numel + 2 * 2 * ADAPTERS
+    assert (state.gradients, state.masters, state.moments) == (4 * 2 * ADAPTERS, 4 * 2 * ADAPTERS, 8 * 2 * ADAPTERS)
+    assert checkpoint_bytes(planned) == 2 * ADAPTERS * (2 + 4 + 8)
+
+
+def test_ranks_share_what_is_split() -> None:
+    """Of two ranks each has whole As of what is split by rows, half of the A of what is split by columns, and half or all of B."""
+    a = 8 * ((3 + 2) * 64 + (64 + 128) // 2)
+    b = 8 * ((128 + 256) // 2 + 64 + 64)
+    assert state_bytes(role(tp=2, world_size=2, dtype="fp32"), 1).gradients == 4 * 2 * (a + b)
+
+
+def test_data_parallel_ranks_share_the_state() -> None:
+    states = [state_bytes(role(world_size=2), rank) for rank in (0, 1)]
+    assert sum(state.moments for state in states) == 8 * 2 * ADAPTERS
+    assert {state.gradients for state in states} == {4 * 2 * ADAPTERS}
+
+
+def test_layers_may_differ() -> None:
+    state = state_bytes(role(("model.layers.1.self_attn.o_proj",)), 0)
+    assert state.gradients == 4 * 8 * (64 + 64)
