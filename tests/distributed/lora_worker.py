@@ -62,6 +62,8 @@ SIZES = {
     name: AdapterSizes(3, 12.0, ATTENTION if name == "qwen2" else ("all-linear",), name == "qwen2") for name in CASES
 }
 RECOMPUTE = {"full": RecomputeConfig("full"), "selective": RecomputeConfig("selective", modules=["mlp", "core_attn"])}
+# Others have experts, or MLPs that PEFT's all-linear leaves out because they are named as experts are.
+OF_PEFT = ("qwen3", "qwen2")
 BEGINNINGS = ("zero", "grown")  # what B is before the update
 
 
@@ -100,7 +102,7 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     scale = 1.0 if beginning == "grown" else 0.0
     values = {key: 0.1 * torch.randn(shape) * (scale if "lora_B" in key else 1.0) for key, shape in shapes.items()}
     save_file(values, path / f"{beginning}.safetensors")
-    learns, run = (with_peft if geometry.experts is None and find_spec("peft") else written_out)(hf, name, values)
+    learns, run = (with_peft if name in OF_PEFT and find_spec("peft") else written_out)(hf, name, values)
     logprobs = [row_logprobs(run, row) for row in rows()]
     save_file({str(n): value.detach() for n, value in enumerate(logprobs)}, path / f"{beginning}_logprobs.safetensors")
     loss = -torch.cat(logprobs).mean()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -138,6 +139,13 @@ class Gatherer:
             return [local]
         if len({(piece.hf_name, piece.start) for held in by_rank for piece in held}) == len(by_rank[0]):
             return [local] * len(by_rank)  # replicated: every rank holds the same
+        if self._geometry.adapter is not None:  # ranks have as many rows of B as of the matrices with adapters
+            counts = [sum(prod(piece.shape) for piece in held) for held in by_rank]
+            padded = local.new_zeros(max(counts))
+            padded[: local.numel()] = local.flatten()
+            flat = [torch.empty_like(padded) for _ in by_rank]
+            dist.all_gather(flat, padded, group=group)
+            return [part[:count] for part, count in zip(flat, counts, strict=True)]
         parts = [torch.empty_like(local) for _ in by_rank]
         dist.all_gather(parts, local.contiguous(), group=group)
         return parts
