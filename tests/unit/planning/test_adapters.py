@@ -17,7 +17,9 @@ LAYER = (128 + 64 + 256 + 128) * 64 + 2 * 64 + 2 * 16
 ADAPTERS = 8 * ((3 + 1 + 2) * 64 + 128) + 8 * (128 + 64 + 256 + 64)
 
 
-def role(targets: tuple[str, ...] = ("all-linear",), tp: int = 1, world_size: int = 1, dtype: str = "bf16") -> PlannedRole:
+def role(
+    targets: tuple[str, ...] = ("all-linear",), tp: int = 1, world_size: int = 1, dtype: str = "bf16"
+) -> PlannedRole:
     layout = ParallelLayout(world_size, tp=tp)
     return PlannedRole(
         "actor", MODEL, layout, True, dtype, adapters=replace(MODEL, adapter=AdapterSizes(8, 16.0, targets))

@@ -1,0 +1,80 @@
+"""A run that trains adapters, as a user has it: saved, resumed where it was and in other layouts, and merged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.commands import environment, finished
+from tests.e2e.rollout.tiny import save_model
+from tests.e2e.test_supervised_chain import CHAIN, write_data
+
+RUN = [
+    "algorithm=sft",
+    "deterministic=true",
+    "actor.lora.rank=4",
+    "checkpoint.save_steps=1",
+    "checkpoint.save_total_limit=9",
+    "checkpoint.async_save=true",
+]
+
+
+def rlhf_mcore(directory: Path, *arguments: str) -> str:
+    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", *arguments], directory, environment(directory), 240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def train(directory: Path, name: str, steps: int, *overrides: str) -> list[dict[str, Any]]:
+    rlhf_mcore(directory, "train", "sft.yaml", *RUN, f"experiment={name}", f"trainer.num_steps={steps}", *overrides)
+    lines = (directory / "outputs" / "toy" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of four steps that nobody has interrupted."""
+    directory = tmp_path_factory.mktemp("adapters")
+    write_data(directory)
+    save_model(directory / "model", "qwen3", seed=1)
+    (directory / "sft.yaml").write_text(CHAIN.format(model="model", kind="sft", steps=4, lr="3e-3"))
+    train(directory, "calm", 4)
+    return directory / "outputs" / "toy" / "calm"
+
+
+def test_a_resumed_run_ends_as_one_that_was_left_alone(calm: Path) -> None:
+    """Adapters and the state of their optimizer, bit for bit."""
+    workspace, saved = calm.parents[2], "checkpoint-4/actor"
+    train(workspace, "resumed", 4, f"checkpoint.resume={calm / 'checkpoint-2'}")
+    resumed = calm.parent / "resumed"
+    files = sorted(path.relative_to(calm / saved) for path in (calm / saved).rglob("*") if path.is_file())
+    assert {path.name for path in files} >= {"adapter_config.json", "adapter_model.safetensors", "index.json"}
+    assert not any(path.name == "config.json" for path in files), "it is no whole model"
+    for path in files:
+        assert (resumed / saved / path).read_bytes() == (calm / saved / path).read_bytes(), path
+    first, last = (load_file(calm / f"checkpoint-{step}/actor/adapter_model.safetensors") for step in (1, 4))
+    assert all(not first[name].equal(last[name]) for name in first), "every matrix has learned"
+
+
+def test_it_goes_on_in_other_layouts(calm: Path) -> None:
+    """From one rank to two tensor-parallel ones, and from these to a pipeline of two."""
+    workspace, expected = calm.parents[2], json.loads((calm / "metrics.jsonl").read_text().splitlines()[-1])
+    train(workspace, "cut", 3, f"checkpoint.resume={calm / 'checkpoint-2'}", "actor.layout.tp=2")
+    cut = calm.parent / "cut" / "checkpoint-3"
+    moved = train(workspace, "moved", 4, f"checkpoint.resume={cut}", "actor.layout.pp=2")[-1]
+    for name in ("loss/sft", "actor/grad_norm"):
+        assert moved[name] == pytest.approx(expected[name], rel=2e-4), name
+
+
+def test_a_merged_model_is_one_of_transformers(calm: Path) -> None:
+    workspace = calm.parents[2]
+    rlhf_mcore(workspace, "convert", "--from", "checkpoint", "--to", "hf", str(calm), "merged", "--merge", "--verify")
+    assert rlhf_mcore(workspace, "verify-checkpoint", str(calm)).count("intact") == 5  # four, and the link
+    before, after = (load_file(workspace / name / "model.safetensors") for name in ("model", "merged"))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {name for name in before if "proj" in name}
