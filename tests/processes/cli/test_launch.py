@@ -321,7 +321,7 @@ def test_only_a_training_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 INTERRUPTED = """
-from rlhf_mcore.cli.rank_reports import RankReports
+from rlhf_mcore.cli.report_listener import RankReports
 from rlhf_mcore.cli.torchrun import Agent
 agent = Agent(RankReports(lambda pid: True))
 agent.module = "rlhf_mcore.cli.train"
