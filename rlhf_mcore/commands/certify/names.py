@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import os
 import re
 import warnings
 from collections.abc import Collection, Iterator
@@ -183,6 +184,8 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.arg
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer":
+            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def _members(target: str) -> set[str]:
@@ -199,7 +202,7 @@ def _common_words() -> set[str]:
     import numpy as np
     import torch
 
-    python = (str, bytes, list, dict, set, tuple, int, float, BaseException, ModuleType, type(_find))
+    python = (os.stat_result, str, bytes, list, dict, set, tuple, int, float, BaseException, ModuleType, type(_find))
     return _words_on(*python, np.ndarray, torch.Tensor, torch.Generator, torch.nn.Module, torch.autograd.Function)
 
 
