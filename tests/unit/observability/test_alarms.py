@@ -114,8 +114,8 @@ class Parts:
     def next_batch(self, step: int) -> tuple[Any, Mapping[str, float]]:
         return None, {"reward/mean": self.values[step - 1]}
 
-    def learn(self, step: int, batch: Any) -> Mapping[str, float]:
-        return {}
+    def learn(self, step: int, batch: Any) -> tuple[list[Any], dict[str, float]]:
+        return [], {}
 
     def count(self, batch: Any) -> dict[str, float]:
         return {}

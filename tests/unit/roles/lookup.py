@@ -98,6 +98,9 @@ class Lookup:
     def updating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def adapters_off(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def forward_backward(self, parts: Sequence[Microbatch], loss: Callable[..., Any]) -> Any:
         self.calls.append([len(part.rows) for part in parts])
         self.table.grad = None
