@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import rlhf_mcore.trainer.earlier_checkpoint  # noqa: F401  # else it is first imported here, and keeps a replaced verify_chain
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.cli.preflight import logs_directory
