@@ -154,6 +154,11 @@ def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> 
     sizes = adapters.adapter
     assert sizes is not None
     possible = adapted_modules(replace(adapters, adapter=replace(sizes, targets=(ALL_LINEAR,))))
+    modules = adapted_modules(adapters)
+    if sizes.use_rslora and any(".experts." in module for module in modules):
+        # PEFT joins gate and up of transformers' stacked experts to one adapter of twice the rank and twice the alpha, which keeps
+        # alpha / rank, but not alpha / sqrt(rank).
+        sizes = replace(sizes, alpha=sizes.scale * sizes.rank, use_rslora=False)
     return {
         "peft_type": "LORA",
         "task_type": _TASKS[adapters.head],
@@ -161,7 +166,7 @@ def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> 
         "r": sizes.rank,
         "lora_alpha": int(sizes.alpha) if sizes.alpha == int(sizes.alpha) else sizes.alpha,
         "lora_dropout": dropout,
-        "target_modules": list(short_names(adapted_modules(adapters), possible)),
+        "target_modules": list(short_names(modules, possible)),
         "use_rslora": sizes.use_rslora,
         "use_dora": False,
         "bias": "none",

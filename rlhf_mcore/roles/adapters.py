@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -114,7 +115,7 @@ def load_adapters(parameters: list[LocalParameter], geometry: ModelGeometry, dir
     reader, saved = open_adapters(directory, replace(geometry, adapter=None))
     assert saved.adapter is not None and geometry.adapter is not None
     theirs, wanted = saved.adapter, geometry.adapter
-    if hf_shapes(saved) != hf_shapes(geometry) or theirs.scale != wanted.scale:
+    if hf_shapes(saved) != hf_shapes(geometry) or not math.isclose(theirs.scale, wanted.scale):
         raise ConfigError(
             f"{directory}: its adapters have rank {theirs.rank}, a scale of {theirs.scale:g} and the targets "
             f"{shortened(theirs.targets, 8)}, but actor.lora asks for rank {wanted.rank}, {wanted.scale:g} and "

@@ -20,11 +20,11 @@ from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_ind
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_model, holds_adapter
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.foreign import MAX_INTEGER
-from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry, Shard, StateShard
+from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, LocalParameter, ModelGeometry, Shard, StateShard
 from rlhf_mcore.parallel.collectives import world_group
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
@@ -118,6 +118,15 @@ def test_what_is_written_is_read_again_and_has_one_file_of_tensors(tmp_path: Pat
     again = open_adapters(out, GEOMETRY)[1].adapter
     assert again is not None and (again.rank, again.scale) == (3, 12 / 3**0.5)
     assert holds_adapter(out) and base_model(out) == str(base) and not holds_adapter(base)
+
+
+@pytest.mark.parametrize(
+    ("targets", "written"), [("all-linear", (12 / 3**0.5 * 3, False)), ("q_proj", (12, True))], ids=["experts", "attention"]
+)
+def test_alpha_of_experts_is_written_so_that_peft_may_double_their_rank(targets: str, written: tuple[float, bool]) -> None:
+    mixture = replace(GEOMETRY, family="qwen3_moe", experts=ExpertSizes(2, 4, 1))
+    content = adapter_config(replace(mixture, adapter=AdapterSizes(3, 12.0, (targets,), True)), "base")
+    assert (content["lora_alpha"], content["use_rslora"]) == written
 
 
 @pytest.mark.parametrize("size", [1, 2])
