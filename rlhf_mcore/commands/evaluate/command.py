@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rlhf_mcore.checkpoint.layout import CONFIG
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
@@ -57,11 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         "an improvement on that is positive. Killed and started again, it continues where it was.",
         examples=[
             "rlhf-mcore evaluate configs/quickstart/grpo.yaml",
+            "rlhf-mcore evaluate outputs/my/run",
             "rlhf-mcore evaluate my_run.yaml evaluate.checkpoint=outputs/my/run/checkpoint-100 evaluate.compare=models/Qwen3-1.7B",
             "rlhf-mcore evaluate my_run.yaml evaluate.samples=8 evaluate.temperature=1.0",
         ],
         exits=EPILOG,
-        config="YAML file: the one of the training run will do",
+        config="YAML file: the one of the training run will do; or a run directory or checkpoint, with the configuration in it",
     )
     accept_document(parser)
     return parser
@@ -73,10 +75,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from rlhf_mcore.config.hub import MODEL_KEYS, localize
 
     if os.path.isdir(args.config):
-        raise ConfigError(
-            f"{args.config} is a directory, and the configuration comes first: "
-            f"rlhf-mcore evaluate run.yaml evaluate.checkpoint={args.config}"
-        )
+        _take_directory(args)
     cfg = configuration(args)
     localize(cfg, (*MODEL_KEYS, "data.eval"))
     if cfg.evaluate.checkpoint is None:
@@ -103,6 +102,17 @@ def _evaluate(args: argparse.Namespace) -> int:
             arguments = [args.config, *args.overrides, f"--resolved={document}"]
             return launch(arguments, size, cfg.trainer.threads_per_rank, MODULE, logs=logs, console=shown)
     return _run_rank(cfg)
+
+
+def _take_directory(args: argparse.Namespace) -> None:
+    """Evaluate a directory that has a configuration, a run's or a checkpoint's, with that configuration."""
+    directory, config = args.config, os.path.join(args.config, CONFIG)
+    if not os.path.isfile(config):
+        raise ConfigError(
+            f"{directory} has no {CONFIG}, and the configuration comes first: "
+            f"rlhf-mcore evaluate run.yaml evaluate.checkpoint={directory}"
+        )
+    args.config, args.overrides = config, [f"evaluate.checkpoint={directory}", *args.overrides]
 
 
 def _run_rank(cfg: Config) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +40,23 @@ def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypa
     overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "actor.layout.tp=2"]
     assert main_module.main(["evaluate", "run.yaml", *overrides]) == 7
     assert calls == [(["run.yaml", *overrides], 2, 1, "rlhf_mcore.commands.evaluate.command", "auto")]
+
+
+def test_a_run_or_checkpoint_is_evaluated_with_its_own_configuration(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree("model", "checkpoint-7/actor")
+    shutil.copy("run.yaml", "checkpoint-7/config.yaml")
+    seen: list[Any] = []
+
+    def launch(arguments: list[str], *others: Any, logs: Any, console: str) -> int:
+        seen.append(receive(arguments.pop().removeprefix("--resolved=")).evaluate)
+        return 7
+
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", launch)
+    given = ["checkpoint-7", "data.eval=[train.jsonl]", "evaluate.temperature=0.5"]
+    assert main_module.main(["evaluate", *given]) == 7
+    assert (seen[0].checkpoint, seen[0].temperature) == ("checkpoint-7", 0.5)
 
 
 def test_under_torchrun_the_world_is_that_of_the_environment(
