@@ -13,14 +13,15 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.model_files import read_header
-from rlhf_mcore.families import layer_rules
-from rlhf_mcore.families.adapters import ALL_LINEAR, hf_module, hf_names
+from rlhf_mcore.families import end_rules, layer_rules
+from rlhf_mcore.families.adapters import ALL_LINEAR, EMBEDDING, OUTPUT, base_copies, hf_module, hf_names
 from rlhf_mcore.foreign import Fields, read_json, shorten
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _TASKS = {"lm": "CAUSAL_LM", "token": "TOKEN_CLS", "sequence": "SEQ_CLS"}  # by head
+_ALL = (ALL_LINEAR, EMBEDDING, OUTPUT)
 _MAX_RANK, _MAX_ALPHA = 65536, 1e9
 _REMEDY = "use a plain LoRA adapter that PEFT has saved"
 # Settings that change what the tensors mean, and which of their values leave it as it is.
@@ -108,8 +109,8 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     if not isfile(path):
         pickled = " (adapter_model.bin is pickle and is not read)" if isfile(path.with_suffix(".bin")) else ""
         raise ConfigError(f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True")
-    possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, (ALL_LINEAR,))))
-    names = set(read_header(path)) - {"__metadata__"}
+    possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
+    names = set(read_header(path)) - {"__metadata__", *base_copies()}
     known = {name: module for module in possible for name in hf_names(module)}
     if unknown := sorted(names - known.keys()):
         raise ConfigError(
@@ -133,12 +134,13 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
 
 def adapted_modules(adapters: ModelGeometry) -> list[str]:
     """List the Hugging Face modules that have an adapter, in the order of the network."""
-    modules: dict[str, None] = {}
+    first, last = end_rules(adapters)
+    modules: dict[str, None] = {hf_module(name): None for rule in first for name in rule.tensors}
     for layer in range(adapters.num_layers):
         for rule in layer_rules(adapters, layer):
             for expert in range(adapters.num_experts if "{k}" in rule.mcore else 1):
                 modules |= dict.fromkeys(map(hf_module, rule.shapes(adapters, layer, expert)))
-    return list(modules)
+    return list(modules | {hf_module(name): None for rule in last for name in rule.tensors})
 
 
 def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, ...]:
@@ -153,7 +155,7 @@ def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> 
     """Return the content of adapter_config.json. ``base``: the directory of the model."""
     sizes = adapters.adapter
     assert sizes is not None
-    possible = adapted_modules(replace(adapters, adapter=replace(sizes, targets=(ALL_LINEAR,))))
+    possible = adapted_modules(replace(adapters, adapter=replace(sizes, targets=_ALL)))
     modules = adapted_modules(adapters)
     if sizes.use_rslora and any(".experts." in module for module in modules):
         # PEFT joins gate and up of transformers' stacked experts to one adapter of twice the rank and twice the alpha, which keeps

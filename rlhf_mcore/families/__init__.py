@@ -87,6 +87,16 @@ def outer_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[Ru
     return first, last
 
 
+def end_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[list[Rule], list[Rule]]:
+    """List the rules of what stands before the layers and of what follows, see ``outer_rules``, or those of its adapters."""
+    first, last = outer_rules(geometry, tied_head=tied_head)
+    if geometry.adapter is None:
+        return [first], last
+    from rlhf_mcore.families.adapters import adapter_rules
+
+    return adapter_rules(first, geometry, 0), [derived for rule in last for derived in adapter_rules(rule, geometry, 0)]
+
+
 def layer_rules(geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
     """List the rules of one layer of a model, or those of its adapters; ``fused``: as Transformer Engine names parameters."""
     rules = FAMILIES[geometry.family].layer_rules(geometry, layer, fused=fused)

@@ -5,7 +5,9 @@ Hugging Face matrices in one weight. Each of them has its own A and B. The As of
 
 - where ranks split the outputs, every rank has the As whole, one below the other, and of the Bs the rows that it has of the weight;
 - where ranks split the inputs, a rank has the columns of A that it has of the weight, and B whole;
-- where every rank has the weight whole, it has both whole.
+- where every rank has the weight whole, it has both whole;
+- of the embedding and the output layer a rank has A whole, and of B the rows of its part of the vocabulary. PEFT has those of an
+  embedding transposed and exchanged: its ``lora_embedding_A`` [r, vocabulary] is the transposed B here.
 
 A geometry with ``adapter`` is that of the adapters alone: its rules, names and shapes are those of A and B, not those of the model.
 """
@@ -22,14 +24,18 @@ from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
 ALL_LINEAR = "all-linear"  # a target: every linear layer but the output layer, as PEFT means it
 A, B = ".lora_a", ".lora_b"  # in the place of ``.weight``, in Megatron's names
+EMBEDDING, OUTPUT = "model.embed_tokens", "lm_head"  # modules before and behind the layers, which ``all-linear`` does not mean
 _HF_PREFIX, _HF_NAMES = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
+_HF_EMBEDDING_NAMES = {A: ".lora_embedding_B", B: ".lora_embedding_A"}
 _LINEAR = re.compile(r".*\.(linear_\w+|in_proj|out_proj)\.weight(\{k\})?")
 # How ranks hold A and B of a weight that they hold so.
 _KINDS: dict[Kind, tuple[Kind, Kind]] = {
     "row_parallel": ("row_parallel", "replicated"),
     "replicated": ("replicated", "replicated"),
+    "vocab_parallel": ("replicated", "vocab_parallel"),
     **{kind: ("replicated", kind) for kind in ("column_parallel", "qkv", "gated_qkv", "delta", "delta_by_head")},
 }
+_EMBEDDING_KINDS: tuple[Kind, Kind] = ("transposed", "vocab_columns")
 _RANK = Dim("rank", lambda g: _sizes(g).rank)
 
 
@@ -56,35 +62,46 @@ def is_adapter(name: str) -> bool:
 
 def hf_module(name: str) -> str:
     """Return the Hugging Face module that an adapter's tensor belongs to: ``model.layers.0.self_attn.q_proj``."""
-    return name.removeprefix(_HF_PREFIX).rsplit(".", 2)[0]
+    return name.removeprefix(_HF_PREFIX).partition(".lora_")[0]
 
 
 def hf_names(module: str) -> tuple[str, str]:
     """Return the names under which PEFT saves A and B of a Hugging Face module."""
-    return tuple(f"{_HF_PREFIX}{module}{end}" for end in _HF_NAMES.values())  # type: ignore[return-value]
+    ends = _HF_EMBEDDING_NAMES if module == EMBEDDING else _HF_NAMES
+    return f"{_HF_PREFIX}{module}{ends[A]}", f"{_HF_PREFIX}{module}{ends[B]}"
+
+
+def base_copies() -> dict[str, str]:
+    """Map the names under which PEFT saves the weights of both ends beside their adapters to the names of these weights."""
+    return {f"{_HF_PREFIX}{module}.base_layer.weight": f"{module}.weight" for module in (EMBEDDING, OUTPUT)}
 
 
 def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]:
     """Derive the rules of A and B from that of a weight in one layer; none where nothing of it is adapted."""
-    if not _LINEAR.fullmatch(rule.mcore) or rule.kind not in _KINDS:
+    is_end = rule.kind == "vocab_parallel"
+    if rule.kind not in _KINDS or not (is_end or _LINEAR.fullmatch(rule.mcore)) or (is_end and geometry.tied_embeddings):
         return []
     tensors = {name: dims for name, dims in rule.tensors.items() if is_target(_module(name, layer), geometry)}
     if not tensors:
         return []
+    is_embedding = f"{EMBEDDING}.weight" in tensors
+
+    def dims_of(side: str, rows: Dim, columns: Dim) -> tuple[Dim, Dim]:
+        if is_embedding:
+            return (columns, _RANK) if side == A else (_RANK, rows)
+        return (_RANK, columns) if side == A else (rows, _RANK)
+
     return [
         replace(
             rule,
             mcore=re.sub(r"\.weight(\{k\})?$", rf"{side}\1", rule.mcore),
             kind=kind,
             tensors={
-                _HF_PREFIX + name.removesuffix(".weight") + _HF_NAMES[side]: (
-                    (_RANK, *dims[1:]) if side == A else (dims[0], _RANK)
-                )
-                for name, dims in tensors.items()
+                hf_names(name.removesuffix(".weight"))[side == B]: dims_of(side, *dims) for name, dims in tensors.items()
             },
             in_memory="",
         )
-        for side, kind in zip((A, B), _KINDS[rule.kind], strict=True)
+        for side, kind in zip((A, B), _EMBEDDING_KINDS if is_embedding else _KINDS[rule.kind], strict=True)
     ]
 
 
@@ -97,7 +114,9 @@ def is_target(module: str, geometry: ModelGeometry) -> bool:
 
 
 def _matches(target: str, module: str) -> bool:
-    return target in (ALL_LINEAR, module) or module.endswith(f".{target}") or fnmatchcase(module, target)
+    if target == ALL_LINEAR:
+        return module not in (EMBEDDING, OUTPUT)
+    return target == module or module.endswith(f".{target}") or fnmatchcase(module, target)
 
 
 def _module(tensor: str, layer: int) -> str:
@@ -111,7 +130,7 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
     Raises:
         ConfigError: a target is no linear layer of the model, or one that no adapter can be of.
     """
-    linear, stacked = [], []
+    linear, stacked = [EMBEDDING, *([OUTPUT] if geometry.head == "lm" else [])], []
     for layer in range(geometry.num_layers):
         for rule in family.layer_rules(geometry, layer):
             if not _LINEAR.fullmatch(rule.mcore):
@@ -126,6 +145,12 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
             raise ConfigError(
                 f"{field}: {target!r} is no linear layer of the model; name some of {shortened(known, 20, ', ')}, or {ALL_LINEAR}"
             )
+    tied = next((module for module in (EMBEDDING, OUTPUT) if is_target(module, geometry)), None)
+    if tied is not None and geometry.tied_embeddings:
+        raise ConfigError(
+            f"{field}: {tied} is the embedding and the output layer at once (tie_word_embeddings=true), which takes no adapter; leave "
+            "it out, or name a model with an output layer of its own"
+        )
     if stacked:
         raise ConfigError(
             f"{field}: {stacked[0]} holds all experts of a layer in one tensor, which takes no adapter; name layers of attention"

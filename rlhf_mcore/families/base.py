@@ -54,7 +54,8 @@ VOCAB = Dim("vocab", lambda g: g.vocab_size)
 # How tensor-parallel ranks hold a parameter: whole; equal runs of rows of each of its tensors, one below the other; equal runs of
 # columns; equal runs of rows of the padded vocabulary; an equal run of the rows of queries, keys and values interleaved by group;
 # the part of one expert, transposed, of tensors that have those of all; rows by heads of a gated delta net, of tensors that have them
-# by kind, or its inputs by head of keys; queries and their gates by head, with keys and values, interleaved as "qkv".
+# by kind, or its inputs by head of keys; queries and their gates by head, with keys and values, interleaved as "qkv"; whole, but
+# transposed; equal runs of columns of the padded vocabulary, transposed.
 Kind = Literal[
     "replicated",
     "column_parallel",
@@ -65,6 +66,8 @@ Kind = Literal[
     "delta",
     "delta_by_head",
     "gated_qkv",
+    "transposed",
+    "vocab_columns",
 ]
 Layers = Literal["all", "dense", "moe", "attention", "delta", "mtp"]  # that have a parameter
 Spec = Literal["any", "local", "te"]  # layer specs that have it under a name: both, the local one, Transformer Engine's

@@ -2,7 +2,8 @@
 
 A layer's A and B are its parameters ``lora_a`` and ``lora_b``; W has no gradient. Where ranks split W's outputs, each has the whole
 of A and its own rows of B. Where they split W's inputs, each has its own columns of A and the whole of B. What passes between ranks
-is A x, of ``rank`` elements per token and matrix.
+is A x, of ``rank`` elements per token and matrix. The embedding and the output layer are like layers whose outputs are split: each
+rank has the rows of B that belong to its part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -103,6 +105,35 @@ class Adapters:
 
         # In front of other hooks: these treat what the layer returns, adapters included.
         layer.register_forward_hook(add, prepend=True)
+
+    def add_to_end(self, layer: Any) -> None:
+        """Give the embedding or the output layer the parameters A and B, whose values are undefined.
+
+        An output layer computes no logits itself: see :meth:`of_logits`. PEFT drops no input of an embedding, and neither does this.
+        """
+        weight, rank = layer.weight, self.sizes.rank
+        layer.lora_a = torch.nn.Parameter(weight.new_empty(rank, weight.size(1)))
+        layer.lora_b = torch.nn.Parameter(weight.new_empty(weight.size(0), rank))
+        set_tensor_model_parallel_attributes(layer.lora_b, True, 0, 1)
+        if not isinstance(layer, VocabParallelEmbedding):
+            return
+        # Each rank's gradient of A is that of its tokens.
+        layer.lora_a.sequence_parallel = layer.reduce_scatter_embeddings
+
+        def add(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+            if not self.is_on:
+                return output
+            return output + F.linear(_rows_of(module, inputs[0], module.lora_b), module.lora_a.t()) * self.sizes.scale
+
+        layer.register_forward_hook(add, prepend=True)
+
+    def of_logits(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return scale * A x [N, rank] and B [V_local, rank], whose product is added to the logits of ``hidden`` [N, h]; or None."""
+        if not self.is_on or not hasattr(layer, "lora_a"):
+            return None
+        whole = _Path(layer.tp_group, False, False)
+        x = self._dropped(hidden.to(layer.lora_a.dtype), whole, layer.training)
+        return F.linear(x, layer.lora_a) * self.sizes.scale, layer.lora_b
 
     def _dropped(self, x: Tensor, path: _Path, training: bool) -> Tensor:
         if not (self.dropout and training):
@@ -197,6 +228,23 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0] * ctx.factor, None, None  # type: ignore[attr-defined]
+
+
+def _rows_of(layer: VocabParallelEmbedding, tokens: Tensor, table: Tensor) -> Tensor:
+    """Look tokens [b, T] up in a table of which each rank has the rows [V_local, n] that it has of the embedding.
+
+    Returns:
+        [b, T, n], or [T / tp, b, n] where the embedding leaves each rank its own tokens.
+    """
+    local = tokens - layer.vocab_start_index
+    here = (local >= 0) & (local < table.size(0))
+    local = torch.where(here, local, 0)
+    # As for the embedding itself: the backward pass of the second is not deterministic on CUDA.
+    rows = table[local] if layer.deterministic_mode else F.embedding(local, table)
+    rows = rows * here.unsqueeze(-1)
+    if layer.reduce_scatter_embeddings:
+        return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous(), group=layer.tp_group)
+    return reduce_from_tensor_model_parallel_region(rows, group=layer.tp_group)
 
 
 def _path_of(layer: Any, name: str) -> _Path:

@@ -256,7 +256,7 @@ class MegatronModel:
         logits, and all is zero. ``outputs``: of this model's last stage. ``output_weight``: of the output layer; None: the model's.
         """
         placed = microbatch.placed or self._inputs.derive(microbatch)
-        chunk = unwrap(self.chunks[-1])
+        chunk, adapters = unwrap(self.chunks[-1]), self.adapters if output_weight is None else None
         if (weight := output_weight) is None:
             tied = chunk.share_embeddings_and_output_weights
             weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
@@ -275,6 +275,7 @@ class MegatronModel:
             with_entropy=with_entropy,
             support=self._inputs.subsets(microbatch),
             main_grad=getattr(weight, "main_grad", None),  # Megatron's: what microbatches add up to, in fp32
+            added=adapters.of_logits(chunk.output_layer, hidden) if adapters is not None else None,
         )
 
         def whole(values: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ def linear_logprobs(
     with_entropy: bool = True,
     support: Subsets | None = None,
     main_grad: Tensor | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> TokenLogprobs:
     """Compute an output layer's logprob of each label, and the entropy of each distribution if wanted, from hidden states.
 
@@ -68,21 +69,30 @@ def linear_logprobs(
         support: token ids for each of the N labels; no ids mean the whole vocabulary.
         main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets zeros for it. None:
             autograd gets the gradient.
+        added: [N, r] and this rank's rows [V_local, r] of two matrices, whose product is added to the logits. The gradient of the
+            former is summed over the group too.
 
     Returns:
         logprobs [N], entropy [N] with ``with_entropy``, and log_mass [N] with a support, equal on all ranks of the group.
     """
     hidden = hidden.to(weight.dtype)
+    low, rows = added if added is not None else (None, None)
     if group.size() > 1:
         hidden = _SumGradient.apply(hidden, group)
+        low = None if low is None else _SumGradient.apply(low, group)
     chunk = chunk_tokens or chunk_tokens_of(weight.size(0))
     columns = _Columns.of(group, len(weight), vocab_size, temperature)
     subsets = None if support is None else support.on(hidden.device)
     if len(hidden) > chunk:
         return TokenLogprobs(
-            *_ChunkedLinear.apply(hidden, weight, labels, columns, chunk, with_entropy, subsets, main_grad)
+            *_ChunkedLinear.apply(hidden, weight, low, rows, labels, columns, chunk, with_entropy, subsets, main_grad)
         )
-    return TokenLogprobs(*_KeptLinear.apply(hidden, weight, labels, columns, with_entropy, subsets, main_grad))
+    return TokenLogprobs(*_KeptLinear.apply(hidden, weight, low, rows, labels, columns, with_entropy, subsets, main_grad))
+
+
+def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | None) -> Tensor:
+    logits = F.linear(hidden, weight)
+    return logits if low is None or rows is None else logits.addmm_(low, rows.t())
 
 
 class _SumGradient(torch.autograd.Function):
@@ -117,6 +127,8 @@ class _KeptLinear(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        low: Tensor | None,
+        rows: Tensor | None,
         labels: Tensor,
         columns: _Columns,
         with_entropy: bool,
@@ -125,7 +137,7 @@ class _KeptLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.subsets, ctx.main_grad = columns, subsets, main_grad
-        z = F.linear(hidden, weight).float()
+        z = _logits(hidden, weight, low, rows).float()
         # On a CPU as many tokens as its cache holds, unless that would need more messages.
         in_cache = not z.is_cuda and columns.group.size() == 1
         ctx.chunk = max(CACHE_BYTES // (4 * z.size(1)), 1) if in_cache else CHUNK_TOKENS
@@ -134,13 +146,13 @@ class _KeptLinear(torch.autograd.Function):
             return ctx.columns.scaled(z[a:b])
 
         results, sums = _forward(scaled, labels, ctx.chunk, columns, with_entropy, subsets, keeps=True)
-        ctx.save_for_backward(hidden, weight, labels, z, *sums)
+        ctx.save_for_backward(hidden, weight, low, rows, labels, z, *sums)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # torch refuses a second backward pass, since z has changed.
-        hidden, weight, labels, z, _, *sums = ctx.saved_tensors
+        hidden, weight, low, rows, labels, z, _, *sums = ctx.saved_tensors
         for a, b in _chunks(len(hidden), ctx.chunk):
             # The peak is subtracted already.
             of_chunk = [None, *_slice(sums, a, b)]
@@ -148,9 +160,11 @@ class _KeptLinear(torch.autograd.Function):
             of_logits = _compute_gradient(z[a:b], labels[a:b], of_chunk, _slice(grads, a, b), ctx.columns, within)
             if of_logits.data_ptr() != z[a:b].data_ptr():
                 z[a:b] = of_logits
-        grad, total = z.to(weight.dtype), _WeightGradient(ctx, weight)
+        grad, total, of_rows = z.to(weight.dtype), _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
         total.add(grad, hidden)
-        return grad @ weight, total.rest(), *[None] * 5
+        of_rows.add(grad, low)
+        of_low = None if low is None else grad @ rows
+        return grad @ weight, total.rest(), of_low, of_rows.rest(), *[None] * 5
 
 
 class _ChunkedLinear(torch.autograd.Function):
@@ -161,6 +175,8 @@ class _ChunkedLinear(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        low: Tensor | None,
+        rows: Tensor | None,
         labels: Tensor,
         columns: _Columns,
         chunk: int,
@@ -172,35 +188,40 @@ class _ChunkedLinear(torch.autograd.Function):
         ctx.columns, ctx.chunk, ctx.subsets, ctx.main_grad = columns, chunk, subsets, main_grad
 
         def scaled(a: int, b: int) -> Tensor:
-            return ctx.columns.scaled(F.linear(hidden[a:b], weight))
+            return ctx.columns.scaled(_logits(hidden[a:b], weight, None if low is None else low[a:b], rows))
 
         results, sums = _forward(scaled, labels, chunk, columns, with_entropy, subsets)
-        ctx.save_for_backward(hidden, weight, labels, *sums)
+        ctx.save_for_backward(hidden, weight, low, rows, labels, *sums)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, *sums = ctx.saved_tensors
-        out, total = torch.empty_like(hidden), _WeightGradient(ctx, weight)
+        hidden, weight, low, rows, labels, *sums = ctx.saved_tensors
+        out, total, of_rows = torch.empty_like(hidden), _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
+        of_low = None if low is None else torch.empty_like(low)
         for a, b in _chunks(len(hidden), ctx.chunk):
-            z = ctx.columns.scaled(F.linear(hidden[a:b], weight))
+            z = ctx.columns.scaled(_logits(hidden[a:b], weight, None if low is None else low[a:b], rows))
             within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
             of_logits = _compute_gradient(z, labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns, within)
             grad = of_logits.to(weight.dtype)
             torch.mm(grad, weight, out=out[a:b])
             total.add(grad, hidden[a:b])
-        return out, total.rest(), *[None] * 6
+            if of_low is not None:
+                torch.mm(grad, rows, out=of_low[a:b])
+                of_rows.add(grad, low[a:b])
+        return out, total.rest(), of_low, of_rows.rest(), *[None] * 6
 
 
 class _WeightGradient:
-    """The gradient of an output layer's weight, summed in fp32 over chunks of tokens.
+    """The gradient of an output layer's weight, or of what is added to it, summed in fp32 over chunks of tokens.
 
-    A sum in bf16 would lose every contribution below half a unit in the last place of the sum.
+    A sum in bf16 would lose every contribution below half a unit in the last place of the sum. ``argument``: the weight's number.
     """
 
-    def __init__(self, ctx: Any, weight: Tensor) -> None:
-        self._weight, self._is_wanted, self._is_elsewhere = weight, ctx.needs_input_grad[1], ctx.main_grad is not None
-        self._total = ctx.main_grad
+    def __init__(self, ctx: Any, weight: Tensor, argument: int = 1) -> None:
+        self._weight, self._is_wanted = weight, ctx.needs_input_grad[argument]
+        self._total: Any = ctx.main_grad if argument == 1 else None
+        self._is_elsewhere = self._total is not None
         if self._is_wanted and not self._is_elsewhere:
             self._total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 

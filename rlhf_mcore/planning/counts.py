@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from rlhf_mcore.families import layer_rules, outer_rules
+from rlhf_mcore.families import end_rules, layer_rules, outer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.observability.throughput import ModelFlops
@@ -13,10 +13,8 @@ from rlhf_mcore.observability.throughput import ModelFlops
 @lru_cache(maxsize=64)
 def num_parameters(geometry: ModelGeometry) -> int:
     """Count elements of the Hugging Face model, or of its adapters."""
-    if geometry.adapter is not None:
-        return _count([], geometry, geometry.num_experts)
-    first, last = outer_rules(geometry)
-    return _count([first, *last], geometry, geometry.num_experts)
+    first, last = end_rules(geometry)
+    return _count([*first, *last], geometry, geometry.num_experts)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import lcm, prod
 
 from rlhf_mcore.bridge.map.rules import holds_matrices, is_padded, layer_names, pieces
-from rlhf_mcore.families import layer_rules, outer_rules
+from rlhf_mcore.families import end_rules, layer_rules
 from rlhf_mcore.geometry import ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.planning.counts import num_parameters
@@ -195,23 +195,19 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
     Those of a layer are named after the first layer of its kind.
     """
     grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
-    if geometry.adapter is not None:  # layers of one kind may have different ones, and nothing else has any
-        return [
-            [
-                tensor
-                for layer in layout.layers_of(geometry.num_layers, pp, number)
-                for tensor in _tensors_of(geometry, layer, grid)
-            ]
-            for number in range(layout.vpp or 1)
-        ]
-    first, last = outer_rules(geometry, tied_head=layout.pp > 1)  # two stages hold a tied embedding
+    first, last = end_rules(geometry, tied_head=layout.pp > 1)  # two stages hold a tied embedding
     end = (layout.pp - 1, (layout.vpp or 1) - 1)
     chunks = []
     for number in range(layout.vpp or 1):
         layers = layout.layers_of(geometry.num_layers, pp, number)
-        tensors = [tensor for layer in layers for tensor in _layer_tensors(geometry, geometry.layer_kind(layer), grid)]
+        if geometry.adapter is not None:  # layers of one kind may have different ones
+            tensors = [tensor for layer in layers for tensor in _tensors_of(geometry, layer, grid)]
+        else:
+            tensors = [
+                tensor for layer in layers for tensor in _layer_tensors(geometry, geometry.layer_kind(layer), grid)
+            ]
         if (pp, number) == (0, 0):
-            tensors.insert(0, LocalTensor(first.mcore, _numel(first.mcore, geometry, grid)))
+            tensors[:0] = [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in first]
         if (pp, number) == end:
             tensors += [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in last]
             if geometry.mtp_layers and layout.num_stages > 1:
@@ -254,7 +250,8 @@ def _order(name: str) -> tuple[int, int]:
 
 def _numel(name: str, geometry: ModelGeometry, grid: _Grid) -> int:
     if is_padded(name, geometry):
-        return geometry.padded_vocab(grid.tp) // grid.tp * geometry.hidden_size
+        width = geometry.hidden_size if geometry.adapter is None else geometry.adapter.rank
+        return geometry.padded_vocab(grid.tp) // grid.tp * width
     shard = Shard(0, grid.expert_tp, 0, grid.ep) if is_expert(name) else Shard(0, grid.tp)
     return sum(prod(piece.shape) for piece in pieces(name, geometry, shard))
 

@@ -18,7 +18,7 @@ from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.families.adapters import B, base_name
+from rlhf_mcore.families.adapters import EMBEDDING, B, base_name, hf_module
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.ends import require_gradient
 from rlhf_mcore.mcore.lora import Adapters, MatrixRows
@@ -43,13 +43,18 @@ def add_adapters(
             if not (weight := re.fullmatch(r"(.+)\.weight(\d*)", name)):
                 continue
             if num_a := _rows_of_a(full_name, geometry, layout, rank):
+                module = chunk.get_submodule(weight.group(1))
+                if not full_name.startswith("decoder."):
+                    adapters.add_to_end(module)
+                    count += 1
+                    continue
                 matrices = _matrices(full_name, geometry, layout, rank)
                 if not matrices:
                     raise ConfigError(
                         f"actor.lora.targets={shortened(geometry.adapter.targets)}: a tensor-parallel rank has no row of what they "
                         f"name in {full_name}, where queries, keys and values are joined; name all, or lower actor.layout.tp"
                     )
-                adapters.add(chunk.get_submodule(weight.group(1)), matrices, num_a, full_name)
+                adapters.add(module, matrices, num_a, full_name)
                 count += 1
         if hasattr(chunk, "embedding"):
             require_gradient(chunk.embedding)
@@ -85,24 +90,27 @@ def _matrices(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank
 
 
 def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, seed: int) -> None:
-    """Draw A as PEFT does (uniform, Kaiming's bound with a = sqrt 5), and set B to zero.
+    """Draw A as PEFT does (uniform, Kaiming's bound with a = sqrt 5; of the embedding Gaussian), and set B to zero.
 
     The values of a matrix follow from ``seed`` and its name, so they are the same in every layout.
     """
     shapes = hf_shapes(geometry)
     for parameter in parameters:
+        if base_name(parameter.name)[1] == B:
+            parameter.tensor.zero_()  # also the padding of a vocabulary
+            continue
         for piece in pieces(parameter.name, geometry, parameter.shard):
             shape = shapes[piece.hf_name]
             target: Any = parameter.tensor.view(-1).as_strided(
                 piece.shape, piece.strides, piece.offset + parameter.tensor.storage_offset()
             )
-            if base_name(parameter.name)[1] == B:
-                target.zero_()
-                continue
             digest = hashlib.sha256(f"{seed} {piece.hf_name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            bound = shape[1] ** -0.5
-            whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            whole, bound = torch.empty(shape), shape[1] ** -0.5
+            if hf_module(piece.hf_name) == EMBEDDING:
+                whole.normal_(generator=generator)
+            else:
+                whole.uniform_(-bound, bound, generator=generator)
             target.copy_(whole[tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))])
 
 

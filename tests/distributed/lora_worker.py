@@ -57,13 +57,13 @@ CASES = {
     "qwen3_moe": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2", "tp2_sp_ep2_dp2", "ep2_etp2_dp4", "pp2_ep2_dp2"),
     "deepseek_v3_kimi": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2"),
     "deepseek_v3_dense": ("tp2_dp2", "pp2_dp2"),
+    "qwen3_ends": ("tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "cp2_dp2"),
 }
-SIZES = {
-    name: AdapterSizes(3, 12.0, ATTENTION if name == "qwen2" else ("all-linear",), name == "qwen2") for name in CASES
-}
+TARGETS = {"qwen2": ATTENTION, "qwen3_ends": ("q_proj", "down_proj", "embed_tokens", "lm_head")}
+SIZES = {name: AdapterSizes(3, 12.0, TARGETS.get(name, ("all-linear",)), name == "qwen2") for name in CASES}
 RECOMPUTE = {"full": RecomputeConfig("full"), "selective": RecomputeConfig("selective", modules=["mlp", "core_attn"])}
 # Others have experts, or MLPs that PEFT's all-linear leaves out because they are named as experts are.
-OF_PEFT = ("qwen3", "qwen2")
+OF_PEFT = ("qwen3", "qwen2", "qwen3_ends")
 BEGINNINGS = ("zero", "grown")  # what B is before the update
 
 
@@ -73,7 +73,7 @@ def main(directory: Path) -> None:
     for name, layouts in CASES.items():
         path = directory / name
         if dist.get_rank() == 0:
-            models.make(name, path)
+            models.make(name.removesuffix("_ends"), path)
             for beginning in BEGINNINGS:
                 findings["oracle"][f"{name}/{beginning}"] = oracle(name, path, beginning)
         dist.barrier()
@@ -152,12 +152,14 @@ def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str
 
     def added(module: str) -> Tensor:
         prefix = f"base_model.model.{module}"
+        if module == "model.embed_tokens":
+            return scale * (learns[f"{prefix}.lora_embedding_B"] @ learns[f"{prefix}.lora_embedding_A"]).t()
         return scale * learns[f"{prefix}.lora_B.weight"] @ learns[f"{prefix}.lora_A.weight"]
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for key, weight in hf.named_parameters():
             module = key.removesuffix(".weight")
-            if f"base_model.model.{module}.lora_A.weight" in learns:
+            if {f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_embedding_A"} & learns.keys():
                 yield key, weight + added(module)
             elif found := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", key):
                 parts = ("gate_proj", "up_proj") if found.group(2) == "gate_up" else ("down_proj",)

@@ -11,6 +11,7 @@ from rlhf_mcore.bridge.files.transfer import WEIGHT_DTYPES
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, read_adapters
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families.adapters import base_copies
 from rlhf_mcore.foreign import INDEX, read_bytes
 from rlhf_mcore.geometry import ModelGeometry
 
@@ -27,6 +28,13 @@ def open_adapters(directory: str | Path, model: ModelGeometry) -> tuple[HFReader
     adapters = read_adapters(directory, model)
     reader = HFReader(directory, single=ADAPTER_WEIGHTS)
     path = reader.directory / ADAPTER_WEIGHTS
+    weights = hf_shapes(model)
+    for name, of_base in base_copies().items():
+        if name in reader.names and reader.shape(name) != weights.get(of_base):
+            raise ConfigError(
+                f"{path}: tensor {name} is {list(reader.shape(name))}, and not as {of_base} of the model; train with the vocabulary "
+                "of the model"
+            )
     for name, shape in hf_shapes(adapters).items():
         if name not in reader.names:
             raise ConfigError(f"{path}: tensor {name} is missing; save the adapter again")

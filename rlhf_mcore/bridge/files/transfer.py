@@ -141,7 +141,7 @@ class Gatherer:
             return [local] * len(by_rank)  # replicated: every rank holds the same
         if self._geometry.adapter is not None:  # ranks have as many rows of B as of the matrices with adapters
             counts = [sum(prod(piece.shape) for piece in held) for held in by_rank]
-            padded = local.new_zeros(max(counts))
+            padded = local.new_zeros(max(*counts, local.numel()))
             padded[: local.numel()] = local.flatten()
             flat = [torch.empty_like(padded) for _ in by_rank]
             dist.all_gather(flat, padded, group=group)

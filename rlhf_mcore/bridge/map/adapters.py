@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlhf_mcore.bridge.map.rules import pieces
-from rlhf_mcore.families.adapters import A, B, hf_module, hf_names
+from rlhf_mcore.families.adapters import A, B, hf_module
 from rlhf_mcore.geometry import ModelGeometry, Shard
 
 
@@ -44,11 +44,12 @@ def blocks(weight: str, geometry: ModelGeometry, shard: Shard) -> list[Block]:
     except KeyError:
         return []
     first_rows = {hf_module(piece.hf_name): piece.offset // piece.strides[0] for piece in held_a}
-    b_rows = {(piece.hf_name, piece.start[0]): piece.offset // adapter.rank for piece in held_b}
+    # By the first row that a piece has of the whole B: of the embedding, whose B PEFT has transposed, it is a column.
+    b_rows = {(hf_module(piece.hf_name), max(piece.start)): piece.offset // adapter.rank for piece in held_b}
     joined = []
     for piece in pieces(weight, replace(geometry, adapter=None), shard):
         module = piece.hf_name.removesuffix(".weight")
         if module in first_rows:
-            b_row = b_rows[hf_names(module)[1], piece.start[0]]
+            b_row = b_rows[module, piece.start[0]]
             joined.append(Block(piece.offset // piece.strides[0], piece.shape[0], b_row, first_rows[module]))
     return sorted(joined, key=lambda block: block.row)

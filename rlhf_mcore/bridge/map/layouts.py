@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.map.rules import layer_names, pieces
-from rlhf_mcore.families import outer_rules
+from rlhf_mcore.families import end_rules
 from rlhf_mcore.geometry import ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 
@@ -70,7 +70,7 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
         ]
         for stage in range(layout.pp)
     ]
-    first, last = outer_rules(geometry, tied_head=layout.pp > 1)
-    stages[0].insert(0, first.mcore)
+    first, last = end_rules(geometry, tied_head=layout.pp > 1)
+    stages[0][:0] = [rule.mcore for rule in first]
     stages[-1] += [rule.mcore for rule in last]
     return stages

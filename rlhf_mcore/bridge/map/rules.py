@@ -13,7 +13,7 @@ from functools import cache
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.families import FAMILIES, HEADS, layer_rules, outer_rules
+from rlhf_mcore.families import FAMILIES, HEADS, end_rules, layer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
     """Return name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
-    first, last = _outer_rules(geometry)
+    first, last = end_rules(geometry)
     shapes: Shapes = {}
     for rule in first:
         shapes |= rule.shapes(geometry)
@@ -39,14 +39,6 @@ def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
     return shapes
 
 
-def _outer_rules(geometry: ModelGeometry) -> tuple[list[Rule], list[Rule]]:
-    """List the rules of what stands before the layers and behind them, which has no adapters."""
-    if geometry.adapter is not None:
-        return [], []
-    first, last = outer_rules(geometry)
-    return [first], last
-
-
 def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool = False) -> Iterator[str]:
     """Yield Megatron's parameters of one layer on a rank that has ``num_experts`` of its experts.
 
@@ -58,7 +50,7 @@ def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bo
 
 def parameter_names(geometry: ModelGeometry) -> list[str]:
     """List Megatron's parameters of a whole model on one rank, in the network's order, named as Transformer Engine's layers do."""
-    first, last = _outer_rules(geometry)
+    first, last = end_rules(geometry)
     layers = (layer_names(geometry, layer, geometry.num_experts, True) for layer in range(geometry.num_layers))
     return [*(rule.mcore for rule in first), *(name for names in layers for name in names), *(rule.mcore for rule in last)]
 
@@ -84,7 +76,7 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     rule, layer, local_expert = find_rule(geometry, name)
     expert = shard.expert_rank * (geometry.num_experts // shard.expert_size) + local_expert
     shapes = rule.shapes(geometry, layer, expert)
-    if geometry.adapter is not None and ".lora_b" in rule.mcore and rule.kind != "replicated":
+    if geometry.adapter is not None and ".lora_b" in rule.mcore and rule.kind not in _PLAIN_SPLITS:
         return _rows_of_weight(name, shapes, geometry, shard)
     if geometry.tied_embeddings and "lm_head.weight" in shapes:
         shapes = {"model.embed_tokens.weight": shapes["lm_head.weight"]}
@@ -161,7 +153,7 @@ def holds_matrices(parameter: str, geometry: ModelGeometry) -> bool:
 
 def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
     """Tell whether a file may have more rows of a parameter than the model: those of a vocabulary."""
-    return find_rule(geometry, parameter)[0].kind == "vocab_parallel"
+    return find_rule(geometry, parameter)[0].kind in ("vocab_parallel", "vocab_columns")
 
 
 def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
@@ -244,6 +236,22 @@ def _vocab_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[
             yield _rows(name, shape, first, count, 0)
 
 
+def _transposed(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """A matrix that every rank has whole, transposed."""
+    for name, shape in shapes.items():
+        yield Piece(name, (0, 0), shape, 0, (1, shape[0]))
+
+
+def _vocab_columns(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """Equal column ranges of the padded vocabulary, clipped to the true one, transposed."""
+    per_rank = g.padded_vocab(shard.size) // shard.size
+    first = shard.rank * per_rank
+    for name, (rows, columns) in shapes.items():
+        if (count := min(per_rank, columns - first)) > 0:
+            # Of one row the strides are those of a contiguous matrix too.
+            yield Piece(name, (0, first), (rows, count), 0, (1, rows) if rows > 1 else (count, 1))
+
+
 _Runs = Iterable[tuple[str, int, int]]  # of rows: their tensor, the first of them and how many
 
 
@@ -323,6 +331,10 @@ _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = 
     "vocab_parallel": _vocab_parallel,
     "qkv": _qkv,
     "gated_qkv": _gated_qkv,
+    "transposed": _transposed,
+    "vocab_columns": _vocab_columns,
     "delta": _delta,
     "delta_by_head": _delta_by_head,
 }
+# Of these a rank has of B what the kind says; else it has the rows of B that it has of the weight.
+_PLAIN_SPLITS = ("replicated", "vocab_parallel", "vocab_columns")

@@ -242,7 +242,8 @@ class LoraConfig(Group):
     targets: list[str] = key(
         ["all-linear"],
         "linear layers that get an adapter: `all-linear`, last parts of names (`q_proj`), or patterns of whole names",
-        more="As PEFT's `target_modules`. `all-linear` is every linear layer but the output layer and the router.",
+        more="As PEFT's `target_modules`. `all-linear` is every linear layer but the output layer and the router; `embed_tokens` "
+        "and `lm_head`, beside it, are the embedding and the output layer.",
         is_fixed=True,
     )
     init: str = key(

@@ -32,6 +32,10 @@ def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Name what keeps vLLM from adding adapters. ``geometry`` is that of the adapters."""
     assert geometry.adapter is not None
+    from rlhf_mcore.families.adapters import EMBEDDING, OUTPUT, is_target
+
+    if any(is_target(module, geometry) for module in (EMBEDDING, OUTPUT)):
+        yield "adapters of the embedding and of the output layer are merged for vLLM"
     if geometry.experts is not None:
         yield "vLLM adds no adapters to models with experts"
     if isinstance(geometry.attention, LatentSizes):

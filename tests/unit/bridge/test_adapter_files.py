@@ -19,16 +19,19 @@ from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, state_file
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.files.transfer import load
-from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
+from rlhf_mcore.bridge.map.layouts import stage_names
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.foreign import MAX_INTEGER
 from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, LocalParameter, ModelGeometry, Shard, StateShard
 from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ENDS = ("embed_tokens", "lm_head")
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 # As PEFT 0.21 saves it.
 CONTENT = {
@@ -76,8 +79,8 @@ def write(directory: Path, tensors: dict[str, Tensor], **changed: object) -> Pat
 def held(geometry: ModelGeometry, shard: Shard) -> list[LocalParameter]:
     """A rank's parameters, undefined."""
     parameters = []
-    for layer in range(geometry.num_layers):
-        for name in layer_names(geometry, layer, 0):
+    for names in stage_names(geometry, ParallelLayout(shard.size, tp=shard.size)):
+        for name in names:
             size = sum(piece.numel for piece in pieces(name, geometry, shard))
             parameters.append(LocalParameter(name, torch.full((size,), float("nan")), shard))
     return parameters
@@ -131,9 +134,9 @@ def test_alpha_of_experts_is_written_so_that_peft_may_double_their_rank(targets:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_each_rank_reads_its_part(tmp_path: Path, size: int) -> None:
-    geometry = adapters(*LINEAR)
+    geometry = adapters(*LINEAR, *ENDS)
     tensors = random_tensors(geometry)
-    reader, read = open_adapters(write(tmp_path / "a", tensors, target_modules=list(LINEAR)), GEOMETRY)
+    reader, read = open_adapters(write(tmp_path / "a", tensors, target_modules=[*LINEAR, *ENDS]), GEOMETRY)
     assert hf_shapes(read) == hf_shapes(geometry)
     counts = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     for rank in range(size):
@@ -148,8 +151,8 @@ def test_each_rank_reads_its_part(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize(("saved", "read"), [(1, 2), (2, 1), (2, 4)])
 def test_state_is_read_in_another_layout_bit_for_bit(tmp_path: Path, saved: int, read: int) -> None:
-    geometry = adapters(*LINEAR)
-    write(tmp_path / "a", random_tensors(geometry), target_modules=list(LINEAR))
+    geometry = adapters(*LINEAR, *ENDS)
+    write(tmp_path / "a", random_tensors(geometry), target_modules=[*LINEAR, *ENDS])
     reader, _ = open_adapters(tmp_path / "a", GEOMETRY)
 
     def shards(rank: int, size: int) -> list[StateShard]:
@@ -180,18 +183,19 @@ def test_state_is_read_in_another_layout_bit_for_bit(tmp_path: Path, saved: int,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_merged_weight_is_the_sum_that_peft_documents(tmp_path: Path, dtype: torch.dtype) -> None:
-    """``W += (B @ A) * alpha / sqrt(r)``, with A and B in fp32. PEFT 0.21 gave the same bits."""
+    """``W += (B @ A) * alpha / sqrt(r)``, with A and B in fp32; of an embedding transposed. PEFT 0.21 gave the same bits."""
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text("{}")
     weights = {name: (tensor / 64).to(dtype) for name, tensor in hf_tensors(GEOMETRY).items()}
     save_file(weights, base / "model.safetensors")
-    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors(adapters("q_proj", "v_proj")).items()}
-    source = AdaptedSource(write(tmp_path / "adapter", tensors), base, GEOMETRY)
+    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors(adapters("q_proj", "v_proj", *ENDS)).items()}
+    source = AdaptedSource(write(tmp_path / "adapter", tensors, target_modules=["q_proj", "v_proj", *ENDS]), base, GEOMETRY)
     for name, (stored, shape) in source.types.items():
         wanted, (a, b) = weights[name].clone(), hf_names(name.removesuffix(".weight"))
         if a in tensors:
-            wanted += (tensors[b].float() @ tensors[a].float()) * (12 / 3**0.5)
+            product = tensors[b].float() @ tensors[a].float() if "embed" not in a else tensors[a].float() @ tensors[b].float()
+            wanted += (product.t() if "embed" in a else product) * (12 / 3**0.5)
             assert not torch.equal(wanted, weights[name])
         merged = torch.cat([source.read(name, 0, 3), source.read(name, 3, shape[0] - 3)])
         assert stored == merged.dtype == dtype and torch.equal(merged, wanted), name
@@ -262,8 +266,12 @@ HOSTILE_FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "link": (link_out, ["a link to", "outside of the directory"]),
     "missing": (lambda d: changed_tensors(d, lambda t: t.pop(QUERY)), [ADAPTER_WEIGHTS, QUERY, "missing"]),
     "additional": (
-        lambda d: changed_tensors(d, lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(3, 8)})),
-        [ADAPTER_WEIGHTS, "lm_head.lora_A", "no linear layer of the model"],
+        lambda d: changed_tensors(d, lambda t: t.update({"base_model.model.model.norm.lora_A.weight": torch.ones(3, 8)})),
+        [ADAPTER_WEIGHTS, "norm.lora_A", "no linear layer of the model"],
+    ),
+    "other vocabulary": (
+        lambda d: changed_tensors(d, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.ones(14, 8)})),
+        [ADAPTER_WEIGHTS, "lm_head.base_layer", "[14, 8]", "lm_head.weight"],
     ),
     "dora": (
         lambda d: changed_tensors(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from rlhf_mcore.bridge.files.state_files import regions
 from rlhf_mcore.bridge.map.adapters import Block, adapter_names, blocks
+from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES
-from rlhf_mcore.families.adapters import base_name, check_targets
+from rlhf_mcore.families.adapters import base_name, check_targets, hf_module, hf_names
 from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, GroupedSizes, ModelGeometry, Shard
 
 MODEL = ModelGeometry("qwen3", 2, 64, GroupedSizes(4, 2, 16), 128, 100, True)
@@ -70,9 +73,51 @@ def test_experts_are_numbered_over_the_layer(fused: bool) -> None:
     assert {base_name(name)[0] for name in names} <= set(layer_names(MIXTURE, 1, 2, fused))
 
 
+UNTIED = replace(MODEL, tied_embeddings=False, vocab_size=101)
+
+
+def test_both_ends_have_adapters_where_they_are_named() -> None:
+    """PEFT has those of an embedding transposed: its A has a column for each word, its B a row for each element of a state."""
+    ends = adapters("embed_tokens", "lm_head", model=UNTIED)
+    assert hf_shapes(ends) == {
+        "base_model.model.model.embed_tokens.lora_embedding_B": (64, 4),
+        "base_model.model.model.embed_tokens.lora_embedding_A": (4, 101),
+        "base_model.model.lm_head.lora_A.weight": (4, 64),
+        "base_model.model.lm_head.lora_B.weight": (101, 4),
+    }
+    assert not any("lm_head" in name or "embed" in name for name in hf_shapes(adapters("all-linear", model=UNTIED)))
+    assert [hf_module(name) for name in hf_shapes(ends)] == 2 * ["model.embed_tokens"] + 2 * ["lm_head"]
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
+def test_a_rank_has_adapters_of_its_part_of_the_vocabulary(module: str, rank: int) -> None:
+    """101 words on two ranks, padded to 51 each: rows of B in the order of the weight's, padding behind them."""
+    geometry = replace(UNTIED, adapter=AdapterSizes(rank, 8.0, ("embed_tokens", "lm_head")))
+    layer = {"model.embed_tokens": "embedding.word_embeddings", "lm_head": "output_layer"}[module]
+    a, b = (torch.randn(shape) for shape in ((rank, 64), (101, rank)))
+    of_peft = dict(zip(hf_names(module), (a, b) if module == "lm_head" else (a.t(), b.t()), strict=True))
+    for number, words in enumerate((slice(0, 51), slice(51, 101))):
+        shard = Shard(number, 2)
+        for name, whole, shape in (("lora_a", a, (rank, 64)), ("lora_b", b[words], (51, rank))):
+            local = torch.zeros(shape)
+            for piece in pieces(f"{layer}.{name}", geometry, shard):
+                view(local, piece).copy_(of_peft[piece.hf_name][piece.slices])
+                assert regions([piece], 0, local.numel())
+            assert torch.equal(local[: len(whole)], whole) and not local[len(whole) :].any()
+        assert blocks(f"{layer}.weight", geometry, shard) == [Block(0, words.stop - words.start, 0, 0)]
+
+
+@pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
+def test_a_tied_weight_takes_no_adapter(module: str) -> None:
+    with pytest.raises(ConfigError, match=rf"actor\.lora\.targets: {module} .*tie_word_embeddings.*leave it out"):
+        check_targets(FAMILIES["qwen3"], adapters("all-linear", module), "actor.lora.targets")
+    check_targets(FAMILIES["qwen3"], adapters("all-linear", module, model=UNTIED), "actor.lora.targets")
+
+
 @pytest.mark.parametrize(
     ("family", "targets", "named"),
-    [("qwen3", ("q_proj", "qq_proj"), "qq_proj"), ("qwen3", ("lm_head",), "lm_head")],
+    [("qwen3", ("q_proj", "qq_proj"), "qq_proj"), ("qwen3", ("norm",), "norm")],
 )
 def test_targets_that_cannot_be_are_refused(family: str, targets: tuple[str, ...], named: str) -> None:
     with pytest.raises(ConfigError, match=rf"actor\.lora\.targets.*{named}.*down_proj"):

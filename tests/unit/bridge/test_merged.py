@@ -35,6 +35,9 @@ def random_tensors(geometry: ModelGeometry, dtype: torch.dtype) -> dict[str, Ten
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in hf_shapes(geometry).items()}
 
 
+ENDS = ["embedding.word_embeddings.weight", "output_layer.weight"]
+
+
 def held(name: str, geometry: ModelGeometry, shard: Shard, full: dict[str, Tensor]) -> LocalParameter:
     """Cut a rank's tensor out of whole ones."""
     parts = pieces(name, geometry, shard)
@@ -42,7 +45,7 @@ def held(name: str, geometry: ModelGeometry, shard: Shard, full: dict[str, Tenso
     for part in parts:
         view(flat, part).copy_(full[part.hf_name][part.slices])
     two = len(parts[0].shape) == 2
-    return LocalParameter(name, flat.view(-1, parts[0].strides[0]) if two else flat, shard)
+    return LocalParameter(name, flat.view(-1, max(parts[0].strides)) if two else flat, shard)
 
 
 def merged_by_hand(full: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -53,6 +56,9 @@ def merged_by_hand(full: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict
         if f"{module}.lora_A.weight" in adapters:
             a, b = (adapters[f"{module}.lora_{side}.weight"].float() for side in "AB")
             whole[name] = full[name] + (SCALE * (b @ a)).to(full[name].dtype)
+        elif f"{module}.lora_embedding_A" in adapters:
+            a, b = (adapters[f"{module}.lora_embedding_{side}"].float() for side in "AB")
+            whole[name] = full[name] + (SCALE * (b @ a).t()).to(full[name].dtype)
     return whole
 
 
@@ -75,7 +81,7 @@ def test_a_rank_sends_its_part_of_merged_matrices(
     full, adapters = random_tensors(model, dtype), random_tensors(geometry, dtype)
     whole, covered = merged_by_hand(full, adapters), set[str]()
     for shard in shards:
-        names = list(layer_names(model, 0, model.num_experts // shard.expert_size))
+        names = list(layer_names(model, 0, model.num_experts // shard.expert_size)) + (ENDS if "lm_head" in targets else [])
         parameters = [held(name, model, shard, full) for name in names]
         pairs = [adapter_names(name) for name in names if blocks(name, geometry, shard)]
         sources = MergedSources(
@@ -89,6 +95,14 @@ def test_a_rank_sends_its_part_of_merged_matrices(
                 if not torch.equal(full[part.hf_name], whole[part.hf_name]):
                     covered.add(part.hf_name)
     assert covered == set(adapted_weights(geometry))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_embedding_and_an_output_layer_are_merged(size: int, dtype: torch.dtype) -> None:
+    test_a_rank_sends_its_part_of_merged_matrices(
+        replace(MODEL, tied_embeddings=False), [Shard(rank, size) for rank in range(size)], ("embed_tokens", "lm_head"), dtype
+    )
 
 
 def test_weights_are_merged_while_a_bucket_reads_them() -> None:

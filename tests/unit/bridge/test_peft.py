@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlhf_mcore.bridge.files.adapter_files import open_adapters
+from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 from rlhf_mcore.config.model_files import read_geometry
@@ -37,13 +39,16 @@ def with_products(hf: Any, tensors: dict[str, Tensor], scale: float) -> Any:
     """Add scale B A to the weights of a model of transformers, which has the experts of a layer in one tensor."""
 
     def product(module: str) -> Tensor:
+        if module == "model.embed_tokens":
+            a, b = (tensors[f"base_model.model.{module}.lora_embedding_{side}"] for side in "AB")
+            return scale * (b @ a).t()
         a, b = (tensors[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
         return scale * (b @ a)
 
     with torch.no_grad():
         for name, weight in hf.named_parameters():
             head, _, last = name.rpartition(".")
-            if f"base_model.model.{head}.lora_A.weight" in tensors:
+            if {f"base_model.model.{head}.lora_A.weight", f"base_model.model.{head}.lora_embedding_A"} & tensors.keys():
                 weight += product(head)
             elif head.endswith(".experts"):
                 parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
@@ -65,3 +70,23 @@ def test_peft_computes_with_what_was_trained(tmp_path: Path, name: str, use_rslo
         expected = with_products(load_hf(base), tensors, 12 / (3**0.5 if use_rslora else 3))(TOKENS).logits
         torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=2e-5)
     assert (plain - expected).abs().max() > 0.1
+
+
+def test_adapters_of_both_ends_go_to_peft_and_come_back(tmp_path: Path) -> None:
+    """PEFT saves the weights of the embedding and the output layer beside their adapters."""
+    models.make("qwen3", base := tmp_path / "base")
+    geometry = read_geometry(base)
+    sizes = AdapterSizes(3, 12.0, ("embed_tokens", "lm_head", "q_proj"))
+    tensors = write(tmp_path / "adapter", replace(geometry, adapter=sizes), base)
+    model = peft.PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
+    with torch.no_grad():
+        expected = with_products(load_hf(base), tensors, 4.0)(TOKENS).logits
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=2e-5)
+    model.save_pretrained(str(tmp_path / "again"), save_embedding_layers=True)
+    assert "base_model.model.lm_head.base_layer.weight" in load_file(tmp_path / "again" / ADAPTER_WEIGHTS)
+    reader, read = open_adapters(tmp_path / "again", geometry)
+    assert hf_shapes(read) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert all(torch.equal(reader.read(name, (slice(None),) * 2), tensor) for name, tensor in tensors.items())
+    merged, source = model.merge_and_unload().state_dict(), AdaptedSource(tmp_path / "again", base, geometry)
+    for name, (_, shape) in source.types.items():
+        assert torch.equal(source.read(name, 0, shape[0]), merged[name]), name

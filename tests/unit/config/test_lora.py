@@ -80,6 +80,7 @@ MIXTURE = replace(DENSE, family="qwen3_moe", experts=ExpertSizes(4, 6, 2))
         (DENSE, {"actor__lora__rank": 12}, False),
         (DENSE, {"actor__lora__rank": None}, False),
         (DENSE, {"rollout__speculative__method": "ngram"}, False),
+        (replace(DENSE, tied_embeddings=False), {"actor__lora__targets": ["q_proj", "lm_head"]}, False),
         (MIXTURE, {}, False),
     ],
 )

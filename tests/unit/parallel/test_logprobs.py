@@ -229,6 +229,43 @@ def test_an_output_layer_in_chunks_is_that_of_the_definition(
     torch.testing.assert_close(torch.cat([values[2] for values in found]).double(), w.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_logits_with_a_product_added(chunk: int | None, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters of an output layer, whose weight is frozen: values and gradients of hidden states and of both factors."""
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    hidden, weight, labels = output_layer(14, VOCAB, 12)
+    factors = torch.randn(2, HIDDEN), torch.randn(12, 2)
+    tokens = torch.arange(1, 15) / 14
+
+    def rank(group: ThreadGroup) -> list[Tensor]:
+        x, a = (tensor.clone().requires_grad_() for tensor in (hidden, factors[0]))
+        b = factors[1].chunk(size)[group.rank()].clone().requires_grad_()
+        logprobs, entropy, _ = linear_logprobs(
+            x,
+            weight.chunk(size)[group.rank()],
+            labels,
+            vocab_size=VOCAB,
+            temperature=0.7,
+            group=group,  # type: ignore[arg-type]
+            chunk_tokens=chunk,
+            added=(x @ a.t(), b),
+        )
+        assert entropy is not None
+        (0.8 * (tokens * logprobs).sum() - 0.3 * (tokens.flip(0) * entropy).sum()).backward()
+        assert x.grad is not None and a.grad is not None and b.grad is not None
+        return [logprobs, entropy, x.grad, a.grad, b.grad]
+
+    found = run_ranks(size, rank)
+    x, a, b = (tensor.double().requires_grad_() for tensor in (hidden, *factors))
+    logprobs, entropy = plain(x @ (weight.double() + b @ a).t(), labels, VOCAB, 0.7)
+    (0.8 * (tokens * logprobs).sum() - 0.3 * (tokens.flip(0) * entropy).sum()).backward()
+    for values in found:
+        for value, expected in zip(values, (logprobs, entropy, x.grad, a.grad), strict=False):
+            torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([values[4] for values in found]).double(), b.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("chunk", "rows"), [(8, 8), (64, 64)])
 def test_only_a_chunk_of_logits_is_there_at_a_time(chunk: int, rows: int) -> None:
     """Every tensor that is made, forward and backward, and all that is kept in between."""

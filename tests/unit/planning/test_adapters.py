@@ -49,6 +49,15 @@ def test_data_parallel_ranks_share_the_state() -> None:
     assert {state.gradients for state in states} == {4 * 2 * ADAPTERS}
 
 
+def test_both_ends_have_parts_of_the_padded_vocabulary() -> None:
+    """127 words on two ranks are 64 each; each rank has A of the embedding and of the output layer whole."""
+    planned = role(("embed_tokens", "lm_head"), tp=2, world_size=2)
+    untied = replace(MODEL, tied_embeddings=False, vocab_size=127)
+    planned = replace(planned, geometry=untied, adapters=replace(untied, adapter=planned.adapters.adapter))
+    assert state_bytes(planned, 1).gradients == 4 * 2 * 8 * (64 + 64)
+    assert checkpoint_bytes(planned) == 2 * 8 * (64 + 127) * (2 + 4 + 8)
+
+
 def test_layers_may_differ() -> None:
     state = state_bytes(role(("model.layers.1.self_attn.o_proj",)), 0)
     assert state.gradients == 4 * 8 * (64 + 64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.formats.source import HFSource
 from rlhf_mcore.config.adapter_files import adapted_modules
-from rlhf_mcore.families.adapters import hf_names
+from rlhf_mcore.families.adapters import EMBEDDING, hf_names
 from rlhf_mcore.geometry import ModelGeometry
 
 
@@ -46,7 +46,8 @@ class AdaptedSource:
             return rows
         if self._product[0] != name:
             a, b = (self._adapters.read(n, (slice(None),) * 2).float() for n in hf_names(self._modules[name]))
-            self._product = name, (b @ a) * self._scale
+            product = (a @ b).t() if self._modules[name] == EMBEDDING else b @ a  # in the order in which PEFT has them
+            self._product = name, product * self._scale
         return rows.clone().add_(self._product[1][first : first + count])
 
     def origin(self, name: str) -> str:
