@@ -5,15 +5,17 @@ Such a directory holds low-rank adapters of a model that is elsewhere: ``adapter
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from os.path import isdir, isfile
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.config.model_files import read_header
-from rlhf_mcore.families import end_rules, layer_rules
+from rlhf_mcore.config.hub_ids import absent_hint
+from rlhf_mcore.config.model_files import WEIGHT_DTYPES, read_header
+from rlhf_mcore.families import hf_shapes
 from rlhf_mcore.families.adapters import ALL_LINEAR, EMBEDDING, OUTPUT, base_copies, hf_module, hf_names
 from rlhf_mcore.foreign import Fields, read_json, shorten
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
@@ -103,14 +105,16 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     """Return the geometry of a directory's adapters of ``model``: which layers have one follows from its tensors' names.
 
     Raises:
-        ConfigError: the directory is not PEFT's, or a tensor is none of an adapter of a linear layer of the model.
+        ConfigError: the directory is not PEFT's; or a tensor is missing, is none of an adapter of the model, or has another shape or
+            dtype than its layer asks for.
     """
     settings, path = read_settings(directory), Path(directory) / ADAPTER_WEIGHTS
     if not isfile(path):
         pickled = " (adapter_model.bin is pickle and is not read)" if isfile(path.with_suffix(".bin")) else ""
         raise ConfigError(f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True")
     possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
-    names = set(read_header(path)) - {"__metadata__", *base_copies()}
+    header = read_header(path)
+    names = set(header) - {"__metadata__", *base_copies()}
     known = {name: module for module in possible for name in hf_names(module)}
     if unknown := sorted(names - known.keys()):
         raise ConfigError(
@@ -129,18 +133,72 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
                 f"tensors are in {ADAPTER_WEIGHTS}; {_REMEDY}"
             )
     sizes = AdapterSizes(settings.rank, settings.alpha, short_names(modules, possible), settings.use_rslora)
-    return replace(model, adapter=sizes)
+    adapters = replace(model, adapter=sizes)
+    _check_tensors(path, header, model, adapters)
+    return adapters
+
+
+def _check_tensors(path: Path, header: Fields, model: ModelGeometry, adapters: ModelGeometry) -> None:
+    """Compare the shapes and dtypes of a file with those of ``adapters``, and copies of the model's weights in it with the model's."""
+    weights = hf_shapes(model)
+    for name, of_base in base_copies().items():
+        if name in header and (stored := _shape(header, name)) != weights.get(of_base):
+            raise ConfigError(
+                f"{path}: tensor {name} is {list(stored)}, and not as {of_base} of the model; train with the vocabulary of the model"
+            )
+    for name, shape in hf_shapes(adapters).items():
+        if name not in header:
+            raise ConfigError(f"{path}: tensor {name} is missing; save the adapter again")
+        if (stored := _shape(header, name)) != shape:
+            raise ConfigError(
+                f"{path}: tensor {name} is {list(stored)}, but r in {ADAPTER_CONFIG} and the model ask for {list(shape)}; "
+                "name the model that the adapter was trained for, or save the adapter again"
+            )
+        if (dtype := header.object(name).text("dtype")) not in WEIGHT_DTYPES:
+            raise ConfigError(
+                f"{path}: tensor {name} is {dtype}, not one of {', '.join(WEIGHT_DTYPES)}; save the adapter unquantised"
+            )
+
+
+def _shape(header: Fields, name: str) -> tuple[int, ...]:
+    return tuple(header.object(name).integers("shape"))
+
+
+def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometry, field: str) -> None:
+    """Compare a directory's adapters with those that the keys of ``field`` (``actor.lora``) ask for.
+
+    Raises:
+        ConfigError: they are of other layers, or have another rank or scale.
+    """
+    assert saved.adapter is not None and wanted.adapter is not None
+    theirs, ours = saved.adapter, wanted.adapter
+    if hf_shapes(saved) != hf_shapes(wanted) or not math.isclose(theirs.scale, ours.scale):
+        raise ConfigError(
+            f"{directory}: its adapters have rank {theirs.rank}, a scale of {theirs.scale:g} and the targets "
+            f"{shortened(theirs.targets, 8)}, but {field} asks for rank {ours.rank}, {ours.scale:g} and "
+            f"{shortened(ours.targets, 8)}; set {field}.rank, alpha, targets and use_rslora as {ADAPTER_CONFIG} has them"
+        )
+
+
+def start_problems(directory: str, wanted: ModelGeometry, field: str) -> Iterator[str]:
+    """Name what keeps training from beginning with a directory's adapters. ``field``: the group with its ``path``, ``actor.lora``."""
+    prefix = f"{field}.path={directory}"
+    if not isdir(directory):
+        where = "is not a directory" if exists(directory) else f"does not exist (looked from {Path.cwd()})"
+        yield f"{prefix} {where}; give the directory of an adapter that PEFT has saved{absent_hint(directory)}"
+    elif not isfile(Path(directory) / ADAPTER_CONFIG):
+        whole = ": it is a whole model, which model.path may name" if isfile(Path(directory) / "config.json") else ""
+        yield f"{prefix} has no {ADAPTER_CONFIG}{whole}; give the directory of an adapter that PEFT has saved"
+    else:
+        try:
+            check_same(directory, read_adapters(directory, replace(wanted, adapter=None)), wanted, field)
+        except ConfigError as error:
+            yield from (f"{field}.path: {problem}" for problem in error.problems)
 
 
 def adapted_modules(adapters: ModelGeometry) -> list[str]:
     """List the Hugging Face modules that have an adapter, in the order of the network."""
-    first, last = end_rules(adapters)
-    modules: dict[str, None] = {hf_module(name): None for rule in first for name in rule.tensors}
-    for layer in range(adapters.num_layers):
-        for rule in layer_rules(adapters, layer):
-            for expert in range(adapters.num_experts if "{k}" in rule.mcore else 1):
-                modules |= dict.fromkeys(map(hf_module, rule.shapes(adapters, layer, expert)))
-    return list(modules | {hf_module(name): None for rule in last for name in rule.tensors})
+    return list(dict.fromkeys(map(hf_module, hf_shapes(adapters))))
 
 
 def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, open_f
 from rlhf_mcore.geometry import ModelGeometry
 
 SINGLE_FILE = "model.safetensors"
+WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")

@@ -15,6 +15,7 @@ from importlib import import_module
 from rlhf_mcore.families.base import DECODER, HIDDEN, ONE, VOCAB, Family, Rule
 from rlhf_mcore.geometry import ModelGeometry
 
+Shapes = dict[str, tuple[int, ...]]
 _SCORE = Rule("output_layer.weight", "replicated", {"score.weight": (ONE, HIDDEN)})
 
 
@@ -105,6 +106,23 @@ def layer_rules(geometry: ModelGeometry, layer: int, *, fused: bool = False) -> 
     from rlhf_mcore.families.adapters import adapter_rules
 
     return [derived for rule in rules for derived in adapter_rules(rule, geometry, layer)]
+
+
+def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
+    """Return name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
+    first, last = end_rules(geometry)
+    shapes: Shapes = {}
+    for rule in first:
+        shapes |= rule.shapes(geometry)
+    for layer in range(geometry.num_layers + geometry.mtp_layers):
+        for rule in layer_rules(geometry, layer):
+            if trained and not rule.trained:
+                continue
+            for expert in range(geometry.num_experts if "{k}" in rule.mcore else 1):
+                shapes |= rule.shapes(geometry, layer, expert)
+    for rule in last:
+        shapes |= rule.shapes(geometry)
+    return shapes
 
 
 def has_expert_bias(geometry: ModelGeometry) -> bool:

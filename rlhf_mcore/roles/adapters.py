@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.config.adapter_files import check_same
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.families.adapters import EMBEDDING, B, base_name, hf_module
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
@@ -114,19 +114,14 @@ def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, se
             target.copy_(whole[tuple(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True))])
 
 
-def load_adapters(parameters: list[LocalParameter], geometry: ModelGeometry, directory: str | Path) -> None:
-    """Load this rank's adapters from a directory of PEFT's.
+def load_adapters(
+    parameters: list[LocalParameter], geometry: ModelGeometry, directory: str | Path, field: str = "actor.lora"
+) -> None:
+    """Load this rank's adapters from a directory of PEFT's. ``field``: the group of the configuration that asks for ``geometry``.
 
     Raises:
         ConfigError: the directory is damaged, or its adapters are not those that ``geometry`` asks for.
     """
     reader, saved = open_adapters(directory, replace(geometry, adapter=None))
-    assert saved.adapter is not None and geometry.adapter is not None
-    theirs, wanted = saved.adapter, geometry.adapter
-    if hf_shapes(saved) != hf_shapes(geometry) or not math.isclose(theirs.scale, wanted.scale):
-        raise ConfigError(
-            f"{directory}: its adapters have rank {theirs.rank}, a scale of {theirs.scale:g} and the targets "
-            f"{shortened(theirs.targets, 8)}, but actor.lora asks for rank {wanted.rank}, {wanted.scale:g} and "
-            f"{shortened(wanted.targets, 8)}; set actor.lora.rank, alpha, targets and use_rslora as adapter_config.json has them"
-        )
+    check_same(directory, saved, geometry, field)
     load(parameters, geometry, reader)

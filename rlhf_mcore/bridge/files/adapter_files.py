@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_mcore.bridge.files.hf_files import HFReader, companion_files
-from rlhf_mcore.bridge.files.transfer import WEIGHT_DTYPES
-from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, read_adapters
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.families.adapters import base_copies
 from rlhf_mcore.foreign import INDEX, read_bytes
 from rlhf_mcore.geometry import ModelGeometry
 
@@ -26,28 +22,7 @@ def open_adapters(directory: str | Path, model: ModelGeometry) -> tuple[HFReader
             or adapter_config.json asks for more than plain low-rank adapters.
     """
     adapters = read_adapters(directory, model)
-    reader = HFReader(directory, single=ADAPTER_WEIGHTS)
-    path = reader.directory / ADAPTER_WEIGHTS
-    weights = hf_shapes(model)
-    for name, of_base in base_copies().items():
-        if name in reader.names and reader.shape(name) != weights.get(of_base):
-            raise ConfigError(
-                f"{path}: tensor {name} is {list(reader.shape(name))}, and not as {of_base} of the model; train with the vocabulary "
-                "of the model"
-            )
-    for name, shape in hf_shapes(adapters).items():
-        if name not in reader.names:
-            raise ConfigError(f"{path}: tensor {name} is missing; save the adapter again")
-        if (stored := reader.shape(name)) != shape:
-            raise ConfigError(
-                f"{path}: tensor {name} is {list(stored)}, but r in {ADAPTER_CONFIG} and the model ask for {list(shape)}; "
-                "name the model that the adapter was trained for, or save the adapter again"
-            )
-        if reader.dtype(name) not in WEIGHT_DTYPES:
-            raise ConfigError(
-                f"{path}: tensor {name} is {reader.dtype(name)}, not one of {', '.join(WEIGHT_DTYPES)}; save the adapter unquantised"
-            )
-    return reader, adapters
+    return HFReader(directory, single=ADAPTER_WEIGHTS), adapters
 
 
 def adapter_companions(sources: Sequence[str | Path]) -> list[Path]:

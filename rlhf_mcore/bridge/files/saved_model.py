@@ -15,12 +15,11 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_INDEX
 from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars, value_problem
-from rlhf_mcore.bridge.files.transfer import WEIGHT_DTYPES
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.adapter_files import base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_config, read_geometry
+from rlhf_mcore.config.model_files import WEIGHT_DTYPES, read_config, read_geometry
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.foreign import INDEX, read_json
 from rlhf_mcore.geometry import ModelGeometry

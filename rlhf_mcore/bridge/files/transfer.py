@@ -18,11 +18,10 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import find_rule, hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import WEIGHT_DTYPES
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.layout import is_expert
-
-WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
 
 
 def load(

@@ -13,30 +13,11 @@ from functools import cache
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.families import FAMILIES, HEADS, end_rules, layer_rules
+from rlhf_mcore.families import FAMILIES, HEADS, Shapes, end_rules, hf_shapes, layer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import is_expert
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
-    """Return name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
-    first, last = end_rules(geometry)
-    shapes: Shapes = {}
-    for rule in first:
-        shapes |= rule.shapes(geometry)
-    for layer in range(geometry.num_layers + geometry.mtp_layers):
-        for rule in layer_rules(geometry, layer):
-            if trained and not rule.trained:
-                continue
-            for expert in range(geometry.num_experts if "{k}" in rule.mcore else 1):
-                shapes |= rule.shapes(geometry, layer, expert)
-    for rule in last:
-        shapes |= rule.shapes(geometry)
-    return shapes
 
 
 def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool = False) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.implied import adapter_sizes
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LoraConfig
@@ -69,7 +69,7 @@ def _reference_problems(cfg: Config, name: str) -> Iterator[str]:
 
 
 def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """Targets that the model of ``geometry`` does not have, or that take no adapter."""
+    """Targets that the model of ``geometry`` does not have, or that take no adapter, and adapters to begin with that are others."""
     sizes = adapter_sizes(cfg.actor.lora)
     if sizes is None or not sizes.targets:
         return
@@ -83,3 +83,8 @@ def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         check_targets(FAMILIES[geometry.family], replace(geometry, adapter=sizes), "actor.lora.targets")
     except ConfigError as error:
         yield str(error)
+        return
+    if cfg.actor.lora.path is not None:
+        from rlhf_mcore.config.adapter_files import start_problems
+
+        yield from map(FileProblem, start_problems(cfg.actor.lora.path, replace(geometry, adapter=sizes), "actor.lora"))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.implied import adapter_sizes, sends_adapters
 from rlhf_mcore.config.rules.lora import lora_problems, target_problems
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
+from rlhf_mcore.families import hf_shapes
+from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, GroupedSizes, ModelGeometry
 
 
 def configured(**changes: object) -> Config:
@@ -92,3 +100,69 @@ def test_engines_get_adapters_where_they_can_add_them(
     cfg.actor.lora.sync = "adapter"
     refused = [problem for problem in target_problems(cfg, geometry) if "sync=adapter" in problem]
     assert bool(refused) is (cfg.actor.lora.rank is not None and not sends and "actor__lora__sync" not in changes)
+
+
+def peft_directory(directory: Path, geometry: ModelGeometry, **changes: object) -> Path:
+    """Write what PEFT saves of adapters of rank 8 and alpha 16 of every linear layer."""
+    directory.mkdir()
+    sizes = AdapterSizes(8, 16.0, ("all-linear",))
+    (directory / ADAPTER_CONFIG).write_text(
+        json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | changes)
+    )
+    shapes = hf_shapes(replace(geometry, adapter=sizes))
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, directory / ADAPTER_WEIGHTS)
+    return directory
+
+
+def start_problems(path: Path, **changes: object) -> list[str]:
+    return list(target_problems(configured(actor__lora__path=str(path), **changes), DENSE))
+
+
+def test_training_may_begin_with_adapters_of_the_same_layers_rank_and_scale(tmp_path: Path) -> None:
+    path = peft_directory(tmp_path / "adapter", DENSE)
+    assert start_problems(path) == []
+    assert start_problems(path, actor__lora__alpha=16.0) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "named"),
+    [
+        (lambda path: None, {}, ("actor.lora.path=", "does not exist", "give the directory")),
+        (lambda path: path.write_text(""), {}, ("actor.lora.path=", "is not a directory", "give the directory")),
+        (lambda path: path.mkdir(), {}, ("actor.lora.path=", "has no adapter_config.json", "give the directory")),
+        (lambda path: peft_directory(path, DENSE, peft_type="IA3"), {}, ("actor.lora.path", "peft_type='IA3'")),
+        (
+            lambda path: peft_directory(path, DENSE),
+            {"actor__lora__rank": 4},
+            ("actor.lora.path", "have rank 8", "asks for rank 4", "set actor.lora.rank"),
+        ),
+        (
+            lambda path: peft_directory(path, DENSE),
+            {"actor__lora__alpha": 8.0},
+            ("actor.lora.path", "a scale of 2", "rank 8, 1 and", "set actor.lora.rank, alpha"),
+        ),
+        (
+            lambda path: peft_directory(path, DENSE),
+            {"actor__lora__targets": ["q_proj"]},
+            ("actor.lora.path", "k_proj", "and q_proj; set actor.lora.rank, alpha, targets"),
+        ),
+        (
+            lambda path: peft_directory(path, replace(DENSE, hidden_size=16)),
+            {},
+            ("actor.lora.path", "[8, 16]", "[8, 8]", "name the model that the adapter was trained for"),
+        ),
+        (
+            lambda path: peft_directory(path, replace(DENSE, num_layers=2)),
+            {},
+            ("actor.lora.path", "belong to no linear layer of the model", "layers.1"),
+        ),
+    ],
+    ids=["absent", "file", "empty", "ia3", "rank", "scale", "targets", "width", "depth"],
+)
+def test_adapters_that_training_cannot_begin_with_are_one_message(
+    tmp_path: Path, make: Callable[[Path], object], changes: dict[str, object], named: tuple[str, ...]
+) -> None:
+    make(tmp_path / "adapter")
+    [problem] = start_problems(tmp_path / "adapter", **changes)
+    assert all(text in problem for text in named), problem
+    assert isinstance(problem, FileProblem), "a plan does not need the directory"
