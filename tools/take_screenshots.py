@@ -43,7 +43,8 @@ def display(run: Path) -> str:
             console.step(line["step"], line)
         console.sample(lines[until - 1]["step"], sample["prompt"], sample["response"], sample["score"])
         console.phase("generate")
-        shown.print(console.render())
+        assert console.display is not None
+        shown.print(console.display.render())
     return shown.export_html(inline_styles=True, theme=MONOKAI)
 
 

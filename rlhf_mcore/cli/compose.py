@@ -18,7 +18,6 @@ from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.cli import exit_codes, rank
-from rlhf_mcore.cli.continuing import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.trainers import build_trainer
 from rlhf_mcore.config.implied import role_layouts
@@ -120,6 +119,8 @@ def opened(
         requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
         start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced, trackers, requests)))
         if start.is_over:
+            from rlhf_mcore.cli.continuing import finished_text
+
             assert start.checkpoint is not None
             record.note(finished_text(cfg, start.checkpoint, start.step))
             yield OpenRun(cfg, record, None, start.step + 1)
@@ -189,10 +190,13 @@ def _open_record(
 
     start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg), check)
     directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))
-    notes = list(start.notes)
-    over = start.continues and is_over(cfg, directory.path, start.step)
-    if start.checkpoint is not None and start.step != announced and not over:
-        notes.insert(0, continues_text(cfg, start.checkpoint, start.step))
+    notes, over = list(start.notes), False
+    if start.checkpoint is not None:
+        from rlhf_mcore.cli.continuing import continues_text, is_over
+
+        over = start.continues and is_over(cfg, directory.path, start.step)
+        if start.step != announced and not over:
+            notes.insert(0, continues_text(cfg, start.checkpoint, start.step))
     run_name = without_secrets(f"{cfg.project}/{cfg.experiment}")
     bell = AlarmBell(cfg.alarms, run_name, record.note, requests.request_save, requests.request_stop)
     record.bell = stack.enter_context(closing(bell))

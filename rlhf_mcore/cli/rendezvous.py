@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.parallel.addresses import LOOPBACK, listener
 
 
 def torchrun_world_size(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -59,12 +58,14 @@ def connect(backend: str, timeout: timedelta) -> None:
     address, rank, world_size = os.environ["MASTER_ADDR"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
     try:
+        if world_size == 1:  # nobody else is met: no port is opened
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            return
+        from rlhf_mcore.parallel.addresses import LOOPBACK, listener
+
         if address != LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.getaddrinfo(address, port)  # torch would ask for the name until its timeout
             dist.init_process_group(backend, timeout=timeout)
-            return
-        if world_size == 1:  # nobody else is met: no port is opened
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
             return
         listening = listener(LOOPBACK, port).detach() if rank == 0 else None  # the store closes it
         store = dist.TCPStore(

@@ -37,7 +37,7 @@ from rlhf_mcore.cli.progress import working
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER
 from rlhf_mcore.cli.report_listener import RankReports
 from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.observability.console import printable
+from rlhf_mcore.config.errors import printable
 from rlhf_mcore.observability.files import FULL, full_disks
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended

@@ -8,15 +8,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
-from rlhf_mcore.cli.rendezvous import torchrun_world_size
-from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.own_files import shown_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.resolved:
             return _run_rank(configuration(args), args.announced)
-        return _train(args)
+        from rlhf_mcore.cli.starting import start
+
+        return start(args, _run_rank)
     except ConfigError as error:
         return exit_codes.report(error)
 
@@ -73,36 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(args: argparse.Namespace) -> int:
-    from rlhf_mcore.config.derive import epochs_text, resolve
-    from rlhf_mcore.config.document import offer
-    from rlhf_mcore.config.hub import localize, notes_of
-    from rlhf_mcore.config.validate import validate
-
-    cfg, world_size = configuration(args), torchrun_world_size()
-    local = localize(cfg, download=not args.print_config)
-    try:
-        validate(cfg, world_size)
-    except ConfigError:
-        if args.print_config:
-            show(cfg)  # what is wrong with it is easier to see beside it
-        raise
-    epochs, cfg = epochs_text(cfg), resolve(cfg)
-    if args.print_config:
-        show(cfg)
-        return exit_codes.DONE
-    from rlhf_mcore.cli import preflight
-
-    preflight.check_packages(cfg)
-    preflight.check_engine(cfg)
-    if world_size is None:
-        for note in (*notes_of(local), *([epochs] if epochs else [])):
-            preflight.say(cfg, note)
-        with offer(cfg) as document:
-            return _launch(cfg, [args.config, *args.overrides, f"--resolved={document}"])
-    return _run_rank(cfg)
-
-
 def _run_rank(cfg: Config, announced: int = 0) -> int:
     quiet()
     from rlhf_mcore.cli.progress import of_run, working
@@ -115,60 +83,11 @@ def _run_rank(cfg: Config, announced: int = 0) -> int:
         return run(cfg, announced)
 
 
-def _launch(cfg: Config, arguments: Sequence[str]) -> int:
-    """Find mistakes that need no process to be found, then start the ranks."""
-    from rlhf_mcore.cli import preflight
-    from rlhf_mcore.cli.launch import launch
-    from rlhf_mcore.config.derive import default_world_size, short_episodes
-    from rlhf_mcore.config.rules.data import check_fills_a_step
-    from rlhf_mcore.config.run_kinds import run_kind
-    from rlhf_mcore.data.first_rows import check_first_rows
-    from rlhf_mcore.rewards.trial import check_reward
-
-    world_size = default_world_size(cfg)
-    with preflight.no_empty_directory(cfg):
-        continues_after = preflight.announce(cfg)
-        if continues_after is None:
-            return exit_codes.DONE
-        preflight.check_devices(cfg, world_size)
-        preflight.check_world(world_size)
-        if run_kind(cfg).generates:
-            if cfg.rollout.placement == "disaggregated" and cfg.rollout.ray.address is None:
-                engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.tp
-                preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
-            check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
-            check_first_rows(cfg)
-            verdict = check_reward(cfg, "data.train", partial(preflight.say, cfg))
-            for warning in filter(None, (verdict, short_episodes(cfg))):
-                preflight.say(cfg, f"warning: {warning}")
-            preflight.check_environment(cfg)
-    logs = preflight.logs_directory(cfg)
-    count = "one process" if world_size == 1 else f"{world_size} processes"
-    preflight.say(cfg, f"starting {count}; logs are in {shown_path(logs)}")
-    return launch(
-        [*arguments, *([f"--announced={continues_after}"] if continues_after else [])],
-        world_size,
-        cfg.trainer.threads_per_rank,
-        max_restarts=cfg.trainer.max_restarts,
-        logs=logs,
-        console=cfg.logging.console,
-        engines=cfg.rollout.ray.address,
-    )
-
-
 def quiet() -> None:
     """The libraries' import-time notes on absent kernels would drown the display of a run. RLHF_MCORE_DEBUG keeps them."""
     if "RLHF_MCORE_DEBUG" not in os.environ:
         warnings.filterwarnings("ignore")
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-
-
-def show(cfg: Config) -> None:
-    """Print a configuration, on rank 0 only."""
-    from rlhf_mcore.config.show import to_yaml
-
-    if os.environ.get("RANK", "0") == "0":
-        say(to_yaml(cfg), end="")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ def for_terminal(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
 
 
+def printable(text: str) -> str:
+    """A text on one line without control characters: what others have written must not reach a terminal as it is."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 class ConfigError(ValueError):
     """A user's mistake. Each problem names the field, its value and the remedy.
 

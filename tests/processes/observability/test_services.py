@@ -21,7 +21,8 @@ TRACK = """
 import sys
 sys.path.append({folder!r})
 from pathlib import Path
-from rlhf_mcore.observability.trackers import BackgroundTracker, TrackedRun
+from rlhf_mcore.observability.background_tracker import BackgroundTracker
+from rlhf_mcore.observability.trackers import TrackedRun
 for last_step, steps in ((None, (1, 2)), (2, (3,))):  # the second is resumed
     run = TrackedRun(Path({name!r}).absolute(), last_step, "ab" * 16, "math", "first", {{"seed": 7}}, offline=True)
     tracker = BackgroundTracker({name!r}, run, print)

@@ -51,7 +51,8 @@ def test_every_way_of_a_run(mode: str) -> None:
         console.note(f"step 1: 1 of 8 responses got no score; the first: {HOSTILE}")
         console.warning(1, HOSTILE)
         console.step(1, {"reward/mean": 1.0})
-        output.print(console.render())
+        if console.display is not None:
+            output.print(console.display.render())
         console.summary("result", [("a", HOSTILE)], ("", "before"), [HOSTILE])
     text = written.getvalue().replace("\r", "") if mode == "rich" else written.getvalue()
     assert for_terminal(text) == text

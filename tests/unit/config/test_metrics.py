@@ -15,7 +15,7 @@ from rlhf_mcore.config.metrics import METRICS, find_metric
 from tools import document_metrics
 
 PACKAGE = Path(__file__).resolve().parents[3] / "rlhf_mcore"
-READERS = ("config", "report", "cli/metrics.py", "observability/figures.py", "observability/console.py")
+READERS = ("config", "report", "cli/metrics.py", "observability/figures.py", "observability/live_display.py")
 
 
 def test_the_page_is_what_the_table_makes() -> None:

@@ -9,7 +9,8 @@ import rich.console
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.console import Console
-from rlhf_mcore.observability.figures import sparkline, step_line
+from rlhf_mcore.observability.figures import step_line
+from rlhf_mcore.observability.live_display import sparkline
 from tests.messages import refused
 
 METRICS = {
@@ -48,7 +49,8 @@ def printed(output: rich.console.Console) -> str:
 def drawn(console: Console, width: int = 110) -> list[str]:
     """The live display as lines of text."""
     output = rich.console.Console(file=io.StringIO(), width=width)
-    output.print(console.render())
+    assert console.display is not None
+    output.print(console.display.render())
     return printed(output).splitlines()
 
 
