@@ -94,6 +94,7 @@ class AdapterSizes:
     alpha: float
     targets: tuple[str, ...]  # layers that have one; see ``rlhf_mcore.families.adapters``
     use_rslora: bool = False  # scale by the root of the rank (Kalajdzievski 2023, arXiv 2312.03732)
+    fixed: int = 0  # so many of the rows of an A, the last ones, do not learn, nor do the columns of B that go with them
 
     @property
     def scale(self) -> float:

@@ -215,6 +215,12 @@ class ModelBuilder:
         parameters = model.adapter_parameters() if model is not None else []
         source = self.weights.get(saved_as) or lora.path
 
+        if source is None and lora.init == "pissa":
+            from rlhf_mcore.roles.pissa import begin_with_principal
+
+            begin_with_principal(parameters, adapters, path, self.progress)
+            return model
+
         def fill() -> None:
             if source is None:
                 initialize(parameters, adapters, self.cfg.seed)

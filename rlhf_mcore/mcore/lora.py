@@ -86,6 +86,7 @@ class Adapters:
         layer.register_buffer("lora_b_order", torch.tensor(order, device=weight.device), persistent=False)
         rows = torch.tensor([row for matrix in matrices for row in matrix.rows], device=weight.device)
         layer.register_buffer("lora_rows", rows, persistent=False)
+        self._fix(layer)
         path.mark(layer)
         spans = [(matrix.a_row, len(matrix.rows)) for matrix in matrices]
         covers = rows.tolist() == list(range(weight.size(0)))
@@ -115,6 +116,7 @@ class Adapters:
         layer.lora_a = torch.nn.Parameter(weight.new_empty(rank, weight.size(1)))
         layer.lora_b = torch.nn.Parameter(weight.new_empty(weight.size(0), rank))
         set_tensor_model_parallel_attributes(layer.lora_b, True, 0, 1)
+        self._fix(layer)
         if not isinstance(layer, VocabParallelEmbedding):
             return
         # Each rank's gradient of A is that of its tokens.
@@ -126,6 +128,16 @@ class Adapters:
             return output + F.linear(_rows_of(module, inputs[0], module.lora_b), module.lora_a.t()) * self.sizes.scale
 
         layer.register_forward_hook(add, prepend=True)
+
+    def _fix(self, layer: Any) -> None:
+        """Leave what does not learn of A and B without a gradient."""
+        rank, fixed = self.sizes.rank, self.sizes.fixed
+        if not fixed:
+            return
+        learns = torch.arange(layer.lora_a.size(0), device=layer.lora_a.device) % rank < rank - fixed
+        layer.register_buffer("lora_learns", learns, persistent=False)
+        layer.lora_a.register_hook(lambda gradient: gradient * layer.lora_learns[:, None])
+        layer.lora_b.register_hook(lambda gradient: gradient * layer.lora_learns[:rank])
 
     def of_logits(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return scale * A x [N, rank] and B [V_local, rank], whose product is added to the logits of ``hidden`` [N, h]; or None."""

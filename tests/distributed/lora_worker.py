@@ -58,12 +58,14 @@ CASES = {
     "deepseek_v3_kimi": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2"),
     "deepseek_v3_dense": ("tp2_dp2", "pp2_dp2"),
     "qwen3_ends": ("tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "cp2_dp2"),
+    "qwen3_pissa": ("tp2_dp2_sp", "pp2_dp2"),
 }
 TARGETS = {"qwen2": ATTENTION, "qwen3_ends": ("q_proj", "down_proj", "embed_tokens", "lm_head")}
 SIZES = {name: AdapterSizes(3, 12.0, TARGETS.get(name, ("all-linear",)), name == "qwen2") for name in CASES}
+SIZES["qwen3_pissa"] = AdapterSizes(6, 24.0, ("all-linear",), fixed=3)
 RECOMPUTE = {"full": RecomputeConfig("full"), "selective": RecomputeConfig("selective", modules=["mlp", "core_attn"])}
 # Others have experts, or MLPs that PEFT's all-linear leaves out because they are named as experts are.
-OF_PEFT = ("qwen3", "qwen2", "qwen3_ends")
+OF_PEFT = ("qwen3", "qwen2", "qwen3_ends", "qwen3_pissa")
 BEGINNINGS = ("zero", "grown")  # what B is before the update
 
 
@@ -73,7 +75,7 @@ def main(directory: Path) -> None:
     for name, layouts in CASES.items():
         path = directory / name
         if dist.get_rank() == 0:
-            models.make(name.removesuffix("_ends"), path)
+            models.make(name.removesuffix("_ends").removesuffix("_pissa"), path)
             for beginning in BEGINNINGS:
                 findings["oracle"][f"{name}/{beginning}"] = oracle(name, path, beginning)
         dist.barrier()
@@ -101,6 +103,8 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     shapes = hf_shapes(replace(geometry, adapter=SIZES[name]))
     scale = 1.0 if beginning == "grown" else 0.0
     values = {key: 0.1 * torch.randn(shape) * (scale if "lora_B" in key else 1.0) for key, shape in shapes.items()}
+    if SIZES[name].fixed:
+        values = halves(hf, values)
     save_file(values, path / f"{beginning}.safetensors")
     learns, run = (with_peft if name in OF_PEFT and find_spec("peft") else written_out)(hf, name, values)
     logprobs = [row_logprobs(run, row) for row in rows()]
@@ -108,18 +112,41 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     loss = -torch.cat(logprobs).mean()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(list(learns.values()), OPTIMIZER.clip_grad)
-    cfg = OPTIMIZER
+    cfg = optimizer_of(name)
     torch.optim.AdamW(
         list(learns.values()), cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay
     ).step()
-    save_file(
-        {key: value.detach().contiguous() for key, value in learns.items()}, path / f"{beginning}_after.safetensors"
-    )
+    after = {key: with_fixed(value.detach(), values[key]) for key, value in learns.items()}
+    save_file(after, path / f"{beginning}_after.safetensors")
     with torch.no_grad():
         plain = load_hf(path)
         base = [row_logprobs(lambda ids: plain(ids).logits, row) for row in rows()]
     save_file({str(n): value for n, value in enumerate(base)}, path / "base_logprobs.safetensors")
     return {"loss/sft": float(loss), "actor/grad_norm": float(norm)}
+
+
+def optimizer_of(name: str) -> OptimizerConfig:
+    return replace(OPTIMIZER, weight_decay=0.0) if SIZES[name].fixed else OPTIMIZER
+
+
+def halves(hf: Any, noise: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PiSSA's factors of every weight, with noise in what learns; below or beside them what they began with, subtracted."""
+    values = {}
+    for key in (key for key in noise if "lora_A" in key):
+        weight = hf.get_parameter(key.removeprefix("base_model.model.").replace("lora_A.", ""))
+        u, s, v = torch.linalg.svd(weight.detach(), full_matrices=False)
+        root, b = (s[:3] / 4.0).sqrt(), key.replace("lora_A", "lora_B")
+        first, second = root[:, None] * v[:3], u[:, :3] * root
+        values[key] = torch.cat([first + 0.1 * noise[b].abs().max() * noise[key][:3], first])
+        values[b] = torch.cat([second + 0.1 * noise[b][:, :3], -second], dim=1)
+    return values
+
+
+def with_fixed(learned: Tensor, before: Tensor) -> Tensor:
+    """Put behind what has learned what has not, where there is such."""
+    rows, columns = learned.shape
+    below = torch.cat([learned, before[rows:, :columns]])
+    return torch.cat([below, before[:, columns:]], dim=1).contiguous()
 
 
 def row_logprobs(run: Any, row: Any) -> Tensor:
@@ -136,25 +163,36 @@ def with_peft(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, 
     sizes = SIZES[name]
     targets = sizes.targets[0] if len(sizes.targets) == 1 else list(sizes.targets)
     cfg = LoraConfig(r=sizes.rank, lora_alpha=int(sizes.alpha), target_modules=targets, use_rslora=sizes.use_rslora)
+    if sizes.fixed:  # PEFT has the residual in the place of the weight
+        cfg.r, cfg.lora_alpha, cfg.init_lora_weights = 3, 12, "pissa"
     model = get_peft_model(hf, cfg)
     learns = {key.replace(".default", ""): p for key, p in model.named_parameters() if p.requires_grad}
     assert learns.keys() == values.keys(), "PEFT adapts the same layers"
     with torch.no_grad():
         for key, parameter in learns.items():
-            parameter.copy_(values[key])
+            parameter.copy_(values[key][: parameter.size(0), : parameter.size(1)])
     return learns, lambda ids: model(ids).logits
 
 
 def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
     """W + scale B A in the place of each W; transformers has the experts of a layer in one tensor."""
-    learns = {key: value.clone().requires_grad_() for key, value in values.items()}
+    fixed = SIZES[name].fixed
+    learns = {
+        key: (value[:fixed] if "lora_A" in key else value[:, :fixed]) if fixed else value for key, value in values.items()
+    }
+    learns = {key: value.clone().requires_grad_() for key, value in learns.items()}
     scale = SIZES[name].alpha / (SIZES[name].rank ** (0.5 if SIZES[name].use_rslora else 1.0))
 
     def added(module: str) -> Tensor:
         prefix = f"base_model.model.{module}"
         if module == "model.embed_tokens":
             return scale * (learns[f"{prefix}.lora_embedding_B"] @ learns[f"{prefix}.lora_embedding_A"]).t()
-        return scale * learns[f"{prefix}.lora_B.weight"] @ learns[f"{prefix}.lora_A.weight"]
+        product = scale * learns[f"{prefix}.lora_B.weight"] @ learns[f"{prefix}.lora_A.weight"]
+        if fixed:
+            product = product + scale * (
+                values[f"{prefix}.lora_B.weight"][:, fixed:] @ values[f"{prefix}.lora_A.weight"][fixed:]
+            )
+        return product
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for key, weight in hf.named_parameters():
@@ -188,7 +226,7 @@ def build(
         model,
         spec,
         TrainerConfig(max_tokens_per_microbatch=64),
-        optimizer=OPTIMIZER,
+        optimizer=optimizer_of(name),
         plan=MinibatchPlan(1000),
         name="actor",
         adapter=sizes,
@@ -203,7 +241,7 @@ def fill(actor: SupervisedActor, adapters: ModelGeometry, file: Path) -> None:
     save_file(load_file(file), folder / "model.safetensors")
     load(actor.model.adapter_parameters(), adapters, HFReader(folder))
     assert actor.model.model is not None
-    actor.model.model.add_optimizer(OPTIMIZER)
+    actor.model.model.add_optimizer(actor.model.optimizer)
 
 
 def gathered(actor: SupervisedActor, adapters: ModelGeometry) -> dict[str, Tensor]:

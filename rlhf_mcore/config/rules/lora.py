@@ -30,7 +30,7 @@ def lora_problems(cfg: Config) -> Iterator[str]:
     if not lora.targets:
         yield "actor.lora.targets=[] leaves nothing to train; name linear layers, or all-linear"
     if lora.init == "pissa":
-        yield "actor.lora.init=pissa is not supported yet; set it to gaussian"
+        yield from _pissa_problems(cfg)
     if lora.use_dora:
         yield "actor.lora.use_dora=True is not supported yet; set it to false"
     if run_kind(cfg).head != "lm":
@@ -51,6 +51,19 @@ def lora_problems(cfg: Config) -> Iterator[str]:
         yield f"{name}: bridge.verify=full compares with the weights without adapters; set bridge.verify=digest"
     if run_kind(cfg).generates and cfg.algorithm.kl.coef:
         yield from _reference_problems(cfg, name)
+
+
+def _pissa_problems(cfg: Config) -> Iterator[str]:
+    """Half of what adapters hold is fixed there, and half begins with the same values."""
+    if cfg.actor.lora.dropout:
+        yield f"actor.lora.init=pissa is not supported with actor.lora.dropout={cfg.actor.lora.dropout}; set that to 0"
+    if cfg.actor.lora.path is not None:
+        yield f"actor.lora.init=pissa has no effect with actor.lora.path={cfg.actor.lora.path}; remove one of them"
+    if cfg.actor.optimizer.weight_decay:
+        yield (
+            f"actor.lora.init=pissa: actor.optimizer.weight_decay={cfg.actor.optimizer.weight_decay} would move what is fixed; set "
+            "it to 0"
+        )
 
 
 def _reference_problems(cfg: Config, name: str) -> Iterator[str]:

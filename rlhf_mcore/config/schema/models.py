@@ -248,8 +248,12 @@ class LoraConfig(Group):
     )
     init: str = key(
         "gaussian",
-        "how A begins; B begins at zero",
-        one_of(gaussian="as PEFT draws it by default", pissa="not supported yet"),
+        "how adapters begin; without an effect, so that a run begins with the model",
+        one_of(
+            gaussian="A as PEFT draws it by default, B at zero",
+            pissa="with the principal singular vectors of the weights; what is saved has twice the rank",
+        ),
+        is_fixed=True,
     )
     use_rslora: bool = key(False, "divide `alpha` by the root of `rank`", is_fixed=True)
     use_dora: bool = key(False, "not supported yet", is_fixed=True)

@@ -43,7 +43,8 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if geometry.delta is not None:
         yield "vLLM's layers of gated delta nets are fused in another way than their adapters"
     if geometry.adapter.rank not in ADAPTER_RANKS:
-        yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of actor.lora.rank={geometry.adapter.rank}"
+        which = "twice actor.lora.rank" if geometry.adapter.fixed else "actor.lora.rank"
+        yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of {which}={geometry.adapter.rank}"
     if cfg.rollout.speculative.method != "off":
         yield f"it is not tried with rollout.speculative.method={cfg.rollout.speculative.method}"
 

@@ -52,11 +52,22 @@ def test_alpha_is_twice_the_rank() -> None:
     assert sizes is not None and sizes.scale == 4.0
 
 
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale(use_rslora: bool) -> None:
+    plain, pissa = (configured(actor__lora__init=init, actor__lora__use_rslora=use_rslora) for init in ("gaussian", "pissa"))
+    one, other = adapter_sizes(plain.actor.lora), adapter_sizes(pissa.actor.lora)
+    assert one is not None and other is not None
+    assert (one.rank, one.fixed) == (8, 0) and (other.rank, other.fixed) == (16, 8)
+    assert other.scale == pytest.approx(one.scale, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"actor__lora__targets": []}, "actor.lora.targets"),
-        ({"actor__lora__init": "pissa"}, "actor.lora.init"),
+        ({"actor__lora__init": "pissa", "actor__lora__dropout": 0.1}, "actor.lora.dropout"),
+        ({"actor__lora__init": "pissa", "actor__lora__path": "other"}, "actor.lora.path"),
+        ({"actor__lora__init": "pissa", "actor__optimizer__weight_decay": 0.1}, "actor.optimizer.weight_decay"),
         ({"actor__lora__use_dora": True}, "actor.lora.use_dora"),
         ({"algorithm__kind": "reward_model"}, "algorithm.kind"),
         ({"model__layer_spec": "te"}, "model.layer_spec"),
