@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from rlhf_mcore.families.adapters import hf_module
 from rlhf_mcore.platform.wrapped_layers import SLOT, name_slots
@@ -26,6 +28,23 @@ def options(shapes: Shapes) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def experts_without_adapters() -> Iterator[None]:
+    """Within this block vLLM makes layers of experts as an engine without adapters has them, with any of its kernels.
+
+    vLLM 0.32 has one kernel that adds adapters of experts, for GPUs, and takes it as soon as an engine has any adapters.
+    """
+    from vllm.model_executor.layers.fused_moe import layer
+
+    original = layer.FusedMoEConfig
+
+    def configuration(**fields: Any) -> Any:
+        return original(**{**fields, "is_lora_enabled": False})
+
+    with mock.patch.object(layer, "FusedMoEConfig", configuration):
+        yield
+
+
 def open_slots(runner: Any, shapes: Shapes) -> Any:
     """Make the adapter known to vLLM, all zeros, and return what requests name it by. It is never loaded from a file."""
     from vllm.lora.lora_model import LoRAModel
@@ -40,3 +59,8 @@ def open_slots(runner: Any, shapes: Shapes) -> Any:
     model: nn.Module = runner.model
     name_slots(model)
     return LoRARequest("actor", NUMBER, "in memory")
+
+
+def forget_batch(runner: Any) -> None:
+    """Have the next batch laid out anew. vLLM keeps the layout for a batch that is like the last one, and a sleep discards it."""
+    runner.lora_manager._adapter_manager._last_mapping = None

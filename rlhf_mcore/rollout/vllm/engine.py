@@ -314,6 +314,10 @@ class VLLMEngine(LiveEngine):
         if due := self._asleep.intersection(tags):
             self._llm.wake_up(tags=sorted(due, key=MEMORY.index))
             self._asleep -= due
+            if self._named:
+                from rlhf_mcore.rollout.vllm import adapters
+
+                adapters.forget_batch(self._worker().model_runner)
 
     def close(self) -> None:
         """Free the engine. The trainer's process group stays; another engine may be started afterwards, also in another one."""
@@ -393,6 +397,10 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
             if not on_cuda:
                 around.enter_context(unchanged_classes())
                 around.enter_context(cpu.started_beside_llvmlite())
+            if "enable_lora" in options:
+                from rlhf_mcore.rollout.vllm import adapters
+
+                around.enter_context(adapters.experts_without_adapters())
             llm = llm_class(**options)
     except (ValueError, NotImplementedError) as error:
         if (problem := _problem(str(error), options, cfg, on_cuda=on_cuda)) is None:

@@ -37,7 +37,7 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if any(is_target(module, geometry) for module in (EMBEDDING, OUTPUT)):
         yield "adapters of the embedding and of the output layer are merged for vLLM"
     if geometry.experts is not None:
-        yield "vLLM adds no adapters to models with experts"
+        yield from _mixture_problems(geometry)
     if isinstance(geometry.attention, LatentSizes):
         yield "vLLM adds no adapters to latent attention: it absorbs projections"
     if geometry.delta is not None:
@@ -47,6 +47,16 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of {which}={geometry.adapter.rank}"
     if cfg.rollout.speculative.method != "off":
         yield f"it is not tried with rollout.speculative.method={cfg.rollout.speculative.method}"
+
+
+def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:
+    from rlhf_mcore.config.adapter_files import adapted_modules
+
+    others = [module for module in adapted_modules(geometry) if ".self_attn." not in module]
+    if others:
+        yield f"in models with experts vLLM adds adapters to attention alone, not to {others[0]}"
+    if geometry.family == "gpt_oss":
+        yield "vLLM's layers of gpt-oss have other names than their adapters"
 
 
 def _cpu_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:

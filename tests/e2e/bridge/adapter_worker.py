@@ -1,6 +1,6 @@
 """Run by torchrun: engines that add adapters, and engines with merged weights; writes what was seen as JSON. test_adapters.py judges.
 
-DIRECTORY has a model, and gets rank<r>.json.
+DIRECTORY has a model, and gets rank<r>.json. Names of linear layers may follow, which are adapted then.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def seen(engine: Any, model: Any) -> dict[str, Any]:
     return {"gap": gap, "tokens": tokens}
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, *targets: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     full = load_file(directory / "model.safetensors")
     geometry = load_spec(str(directory)).geometry
-    of_adapters = replace(geometry, adapter=AdapterSizes(RANK, SCALE * RANK, TARGETS))
+    of_adapters = replace(geometry, adapter=AdapterSizes(RANK, SCALE * RANK, targets or TARGETS))
     shard = Shard(rank, size)
     parameters = [held(name, geometry, shard, full) for name in parameter_names(geometry)]
     versions = [random_adapters(of_adapters, seed) for seed in (1, 2, 3)]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.models import make
 from tests.distributed.world import run_world
-from tests.e2e.rollout.tiny import save_model
+from tests.e2e.rollout.tiny import VOCABULARY, save_model, save_tokenizer
 
 # Of the tiny model: hidden 64, queries 128, values 64, MLP 96, two layers, rank 8, four bytes each.
 A = {"q": 8 * 64, "v": 8 * 64, "o": 8 * 128, "gate": 8 * 64, "up": 8 * 64, "down": 8 * 96}
@@ -40,3 +41,21 @@ def test_an_engine_with_an_adapter_is_one_with_merged_weights(tmp_path: Path, si
     assert sent["merge"][1] == sent["merge"][2]
     assert sent["merge"][1] in (weights, weights + keys), "a layer that the engine keeps repacked is brought whole"
     assert sent["adapter"][0] == sent["merge"][0] + adapters, "the weights travel once"
+
+
+def test_a_mixture_of_experts_has_adapters_of_its_attention(tmp_path: Path) -> None:
+    """vLLM's experts are those of an engine without adapters; the adapters are sent alone, here too."""
+    make("qwen3_moe", tmp_path, vocab_size=len(VOCABULARY), eos_token_id=1, bos_token_id=None, pad_token_id=0)
+    save_tokenizer(tmp_path)
+    run_world("e2e.bridge.adapter_worker", 1, tmp_path, "q_proj", "v_proj", "o_proj")
+    seen = json.loads((tmp_path / "rank0.json").read_text())
+    for version in range(3):
+        for mode in ("adapter", "merge"):
+            assert seen[mode][version]["gap"] < 1e-5, (mode, version)
+        assert seen["adapter"][version]["tokens"] == seen["merge"][version]["tokens"]
+    assert seen["without"] > 0.05
+    config = json.loads((tmp_path / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["head_dim"] * config["num_attention_heads"]
+    values = config["head_dim"] * config["num_key_value_heads"]
+    numbers = 8 * ((hidden + heads) + (hidden + values) + (heads + hidden))  # A and B of queries, values, outputs
+    assert [sync["bytes"] for sync in seen["adapter"][1:]] == [4 * config["num_hidden_layers"] * numbers] * 2

@@ -101,6 +101,9 @@ MIXTURE = replace(DENSE, family="qwen3_moe", experts=ExpertSizes(4, 6, 2))
         (DENSE, {"rollout__speculative__method": "ngram"}, False),
         (replace(DENSE, tied_embeddings=False), {"actor__lora__targets": ["q_proj", "lm_head"]}, False),
         (MIXTURE, {}, False),
+        (MIXTURE, {"actor__lora__targets": ["q_proj", "o_proj"]}, True),
+        (MIXTURE, {"actor__lora__targets": ["*.self_attn.*"]}, True),
+        (MIXTURE, {"actor__lora__targets": ["q_proj", "down_proj"]}, False),
     ],
 )
 def test_engines_get_adapters_where_they_can_add_them(
