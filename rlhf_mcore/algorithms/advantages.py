@@ -8,6 +8,7 @@ With an environment, a response has several turns of the policy. ``turn_gamma`` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,9 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     and ``turn_gamma`` as gamma (Li et al. 2025, Turn-PPO, arXiv 2512.17008). After the last token V is 0, but with
     ``bootstrap_truncated`` it is ``bootstrap_values`` if the token limit ended the response (Pardo et al. 2018, arXiv 1712.00378).
     ``whiten_advantages`` normalises the advantages over all tokens, but not ``returns``.
+
+    ``critic_lam`` is the lam of the returns, and ``lam_alpha`` makes that of the advantages 1 - 1 / (alpha l) for a response of l
+    steps, at least 0 (VAPO, Yue et al. 2025, arXiv 2504.05118, sections 4.1 and 4.2).
     """
     assert inputs.old_values is not None, "gae needs the critic's values"
     ends = torch.zeros_like(inputs.truncated, dtype=torch.float64)  # [B]
@@ -47,7 +51,9 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
         )
         ends = torch.where(inputs.truncated, inputs.bootstrap_values.double(), ends)
     values = torch.where(inputs.loss_mask, inputs.old_values.double(), 0)
-    advantages, returns = _lambda_advantages(inputs, values, ends, cfg, cfg.lam)
+    advantages, returns = _lambda_advantages(inputs, values, ends, cfg, cfg.lam, cfg.lam_alpha)
+    if cfg.critic_lam is not None:
+        _, returns = _lambda_advantages(inputs, values, ends, cfg, cfg.critic_lam)
     if cfg.whiten_advantages:
         advantages = whiten(advantages, inputs.loss_mask, inputs.rows)
     return Advantages(advantages.float(), returns.float())
@@ -69,6 +75,18 @@ def rloo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
         ValueError: a group has a single response.
     """
     return Advantages(_compare_outcomes(inputs, cfg, _leave_one_out))
+
+
+@advantage_estimator("opo")
+def opo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Outcome minus the baseline of least variance: OPO (Hao et al. 2025, arXiv 2505.23585, eq. 8).
+
+    A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, with the responses' lengths l in trainable tokens. The square of a
+    response's gradient is taken to grow with its length.
+    """
+    lengths = inputs.rows.sums(torch.ones_like(inputs.rewards), inputs.loss_mask)
+    of_responses = replace(cfg, turn_credit=False)
+    return Advantages(_compare_outcomes(inputs, of_responses, partial(_minus_mean_by_length, lengths=lengths)))
 
 
 @advantage_estimator("reinforce")
@@ -130,6 +148,14 @@ def _compare_outcomes(
     of_tokens = torch.zeros(inputs.rewards.shape, dtype=torch.float32)
     of_tokens[turns.tokens] = of_turns[turns.rows, turns.places][turns.of_token]
     return of_tokens
+
+
+def _minus_mean_by_length(values: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    relative = group_relative(values, groups, normalize_std=False)  # equal values are exact zeros
+    _, index = torch.unique(groups, return_inverse=True)
+    zeros = lengths.new_zeros(len(groups))
+    means = zeros.index_add(0, index, lengths * relative) / zeros.index_add(0, index, lengths).clamp(min=1)
+    return relative - means[index]
 
 
 def _leave_one_out(values: Tensor, groups: Tensor) -> Tensor:
@@ -219,11 +245,17 @@ def _discount_rewards(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 def _lambda_advantages(
-    inputs: AdvantageInputs, values: Tensor, ends: Tensor, cfg: AlgorithmConfig, lam: float
+    inputs: AdvantageInputs,
+    values: Tensor,
+    ends: Tensor,
+    cfg: AlgorithmConfig,
+    lam: float,
+    alpha: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns [N] float64 by the recursion over tokens, or turns, of each row; zero outside the mask.
 
     ``values`` [N] are V(state before a token), ``ends`` [B] V(state after the last token). ``turn_gamma`` is not applied there.
+    With ``alpha``, lam is 1 - 1 / (alpha times the steps of a row).
     """
     turns = OwnedTurns.of(inputs.loss_mask, inputs.rows)
     values = values[turns.tokens]
@@ -235,7 +267,10 @@ def _lambda_advantages(
         rewards, rows = inputs.rewards[turns.tokens].double(), inputs.rows.token_rows[turns.tokens]
         gammas = torch.full_like(rewards, cfg.gamma, dtype=torch.float64)
         gammas[turns.last[turns.has_next]] *= cfg.turn_gamma
-    of_steps = _sum_deltas(rewards, values, rows, ends, gammas, lam)
+    lams = torch.full_like(gammas, lam)
+    if alpha is not None:
+        lams = (1 - 1 / (alpha * rows.bincount()[rows].double())).clamp(min=0)
+    of_steps = _sum_deltas(rewards, values, rows, ends, gammas, lams)
     if cfg.turn_credit:
         of_steps, values = of_steps[turns.of_token], values[turns.of_token]
     advantages = torch.zeros(inputs.rewards.shape, dtype=torch.float64)
@@ -244,9 +279,9 @@ def _lambda_advantages(
     return advantages, returns
 
 
-def _sum_deltas(rewards: Tensor, values: Tensor, rows: Tensor, ends: Tensor, gammas: Tensor, lam: float) -> Tensor:
-    """Compute A_k = delta_k + gamma_k lam A_{k+1} over the steps [K] of each row, from the right, in float64. ``rows`` ascends."""
-    decays = gammas * lam
+def _sum_deltas(rewards: Tensor, values: Tensor, rows: Tensor, ends: Tensor, gammas: Tensor, lams: Tensor) -> Tensor:
+    """Compute A_k = delta_k + gamma_k lam_k A_{k+1} over the steps [K] of each row, from the right, in float64. ``rows`` ascends."""
+    decays = gammas * lams
     rows, sizes = rows.unique_consecutive(return_counts=True)
     # Longest rows first: those that still have a step k from their end are always the first ones.
     order = sizes.argsort(descending=True, stable=True)

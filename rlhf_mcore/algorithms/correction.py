@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ def rollout_ratio_statistics(
     }
 
 
-RATIO_MODES = ("token", "sequence")
+RATIO_MODES = ("token", "sequence", "geometric")
 
 
 def ratio_factors(log_ratio: Tensor, cfg: RolloutCorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +44,8 @@ def ratio_factors(log_ratio: Tensor, cfg: RolloutCorrectionConfig) -> tuple[Tens
         return ratio, torch.ones_like(ratio), kept
     kept &= ratio >= cfg.mask_low if cfg.mask_low is not None else kept
     kept &= ratio <= cfg.mask_high if cfg.mask_high is not None else kept
-    return ratio, torch.where(kept, ratio.clamp(max=cfg.cap), 0), kept
+    weight = torch.ones_like(ratio) if cfg.mode == "geometric" else ratio.clamp(max=cfg.cap)
+    return ratio, torch.where(kept, weight, 0), kept
 
 
 @torch.no_grad()
@@ -57,11 +59,18 @@ def factors_of_microbatch(
 ) -> Tensor:
     """Return the factors of ``rollout_correction`` without staleness for a microbatch of whole sequences, in its shape."""
     log_ratio = torch.where(mask, at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs), 0)
-    if cfg.mode == "sequence":
-        zeros = torch.zeros(num_sequences, dtype=torch.float64, device=log_ratio.device)
-        sums = zeros.index_add(0, sequence_ids.flatten(), log_ratio.flatten().double())
+    ids, of_tokens = sequence_ids.flatten(), log_ratio.flatten().double()
+    zeros = torch.zeros(num_sequences, dtype=torch.float64, device=log_ratio.device)
+    if cfg.mode in ("sequence", "geometric"):
+        sums = zeros.index_add(0, ids, of_tokens)
+        if cfg.mode == "geometric":
+            sums /= zeros.index_add(0, ids, mask.flatten().double()).clamp(min=1)
         log_ratio = sums[sequence_ids].to(log_ratio.dtype)
-    return ratio_factors(log_ratio, cfg)[1]
+    factor = ratio_factors(log_ratio, cfg)[1]
+    if cfg.veto is not None:
+        is_vetoed = zeros.scatter_reduce(0, ids, of_tokens, "amin") < math.log(cfg.veto)
+        factor = torch.where(is_vetoed[sequence_ids], 0, factor)
+    return factor
 
 
 @torch.no_grad()
@@ -92,13 +101,15 @@ def rollout_correction(
     - ``token``: min(rho_t, cap): truncated importance sampling (Espeholt et al. 2018, IMPALA, arXiv 1802.01561, section 4.1;
       Ionides 2008);
     - ``sequence``: min(prod_t rho_t, cap) for all tokens of a response, the unbiased ratio but for the cap;
+    - ``geometric``: 1, where the band below is that of (prod_t rho_t)^(1 / length), which does not depend on the length;
     - ``off``: 1.
 
     If the engine samples from an older policy, the behaviour policy, a clipped loss with these factors is the decoupled objective
     (Hilton et al. 2022, arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5). The proximal policy, around which the loss
     clips, is the trainer's before the step's updates, with ``old_logprobs``. Rho is the ratio of proximal to behaviour policy.
 
-    The factor is 0 if the ratio before the cap is outside of [mask_low, mask_high]. With every mode it is 0 for tokens more than
+    The factor is 0 if the ratio before the cap is outside of [mask_low, mask_high], and for a response with a token whose ratio is
+    below ``veto`` (Liu et al. 2025, "When Speed Kills Stability", part 3). With every mode it is 0 for tokens more than
     ``max_token_staleness`` versions old, and in responses with a token more than ``max_response_staleness`` old. The counts by which
     a loss is divided do not change. As in verl, NeMo-RL and TRL the factors apply to the policy term only; KL and entropy apply to
     every token. Log ratios are clamped to +-``MAX_LOG_RATIO``.
@@ -110,20 +121,27 @@ def rollout_correction(
         staleness: [N] int: versions from the policy that sampled a token to that of ``old_logprobs``; None in a synchronous run.
 
     Returns:
-        [N] float32 factors, and statistics of the ratios of all tokens (``off``, ``token``) or responses (``sequence``) of all rows:
+        [N] float32 factors, and statistics of the ratios of all tokens (``off``, ``token``) or responses (other modes) of all rows:
         ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clipped_fraction`` (above the cap, and not masked), ``masked_fraction`` (not
-        in the band) and ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 if all are equal. For an empty mask
-        these are 1, and fractions 0. With ``staleness`` also those of tokens: ``staleness_mean``, ``staleness_max``, and
+        in the band, or vetoed) and ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 if all are equal. For an
+        empty mask these are 1, and fractions 0. With ``staleness`` also those of tokens: ``staleness_mean``, ``staleness_max``, and
         ``stale_fraction``, the share that is masked for its age.
     """
     difference = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
     log_ratio, counted = torch.where(loss_mask, difference, 0), loss_mask
-    if cfg.mode == "sequence":
+    is_vetoed = torch.zeros_like(loss_mask)
+    if cfg.veto is not None:
+        is_vetoed = rows.to_tokens(rows.extremes(log_ratio, loss_mask)[0] < math.log(cfg.veto))
+    if cfg.mode in ("sequence", "geometric"):
         # Every token of a row has the same ratio, and one of them is counted.
-        log_ratio = rows.to_tokens(rows.local_sums(log_ratio, loss_mask).to(log_ratio.dtype))
+        sums = rows.local_sums(log_ratio, loss_mask)
+        if cfg.mode == "geometric":
+            sums /= rows.local_sums(torch.ones_like(log_ratio), loss_mask).clamp(min=1)
+        log_ratio = rows.to_tokens(sums.to(log_ratio.dtype))
         counted = rows.last(loss_mask)
     ratio, factor, kept = ratio_factors(log_ratio, cfg)
-    is_capped = (ratio > cfg.cap) & kept if cfg.mode in RATIO_MODES else torch.zeros_like(kept)
+    kept, factor = kept & ~is_vetoed, torch.where(is_vetoed, 0, factor)
+    is_capped = (ratio > cfg.cap) & kept if cfg.mode in ("token", "sequence") else torch.zeros_like(kept)
     ages: dict[str, float] = {}
     if staleness is not None:
         is_stale, ages = _find_stale(staleness, loss_mask, rows, cfg)

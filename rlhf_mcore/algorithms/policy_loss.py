@@ -82,6 +82,88 @@ def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, T
     return loss, metrics
 
 
+@policy_loss("gmpo")
+def gmpo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Take the geometric mean of a response's clipped ratios: GMPO (Zhao et al. 2025, arXiv 2507.20673, eq. 4).
+
+    loss = -sum_t w_t s_t A_t,   s_t = sg[s] exp(l_t - sg[l_t]),   s = exp(mean over the response's tokens of l)
+    l_t = sgn(A_t) min(sgn(A_t) log r_t, sgn(A_t) clip(log r_t, -clip_low, clip_high))
+
+    The bounds are those of log r. Every token's s_t has the value of s and the gradient of its own logprob, as in :func:`gspo`:
+    with one advantage per response and ``loss_aggregation: sequence`` loss and gradient are the paper's.
+    """
+    log_ratio = _log_ratio(inputs)
+    sign = torch.where(inputs.mask, inputs.advantages.sign(), 0)
+    bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-cfg.clip_low, cfg.clip_high))
+    ratio = _bound(_sequence_means(bounded.detach(), inputs) + (bounded - bounded.detach())).exp()
+    metrics = _ratio_metrics(ratio, inputs)
+    metrics["clip_fraction_low"] = _count((log_ratio < -cfg.clip_low) & (sign < 0))
+    metrics["clip_fraction_high"] = _count((log_ratio > cfg.clip_high) & (sign > 0))
+    return weighted_sum(-ratio * inputs.advantages, inputs.weights), metrics
+
+
+@policy_loss("sapo")
+def sapo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Fade tokens out by a sigmoid of their ratio, in the place of a bound: SAPO (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
+
+    loss = -sum_t w_t (4 / tau) sigmoid(tau (r_t - 1)) A_t,   tau = ``sapo.tau_positive`` where A_t > 0, else ``sapo.tau_negative``
+
+    At r = 1 the gradient is that of r_t A_t. The clip fractions are 0: nothing is clipped.
+    """
+    ratio = _bound(_log_ratio(inputs)).exp()
+    tau = torch.where(inputs.advantages > 0, cfg.sapo.tau_positive, cfg.sapo.tau_negative)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return weighted_sum(-gate * inputs.advantages, inputs.weights), _ratio_metrics(ratio, inputs)
+
+
+@policy_loss("dppo_tv")
+def dppo_tv(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Leave out tokens by the total variation of their probability: DPPO-Binary-TV (Qi et al. 2026, arXiv 2602.04879).
+
+    loss = -sum_t w_t M_t r_t A_t,   M_t = 0 where A_t > 0 and p - q > clip_high, or A_t < 0 and q - p > clip_low, else 1
+
+    p and q are the current and the old probability of the sampled token. Unlike a bound of the ratio, this one holds rare tokens
+    less and frequent ones more. The clip fractions count tokens that are left out.
+    """
+    new, old = _probabilities(inputs)
+    return _mask_divergence(inputs, too_high=new - old > cfg.clip_high, too_low=old - new > cfg.clip_low)
+
+
+@policy_loss("dppo_kl")
+def dppo_kl(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Leave out tokens by the KL divergence of their probability: DPPO-Binary-KL (Qi et al. 2026, arXiv 2602.04879).
+
+    As :func:`dppo_tv`, where q log(q / p) + (1 - q) log((1 - q) / (1 - p)), the divergence of two outcomes, the sampled token or
+    another, is above ``clip_high`` for a token that has become more likely, or above ``clip_low`` for one that has become less likely.
+    """
+    new, old = _probabilities(inputs)
+    others = torch.special.xlogy(1 - old, (1 - old) / (1 - new).clamp(min=torch.finfo(new.dtype).tiny))
+    divergence = torch.special.xlogy(old, old / new.clamp(min=torch.finfo(new.dtype).tiny)) + others
+    return _mask_divergence(
+        inputs,
+        too_high=(new > old) & (divergence > cfg.clip_high),
+        too_low=(new < old) & (divergence > cfg.clip_low),
+    )
+
+
+@torch.no_grad()
+def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return current and old probabilities of the sampled tokens in float64, 1 outside of the mask."""
+    new, old = (torch.where(inputs.mask, values.double(), 0).exp() for values in (inputs.logprobs, inputs.old_logprobs))
+    return new, old
+
+
+def _mask_divergence(inputs: LossInputs, too_high: Tensor, too_low: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum -r_t A_t but for tokens that go on in the direction in which they are too far already."""
+    ratio = _bound(_log_ratio(inputs)).exp()
+    high, low = too_high & (inputs.advantages > 0), too_low & (inputs.advantages < 0)
+    surrogate = torch.where(high | low, 0, ratio * inputs.advantages)
+    metrics = _ratio_metrics(ratio, inputs)
+    metrics["clip_fraction_low"] = _count(low & inputs.mask)
+    metrics["clip_fraction_high"] = _count(high & inputs.mask)
+    return weighted_sum(-surrogate, inputs.weights), metrics
+
+
 def _log_ratio(inputs: LossInputs) -> Tensor:
     """Compute log r of every token, 0 for tokens that are not trainable.
 
@@ -113,10 +195,21 @@ def _clip_metrics(ratio: Tensor, inputs: LossInputs, cfg: AlgorithmConfig) -> di
     """Compute the four sums of every loss. The clip fractions count tokens whose gradient a bound removes."""
     trainable = inputs.mask
     return {
+        **_ratio_metrics(ratio, inputs),
         "clip_fraction_low": _count((ratio < 1.0 - cfg.clip_low) & (inputs.advantages < 0) & trainable),
         "clip_fraction_high": _count((ratio > 1.0 + cfg.clip_high) & (inputs.advantages > 0) & trainable),
-        "approx_kl": kl_penalty(inputs.old_logprobs, inputs.logprobs, "k3", mask=trainable).sum(),
-        "importance_ratio": masked_sum(ratio, trainable),
+    }
+
+
+@torch.no_grad()
+def _ratio_metrics(ratio: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
+    """Compute the four sums of a loss that clips nothing."""
+    nothing = ratio.new_zeros(())
+    return {
+        "clip_fraction_low": nothing,
+        "clip_fraction_high": nothing,
+        "approx_kl": kl_penalty(inputs.old_logprobs, inputs.logprobs, "k3", mask=inputs.mask).sum(),
+        "importance_ratio": masked_sum(ratio, inputs.mask),
     }
 
 

@@ -40,6 +40,7 @@ class Estimator:
     needs_values: bool = False  # of a critic
     whitens: bool = False  # over the tokens of a step; algorithm.whiten_advantages may ask for it
     discounts: bool = False  # by algorithm.gamma, later rewards of a response
+    credits_turns: bool = True  # with algorithm.turn_credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Loss:
     """A policy loss (``algorithms/policy_loss.py``)."""
 
     reads_dual_clip: bool = False
+    reads_sapo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ ADVANTAGES = {
     "gae": Estimator(needs_values=True, whitens=True, discounts=True),
     "grpo": Estimator(compares_group=True),
     "rloo": Estimator(compares_group=True),
+    "opo": Estimator(compares_group=True, credits_turns=False),
     "reinforce": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus_baseline": Estimator(compares_group=True, whitens=True),
@@ -84,6 +87,10 @@ POLICY_LOSSES = {
     "ppo_clip": Loss(reads_dual_clip=True),
     "gspo": Loss(),
     "cispo": Loss(),
+    "gmpo": Loss(),
+    "sapo": Loss(reads_sapo=True),
+    "dppo_tv": Loss(),
+    "dppo_kl": Loss(),
 }
 KL_ESTIMATORS = {
     "k1": KLEstimator(has_gradient=False),
@@ -163,6 +170,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_low": 1.0,
         "clip_high": 4.0,
     },
+    # Zhao et al. 2025 (arXiv 2507.20673): clip range of section 4, e^-0.4 to e^0.4.
+    "gmpo": {
+        "advantage": "grpo",
+        "policy_loss": "gmpo",
+        "loss_aggregation": "sequence",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+    },
+    # Gao et al. 2025 (arXiv 2511.20347), eq. 5: the mean of each response's mean.
+    "sapo": {"advantage": "grpo", "policy_loss": "sapo", "loss_aggregation": "sequence"},
+    # Qi et al. 2026 (arXiv 2602.04879), with the thresholds and the constant divisor of the authors' scripts.
+    "dppo": {
+        "advantage": "grpo",
+        "normalize_std": False,
+        "policy_loss": "dppo_tv",
+        "loss_aggregation": "constant",
+        "clip_low": 0.15,
+        "clip_high": 0.15,
+    },
+    # Hao et al. 2025 (arXiv 2505.23585), exactly on policy.
+    "opo": {"advantage": "opo", "loss_aggregation": "token"},
     # Yu et al. 2025, DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping.
     "dapo": {
         "advantage": "grpo",

@@ -33,6 +33,7 @@ ADVANTAGES = {
     "grpo_vectorized": "grpo",
     "rloo": "rloo",
     "rloo_vectorized": "rloo",
+    "opo": "opo",
     "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
 }
@@ -68,7 +69,8 @@ def clip(values: Values) -> dict[str, Any]:
 
 
 def policy_loss(values: Values) -> dict[str, Any]:
-    name = choose({"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo"})(values[ACTOR + "policy_loss.loss_mode"])
+    modes = {"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
+    name = choose(modes)(values[ACTOR + "policy_loss.loss_mode"])
     dual = float(values[ACTOR + "clip_ratio_c"]) if name == "ppo_clip" else None
     return {"algorithm.policy_loss": name, "algorithm.dual_clip": dual}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from rlhf_mcore.config.derive import correction_mode
 from rlhf_mcore.config.implied import needs_critic
-from rlhf_mcore.config.schema import AlgorithmConfig, Config
+from rlhf_mcore.config.schema import AlgorithmConfig, Config, SapoConfig
 
 
 def algorithm_problems(cfg: Config) -> Iterator[str]:
@@ -45,6 +45,16 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
             f"algorithm.gamma={algorithm.gamma:g} discounts by tokens, but with algorithm.turn_credit=True turns are the steps; "
             "set it to 1, and algorithm.turn_gamma instead"
         )
+    if algorithm.turn_credit and estimator is not None and not estimator.credits_turns:
+        yield (
+            f"algorithm.turn_credit=True has no effect with algorithm.advantage={algorithm.advantage}, which compares whole "
+            "responses; set it to false, or choose grpo or rloo"
+        )
+    for key in ("critic_lam", "lam_alpha"):
+        if (value := getattr(algorithm, key)) is not None and estimator is not None and not estimator.needs_values:
+            yield f"algorithm.{key}={value:g} has no effect with algorithm.advantage={algorithm.advantage}; set it to null"
+    if algorithm.sapo != SapoConfig() and loss is not None and not loss.reads_sapo:
+        yield f"algorithm.sapo has no effect with algorithm.policy_loss={algorithm.policy_loss}; remove it, or set that to sapo"
     if algorithm.dual_clip is not None and loss is not None and not loss.reads_dual_clip:
         yield (
             f"algorithm.dual_clip={algorithm.dual_clip:g} has no effect with algorithm.policy_loss="
@@ -79,9 +89,14 @@ def _correction_problems(cfg: Config) -> Iterator[str]:
     correction, bound = cfg.algorithm.rollout_correction, cfg.trainer.max_staleness
     low, high = correction.mask_low, correction.mask_high
     prefix = "algorithm.rollout_correction."
-    if correction_mode(cfg) == "off" and (low is not None or high is not None):
-        key, value = ("mask_low", low) if low is not None else ("mask_high", high)
-        yield f"{prefix}{key}={value:g} has no effect with {prefix}mode=off; choose token or sequence"
+    mode = correction_mode(cfg)
+    masks = {"mask_low": low, "mask_high": high, "veto": correction.veto}
+    given = {key: value for key, value in masks.items() if value is not None}
+    if mode == "off" and given:
+        key, value = next(iter(given.items()))
+        yield f"{prefix}{key}={value:g} has no effect with {prefix}mode=off; choose token, sequence or geometric"
+    if mode == "geometric" and not given:
+        yield f"{prefix}mode=geometric leaves out nothing; set {prefix}mask_low, mask_high or veto"
     if low is not None and high is not None and low >= high:
         yield f"{prefix}mask_low={low:g} is not below {prefix}mask_high={high:g}; lower it"
     for key in ("max_token_staleness", "max_response_staleness"):

@@ -15,6 +15,7 @@ from rlhf_mcore.config.schema.algorithm import (
     KLControllerConfig,
     OverlongConfig,
     RolloutCorrectionConfig,
+    SapoConfig,
 )
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
 from rlhf_mcore.config.schema.group import Group
@@ -84,6 +85,7 @@ __all__ = [
     "RuleConfig",
     "SamplingConfig",
     "SandboxConfig",
+    "SapoConfig",
     "ScheduleConfig",
     "SpeculativeConfig",
     "TrainerConfig",

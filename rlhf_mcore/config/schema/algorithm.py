@@ -68,7 +68,12 @@ class RolloutCorrectionConfig(Group):
     mode: Optional[str] = key(
         None,
         "weigh the policy term of the loss by the ratio of the trainer's to the engine's probability",
-        one_of("off", token="of each token", sequence="of each response"),
+        one_of(
+            "off",
+            token="of each token",
+            sequence="of each response",
+            geometric="only leave out responses, by the geometric mean of their tokens' ratios",
+        ),
         null="`token` with `trainer.max_staleness`, else `off`",
         more="See [asynchronous runs](algorithms.md#asynchronous-runs).",
     )
@@ -77,6 +82,13 @@ class RolloutCorrectionConfig(Group):
         None, "the policy term leaves out tokens (or responses) of a smaller ratio", AT_LEAST_0, null="none"
     )
     mask_high: Optional[float] = key(None, "and those of a larger ratio", ABOVE_0, null="none")
+    veto: Optional[float] = key(
+        None,
+        "it leaves out responses with a token of a smaller ratio",
+        Range(0, 1, open_low=True, open_high=True),
+        null="none",
+        more="1e-4 is usual.",
+    )
     max_token_staleness: Optional[int] = key(
         None,
         "the policy term leaves out tokens that an older policy sampled",
@@ -88,6 +100,14 @@ class RolloutCorrectionConfig(Group):
     max_response_staleness: Optional[int] = key(
         None, "and responses with an older token", AT_LEAST_0, null="none", unit="versions"
     )
+
+
+@dataclass
+class SapoConfig(Group):
+    """How fast a token's gradient fades out with the distance of its ratio from 1."""
+
+    tau_positive: float = key(1.0, "where the advantage is positive", ABOVE_0)
+    tau_negative: float = key(1.05, "where it is negative", ABOVE_0)
 
 
 @dataclass
@@ -141,6 +161,16 @@ class AlgorithmConfig(Group):
     normalize_std: bool = key(True, "`grpo`: divide by the group's standard deviation")
     gamma: float = key(1.0, "`gae`, `reinforce`: discount of later rewards, per token", FROM_0_TO_1)
     lam: float = key(0.95, "`gae`: 0 trusts the critic, 1 the rewards", FROM_0_TO_1)
+    critic_lam: Optional[float] = key(
+        None, "`gae`: that of the critic's targets", FROM_0_TO_1, null="`lam`", more="VAPO sets it to 1."
+    )
+    lam_alpha: Optional[float] = key(
+        None,
+        "`gae`: the policy's lam is 1 - 1 / (`lam_alpha` · tokens of the response)",
+        ABOVE_0,
+        null="`lam`",
+        more="VAPO sets it to 0.05.",
+    )
     turn_gamma: float = key(
         1.0,
         "discount of later rewards, per turn of the policy",
@@ -159,7 +189,12 @@ class AlgorithmConfig(Group):
         "`gae`: a response that the token limit cut off ends with the critic's value, not with 0",
         more="The value is that of its last state; false: 0, as for one that the policy ended. See [algorithms](algorithms.md).",
     )
-    clip_low: float = key(0.2, "the importance ratio is clipped at 1 - `clip_low`", FROM_0_TO_1)
+    clip_low: float = key(
+        0.2,
+        "the importance ratio is clipped at 1 - `clip_low`",
+        FROM_0_TO_1,
+        more="`gmpo` bounds the log of the ratio by -`clip_low` and `clip_high`, `dppo_tv` and `dppo_kl` the divergence.",
+    )
     clip_high: float = key(0.2, "and at 1 + `clip_high`", AT_LEAST_0)
     dual_clip: Optional[float] = key(
         None,
@@ -167,6 +202,7 @@ class AlgorithmConfig(Group):
         Range(1, open_low=True),
         null="none",
     )
+    sapo: SapoConfig = group(SapoConfig, "`sapo`: temperatures of the loss")
     old_logprobs: str = key(
         "auto",
         "logprobs of the policy before the updates of a step",

@@ -12,7 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_mcore.algorithms.correction import rollout_correction, rollout_ratio_statistics, takes_part
+from rlhf_mcore.algorithms.correction import (
+    RATIO_MODES,
+    factors_of_microbatch,
+    rollout_correction,
+    rollout_ratio_statistics,
+    takes_part,
+)
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.config.schema import RolloutCorrectionConfig
 from tests.rows import everything
@@ -119,6 +125,23 @@ def test_a_band_masks_what_lies_outside_of_it():
     assert statistics["effective_sample_size"] == 0.0
 
 
+def test_a_geometric_mean_does_not_depend_on_the_length_and_weighs_nothing():
+    # Geometric means 4 and sqrt(1/2).
+    factors, statistics = corrected(mode="geometric", mask_low=0.5, mask_high=3.0)
+    assert factors == close([[0.0, 0.0], [1.0, 1.0], []])
+    assert statistics["ratio_max"] == pytest.approx(4.0, rel=1e-5)
+    assert statistics["ratio_min"] == pytest.approx(0.5**0.5, rel=1e-5)
+    assert (statistics["masked_fraction"], statistics["clipped_fraction"]) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence", "geometric"])
+def test_one_token_vetoes_its_response(mode: str):
+    factors, statistics = corrected(mode=mode, cap=100.0, veto=0.3)  # 1/4 is below
+    assert factors[1] == [0.0, 0.0] and min(factors[0]) >= 1.0
+    assert statistics["masked_fraction"] == 0.5
+    assert corrected(mode=mode, cap=100.0, veto=0.2)[1]["masked_fraction"] == 0.0
+
+
 # The first row began two versions ago, and its last token one; outside of the mask there may be anything.
 AGES = torch.tensor([[99, 2, 1], [0, 0, 99], [99, 99, 99]])
 
@@ -172,14 +195,14 @@ def test_without_staleness_weights_are_1_but_for_the_noise_of_the_engine(
     assert 1 - statistics["effective_sample_size"] <= math.expm1(0.08)
 
 
-@pytest.mark.parametrize("mode", ["token", "sequence"])
+@pytest.mark.parametrize("mode", RATIO_MODES)
 def test_who_owns_a_row_changes_no_bit(mode: str) -> None:
     """Factors, and statistics over all rows, the effective sample size among them."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([3, 1, 4, 1, 5, 2])
     old, rollout = (torch.randn(16, generator=generator) for _ in range(2))
     ages = torch.randint(0, 4, (16,), generator=generator, dtype=torch.int32)
-    cfg = RolloutCorrectionConfig(mode=mode, max_token_staleness=2, mask_high=3.0)
+    cfg = RolloutCorrectionConfig(mode=mode, max_token_staleness=2, mask_high=2.0, veto=0.1)
 
     mask = torch.arange(16) % 5 > 0
     alone = OwnedRows(torch.arange(6), lengths)
@@ -212,6 +235,17 @@ def test_nothing_to_correct(mode: str):
     assert factors.tolist() == [[1.0, 1.0]] and statistics["effective_sample_size"] == 1.0
 
 
+@pytest.mark.parametrize("mode", RATIO_MODES)
+@pytest.mark.parametrize("veto", [None, 0.3])
+def test_the_factors_of_a_microbatch_are_those_of_the_step(mode: str, veto: float | None):
+    rollout = torch.full((3, 3), -3.0)
+    cfg = RolloutCorrectionConfig(mode=mode, cap=3.0, mask_low=0.2, veto=veto)
+    expected, _ = correction(rollout + RATIOS.log(), rollout, MASK, cfg)
+    ids = torch.arange(3)[:, None].expand(3, 3)
+    factors = factors_of_microbatch(rollout + RATIOS.log(), rollout, MASK, ids, 3, cfg)
+    torch.testing.assert_close(torch.where(MASK, factors, 0), expected)
+
+
 def test_extreme_ratios_stay_finite():
     old, rollout = torch.tensor([[-800.0, 0.0]]), torch.tensor([[0.0, -800.0]])
     factors, statistics = correction(old, rollout, torch.ones(1, 2).bool(), RolloutCorrectionConfig(mode="token"))
@@ -223,7 +257,7 @@ ratios = st.lists(st.lists(st.floats(-3, 3, width=32), max_size=4), min_size=1, 
 
 
 @settings(max_examples=50, deadline=None)
-@given(rows=ratios, mode=st.sampled_from(["token", "sequence"]), cap=st.sampled_from([0.5, 2.0, 1e9]))
+@given(rows=ratios, mode=st.sampled_from(RATIO_MODES), cap=st.sampled_from([0.5, 2.0, 1e9]))
 def test_correction_against_a_loop(rows: list[list[float]], mode: str, cap: float):
     mask = torch.tensor([[t < len(row) for t in range(5)] for row in rows])
     difference = torch.tensor([row + [NAN] * (5 - len(row)) for row in rows])
@@ -231,9 +265,11 @@ def test_correction_against_a_loop(rows: list[list[float]], mode: str, cap: floa
     factors, statistics = correction(difference - 1.0, torch.full((len(rows), 5), -1.0), mask, cfg)
     units, expected = [], []
     for row in rows:
-        own = [math.exp(sum(row))] * len(row) if mode == "sequence" else [math.exp(d) for d in row]
-        expected.append([min(r, cap) if 0.1 <= r <= 5.0 else 0.0 for r in own])
-        units += own[:1] if mode == "sequence" else own
+        whole = {"sequence": sum(row), "geometric": sum(row) / max(len(row), 1)}
+        own = [math.exp(whole[mode])] * len(row) if mode in whole else [math.exp(d) for d in row]
+        weights = [1.0 if mode == "geometric" else min(r, cap) for r in own]
+        expected.append([weight if 0.1 <= r <= 5.0 else 0.0 for weight, r in zip(weights, own, strict=True)])
+        units += own[:1] if mode in whole else own
     edges = (0.1, 5.0)
     assume(all(abs(unit - edge) > 1e-3 for unit in units for edge in edges))
     for row, (kept, wanted) in enumerate(zip(mask, expected, strict=True)):

@@ -105,6 +105,25 @@ def test_gae_discounts():
     assert per_token(result.advantages, made) == [[2.0, 3.0, 3.5], [3.0, 5.0, 7.5]]
 
 
+def test_vapo_has_one_lam_for_the_critic_and_one_that_follows_the_length():
+    # Values 0, reward 1 at the end: A_t = lam^(steps left). alpha 0.5: lam is 1 - 2/4 for four tokens, and 0 for two.
+    long, short = Response(0, [0, 0, 0, 1.0], [0.0] * 4), Response(0, [0, 1.0], [0.0] * 2)
+    made = inputs([long, short])
+    result = ADVANTAGE_ESTIMATORS["gae"](made, AlgorithmConfig(gamma=1.0, lam=0.3, critic_lam=1.0, lam_alpha=0.5))
+    assert result.returns is not None
+    assert per_token(result.advantages, made) == [pytest.approx([0.125, 0.25, 0.5, 1]), pytest.approx([0, 1])]
+    assert per_token(result.returns, made) == [pytest.approx([1.0] * 4), pytest.approx([1.0] * 2)]
+    one = ADVANTAGE_ESTIMATORS["gae"](made, AlgorithmConfig(gamma=1.0, lam=0.5, lam_alpha=None))
+    assert one.returns is not None and per_token(one.returns, made)[1] == pytest.approx([0.5, 1.0])
+
+
+def test_opo_by_hand():
+    # Lengths 1 and 3, outcomes 1 and 0: the baseline is (1 * 1 + 3 * 0) / 4.
+    made = inputs([Response(0, [1.0], [0.0]), Response(0, [0, 0, 0.0], [0.0] * 3)])
+    advantages = per_token(ADVANTAGE_ESTIMATORS["opo"](made, AlgorithmConfig()).advantages, made)
+    assert advantages == [pytest.approx([0.75]), pytest.approx([-0.25] * 3)]
+
+
 def test_gae_without_an_end_of_a_truncated_response_is_refused():
     made = inputs([Response(0, [1.0], [0.0], truncated=True)])
     made.bootstrap_values = None
@@ -259,6 +278,12 @@ def spread(responses: list[Response], advantage: Callable[[float, list[float]], 
     return out
 
 
+def by_length(responses: list[Response], group: int) -> float:
+    """Mean of the group's outcomes, each counted by its length."""
+    own = [(len(r.rewards), sum(r.rewards)) for r in responses if r.group == group]
+    return sum(n * r for n, r in own) / max(sum(n for n, _ in own), 1)
+
+
 def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[list[float]]:
     rewards_to_go = [
         [sum(cfg.gamma**k * x for k, x in enumerate(r.rewards[t:])) for t in range(len(r.rewards))] for r in responses
@@ -277,6 +302,8 @@ def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[lis
         )
     if name == "rloo":
         return spread(responses, lambda mine, others: mine - statistics.fmean(others))
+    if name == "opo":
+        return [[sum(r.rewards) - by_length(responses, r.group)] * len(r.rewards) for r in responses]
     if name == "reinforce":
         return rewards_to_go
     return slow_normalized(rewards_to_go if name == "reinforce_plus_plus" else over_mean)

@@ -84,7 +84,80 @@ def test_cispo_by_hand():
     assert metrics["clip_fraction_high"].item() == 2 and metrics["clip_fraction_low"].item() == 1
 
 
+def test_gmpo_is_the_papers_sequence_loss():
+    """Equation 4 with the geometric mean differentiated as a whole, and weights of ``sequence`` aggregation."""
+    torch.manual_seed(1)
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    old, noise = -torch.rand(3, 5), 0.4 * torch.randn(3, 5)
+    advantages = torch.tensor([[1.0], [-2.0], [0.5]]).expand(3, 5)
+    logprobs = (old + noise).requires_grad_()
+    made = loss_inputs(logprobs, old, advantages, token_weights(mask, "sequence", num_tokens=6, num_rows=3))
+    loss, _ = POLICY_LOSSES["gmpo"](made, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    expected = torch.zeros(())
+    for row in range(3):
+        ratios, a = (logprobs - old)[row][mask[row]].exp(), advantages[row, 0]
+        bounded = ratios.clamp(max=math.exp(0.3)) if a > 0 else ratios.clamp(min=math.exp(-0.2))
+        expected = expected - a * bounded.prod() ** (1 / len(ratios)) / 3
+    (expected_gradient,) = torch.autograd.grad(expected, logprobs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_sapo_by_hand():
+    # tau 1 and 2: at ratio 2 the gates are 4 sigmoid(1) and 2 sigmoid(2), their slopes 4 s(1 - s) each times the ratio.
+    logprobs, made = tokens([[2.0, 2.0]], [[1.0, -1.0]], weight=1.0)
+    cfg = AlgorithmConfig()
+    cfg.sapo.tau_negative = 2.0
+    loss, _ = POLICY_LOSSES["sapo"](made, cfg)
+    loss.backward()
+    assert loss.item() == pytest.approx(-4 * 0.731058579 + 2 * 0.880797078, rel=1e-6)
+    slopes = [-4 * 0.196611933 * 2, 4 * 0.104993585 * 2]
+    torch.testing.assert_close(logprobs.grad, torch.tensor([slopes]), rtol=1e-5, atol=1e-6)
+
+
+def test_dppo_by_hand():
+    # Old probability 0.5, new ones 0.7 and 0.3; with A of the same sign they have gone too far by 0.2, with the other they return.
+    old = torch.full((1, 4), math.log(0.5))
+    logprobs = torch.tensor([[0.7, 0.3, 0.7, 0.3]]).log().requires_grad_()
+    made = loss_inputs(logprobs, old, torch.tensor([[1.0, -1.0, -1.0, 1.0]]), torch.ones(1, 4))
+    loss, metrics = POLICY_LOSSES["dppo_tv"](made, AlgorithmConfig(clip_low=0.15, clip_high=0.15))
+    loss.backward()
+    assert loss.item() == pytest.approx(1.4 - 0.6)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 0.0, 1.4, -0.6]]))
+    assert metrics["clip_fraction_low"].item() == 1 and metrics["clip_fraction_high"].item() == 1
+    # KL of the coins: 0.5 ln(0.5 / 0.7) + 0.5 ln(0.5 / 0.3) = 0.0872, the same both ways.
+    assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0871, clip_high=0.0871))[0].item() == pytest.approx(0.8)
+    assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0872, clip_high=0.0872))[0].item() == pytest.approx(0.0, abs=1e-6)
+
+
 # Slow versions: one token after the other, in floats.
+
+
+def geometric_mean(row: list[tuple[float, float, float]], cfg: AlgorithmConfig) -> float:
+    """(prod of min(r, e^high) where A > 0, of max(r, e^-low) where A < 0, of 1 where A = 0)^(1 / length)."""
+    product = 1.0
+    for logprob, old, advantage in row:
+        ratio = math.exp(logprob - old)
+        if advantage > 0:
+            product *= min(ratio, math.exp(cfg.clip_high))
+        elif advantage < 0:
+            product *= max(ratio, math.exp(-cfg.clip_low))
+    return product ** (1 / len(row))
+
+
+def is_left_out(name: str, logprob: float, old: float, advantage: float, cfg: AlgorithmConfig) -> bool:
+    """Whether DPPO leaves a token out: the divergence between two coins, in the direction of the advantage."""
+    p, q = math.exp(logprob), math.exp(old)
+    if name == "dppo_tv":
+        divergence = abs(p - q)
+    else:
+        divergence = q * math.log(q / p)
+        if q < 1:
+            divergence += (1 - q) * math.log((1 - q) / (1 - p)) if p < 1 else math.inf
+    if advantage > 0:
+        return p > q and divergence > cfg.clip_high
+    return advantage < 0 and p < q and divergence > cfg.clip_low
 
 
 def slow_loss(name: str, rows: list[list[tuple[float, float, float]]], cfg: AlgorithmConfig) -> float:
@@ -99,6 +172,13 @@ def slow_loss(name: str, rows: list[list[tuple[float, float, float]]], cfg: Algo
             value = min(ratio * advantage, clipped * advantage)
             if name == "cispo":
                 value = clipped * advantage * logprob
+            elif name == "gmpo":
+                value = geometric_mean(row, cfg) * advantage
+            elif name == "sapo":
+                tau = cfg.sapo.tau_positive if advantage > 0 else cfg.sapo.tau_negative
+                value = 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+            elif name.startswith("dppo"):
+                value = 0.0 if is_left_out(name, logprob, old, advantage, cfg) else ratio * advantage
             elif name == "ppo_clip" and cfg.dual_clip is not None and advantage < 0:
                 value = max(value, cfg.dual_clip * advantage)
             total -= value

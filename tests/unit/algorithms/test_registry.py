@@ -44,10 +44,13 @@ def test_the_names_that_validation_knows_are_those_of_the_tables():
 
 def test_what_validation_knows_of_them():
     told = choices.ADVANTAGES
-    assert [name for name in told if told[name].compares_group] == ["grpo", "rloo", "reinforce_plus_plus_baseline"]
+    compared = {"grpo", "rloo", "opo", "reinforce_plus_plus_baseline"}
+    assert {name for name in told if told[name].compares_group} == compared
+    assert [name for name in told if not told[name].credits_turns] == ["opo"]
     assert [name for name in told if told[name].needs_values] == ["gae"]
-    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo"}
+    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo"}
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_dual_clip] == ["ppo_clip"]
+    assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_sapo] == ["sapo"]
     assert [name for name, kl in choices.KL_ESTIMATORS.items() if not kl.has_gradient] == ["k1"]
 
 

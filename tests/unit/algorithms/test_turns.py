@@ -196,6 +196,14 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
         sums = [sum(r for r, _ in turn) for turn in one.turns]
         return [sum(cfg.turn_gamma**k * x for k, x in enumerate(sums[j:])) for j in range(len(sums))]
 
+    def minus_mean_by_length() -> list[float]:
+        outcomes, lengths = [returns(one)[0] for one in episodes], [sum(map(len, one.turns)) for one in episodes]
+        baselines = []
+        for one in episodes:
+            own = [i for i, other in enumerate(episodes) if other.group == one.group]
+            baselines.append(sum(lengths[i] * outcomes[i] for i in own) / sum(lengths[i] for i in own))
+        return [outcome - baseline for outcome, baseline in zip(outcomes, baselines, strict=True)]
+
     def relative(mine: float, others: list[float]) -> float:
         everyone = [mine, *others]
         if name == "rloo":
@@ -205,6 +213,8 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
             return centered / (statistics.stdev(everyone) + 1e-6) if max(everyone) > min(everyone) else 0.0
         return centered
 
+    if name == "opo":
+        return [[[x] * len(turn) for turn in one.turns] for one, x in zip(episodes, minus_mean_by_length(), strict=True)]
     out = []
     for i, one in enumerate(episodes):
         others = [returns(other) for k, other in enumerate(episodes) if other.group == one.group and k != i]
@@ -221,7 +231,7 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
 def slow(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> list[list[list[float]]]:
     if name == "gae":
         return [slow_recursion(one, cfg, cfg.lam, with_values=True) for one in episodes]
-    if name.endswith("baseline") or name in ("grpo", "rloo"):
+    if name.endswith("baseline") or name in ("grpo", "rloo", "opo"):
         found = slow_compared(episodes, cfg, name)
     else:
         found = [slow_recursion(one, cfg, 1.0, with_values=False) for one in episodes]
