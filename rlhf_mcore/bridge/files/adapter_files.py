@@ -1,4 +1,4 @@
-"""A PEFT directory of adapters as the place of tensors: what is read of it, what is written beside its tensors."""
+"""Read the tensors of a PEFT directory of adapters, and write the files beside its tensors."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class CarriedTensors:
         return sum(prod(shape) * dtype.itemsize for dtype, shape in self.types.values())
 
     def text(self, model: str) -> str:
-        """What the user of a run is told. ``model``: its name in checkpoints."""
+        """Say to the user of a run that these layers are not trained. ``model``: its name in checkpoints."""
         count = len(self.types)
         return (
             f"{model}: the MTP layers of {self.directory} ({count} tensors, {self.num_bytes / 1e9:.3g} GB) are not trained; "
@@ -57,14 +57,14 @@ class CarriedTensors:
 
     @property
     def config_updates(self) -> dict[str, Any]:
-        """Keys of a saved config.json that differ: one that names layers whose tensors are not there, as transformers writes it."""
+        """Keys that differ in a saved config.json. It names no layers without tensors, as transformers writes it."""
         return {MTP_KEY: 0} if num_mtp_layers(self._hf_config) and not self._some else {}
 
     def write(self, directory: Path, shard: FileShard) -> Path:
         """Write a file of some of these tensors, made durable, and return its path. Needs no other rank.
 
         Raises:
-            OSError: also where the directory that they come from is not what it was.
+            OSError: also where the source directory has changed since the run began.
         """
         files = ShardFiles(directory, [shard], self.types)
         try:
@@ -93,7 +93,7 @@ def _dtype(reader: HFReader, name: str) -> torch.dtype:
 
 
 def _blocks(reader: HFReader, name: str) -> Iterator[tuple[int, Tensor]]:
-    """All rows of a tensor, a block at a time, each with the number of its first element."""
+    """Read a tensor block by block, each with the number of its first element."""
     shape = reader.shape(name)
     width = prod(shape[1:])
     step = max(_BLOCK_BYTES // max(4 * width, 1), 1)

@@ -1,8 +1,8 @@
-"""From the ranks of a model to a Hugging Face directory, through the planner: every rank writes some of the files.
+"""Write a Hugging Face directory from the ranks of a model, through the planner: every rank writes some of the files.
 
-A file is a place like any other. The same plan and the same executor that carry weights to an engine carry them to the ranks that
-write. A tensor is assembled in parts of no more than a bucket, each of which is written when its last rectangle has come, and
-forgotten. No rank ever holds a full model, nor a full file, nor all experts of a layer that are one tensor.
+A file is a place like any other. The plan and the executor of an engine's sync carry weights to the ranks that write, too.
+A tensor is assembled in parts of no more than a bucket. Each is written when its last rectangle has come, and forgotten.
+No rank ever holds a full model, nor a full file, nor all experts of a layer that are one tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, SINGLE, companion_files, copy_companions
-from rlhf_mcore.bridge.files.parts import Part, assembled, assembled_bytes, parts_of, plan_parts, spans
+from rlhf_mcore.bridge.files.parts import Part, assembled_bytes, parts_of, plan_parts, spans, unfinished_parts
 from rlhf_mcore.bridge.files.tensor_files import (
     FileImage,
     FileLayout,
@@ -143,11 +143,11 @@ class Exporter:
         return [*(directory / shard.name for shard in self._mine), *self.write_rest(directory)]
 
     def snapshot(self) -> tuple[list[FileImage], Callable[[], None]]:
-        """Copy the weights that this rank writes into host memory that is kept for the next time. Collective over the group.
+        """Copy this rank's weights into host memory, which the next snapshot uses again. Collective over the group.
 
-        Returns that memory, which is valid until the next snapshot, and what copies those weights that this rank holds row by row:
-        it needs no other rank, and may run in a thread as long as nobody changes weights. :meth:`write_rest` writes the rest
-        of the directory.
+        Returns that memory, valid until the next snapshot, and a function. The function copies the weights that this rank has row
+        by row. It needs no other rank, and may run in a thread as long as nobody changes weights. :meth:`write_rest` writes the
+        rest of the directory.
         """
         if self._images is None:
             layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
@@ -176,7 +176,7 @@ class Exporter:
 
 @dataclass(frozen=True, slots=True)
 class _Straight:
-    """Elements of a file's tensor that follow each other there, and that the rank that writes them has."""
+    """Consecutive elements of a file's tensor that the writing rank has itself."""
 
     tensor: str
     first_element: int
@@ -184,17 +184,17 @@ class _Straight:
 
 
 def _split(plan: RankPlan, flats: Mapping[str, Tensor], parts: Mapping[str, Part]) -> tuple[RankPlan, list[_Straight]]:
-    """A plan without the parts whose rows this rank has: these are written from where they are, not assembled first."""
-    kept = assembled(plan)
+    """Take the parts whose rows this rank has out of a plan: they are written from where they are, not assembled first."""
+    unfinished = unfinished_parts(plan)
     straight, buckets = [], []
     for bucket in plan.buckets:
         for copy in bucket.local:
             source, target = copy.source, copy.destination
-            if target.buffer not in kept:
+            if target.buffer not in unfinished:
                 part, flat = parts[target.buffer], flats[source.buffer]
                 elements = flat.as_strided(source.shape, source.strides, flat.storage_offset() + source.offset)
                 straight.append(_Straight(part.tensor, part.first_element + target.offset, elements))
-        buckets.append(replace(bucket, local=[copy for copy in bucket.local if copy.destination.buffer in kept]))
+        buckets.append(replace(bucket, local=[copy for copy in bucket.local if copy.destination.buffer in unfinished]))
     return replace(plan, buckets=buckets), straight
 
 
@@ -245,7 +245,7 @@ class _FileDestinations(Destinations):
             self._room[room.numel()].append(room)
 
     def write(self, parts: Sequence[_Straight]) -> None:
-        """Write what need not be assembled."""
+        """Write what need not be unfinished_parts."""
         if self._files is None or self.error is not None:
             return
         try:
@@ -279,7 +279,7 @@ class _MemoryDestinations(Destinations):
     def close(self, bucket: Bucket) -> None: ...
 
     def write(self, parts: Sequence[_Straight]) -> None:
-        """Copy what need not be assembled."""
+        """Copy what need not be unfinished_parts."""
         for part in parts:
             there = self._whole[part.tensor][part.first_element : part.first_element + part.elements.numel()]
             there.view(part.elements.shape).copy_(part.elements, non_blocking=True)

@@ -39,7 +39,7 @@ class HFReader:
         self.directory = Path(directory).resolve()
         self._single = single
         self._open: dict[str, safe_open] = {}
-        self._held: dict[
+        self._names: dict[
             str, frozenset[str]
         ] = {}  # names of each file's tensors, which safetensors makes anew for every call
         self._shard_of = self._locate()
@@ -89,13 +89,13 @@ class HFReader:
         Raises:
             ConfigError: a tensor is in two files, or in another than the index names.
         """
-        held: dict[str, str] = {}
+        shard_of: dict[str, str] = {}
         for shard in sorted(set(self._shard_of.values())):
             for name in self._names_in(shard):
-                if name in held:
-                    raise ConfigError(f"{self.directory}: tensor {name} is in {held[name]} and in {shard}. {_REMEDY}")
-                held[name] = shard
-        for name, shard in held.items():
+                if name in shard_of:
+                    raise ConfigError(f"{self.directory}: tensor {name} is in {shard_of[name]} and in {shard}. {_REMEDY}")
+                shard_of[name] = shard
+        for name, shard in shard_of.items():
             if name not in self._shard_of:
                 raise ConfigError(
                     f"{self.directory / shard} holds tensor {name}, which {INDEX} does not name. {_REMEDY}"
@@ -108,7 +108,7 @@ class HFReader:
         self._open.clear()
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """A rectangle of a tensor, in the file's dtype; what is stored in mxfp4 in bf16."""
+        """Read a rectangle of a tensor in the file's dtype, or in bf16 where the file has mxfp4."""
         if name not in self._packed:
             return self._handle(name).get_slice(name)[where]
         *outer, rows, columns = where
@@ -119,7 +119,7 @@ class HFReader:
         return whole[..., first - groups.start * GROUP : end - groups.start * GROUP, :]
 
     def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole, in the file's dtype, file by file, ``without`` some."""
+        """Read every tensor whole, in the file's dtype, file by file, ``without`` some."""
         for name in sorted(self.names.difference(without), key=lambda name: (self.shard(name), name)):
             yield name, self.read(name, (slice(None),) * len(self.shape(name)))
 
@@ -129,7 +129,7 @@ class HFReader:
                 f"{self.directory}: tensor {name} is missing. Is the checkpoint complete and of this architecture?"
             )
         shard = self._shard_of[name]
-        handle = self._opened(shard)
+        handle = self._file_of(shard)
         if name not in self._names_in(shard):
             raise ConfigError(
                 f"{self.directory / shard}: the index places tensor {name} here, but the file does not hold it."
@@ -137,11 +137,11 @@ class HFReader:
         return handle
 
     def _names_in(self, shard: str) -> frozenset[str]:
-        if shard not in self._held:
-            self._held[shard] = frozenset(self._opened(shard).keys())
-        return self._held[shard]
+        if shard not in self._names:
+            self._names[shard] = frozenset(self._file_of(shard).keys())
+        return self._names[shard]
 
-    def _opened(self, shard: str) -> safe_open:
+    def _file_of(self, shard: str) -> safe_open:
         if shard not in self._open:
             try:
                 self._open[shard] = safe_open(self.directory / shard, framework="pt")
@@ -166,7 +166,7 @@ class HFReader:
 
 
 def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", also: Sequence[Path] = ()) -> Path:
-    """The file ``name`` of a directory, as something read from a file names it. A link may lead into ``also``.
+    """Return the path of file ``name`` in a directory, where ``name`` was read from a file. A link may lead into ``also``.
 
     Raises:
         ConfigError: it is not a plain name, leads out of the directory, is absent or shorter than ``minimum`` bytes.
@@ -184,7 +184,7 @@ def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", als
 
 
 def companion_files(sources: Sequence[str | Path]) -> list[Path]:
-    """What travels with the weights; of several sources the first that has a file gives it.
+    """List the files that travel with the weights: of several sources the first that has a file gives it.
 
     Raises:
         ConfigError: one is a link out of its directory: what it names may be anybody's, and would be copied.
@@ -199,20 +199,20 @@ def companion_files(sources: Sequence[str | Path]) -> list[Path]:
 
 
 def _blobs(directory: Path) -> list[Path]:
-    """Where the files of a directory in a Hugging Face cache are: snapshots/<revision>/* -> ../../blobs/*."""
+    """List where a Hugging Face cache keeps the files of a directory: snapshots/<revision>/* -> ../../blobs/*."""
     return [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
 
 
 def copy_companions(
     sources: Sequence[str | Path], directory: Path, dtype: torch.dtype, updates: Mapping[str, Any] | None = None
 ) -> None:
-    """Copy what travels with the weights; of several sources the first that has a file gives it.
+    """Copy the files that travel with the weights: of several sources the first that has a file gives it.
 
-    The copied config gets ``dtype`` and ``updates``; weights that are written are not quantised, whatever those were that were read.
+    The copied config gets ``dtype`` and ``updates``. It loses its quantisation: written weights have none.
     """
-    for found in companion_files(sources):
-        data = read_bytes(found, limit=INDEX_LIMITS.num_bytes, remedy=_REMEDY)
-        (directory / found.name).write_bytes(data)
+    for companion in companion_files(sources):
+        data = read_bytes(companion, limit=INDEX_LIMITS.num_bytes, remedy=_REMEDY)
+        (directory / companion.name).write_bytes(data)
     path = directory / "config.json"
     config = {key: value for key, value in read_json(path).content.items() if key != "quantization_config"}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

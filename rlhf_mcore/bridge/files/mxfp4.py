@@ -17,7 +17,9 @@ _BIAS_OF_HALVES = 128
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The matrices [..., rows, columns] bf16 of ``blocks`` [..., columns, rows / 32, 16] and ``scales`` [..., columns, rows / 32]."""
+    """Compute the matrices [..., rows, columns] bf16 of ``blocks`` [..., columns, rows / 32, 16] and ``scales`` [..., columns,
+    rows / 32].
+    """
     values = torch.tensor([*_TWICE, *(-value for value in _TWICE)], dtype=torch.bfloat16)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]: the values of every byte
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS_OF_HALVES).bfloat16()

@@ -1,4 +1,4 @@
-"""Parts of a file's tensors: what a rank that writes files has in memory of them at a time."""
+"""Cut the tensors of a file into parts, and plan which rank assembles and writes each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_mcore.bridge.plan.rank_plan import RankPlan
 class Part:
     """Whole rows of a file's tensor, from ``row`` on: to the plan a tensor of its own, so its pieces come one after the other.
 
-    ``source`` is the tensor of the model that it has the values of.
+    Its values are those of the model's tensor ``source``.
     """
 
     tensor: str
@@ -40,7 +40,7 @@ class Part:
         return self.row * prod(self.shape[1:])
 
     def place(self, rank: int) -> Place:
-        """Where it is assembled."""
+        """Return where it is assembled."""
         start, strides = (0,) * len(self.shape), contiguous_strides(self.shape)
         whole = Piece(f"{self.source}[{self.row}]", start, self.shape, 0, strides)
         return Place(self.name, (whole,), (rank,), prod(self.shape))
@@ -50,14 +50,14 @@ Parts = Mapping[str, Sequence[Part]]  # by tensor
 
 
 def parts_of(tensor: str, source: str, dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> Iterator[Part]:
-    """All rows of a tensor, at least one at a time."""
+    """Cut a tensor into parts of whole rows, of at least one row each."""
     step = max(limit_bytes // (prod(shape[1:]) * dtype.itemsize), 1)
     for row in range(0, shape[0], step):
         yield Part(tensor, source, dtype, row, (min(step, shape[0] - row), *shape[1:]))
 
 
 def plan_parts(sources: Sequence[Place], parts: Parts, writers: Mapping[str, int], bucket_bytes: int) -> Plan:
-    """The transfer of all parts to the ranks that write their tensors."""
+    """Plan the transfer of all parts to the ranks that write their tensors."""
     needed = [part for tensor in parts.values() for part in tensor]
     sizes = {part.name: part.dtype.itemsize for part in needed if part.source == part.tensor}
     return build_plan(
@@ -70,8 +70,8 @@ def plan_parts(sources: Sequence[Place], parts: Parts, writers: Mapping[str, int
 
 
 def _in_parts(place: Place, parts: Parts) -> Place:
-    """The same, in coordinates of parts."""
-    held = []
+    """Cut a place into the coordinates of parts."""
+    cut = []
     for piece in place.pieces:
         first, end = piece.start[0], piece.start[0] + piece.shape[0]
         for part in parts.get(piece.hf_name, ()):
@@ -79,12 +79,12 @@ def _in_parts(place: Place, parts: Parts) -> Place:
             if low < high:
                 start, shape = (low - part.row, *piece.start[1:]), (high - low, *piece.shape[1:])
                 offset = piece.offset + (low - first) * piece.strides[0]
-                held.append(Piece(part.name, start, shape, offset, piece.strides))
-    return replace(place, pieces=tuple(held))
+                cut.append(Piece(part.name, start, shape, offset, piece.strides))
+    return replace(place, pieces=tuple(cut))
 
 
-def assembled(plan: RankPlan) -> set[str]:
-    """Names of the parts that a rank has to put together. It has the others in runs of their elements, in whatever order."""
+def unfinished_parts(plan: RankPlan) -> set[str]:
+    """Name the parts that a rank has to put together. It has the others in runs of their elements, in whatever order."""
     unfinished = {
         copy.buffer for b in plan.buckets for p in b.phases for m in (*p.receives, *p.sends) for copy in m.copies
     }
@@ -95,18 +95,18 @@ def assembled(plan: RankPlan) -> set[str]:
 
 
 def assembled_bytes(plan: RankPlan, parts: Mapping[str, Part]) -> int:
-    """Most bytes of unfinished parts that a rank has in memory at a time."""
-    wanted, (first, last) = assembled(plan), spans(plan)
-    held = most = 0
+    """Compute the most bytes of unfinished parts that a rank has in memory at a time."""
+    unfinished, (first, last) = unfinished_parts(plan), spans(plan)
+    current = most = 0
     for bucket in plan.buckets:
-        held += sum(parts[name].nbytes for name in first.get(bucket.index, ()) if name in wanted)
-        most = max(most, held)
-        held -= sum(parts[name].nbytes for name in last.get(bucket.index, ()) if name in wanted)
+        current += sum(parts[name].nbytes for name in first.get(bucket.index, ()) if name in unfinished)
+        most = max(most, current)
+        current -= sum(parts[name].nbytes for name in last.get(bucket.index, ()) if name in unfinished)
     return most
 
 
 def spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """For each bucket the parts that it begins, and those that it completes."""
+    """List for each bucket the parts that it begins, and those that it completes."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for bucket in plan.buckets:

@@ -69,7 +69,7 @@ def _open_weights(weights: Path, geometry: ModelGeometry) -> HFReader:
 
 
 def _trained_geometry(weights: Path, training: Path | None) -> ModelGeometry:
-    """With the MTP layers of config.json, where the optimizer's index has one of their tensors."""
+    """Read the geometry, with the MTP layers of config.json where the optimizer's index has one of their tensors."""
     geometry = read_geometry(weights)
     count = num_mtp_layers(read_config(weights, str(weights)))
     if training is None or not count:

@@ -1,7 +1,7 @@
-"""The state of an optimizer on disk, in Hugging Face coordinates: written by every rank alone, read at any layout.
+"""Write the state of an optimizer in Hugging Face coordinates: every rank writes alone, and any layout reads it.
 
-``training/state-<rank>.safetensors`` holds the rectangles of one rank, each a tensor of its own; ``training/index.json`` names
-which rectangle of which Hugging Face tensor is in which file. Padding of the vocabulary is not stored: it is zero.
+``training/state-<rank>.safetensors`` holds the rectangles of one rank, each a tensor of its own. ``training/index.json`` has, for
+each Hugging Face tensor, its rectangles and their files. Padding of the vocabulary is not stored: it is zero.
 
 An index covers all trained tensors of the model (format 1), or those that it declares under ``covers`` (format 2): where some
 weights are frozen, or only adapters are trained, the others have no state.
@@ -30,10 +30,8 @@ from rlhf_mcore.parallel.collectives import gather_json
 STATE_INDEX = "index.json"
 MASTER, SECOND_MOMENT = "master", "exp_avg_sq"
 KINDS = (MASTER, "exp_avg", SECOND_MOMENT, "momentum")
-FORMAT_OF_ALL, FORMAT_OF_SOME = (
-    1,
-    2,
-)  # formats: of an index that covers all tensors of the model, and of one that declares which
+FORMAT_OF_ALL = 1  # the index covers all tensors of the model
+FORMAT_OF_SOME = 2  # the index declares its tensors
 
 Described = list[tuple[str, list[str], list[int], list[int]]]  # of every region: Hugging Face name, kinds, start, shape
 
@@ -51,15 +49,15 @@ class Region:
     axes: tuple[int, ...]
 
     def of(self, flat: Tensor) -> Tensor:
-        """The region's elements of the flat range, as a view of the rectangle's shape."""
+        """View the region's elements of the flat range in the rectangle's shape."""
         stored = flat[self.offset : self.offset + self.rectangle.numel]
         shape = [self.rectangle.shape[axis] for axis in self.axes]
         return stored.view(shape).permute([self.axes.index(axis) for axis in range(len(shape))])
 
 
 def regions(held: Sequence[Piece], begin: int, end: int) -> list[Region]:
-    """What elements ``begin`` to ``end`` of a local tensor with pieces ``held`` are. Padding belongs to no region."""
-    found = []
+    """List the regions of elements ``begin`` to ``end`` of a local tensor with pieces ``held``. Padding belongs to no region."""
+    listed = []
     for piece in held:
         axes = tuple(sorted(range(len(piece.shape)), key=lambda axis: -piece.strides[axis]))
         shape = tuple([piece.shape[axis] for axis in axes])
@@ -72,26 +70,26 @@ def regions(held: Sequence[Piece], begin: int, end: int) -> list[Region]:
             for axis, first, size in zip(axes, *part, strict=True):
                 start[axis] += first
                 extent[axis] = size
-            found.append(Region(piece.hf_name, Rectangle(tuple(start), tuple(extent)), position, axes))
+            listed.append(Region(piece.hf_name, Rectangle(tuple(start), tuple(extent)), position, axes))
             position += part.numel
-    return found
+    return listed
 
 
 def writes(name: str, geometry: ModelGeometry, shard: Shard) -> bool:
-    """Whether a rank writes the state of its part of a parameter: of tensor-parallel replicas the first does.
+    """Tell whether a rank writes the state of its part of a parameter: of tensor-parallel replicas the first does.
 
     An embedding that the last stage needs too has two owners under pipeline parallelism; the first stage writes it.
     """
     if name == EMBEDDING_COPY:
         return False
-    held = pieces(name, geometry, shard)
-    if name == "output_layer.weight" and any(piece.hf_name == "model.embed_tokens.weight" for piece in held):
+    parts = pieces(name, geometry, shard)
+    if name == "output_layer.weight" and any(piece.hf_name == "model.embed_tokens.weight" for piece in parts):
         return False
-    return shard.rank == 0 or held != pieces(name, geometry, replace(shard, rank=0))
+    return shard.rank == 0 or parts != pieces(name, geometry, replace(shard, rank=0))
 
 
 class RankState:
-    """What one rank writes of the state that its shards hold: its tensors by name, and the file that they make."""
+    """One rank's share of the state to write: tensors by name, and the layout of their file."""
 
     def __init__(self, shards: Sequence[StateShard], geometry: ModelGeometry):
         self.described: Described = []
@@ -100,12 +98,12 @@ class RankState:
             if not writes(shard.name, geometry, shard.shard):
                 continue
             kinds = [kind for kind in KINDS if kind in shard.tensors]
-            held = regions(pieces(shard.name, geometry, shard.shard), shard.start, shard.stop)
-            for region in held:
+            parts = regions(pieces(shard.name, geometry, shard.shard), shard.start, shard.stop)
+            for region in parts:
                 start, shape = region.rectangle
                 self.described.append((region.hf_name, kinds, list(start), list(shape)))
             for kind, tensor in shard.tensors.items():
-                self._tensors |= {region_key(kind, r.hf_name, r.rectangle): r.of(tensor) for r in held}
+                self._tensors |= {region_key(kind, r.hf_name, r.rectangle): r.of(tensor) for r in parts}
         self.layout = FileLayout({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self._tensors.items()})
 
     def write(self, path: Path) -> None:
@@ -142,15 +140,15 @@ def gather_index(
     group: dist.ProcessGroup,
     covers: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """The index of all ranks' files on the group's first rank, None on the others. Collective over the group.
+    """Gather the index of all ranks' files on the group's first rank. Returns None on the others. Collective over the group.
 
     ``scalars`` are the same on all ranks that write something, and may be None on the others. ``covers`` as in :func:`make_index`.
     """
     parts = gather_json([described, scalars], group)
     if not parts:
         return None
-    known: Mapping[str, Any] = next((theirs for held, theirs in parts if held), {})
-    return make_index({rank: held for rank, (held, _) in enumerate(parts)}, geometry, known, covers)
+    shared: Mapping[str, Any] = next((theirs for regions_of_rank, theirs in parts if regions_of_rank), {})
+    return make_index({rank: listed for rank, (listed, _) in enumerate(parts)}, geometry, shared, covers)
 
 
 def make_index(
@@ -159,7 +157,7 @@ def make_index(
     scalars: Mapping[str, Any],
     covers: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """The index of what all ranks have described.
+    """Make the index of the regions that all ranks have described.
 
     ``covers`` declares the Hugging Face tensors that have state; None: all of the model that are trained.
 
@@ -173,9 +171,9 @@ def make_index(
             raise ValueError(f"{min(unknown)} is not a tensor of this model")
         shapes = {name: shape for name, shape in shapes.items() if name in covers}
     tensors: dict[str, dict[str, Any]] = {name: {"shape": list(shape), "regions": []} for name, shape in shapes.items()}
-    files = [state_file(rank) for rank, found in sorted(described.items()) if found]
-    for rank, found in described.items():
-        for name, kinds, start, shape in found:
+    files = [state_file(rank) for rank, listed in sorted(described.items()) if listed]
+    for rank, listed in described.items():
+        for name, kinds, start, shape in listed:
             if name not in tensors:
                 raise ValueError(f"rank {rank} holds state of {name}, which the index does not cover")
             entry = tensors[name]

@@ -57,13 +57,13 @@ class StateReader:
         index = read_json(self._path, limits=INDEX, remedy="choose another checkpoint")
         if set(index) - {"covers"} != {"format", "files", "tensors", "scalars"}:
             raise ConfigError(f"{self._path}: not an index of an optimizer's state. {_REMEDY}")
-        found = index.integer("format")
-        if found not in (FORMAT_OF_ALL, FORMAT_OF_SOME):
+        version = index.integer("format")
+        if version not in (FORMAT_OF_ALL, FORMAT_OF_SOME):
             raise ConfigError(
-                f"{self._path}: format {found}, this version reads {FORMAT_OF_ALL} and {FORMAT_OF_SOME}. {_REMEDY}"
+                f"{self._path}: format {version}, this version reads {FORMAT_OF_ALL} and {FORMAT_OF_SOME}. {_REMEDY}"
             )
-        if ("covers" in index) != (found == FORMAT_OF_SOME):
-            raise self._damaged(f"format {found} {'without' if found == FORMAT_OF_SOME else 'with'} covers")
+        if ("covers" in index) != (version == FORMAT_OF_SOME):
+            raise self._damaged(f"format {version} {'without' if version == FORMAT_OF_SOME else 'with'} covers")
         self._files = index.texts("files")
         self.scalars = index.object("scalars")
         for name in self._files:
@@ -73,26 +73,27 @@ class StateReader:
             if not path.is_file():
                 raise ConfigError(f"{self.directory}: {name} is missing. {_REMEDY}")
         shapes = hf_shapes(geometry, trained=True)
-        self.covers = frozenset(index.texts("covers") if found == FORMAT_OF_SOME else shapes)
+        self.covers = frozenset(index.texts("covers") if version == FORMAT_OF_SOME else shapes)
         if unknown := sorted(self.covers - shapes.keys()):
             raise self._damaged(f"it covers {len(unknown)} tensors that are not config.json's, among them {unknown[0]}")
         stored = index.object("tensors").content
         if odd := sorted(self.covers ^ stored.keys()):
             problem = "unknown" if odd[0] in stored else "missing"
-            source = "config.json's" if found == FORMAT_OF_ALL else "those that it covers"
+            source = "config.json's" if version == FORMAT_OF_ALL else "those that it covers"
             raise self._damaged(f"{len(odd)} tensors differ from {source}, among them {odd[0]} ({problem})")
-        self._tensors = {name: self._parsed(name, entry, shapes[name]) for name, entry in stored.items()}
+        self._tensors = {name: self._parse(name, entry, shapes[name]) for name, entry in stored.items()}
 
     def check_whole(self) -> None:
-        """Whether the files hold both moments of AdamW, or momentum, of every tensor, each element once. Headers are read, no values.
+        """Check that the files hold both moments of AdamW, or momentum, of every tensor, each element once. Headers are read, no
+        values.
 
         Raises:
             ConfigError: they do not.
         """
         shapes = hf_shapes(self._geometry)
         for name, stored in self._tensors.items():
-            wanted = {"momentum"} if "momentum" in stored.kinds else {"exp_avg", SECOND_MOMENT}
-            if absent := sorted(wanted - set(stored.kinds)):
+            kinds = {"momentum"} if "momentum" in stored.kinds else {"exp_avg", SECOND_MOMENT}
+            if absent := sorted(kinds - set(stored.kinds)):
                 raise self._damaged(f"tensor {name}: no {absent[0]}")
             self._check_filled(name, shapes[name], [rectangle for _, rectangle in stored.regions])
         for _ in self.stored():
@@ -108,7 +109,7 @@ class StateReader:
             for kind in stored.kinds:
                 for number, rectangle in stored.regions:
                     key = region_key(kind, name, rectangle)
-                    yield kind, name, rectangle, self._mapped(self._files[number], key, rectangle.shape)
+                    yield kind, name, rectangle, self._map(self._files[number], key, rectangle.shape)
 
     def read_into(self, shards: Sequence[StateShard]) -> None:
         """Fill the tensors of ``shards`` in place; what is padding becomes zero.
@@ -118,11 +119,11 @@ class StateReader:
                 moment below zero.
         """
         for shard in shards:
-            wanted = regions(pieces(shard.name, self._geometry, shard.shard), shard.start, shard.stop)
+            parts = regions(pieces(shard.name, self._geometry, shard.shard), shard.start, shard.stop)
             for kind, tensor in shard.tensors.items():
-                if sum(region.rectangle.numel for region in wanted) < tensor.numel():
+                if sum(region.rectangle.numel for region in parts) < tensor.numel():
                     tensor.zero_()
-                for region in wanted:
+                for region in parts:
                     self._read_region(kind, region, values := region.of(tensor))
                     called = f"{self.directory}: {kind} of tensor {region.hf_name}"
                     if problem := value_problem(called, values, kind == SECOND_MOMENT):
@@ -130,7 +131,7 @@ class StateReader:
 
     def _read_region(self, kind: str, region: Region, target: Tensor) -> None:
         """Put together a rectangle from the parts of the stored ones that are in it."""
-        name, wanted = region.hf_name, region.rectangle
+        name, target_rectangle = region.hf_name, region.rectangle
         if name not in self.covers:
             raise ConfigError(
                 f"{self._path}: no state of tensor {name}, which the run that wrote it did not train. Train what that run "
@@ -142,12 +143,12 @@ class StateReader:
             )
         filled: list[Rectangle] = []
         for number, stored in self._tensors[name].regions:
-            shared = wanted.intersection(stored)
+            shared = target_rectangle.intersection(stored)
             if shared is not None:
-                part = self._mapped(self._files[number], region_key(kind, name, stored), stored.shape)
-                target[shared.slices(wanted.start)].copy_(part[shared.slices(stored.start)])
-                filled.append(shared.relative_to(wanted.start))
-        self._check_filled(name, wanted.shape, filled)
+                part = self._map(self._files[number], region_key(kind, name, stored), stored.shape)
+                target[shared.slices(target_rectangle.start)].copy_(part[shared.slices(stored.start)])
+                filled.append(shared.relative_to(target_rectangle.start))
+        self._check_filled(name, target_rectangle.shape, filled)
 
     def _check_filled(self, name: str, shape: Sequence[int], filled: Sequence[Rectangle]) -> None:
         try:
@@ -157,8 +158,8 @@ class StateReader:
         if missing:
             raise self._damaged(f"tensor {name}: {sum(box.numel for box in missing)} elements are missing")
 
-    def _mapped(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
-        """A stored rectangle, mapped from the file: pages are read when they are used."""
+    def _map(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
+        """Map a stored rectangle from the file: pages are read when they are used."""
         path = self.directory / name
         if name not in self._open:
             try:
@@ -166,32 +167,32 @@ class StateReader:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path}: not a readable safetensors file ({error}). {_REMEDY}") from error
         try:
-            found = self._open[name].get_tensor(key)
+            tensor = self._open[name].get_tensor(key)
         except SafetensorError as error:
             raise ConfigError(f"{path}: {key} is missing. {_REMEDY}") from error
-        if found.dtype != torch.float32 or list(found.shape) != list(shape):
+        if tensor.dtype != torch.float32 or list(tensor.shape) != list(shape):
             raise ConfigError(
-                f"{path}: {key} is {found.dtype} {list(found.shape)}, but float32 {list(shape)} in the index. {_REMEDY}"
+                f"{path}: {key} is {tensor.dtype} {list(tensor.shape)}, but float32 {list(shape)} in the index. {_REMEDY}"
             )
-        return found
+        return tensor
 
-    def _parsed(self, name: str, entry: Any, shape: tuple[int, ...]) -> _StoredTensor:
-        """An entry of the index, checked: all that can be found out without opening a file of tensors."""
+    def _parse(self, name: str, entry: Any, shape: tuple[int, ...]) -> _StoredTensor:
+        """Parse an entry of the index, and check all of it that needs no file of tensors."""
 
         def damaged(problem: str) -> ConfigError:
             return self._damaged(f"tensor {name}: {problem}")
 
         if not isinstance(entry, dict) or entry.keys() != {"shape", "kinds", "regions"}:
             raise damaged("no entry with shape, kinds and regions")
-        kinds, found = entry["kinds"], entry["regions"]
+        kinds, listed = entry["kinds"], entry["regions"]
         if entry["shape"] != list(shape):
             raise damaged(f"shape {entry['shape']}, but config.json asks for {list(shape)}")
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= set(KINDS):
             raise damaged(f"kinds {kinds} are not of {list(KINDS)}")
-        if not isinstance(found, list):
+        if not isinstance(listed, list):
             raise damaged("regions are no list")
         full, parsed = whole(shape), []
-        for region in found:
+        for region in listed:
             if (rectangle := _rectangle_of(region)) is None or not full.contains(rectangle):
                 raise damaged(f"{region} is no region of it")
             if type(region[0]) is not int or not 0 <= region[0] < len(self._files):
@@ -204,7 +205,7 @@ class StateReader:
 
 
 def _rectangle_of(region: Any) -> Rectangle | None:
-    """The rectangle of a region ``[file, start, shape]`` of an index; None where it is none, or empty."""
+    """Return the rectangle of a region ``[file, start, shape]`` of an index, or None where it is none, or empty."""
     if not isinstance(region, list) or len(region) != 3:
         return None
     _, start, shape = region
@@ -216,7 +217,8 @@ def _rectangle_of(region: Any) -> Rectangle | None:
 
 
 def value_problem(name: str, values: Tensor, is_mean_of_squares: bool = False) -> str | None:
-    """What no training can have come to: a value that is not finite, a mean of squares below zero. None where there is none.
+    """Describe a value to which no training can come: not finite, or a mean of squares below zero. Returns None where all are
+    possible.
 
     ``name``: what the message calls the tensor.
     """
@@ -229,7 +231,7 @@ def value_problem(name: str, values: Tensor, is_mean_of_squares: bool = False) -
 
 
 def check_scalars(scalars: Fields) -> None:
-    """Whether an optimizer and its role can have these counts and this loss scale.
+    """Check that an optimizer and its role can have these counts and this loss scale.
 
     Raises:
         ConfigError: they cannot, or one of them is missing.

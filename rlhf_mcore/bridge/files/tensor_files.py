@@ -48,11 +48,11 @@ class FileLayout:
         return len(self.header) + self.body_bytes
 
     def offset(self, name: str) -> int:
-        """Where a tensor begins in the file, in bytes."""
+        """Compute where a tensor begins in the file, in bytes."""
         return len(self.header) + self._spans[name][0]
 
     def flat(self, body: Tensor, name: str) -> Tensor:
-        """The [numel] view of a tensor in a body [body_bytes] uint8 of the file."""
+        """Return the [numel] view of a tensor in a body [body_bytes] uint8 of the file."""
         begin, end = self._spans[name]
         return body[begin:end].view(self.types[name][0])
 
@@ -94,7 +94,7 @@ def create(path: Path, layout: FileLayout) -> int:
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
-    """All of it: a single write may be short.
+    """Write all of the data: a single write may be short.
 
     Of large data the disk is given each part at once, so that it writes while the next one is copied, and an fsync finds little left
     to wait for. Asking to drop pages that are not on the disk yet does that (mm/fadvise.c of Linux), and drops none.
@@ -108,7 +108,7 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor; one on a device is copied to the host."""
+    """Return the bytes of a contiguous tensor. One on a device is copied to the host."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     # Not numpy(): a storage that numpy has been given can never be resized again, so a live one could not leave the device.
     array: Any = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
@@ -187,7 +187,7 @@ class ShardFiles:
 
 
 def write_index(directory: Path, shards: Sequence[FileShard], types: TensorTypes) -> None:
-    """The index of several files; a single file needs none."""
+    """Write the index of several files. A single file needs none."""
     if len(shards) == 1:
         return
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}

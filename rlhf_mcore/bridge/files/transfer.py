@@ -43,10 +43,10 @@ def load(
     """
     expected = hf_shapes(geometry)
     for parameter in parameters:
-        held = pieces(parameter.name, geometry, parameter.shard)
-        if sum(piece.numel for piece in held) < parameter.tensor.numel():
+        parts = pieces(parameter.name, geometry, parameter.shard)
+        if sum(piece.numel for piece in parts) < parameter.tensor.numel():
             parameter.tensor.zero_()
-        for piece in held:
+        for piece in parts:
             if fresh_head and piece.hf_name.startswith("score."):
                 parameter.tensor.zero_()
                 continue
@@ -93,7 +93,7 @@ class Gatherer:
         self._local = {parameter.name: parameter.tensor for parameter in parameters}
         types = {p.name: str(p.tensor.dtype).removeprefix("torch.") for p in parameters}
         stages = all_gather_json(types, pp_group)
-        self._dtypes = {name: getattr(torch, dtype) for held in stages for name, dtype in held.items()}
+        self._dtypes = {name: getattr(torch, dtype) for by_name in stages for name, dtype in by_name.items()}
         # A tied embedding has two owners under pipeline parallelism; the first stage's is used.
         self._owner: dict[str, int] = {}
         for stage, names in enumerate(stages):
@@ -111,22 +111,22 @@ class Gatherer:
         for names in self._together.values():
             shards = self._expert_shards if is_expert(names[0]) else self._tp_shards
             by_name = {name: [pieces(name, self._geometry, shard) for shard in shards] for name in names}
-            targets = dict.fromkeys(piece.hf_name for by_rank in by_name.values() for held in by_rank for piece in held)
+            targets = dict.fromkeys(piece.hf_name for by_rank in by_name.values() for parts in by_rank for piece in parts)
             if done.issuperset(targets):
                 continue
             done.update(targets)
             yield from self._gather(by_name, list(targets)).items()
 
     def _gather(self, by_name: dict[str, list[list[Piece]]], targets: list[str]) -> dict[str, Tensor]:
-        """``by_name``: pieces of parameters of one stage by rank."""
+        """Gather whole tensors. ``by_name``: pieces of parameters of one stage by rank."""
         first, like = next(iter(by_name)), next(iter(self._local.values()))
         stage, dtype = self._owner[first], self._dtypes[first]
         full = {target: like.new_empty(self._shapes[target], dtype=dtype) for target in targets}
         if self._pp.rank() == stage:
             group = self._experts if is_expert(first) else self._tp
             for name, by_rank in by_name.items():
-                for held, part in zip(by_rank, self._parts(self._local[name], by_rank, group), strict=True):
-                    for piece in held:
+                for rank_pieces, part in zip(by_rank, self._parts(self._local[name], by_rank, group), strict=True):
+                    for piece in rank_pieces:
                         full[piece.hf_name][piece.slices] = view(part, piece)
         if self._pp.size() > 1:
             for target in targets:
@@ -136,10 +136,10 @@ class Gatherer:
     def _parts(self, local: Tensor, by_rank: list[list[Piece]], group: dist.ProcessGroup | None) -> list[Tensor]:
         if len(by_rank) == 1:
             return [local]
-        if len({(piece.hf_name, piece.start) for held in by_rank for piece in held}) == len(by_rank[0]):
+        if len({(piece.hf_name, piece.start) for rank_pieces in by_rank for piece in rank_pieces}) == len(by_rank[0]):
             return [local] * len(by_rank)  # replicated: every rank holds the same
         if self._geometry.adapter is not None:  # ranks have as many rows of B as of the matrices with adapters
-            counts = [sum(prod(piece.shape) for piece in held) for held in by_rank]
+            counts = [sum(prod(piece.shape) for piece in rank_pieces) for rank_pieces in by_rank]
             padded = local.new_zeros(max(*counts, local.numel()))
             padded[: local.numel()] = local.flatten()
             flat = [torch.empty_like(padded) for _ in by_rank]

@@ -20,17 +20,17 @@ from rlhf_mcore.platform.wrapped_layers import SLOT, SLOTS, adapter_layers, base
 
 
 def trace_with_adapters(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
-    """Learn what the live model of a vLLM rank holds that adds adapters: see :func:`trace`.
+    """Trace the live model of a vLLM rank that adds adapters: see :func:`trace`.
 
     ``shapes`` are those of the model's tensors, and of the adapters', under the names of PEFT.
     """
     adapters = {name: shape for name, shape in shapes.items() if ".lora_" in name}
     with base_layers(model):
         engine = trace(model, {name: shape for name, shape in shapes.items() if name not in adapters})
-    return replace(engine, parameters=(*engine.parameters, *_traced(model, adapters)))
+    return replace(engine, parameters=(*engine.parameters, *_trace_slots(model, adapters)))
 
 
-def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[EngineParameter]:
+def _trace_slots(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[EngineParameter]:
     slots: dict[str, Tensor] = getattr(model, SLOTS)
     sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     recorder = Recorder(sources, slots)
@@ -47,6 +47,6 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[EnginePar
         pieces, shape = recorder.of((name,))[0], tuple(tensor.shape)
         padding = unfilled(shape, tuple(box for piece in pieces for box in covered(piece, shape)))
         parameters.append(EngineParameter(name, shape, tensor.dtype, tuple(pieces), padding))
-    held = {hf_module(piece.hf_name) for parameter in parameters for piece in parameter.pieces}
-    assert held == {hf_module(name) for name in shapes}, "declared by the engine's kind"
+    reached = {hf_module(piece.hf_name) for parameter in parameters for piece in parameter.pieces}
+    assert reached == {hf_module(name) for name in shapes}, "declared by the engine's kind"
     return parameters

@@ -1,4 +1,4 @@
-"""Which rows of a rank's weight the product of which rows of B and A belongs to. Pure Python."""
+"""Match rows of a rank's weight with the rows of B and of A whose product they get. Pure Python."""
 
 from __future__ import annotations
 

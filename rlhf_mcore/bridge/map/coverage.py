@@ -30,54 +30,53 @@ def check_coverage(
     Raises:
         CoverageError: naming the tensor or buffer and the first offending elements.
     """
-    inside: set[tuple[tuple[int, ...], ...]] = (
-        set()
-    )  # start and shape of what was found within a tensor of a third shape
+    # Start and shape of the pieces that are within a tensor of a third shape: many are alike.
+    inside: set[tuple[tuple[int, ...], ...]] = set()
     for place in (*sources, *destinations):
         for piece in place.pieces:
             _check_inside(place, piece, shapes, inside)
     _check_sources(sources, shapes)
-    known: dict[tuple[_View, ...], Intervals] = {}
+    filled: dict[tuple[_View, ...], Intervals] = {}
     for place in destinations:
         key = tuple((piece.offset, piece.shape, piece.strides) for piece in place.pieces)
-        if key not in known:
-            known[key] = _filled(key, place.buffer)
-        _check_filled(place, known[key])
+        if key not in filled:
+            filled[key] = _fill(key, place.buffer)
+        _check_filled(place, filled[key])
 
 
 def padding_of(place: Place) -> Intervals:
-    """The elements of a local tensor of known size that no piece fills, as half-open intervals."""
+    """List the elements of a local tensor of known size that no piece fills, as half-open intervals."""
     views = tuple((piece.offset, piece.shape, piece.strides) for piece in place.pieces)
-    return _complement(_filled(views, place.buffer), place.numel)
+    return _complement(_fill(views, place.buffer), place.numel)
 
 
 def _check_inside(
-    place: Place, piece: Piece, shapes: Mapping[str, tuple[int, ...]], known: set[tuple[tuple[int, ...], ...]]
+    place: Place, piece: Piece, shapes: Mapping[str, tuple[int, ...]], inside: set[tuple[tuple[int, ...], ...]]
 ) -> None:
     shape = shapes.get(piece.hf_name)
     if shape is None:
         raise CoverageError(f"{place.buffer}: {piece.hf_name} is not a tensor of this model")
-    if (key := (piece.start, piece.shape, shape)) in known:
+    if (key := (piece.start, piece.shape, shape)) in inside:
         return
     if not whole(shape).contains(piece.rectangle):
         raise CoverageError(
             f"{place.buffer}: start {piece.start}, shape {piece.shape} reach outside {piece.hf_name} of shape {shape}"
         )
-    known.add(key)
+    inside.add(key)
 
 
 def _check_sources(sources: Sequence[Place], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    held: dict[str, list[Rectangle]] = defaultdict(list)
+    rectangles: dict[str, list[Rectangle]] = defaultdict(list)
     for place in sources:
         for piece in place.pieces:
-            held[piece.hf_name].append(piece.rectangle)
-    known: dict[object, Cell | None] = {}
+            rectangles[piece.hf_name].append(piece.rectangle)
+    gaps: dict[object, Cell | None] = {}
     for name, shape in shapes.items():
-        key = (shape, tuple(dict.fromkeys(held[name])))
-        if key not in known:
+        key = (shape, tuple(dict.fromkeys(rectangles[name])))
+        if key not in gaps:
             cells = cut_into_cells(key[1], [whole(shape)])
-            known[key] = next((cell for cell in cells if not cell.holders), None)
-        if (gap := known[key]) is not None:
+            gaps[key] = next((cell for cell in cells if not cell.holders), None)
+        if (gap := gaps[key]) is not None:
             raise CoverageError(f"{name}: no source holds the elements from {gap.start} of shape {gap.shape}")
 
 
@@ -93,8 +92,8 @@ def _check_filled(place: Place, filled: Intervals) -> None:
         )
 
 
-def _filled(views: Sequence[_View], buffer: str) -> Intervals:
-    """The elements that views fill, as maximal half-open intervals.
+def _fill(views: Sequence[_View], buffer: str) -> Intervals:
+    """List the elements that views fill, as maximal half-open intervals.
 
     Raises:
         CoverageError: two views share an element.

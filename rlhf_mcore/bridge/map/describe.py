@@ -17,19 +17,19 @@ Pieces = Callable[[LocalParameter], Sequence[Piece]]
 
 
 def describe_sources(parameters: Sequence[LocalParameter], pieces_of: Pieces, group: dist.ProcessGroup) -> list[Place]:
-    """Places of the trained tensors of all ranks. Collective over the group; a rank without a model passes none."""
+    """Describe the places of the trained tensors of all ranks. Collective over the group; a rank without a model passes none."""
     return _places_of_all([Place(p.name, tuple(pieces_of(p)), (), p.tensor.numel()) for p in parameters], group)
 
 
 def describe_destinations(engine: EngineMap, group: dist.ProcessGroup) -> list[Place]:
-    """Places of the engine tensors of all ranks. Collective over the group."""
+    """Describe the places of the engine tensors of all ranks. Collective over the group."""
     return _places_of_all([Place(p.name, p.pieces, (), prod(p.shape), p.padding) for p in engine.parameters], group)
 
 
 def wire_dtypes(
     parameters: Sequence[LocalParameter], pieces_of: Pieces, group: dist.ProcessGroup
 ) -> dict[str, torch.dtype]:
-    """The dtype in which each Hugging Face tensor travels: the source's. Collective over the group."""
+    """Agree on the dtype in which each Hugging Face tensor travels: the source's. Collective over the group."""
     mine: Mapping[str, str] = {
         piece.hf_name: str(p.tensor.dtype).removeprefix("torch.") for p in parameters for piece in pieces_of(p)
     }
@@ -42,7 +42,7 @@ def wire_dtypes(
 
 
 def _places_of_all(mine: Sequence[Place], group: dist.ProcessGroup) -> list[Place]:
-    """The places of all ranks, each with the ranks that have it."""
+    """Gather the places of all ranks, each with the ranks that have it."""
     described = [
         [
             place.buffer,
@@ -63,6 +63,6 @@ def _places_of_all(mine: Sequence[Place], group: dist.ProcessGroup) -> list[Plac
             numel,
             tuple((begin, end) for begin, end in padding),
         )
-        for found, ranks in all_gather_unique_json(described, group)
-        for buffer, numel, padding, pieces in found
+        for places, ranks in all_gather_unique_json(described, group)
+        for buffer, numel, padding, pieces in places
     ]

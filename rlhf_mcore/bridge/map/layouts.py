@@ -14,7 +14,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 def trainer_places(
     names_by_stage: Sequence[Sequence[str]], geometry: ModelGeometry, layout: ParallelLayout
 ) -> list[Place]:
-    """What every trainer rank holds.
+    """List the places of every trainer rank.
 
     ``names_by_stage`` are Megatron's parameter names by pipeline rank, with layers numbered over the whole model and experts
     numbered on their rank.
@@ -26,15 +26,15 @@ def trainer_places(
     places = []
     for stage, names in enumerate(names_by_stage):
         grids = ([name for name in names if not is_expert(name)], [name for name in names if is_expert(name)])
-        for kept, shards in zip(grids, _shards(layout, stage), strict=True):
+        for stage_names, shards in zip(grids, _shards(layout, stage), strict=True):
             places += [
-                Place(name, tuple(pieces(name, geometry, shard)), ranks) for shard, ranks in shards for name in kept
+                Place(name, tuple(pieces(name, geometry, shard)), ranks) for shard, ranks in shards for name in stage_names
             ]
     return places
 
 
 def _shards(layout: ParallelLayout, pp: int) -> tuple[list[tuple[Shard, range]], list[tuple[Shard, range]]]:
-    """The shards of a stage's dense parameters, and those of its experts, each with the ranks that hold it."""
+    """List the shards of a stage's dense parameters, and those of its experts, each with its ranks."""
     dense = [(Shard(tp, layout.tp), replicas(layout, tp, pp)) for tp in range(layout.tp)]
     grid = [(etp, ep) for ep in range(layout.ep) for etp in range(layout.expert_tp)]
     return dense, [
@@ -43,20 +43,20 @@ def _shards(layout: ParallelLayout, pp: int) -> tuple[list[tuple[Shard, range]],
 
 
 def replicas(layout: ParallelLayout, tp: int, pp: int) -> range:
-    """Ranks with the given coordinates: the data- and context-parallel replicas of one shard."""
+    """Return the ranks with the given coordinates: the data- and context-parallel replicas of one shard."""
     first = layout.rank_of(tp=tp, pp=pp)
     return range(first, first + layout.dp * layout.cp * layout.tp, layout.tp)
 
 
 def expert_replicas(layout: ParallelLayout, etp: int, ep: int, pp: int) -> range:
-    """Ranks that hold the same part of the same experts."""
+    """Return the ranks that hold the same part of the same experts."""
     stage, size = layout.rank_of(pp=pp), layout.expert_tp * layout.ep
     first = stage + ep * layout.expert_tp + etp
     return range(first, first + layout.expert_dp * size, size)
 
 
 def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool = False) -> list[list[str]]:
-    """Megatron's parameter names on a rank of each pipeline stage, for planning without a model.
+    """List Megatron's parameter names on a rank of each pipeline stage, for planning without a model.
 
     ``fused`` names parameters as Transformer Engine's layers do: norms within linear layers, experts as one grouped product. A tied
     output layer is held by the last stage too.

@@ -58,6 +58,6 @@ class Place:
 
 
 def view(tensor: Tensor, piece: Piece) -> Tensor:
-    """The part of a contiguous local tensor that a piece describes, as a writable view of shape ``piece.shape``."""
+    """View the part of a contiguous local tensor that a piece describes. The view is writable and has shape ``piece.shape``."""
     assert tensor.is_contiguous(), piece.hf_name
     return tensor.as_strided(piece.shape, piece.strides, tensor.storage_offset() + piece.offset)

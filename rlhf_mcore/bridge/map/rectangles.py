@@ -30,23 +30,23 @@ class Rectangle(NamedTuple):
         return tuple([begin + size for begin, size in zip(self.start, self.shape, strict=True)])
 
     def slices(self, origin: Index | None = None) -> tuple[slice, ...]:
-        """The rectangle as an index into a tensor whose first element is at ``origin``, by default at zero."""
+        """Return the rectangle as an index into a tensor whose first element is at ``origin``, by default at zero."""
         low = self.start if origin is None else self.relative_to(origin).start
         return tuple([slice(begin, begin + size) for begin, size in zip(low, self.shape, strict=True)])
 
     def relative_to(self, origin: Index) -> Rectangle:
-        """The same rectangle in the coordinates of a tensor whose first element is at ``origin``."""
+        """Return the same rectangle in the coordinates of a tensor whose first element is at ``origin``."""
         return Rectangle(tuple([begin - first for begin, first in zip(self.start, origin, strict=True)]), self.shape)
 
     def contains(self, other: Rectangle) -> bool:
-        """Whether another rectangle has as many axes and nowhere reaches outside."""
+        """Tell whether another rectangle has as many axes and nowhere reaches outside."""
         if len({len(self.start), len(other.start), len(other.shape)}) > 1:
             return False
         axes = zip(*self, *other, strict=True)
         return all(low <= begin and size >= 0 and begin + size <= low + full for low, full, begin, size in axes)
 
     def intersection(self, other: Rectangle) -> Rectangle | None:
-        """The elements of both; None where there are none."""
+        """Return the elements of both, or None where there are none."""
         start, shape = [], []
         for low, size, begin, length in zip(*self, *other, strict=True):
             first = low if low > begin else begin  # planning intersects by the ten thousand: min and max are slower
@@ -58,12 +58,12 @@ class Rectangle(NamedTuple):
         return Rectangle(tuple(start), tuple(shape))
 
     def clipped_to(self, window: Rectangle) -> Rectangle | None:
-        """The part inside a window, relative to the window's start; None where they do not meet."""
+        """Return the part inside a window, relative to the window's start, or None where they do not meet."""
         inside = self.intersection(window)
         return None if inside is None else inside.relative_to(window.start)
 
     def without(self, hole: Rectangle) -> list[Rectangle]:
-        """The elements that are not in ``hole``, as disjoint rectangles."""
+        """Return the elements that are not in ``hole``, as disjoint rectangles."""
         inside = self.intersection(hole)
         if inside is None:
             return [self]
@@ -78,7 +78,7 @@ class Rectangle(NamedTuple):
         return parts
 
     def slabs(self, axis: int, count: int) -> list[Rectangle]:
-        """``count`` nearly equal parts, cut across an axis; or as many as the axis has elements."""
+        """Cut across an axis into ``count`` nearly equal parts, or as many as the axis has elements."""
         start, shape = self
         count = min(count, shape[axis])
         borders = [shape[axis] * part // count for part in range(count + 1)]
@@ -92,18 +92,18 @@ class Rectangle(NamedTuple):
 
 
 def whole(shape: Index) -> Rectangle:
-    """All of a tensor."""
+    """Return the rectangle of a whole tensor."""
     return Rectangle((0,) * len(shape), shape)
 
 
 def bounding_box(rectangles: Sequence[Rectangle]) -> Rectangle:
-    """The smallest rectangle that contains all given ones."""
+    """Return the smallest rectangle that contains all given ones."""
     bounds = [(min(starts), max(ends)) for starts, ends in _bounds(rectangles)]
     return Rectangle(tuple([low for low, _ in bounds]), tuple([high - low for low, high in bounds]))
 
 
 def gaps(shape: Index, filled: Iterable[Rectangle]) -> list[Rectangle]:
-    """What rectangles leave of a tensor of ``shape``.
+    """List the parts of a tensor of ``shape`` that no rectangle covers.
 
     Raises:
         ValueError: two of them overlap.
@@ -119,12 +119,12 @@ def gaps(shape: Index, filled: Iterable[Rectangle]) -> list[Rectangle]:
 
 @cache
 def contiguous_strides(shape: Index) -> Index:
-    """Strides of a contiguous tensor, in elements."""
+    """Compute the strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def of_interval(shape: Index, begin: int, end: int) -> Iterator[Rectangle]:
-    """Elements ``begin`` to ``end`` of a row-major tensor as rectangles, in order.
+    """Cut elements ``begin`` to ``end`` of a row-major tensor into rectangles, in order.
 
     An interval of a matrix is up to three: the rest of a row, whole rows, a part of a row.
     """
@@ -143,7 +143,7 @@ def of_interval(shape: Index, begin: int, end: int) -> Iterator[Rectangle]:
 
 
 def to_intervals(shape: Index, rectangles: Iterable[Rectangle]) -> tuple[Interval, ...]:
-    """The elements of rectangles of a contiguous tensor, as ascending intervals that do not touch."""
+    """Turn rectangles of a contiguous tensor into ascending intervals of elements that do not touch."""
     strides = contiguous_strides(shape)
     joined: list[Interval] = []
     for begin, end in sorted(run for rectangle in rectangles for run in _runs(shape, strides, rectangle)):
@@ -155,7 +155,7 @@ def to_intervals(shape: Index, rectangles: Iterable[Rectangle]) -> tuple[Interva
 
 
 def _runs(shape: Index, strides: Index, rectangle: Rectangle) -> Iterator[Interval]:
-    """The contiguous runs of a rectangle of a contiguous tensor."""
+    """List the contiguous runs of a rectangle of a contiguous tensor."""
     start, extent = rectangle
     whole_from = len(shape)  # axes from here on are whole
     while whole_from > 0 and extent[whole_from - 1] == shape[whole_from - 1]:
@@ -170,7 +170,7 @@ def _runs(shape: Index, strides: Index, rectangle: Rectangle) -> Iterator[Interv
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A rectangle with the numbers of the sources that hold it and of the destinations that need it."""
+    """A rectangle, with the numbers of its sources and of its destinations."""
 
     start: Index
     shape: Index
@@ -183,7 +183,8 @@ class Cell:
 
 
 def cut_into_cells(sources: Sequence[Rectangle], destinations: Sequence[Rectangle]) -> list[Cell]:
-    """All cells that a destination needs, in row-major order of their first element. A cell that nobody holds has no holders.
+    """Cut into cells all that destinations need, in row-major order of their first element. A cell that nobody holds has no
+    holders.
 
     Within a cell every source and every destination is whole or absent.
     """
@@ -204,7 +205,7 @@ def cut_into_cells(sources: Sequence[Rectangle], destinations: Sequence[Rectangl
                 masks[index] = masks.get(index, 0) | 1 << number
     cells = []
     for low, high, label in _merge(
-        {index: (have.get(index, 0), wanted) for index, wanted in need.items()}, len(borders)
+        {index: (have.get(index, 0), mask) for index, mask in need.items()}, len(borders)
     ):
         start = tuple([axis[i] for axis, i in zip(borders, low, strict=True)])
         end = tuple([axis[i] for axis, i in zip(borders, high, strict=True)])
@@ -215,13 +216,13 @@ def cut_into_cells(sources: Sequence[Rectangle], destinations: Sequence[Rectangl
 
 
 def _bounds(rectangles: Sequence[Rectangle]) -> list[tuple[Index, Index]]:
-    """For each axis the starts and the ends of all rectangles."""
+    """List for each axis the starts and the ends of all rectangles."""
     starts, ends = zip(*(r.start for r in rectangles), strict=True), zip(*(r.end for r in rectangles), strict=True)
     return list(zip(starts, ends, strict=True))
 
 
 def _merge(labels: dict[Index, _Label], axes: int) -> list[tuple[Index, Index, _Label]]:
-    """Greedily joins neighbours with the same label, along the last axis first. Boxes are (low, high, label), high exclusive."""
+    """Join neighbours with the same label greedily, along the last axis first. Boxes are (low, high, label), high exclusive."""
     boxes = [(index, tuple(i + 1 for i in index), label) for index, label in labels.items()]
     for axis in reversed(range(axes)):
         open_boxes: dict[tuple[Index, Index, Index, Index, _Label, int], Index] = {}

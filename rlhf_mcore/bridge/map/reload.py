@@ -26,7 +26,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor, in the place of the one before."""
+        """Return an uninitialised tensor, in the place of the one before."""
         size = math.prod(shape) * dtype.itemsize
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8)
@@ -40,9 +40,9 @@ def reloading(
     """Replace the repacked parameters of one layer, through vLLM's layerwise reload.
 
     Yields flat tensors in the loading layout, uninitialised, by parameter name; every element of them has to be written.
-    Leaving the context lets vLLM process the layer, and the modules above that keep what they make of its weights (latent attention
-    absorbs a projection), and put the result where its kernels read it. Peak extra memory is one layer. Run it under vLLM's
-    ``set_current_vllm_config``.
+    Leaving the context lets vLLM process the layer and put the result where its kernels read it. Modules above that have made
+    something of its weights (latent attention absorbs a projection) are processed, too. Peak extra memory is one layer. Run it
+    under vLLM's ``set_current_vllm_config``.
 
     Args:
         model: the live model.
@@ -60,7 +60,7 @@ def reloading(
     layerwise.initialize_layerwise_reload(module)
     info = layerwise.get_layerwise_info(module)
     names = {name for parameter in group for name in (parameter.name, *parameter.aliases)}
-    above = {id(found): found for name in names for found in _processing_above(model, name)}
+    above = {id(parent): parent for name in names for parent in _processing_above(model, name)}
     for parameter in group if above else ():
         kernel = info.kernel_tensors[0][parameter.name.rpartition(".")[2]]
         if not kernel.numel():  # the module above has emptied it, and will again
@@ -84,7 +84,7 @@ def reloading(
 
 
 def _has_packed_weight_alone(module: Any, group: Sequence[EngineParameter]) -> bool:
-    """Whether it is a linear layer on a CPU without bias, whose weight is nowhere but in its kernel's packed copy."""
+    """Tell whether it is a linear layer on a CPU without bias, whose weight is only in its kernel's packed copy."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     is_linear = type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod and hasattr(module, "cpu_linear")
@@ -93,7 +93,7 @@ def _has_packed_weight_alone(module: Any, group: Sequence[EngineParameter]) -> b
 
 @contextmanager
 def _packing(module: Any, weight: EngineParameter, scratch: Scratch) -> Iterator[dict[str, Tensor]]:
-    """As :func:`reloading`, without the records that vLLM keeps of what is loaded."""
+    """Replace a packed weight like :func:`reloading`, without vLLM's records of a reload."""
     empty, whole = module.weight, scratch.empty(weight.shape, weight.dtype)
     yield {weight.name: whole.view(-1)}
     module.weight = torch.nn.Parameter(whole, requires_grad=False)
@@ -104,7 +104,7 @@ def _packing(module: Any, weight: EngineParameter, scratch: Scratch) -> Iterator
 
 
 def _processing_above(model: nn.Module, parameter: str) -> Iterator[Any]:
-    """Modules around the one that holds a parameter which process weights below them after loading."""
+    """List the modules around a parameter's own that process weights below them after loading."""
     name = parameter.rpartition(".")[0].rpartition(".")[0]
     while name:
         module = model.get_submodule(name)
@@ -115,7 +115,7 @@ def _processing_above(model: nn.Module, parameter: str) -> Iterator[Any]:
 
 @contextmanager
 def watching(model: nn.Module, engine: EngineMap, written: Written) -> Iterator[None]:
-    """See what a reload by vLLM itself writes into repacked parameters.
+    """Watch what a reload by vLLM itself writes into repacked parameters.
 
     ``written`` is called with each and its flat tensor in the loading layout, just before its layer processes it.
     """
@@ -137,7 +137,7 @@ def _process_watched(original: Any, group: Sequence[EngineParameter], written: W
 
 
 def keep_loading_layout(model: nn.Module) -> list[str]:
-    """On the CPU, let layers multiply with their live parameters, so that these can be written in place.
+    """Let layers multiply with their live parameters on the CPU, so that these can be written in place.
 
     vLLM's CPU kernels multiply with a packed copy, and drop the original. Here the linear layers, the embeddings and the
     output layer get live parameters back and plain ``torch.nn.functional.linear``, for good: a later reload leaves it so.

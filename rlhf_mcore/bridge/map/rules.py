@@ -1,4 +1,4 @@
-"""Where Megatron's tensors are in Hugging Face coordinates: the rules of the families, and the geometry of each kind of split.
+"""Place Megatron's tensors in Hugging Face coordinates: the rules of the families, and the geometry of each kind of split.
 
 Pure Python: neither torch, megatron nor vllm.
 """
@@ -41,10 +41,10 @@ def in_memory(name: str, geometry: ModelGeometry) -> str | None:
 
     ``{k}`` in it: the tensor is a stack, one for each expert. None: the name is not one of these.
     """
-    if found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
         for rule in FAMILIES[geometry.family].rules:
-            if rule.in_memory == found.group(2):
-                return rule.mcore.replace("{i}", found.group(1))
+            if rule.in_memory == match.group(2):
+                return rule.mcore.replace("{i}", match.group(1))
     return None
 
 
@@ -68,23 +68,23 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
 
 
 def _rows_of_weight(name: str, shapes: Shapes, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
-    """Describe what a rank holds of Bs of adapters: those rows that it has of the weight's matrices, in the same order."""
+    """Describe a rank's part of Bs of adapters: it has the rows that it has of the weight's matrices, in the same order."""
     from rlhf_mcore.families.adapters import base_name, hf_names
 
     weight = pieces(base_name(name)[0], replace(geometry, adapter=None), shard)
-    rows, taken = 0, []
+    rows, described = 0, []
     for piece in sorted(weight, key=lambda piece: piece.offset):
         b = hf_names(piece.hf_name.removesuffix(".weight"))[1]
         if b in shapes:
-            taken.append(_rows(b, shapes[b], piece.start[0], piece.shape[0], rows))
+            described.append(_rows(b, shapes[b], piece.start[0], piece.shape[0], rows))
             rows += piece.shape[0]
-    return taken
+    return described
 
 
 def of_trunk(parameters: Iterable[LocalParameter], geometry: ModelGeometry) -> list[LocalParameter]:
     """Select the parameters of the model that samples a token at a time: what engines are sent."""
     shapes = hf_shapes(geometry.trunk)
-    return [p for p in parameters if all(held.hf_name in shapes for held in pieces(p.name, geometry, p.shard))]
+    return [p for p in parameters if all(piece.hf_name in shapes for piece in pieces(p.name, geometry, p.shard))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class RowRun:
 def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tuple[int, ...]]:
     """Describe what the rows of a Megatron parameter of a whole model hold, in order, and its shape without padding.
 
-    Of an expert that files have in one tensor with others it is one row of that, in another form (``files/formats/stacked.py``).
+    Where files have all experts in one tensor, an expert is one row of it, in another form (``files/formats/stacked.py``).
 
     Raises:
         KeyError: the family has no such parameter.
@@ -110,18 +110,18 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
         raise ConfigError(
             f"{geometry.family}: Megatron's formats of its gated delta nets are not supported; convert from or to hf only"
         )
-    held = pieces(parameter, geometry, Shard(0, 1))
+    parts = pieces(parameter, geometry, Shard(0, 1))
     if find_rule(geometry, parameter)[0].kind == "stacked":
-        (piece,) = held
+        (piece,) = parts
         return [RowRun(piece.hf_name, piece.start[0], 0, 1)], piece.shape[:0:-1]
-    width = held[0].shape[1:]
-    found = []
-    for piece in held:
+    width = parts[0].shape[1:]
+    runs = []
+    for piece in parts:
         # On one rank nothing is split by columns: every piece is whole rows.
         assert piece.shape[1:] == width and not any(piece.start[1:]), parameter
-        found.append(RowRun(piece.hf_name, piece.start[0], piece.offset // piece.strides[0], piece.shape[0]))
-    found.sort(key=lambda run: run.row)
-    return found, (sum(run.count for run in found), *width)
+        runs.append(RowRun(piece.hf_name, piece.start[0], piece.offset // piece.strides[0], piece.shape[0]))
+    runs.sort(key=lambda run: run.row)
+    return runs, (sum(run.count for run in runs), *width)
 
 
 def holds_matrices(parameter: str, geometry: ModelGeometry) -> bool:
@@ -157,14 +157,14 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
 @cache
 def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
     generic, layer, expert = EMBEDDING if name == EMBEDDING_COPY else name, 0, 0
-    if found := re.match(r"decoder\.layers\.(\d+)\.", name):
-        layer = int(found.group(1))
-        generic = "decoder.layers.{i}." + name[found.end() :]
+    if match := re.match(r"decoder\.layers\.(\d+)\.", name):
+        layer = int(match.group(1))
+        generic = "decoder.layers.{i}." + name[match.end() :]
     if is_expert(name) and (
-        found := re.search(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$", generic)
+        match := re.search(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$", generic)
     ):
-        expert = int(found.group())
-        generic = generic[: found.start()] + "{k}" + generic[found.end() :]
+        expert = int(match.group())
+        generic = generic[: match.start()] + "{k}" + generic[match.end() :]
     for rule in FAMILIES[family].rules + HEADS[head].rules:
         if rule.mcore == generic:
             return rule, layer, expert
@@ -172,20 +172,20 @@ def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
 
 
 def _rows(name: str, shape: tuple[int, ...], first: int, count: int, local_row: int) -> Piece:
-    """``count`` whole rows of a tensor, or elements of a vector."""
+    """Describe ``count`` whole rows of a tensor, or elements of a vector."""
     strides = contiguous_strides(shape)
     return Piece(name, (first, *(0 for _ in shape[1:])), (count, *shape[1:]), local_row * strides[0], strides)
 
 
 def _of_stack(name: str, shape: tuple[int, ...], expert: int) -> Piece:
-    """One expert's part of the tensor of all: a vector, or a matrix that is held transposed."""
+    """Describe one expert's part of the tensor of all: a vector, or a matrix that is held transposed."""
     rows = shape[1]
     strides = (rows, 1) if len(shape) == 2 else (rows * shape[2], 1, rows)
     return Piece(name, (expert, *(0 for _ in shape[1:])), (1, *shape[1:]), 0, strides)
 
 
 def _replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """A tensor that every rank has whole; of several (the As of adapters) one below the other."""
+    """Describe a tensor that every rank has whole; of several (the As of adapters) one below the other."""
     position = 0
     for name, shape in shapes.items():
         yield _rows(name, shape, 0, shape[0], position)
@@ -193,7 +193,7 @@ def _replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piec
 
 
 def _column_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """A linear layer whose outputs are split: this rank's rows of each matrix, one below the other (gate, then up)."""
+    """Describe a linear layer whose outputs are split: this rank's rows of each matrix, one below the other (gate, then up)."""
     position = 0
     for name, shape in shapes.items():
         per_rank = shape[0] // shard.size
@@ -202,7 +202,7 @@ def _column_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator
 
 
 def _row_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """A linear layer whose inputs are split."""
+    """Describe a linear layer whose inputs are split."""
     for name, (rows, columns) in shapes.items():
         per_rank = columns // shard.size
         yield Piece(name, (0, shard.rank * per_rank), (rows, per_rank), 0, (per_rank, 1))
@@ -237,7 +237,7 @@ _Runs = Iterable[tuple[str, int, int]]  # of rows: their tensor, the first of th
 
 
 def _interval(shapes: Shapes, runs: _Runs, shard: Shard) -> Iterator[Piece]:
-    """A rank holds an equal interval of the rows of ``runs``, one below the other.
+    """Describe a rank's equal interval of the rows of ``runs``, one below the other.
 
     It need not end at the border of a run: with fewer groups than ranks Megatron splits raw rows.
     """
@@ -253,7 +253,7 @@ def _interval(shapes: Shapes, runs: _Runs, shard: Shard) -> Iterator[Piece]:
 
 
 def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Rows interleaved by query group: its queries, its key, its value."""
+    """Describe rows interleaved by query group: its queries, its key, its value."""
     per_group = {name: shape[0] // g.num_kv_heads for name, shape in shapes.items()}
     groups = range(g.num_kv_heads)
     return _interval(
@@ -262,7 +262,10 @@ def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
 
 
 def _gated_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """The same where queries have gates. Files have heads' queries and gates in turn; here a group has its queries, then its gates."""
+    """Describe the same where queries have gates.
+
+    Files have heads' queries and gates in turn; here a group has its queries, then its gates.
+    """
     (queries, keys, values), width = shapes, g.head_dim
 
     def runs() -> _Runs:
@@ -277,7 +280,7 @@ def _gated_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece
 
 
 def _delta(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Rows of all heads of a kind, one kind after the other: queries, keys and values in one tensor, others in one each."""
+    """Describe rows of all heads of a kind, one kind after the other: queries, keys and values in one tensor, others in one each."""
     (mixed, *others), sections = shapes, []
     assert g.delta is not None
     first = 0
@@ -293,7 +296,9 @@ def _delta(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
 
 
 def _delta_by_head(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """The same where files have rows by head of keys: its query, key, values and gates; in a second tensor its betas and alphas."""
+    """Describe the same where files have rows by head of keys: its query, key, values and gates; in a second tensor its betas and
+    alphas.
+    """
     assert g.delta is not None
     (mixed, scalars), heads = shapes, g.delta.value_heads // g.delta.key_heads
     key, value, position = g.delta.key_dim, heads * g.delta.value_dim, 0

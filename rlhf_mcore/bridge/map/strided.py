@@ -26,7 +26,7 @@ class View:
 
 
 def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destination: View) -> list[Piece]:
-    """What ``destination.copy_(source)`` puts where, for a source that is any view of a full tensor of ``hf_shape``.
+    """List the pieces that ``destination.copy_(source)`` writes. The source is any view of a full tensor of ``hf_shape``.
 
     Slices, transposes, reshapes and broadcasts become as few rectangles as their geometry allows. Pieces are in order of
     destination offset; the shapes of both views must be the same.
@@ -35,7 +35,7 @@ def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destina
 
 
 def covered(piece: Piece, shape: tuple[int, ...]) -> list[Rectangle]:
-    """The part of a contiguous local tensor of ``shape`` that a piece fills, in the tensor's own coordinates."""
+    """List the parts of a contiguous local tensor of ``shape`` that a piece fills, in the tensor's own coordinates."""
     local = View(piece.offset, piece.shape, piece.strides)
     return [Rectangle(start, extent) for start, extent, _, _ in _copied(shape, local, local)]
 
@@ -49,8 +49,8 @@ def _copied(hf_shape: tuple[int, ...], source: View, destination: View) -> list[
     start = _unravel(source.offset, hf_shape)
     if isinstance(placed := _place(start, dims, hf_shape), dict):  # nearly always
         return [_rectangle(start, placed, destination.offset)]
-    work: list[tuple[int, int, list[_Dim]]] = [(source.offset, destination.offset, _joined(dims))]
-    found = []
+    work: list[tuple[int, int, list[_Dim]]] = [(source.offset, destination.offset, _join(dims))]
+    copies = []
     while work:
         offset, target, todo = work.pop()
         start = _unravel(offset, hf_shape)
@@ -58,13 +58,13 @@ def _copied(hf_shape: tuple[int, ...], source: View, destination: View) -> list[
         if isinstance(placed, int):
             work.extend(_cut(offset, target, todo, placed, start, hf_shape))
         else:
-            found.append(_rectangle(start, placed, target))
-    return sorted(found, key=lambda piece: piece[2])
+            copies.append(_rectangle(start, placed, target))
+    return sorted(copies, key=lambda piece: piece[2])
 
 
 @cache
 def unfilled(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Interval, ...]:
-    """The elements of a contiguous tensor that rectangles of it leave, as ascending intervals that do not touch.
+    """List the elements of a contiguous tensor that its rectangles leave, as ascending intervals that do not touch.
 
     Raises:
         ValueError: two rectangles overlap.
@@ -72,8 +72,8 @@ def unfilled(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Int
     return to_intervals(shape, gaps(shape, filled))
 
 
-def _joined(dims: Iterable[_Dim]) -> list[_Dim]:
-    """Dimensions in order of descending source stride; neighbours that are one run on both sides become one."""
+def _join(dims: Iterable[_Dim]) -> list[_Dim]:
+    """Join dimensions that are one run on both sides, in order of descending source stride."""
     result: list[_Dim] = []
     for size, a, b in sorted(dims, key=lambda dim: -dim[1]):
         if result and result[-1][1] == a * size and result[-1][2] == b * size:
@@ -90,7 +90,7 @@ def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _place(start: tuple[int, ...], dims: list[_Dim], shape: tuple[int, ...]) -> dict[int, tuple[int, int]] | int:
-    """Axis -> (extent, destination stride), or the number of the first dimension that is no range along one axis."""
+    """Map each axis to (extent, destination stride), or return the number of the first dimension that is no range along one axis."""
     strides = contiguous_strides(shape)
     placed: dict[int, tuple[int, int]] = {}
     for number, (size, stride, target) in enumerate(dims):
@@ -104,7 +104,7 @@ def _place(start: tuple[int, ...], dims: list[_Dim], shape: tuple[int, ...]) -> 
 def _cut(
     offset: int, target: int, dims: list[_Dim], number: int, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[tuple[int, int, list[_Dim]]]:
-    """One step nearer to rectangles: a dimension that runs over whole rows is split in two, any other is enumerated."""
+    """Go one step nearer to rectangles: a dimension that runs over whole rows is split in two, any other is enumerated."""
     size, stride, step = dims[number]
     rest = dims[:number] + dims[number + 1 :]
     strides = contiguous_strides(shape)
@@ -118,7 +118,7 @@ def _cut(
 
 
 def _rectangle(start: tuple[int, ...], placed: dict[int, tuple[int, int]], offset: int) -> _Copied:
-    """Axes of one element get the stride of a packed layout, so that equal places have equal descriptions."""
+    """Describe a rectangle. Axes of one element get the stride of a packed layout, so that equal places have equal descriptions."""
     extents, strides = [], []
     packed = 1
     for axis in reversed(range(len(start))):

@@ -1,9 +1,9 @@
-"""What a vLLM rank holds, in Hugging Face coordinates, learnt from vLLM's own weight loaders.
+"""Learn what a vLLM rank holds, in Hugging Face coordinates, from vLLM's own weight loaders.
 
 There is no table of models here. vLLM keeps, for its layerwise reload, the layout in which every parameter was loaded. The
 parameters are put into that layout on the meta device, ``model.load_weights`` is given meta tensors under Hugging Face names, and
-every write into a parameter is recorded and not executed: strides and offsets of meta tensors are real, so the two sides of a
-``copy_`` tell which rectangle of which tensor goes where.
+every write into a parameter is recorded and not executed. Strides and offsets of meta tensors are real, so the two sides of a
+``copy_`` give the rectangle of the checkpoint's tensor and its place.
 
 Whether a write to the live tensor reaches the kernels is tried out, not assumed: see :func:`trace`.
 """
@@ -65,12 +65,12 @@ class EngineMap:
 
     @property
     def direct(self) -> tuple[EngineParameter, ...]:
-        """Those whose live tensor has the loading layout and is what the kernels read."""
+        """Parameters whose live tensor has the loading layout and is read by the kernels."""
         return tuple(parameter for parameter in self.parameters if not parameter.repacked)
 
     @property
     def repacked(self) -> tuple[tuple[EngineParameter, ...], ...]:
-        """Those that must go through vLLM's layerwise reload: one group per layer, in layer order, for ``reload.reloading``."""
+        """Parameters that must go through vLLM's layerwise reload: one group per layer, in layer order, for ``reload.reloading``."""
         groups: dict[str, list[EngineParameter]] = {}
         for parameter in self.parameters:
             if parameter.repacked:
@@ -78,7 +78,7 @@ class EngineMap:
         return tuple(tuple(group) for group in groups.values())
 
     def views(self, model: nn.Module) -> dict[str, Tensor]:
-        """Live flat tensors of the direct parameters; offsets and strides of the pieces apply to them.
+        """Return live flat tensors of the direct parameters: offsets and strides of the pieces apply to them.
 
         Raises:
             RuntimeError: a tensor no longer has the layout that was traced.
@@ -103,8 +103,8 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
     Args:
         model: as vLLM's worker holds it.
         hf_shapes: every tensor of the checkpoint format, tied ones once or under both names.
-        probe: False calls every parameter direct whose layout is right, without trying. For a model whose weights vLLM has
-            not processed yet, so that its layers cannot compute.
+        probe: False calls every parameter direct whose layout is right, without trying. Layers of a model cannot compute before
+            vLLM has processed its weights.
 
     Raises:
         ValueError: the loaders wrote an element twice, or left elements unwritten that are not padding.
@@ -115,7 +115,7 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
     parameters: list[EngineParameter] = []
     used: set[str] = set()
     derived: list[str] = []
-    for names, tensor in _named(model):
+    for names, tensor in _tensors_with_names(model):
         pieces, layout = recorder.of(names)
         if not pieces and not isinstance(tensor, torch.nn.Parameter):
             continue  # a buffer that is not part of a checkpoint
@@ -138,7 +138,7 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
 
 
 def _with_siblings(parameters: list[EngineParameter], modules: dict[str, nn.Module]) -> Iterator[EngineParameter]:
-    """A layer is reloaded whole: what vLLM would make anew beside a repacked parameter cannot be written directly."""
+    """Mark the parameters beside a repacked one: a layer is reloaded whole, so they cannot be written directly."""
     reloaded = {parameter.module for parameter in parameters if parameter.repacked}
     for parameter in parameters:
         attribute = parameter.name.rpartition(".")[2]
@@ -155,7 +155,7 @@ def _with_siblings(parameters: list[EngineParameter], modules: dict[str, nn.Modu
 def _padding(
     names: tuple[str, ...], layout: Tensor, pieces: list[Piece], modules: dict[str, nn.Module], is_checked: bool
 ) -> tuple[Interval, ...]:
-    """What the pieces leave of a parameter; for a checked one it has to be what vLLM declares as padding."""
+    """Return the elements that no piece fills. For a checked parameter vLLM must declare as many as padding."""
     shape = tuple(layout.shape)
     try:
         padding = unfilled(shape, tuple([box for piece in pieces for box in covered(piece, shape)]))
@@ -171,7 +171,7 @@ def _padding(
 
 
 def _declared_padding(names: tuple[str, ...], layout: Tensor, modules: dict[str, nn.Module]) -> int:
-    """How many elements vLLM declares as padding: rows of the vocabulary, or what a weight's creator declares."""
+    """Count the elements that vLLM declares as padding: rows of the vocabulary, or what a weight's creator declares."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     module = modules[names[0].rpartition(".")[0]]
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch's guard against it would take a third of the time."""
+        """Return False: nothing is compiled here, and torch's guard against it would take a third of the time."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,10 +240,10 @@ class Recorder(TorchDispatchMode):
         origin = View(int(source.storage_offset()), tuple(source.shape), source.stride())
         for piece in copied_pieces(hf_name, self._hf_shapes[hf_name], origin, target):
             for box in covered(piece, tuple(self._layouts[name].shape)):
-                self._pieces[name][box] = piece  # what is written twice in the same place is what was written last
+                self._pieces[name][box] = piece  # of two writes to the same place the last counts
 
     def of(self, names: tuple[str, ...]) -> tuple[list[Piece], Tensor]:
-        """Pieces by offset, and the layout, of the first of some names of one tensor that was written."""
+        """Return the pieces by offset, and the layout, of the first of a tensor's names that was written."""
         written = next((name for name in names if self._pieces[name]), names[0])
         unique = {(piece.offset, piece.start, piece.hf_name): piece for piece in self._pieces[written].values()}
         return [unique[key] for key in sorted(unique)], self._layouts[written]
@@ -289,7 +289,7 @@ def _loading_layout(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def recorded_layout(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters of a module as vLLM makes them anew for a reload, on the meta device."""
+    """Return the parameters of a module as vLLM makes them anew for a reload, on the meta device."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     parameters, _ = get_layerwise_info(module).restore_metadata
@@ -297,7 +297,7 @@ def recorded_layout(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers and slots of adapters by every one of their names."""
+    """Collect parameters, buffers and slots of adapters by every one of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -305,12 +305,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _named(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Every tensor with all of its names, in layer order."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+def _tensors_with_names(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+    """List every tensor with all of its names, in layer order."""
+    names_by_id: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in _tensors(model).items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return [(tuple(names), tensor) for names, tensor in found.values()]
+        names_by_id.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return [(tuple(names), tensor) for names, tensor in names_by_id.values()]
 
 
 def _storage(tensor: Tensor) -> int:
@@ -333,16 +333,16 @@ def _why_repacked(tensor: Tensor, layout: Tensor) -> str:
 
 
 def _why_copied(modules: dict[str, nn.Module], names: tuple[str, ...], probe: bool) -> str:
-    """Why the kernels do not read a tensor that still has its layout; every layer that shares it is asked."""
+    """Explain why the kernels do not read a tensor that still has its layout. Every layer that shares it is asked."""
     for name in names if probe else ():
         owner, _, attribute = name.rpartition(".")
-        if reason := _processed_above(modules, owner) or _why_layer_copies(modules[owner], attribute):
+        if reason := _why_processed_above(modules, owner) or _why_layer_copies(modules[owner], attribute):
             return reason
     return ""
 
 
-def _processed_above(modules: dict[str, nn.Module], owner: str) -> str:
-    """Modules that process after loading may keep what they made of the parameters below them (MLA does)."""
+def _why_processed_above(modules: dict[str, nn.Module], owner: str) -> str:
+    """Explain that a module above processes weights: it may keep what it made of the parameters below (MLA does)."""
     while True:
         module = modules[owner]
         if hasattr(module, "process_weights_after_loading"):
@@ -353,7 +353,7 @@ def _processed_above(modules: dict[str, nn.Module], owner: str) -> str:
 
 
 def _is_derived(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether a parameter was made of others after loading, as latent attention does where it absorbs a projection.
+    """Tell whether a parameter was made of others after loading, as latent attention does where it absorbs a projection.
 
     vLLM's loaders do not know it: it was not there when vLLM recorded what a checkpoint is loaded into. Processing its module again
     (see ``reload.reloading``) makes it anew.
@@ -387,9 +387,9 @@ def _why_quantised(module: nn.Module) -> str:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    known = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
     method = getattr(module, "quant_method", None)
-    return "" if method is None or isinstance(method, known) else f"{type(method).__name__} processes it after loading"
+    return "" if method is None or isinstance(method, plain) else f"{type(method).__name__} processes it after loading"
 
 
 @torch.no_grad()

@@ -1,1 +1,1 @@
-"""Which rectangle goes from which rank to which rank, in which bucket. Pure Python."""
+"""Plan which rectangle goes from one rank to another, and in which bucket. Pure Python."""

@@ -20,7 +20,8 @@ class PlanBytes:
     """Arrays over ranks, in bytes. A rank that needs an element twice receives it once.
 
     ``lower_bound`` is what a rank needs and does not hold: no plan can receive less. ``imported`` is the part of ``received`` that
-    crosses nodes, ``exported`` that of ``sent``. ``peak_sent`` and ``peak_received`` are those of the rank's largest bucket.
+    crosses nodes, and ``exported`` is the same part of ``sent``. ``peak_sent`` and ``peak_received`` are of the rank's largest
+    bucket.
     """
 
     received: Bytes
@@ -33,12 +34,12 @@ class PlanBytes:
     peak_received: Bytes
 
     def peak(self, depth: int) -> int:
-        """Upper bound on the buffers of any rank with ``depth`` buckets in flight, at most 2 * depth * bucket."""
+        """Bound the buffers of any rank with ``depth`` buckets in flight. They are at most 2 * depth * bucket."""
         return depth * int((self.peak_sent + self.peak_received).max(initial=0))
 
 
 def count_bytes(schedule: Schedule) -> PlanBytes:
-    """Exact bytes of every rank."""
+    """Count the exact bytes of every rank."""
     size = schedule.sets.world_size
     total = PlanBytes(*(np.zeros(size, dtype=np.int64) for _ in range(8)))
     for first in range(0, len(schedule.buckets), _BLOCK):
@@ -48,11 +49,10 @@ def count_bytes(schedule: Schedule) -> PlanBytes:
 
 
 def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
-    """Adds what is sent and received in some buckets."""
+    """Add the bytes sent and received in some buckets."""
     sent, received = np.zeros((2, len(buckets), len(total.sent)), dtype=np.int64)
-    needed: dict[
-        int, tuple[Ranks, Bytes]
-    ] = {}  # bytes in each bucket, by the ranks that need them: there are few such sets
+    # Bytes in each bucket, by the ranks that need them: there are few such sets.
+    needed: dict[int, tuple[Ranks, Bytes]] = {}
     for route, runs in _runs(buckets).values():
         bucket, *columns = np.array(runs, dtype=np.int64).T
         nbytes, first, turns = (column[:, None] for column in columns)
@@ -63,7 +63,7 @@ def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
             volume[:, 0]
         )
         received[np.ix_(rows, route.keepers)] -= volume
-        if len(route.far):  # what holders send to importing nodes, what these import, and what importers forward
+        if len(route.far):  # holders send to importing nodes, these import, and importers forward
             nodes, holders = route.imports, np.arange(len(route.holders))
             exported = nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
             total.exported[route.holders] += exported.sum(axis=0)
@@ -87,7 +87,9 @@ def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
 
 
 def _runs(buckets: Sequence[Sequence[Unit]]) -> dict[int, tuple[Route, list[tuple[int, int, int, int]]]]:
-    """Of every route what its cells take in each bucket: (bucket, bytes of a cell, first turn, number of turns, consecutive ones)."""
+    """Collect for every route the load of its cells in each bucket: (bucket, bytes of a cell, first turn, number of turns,
+    consecutive ones).
+    """
     runs: dict[int, tuple[Route, list[tuple[int, int, int, int]]]] = {}
     for bucket, units in enumerate(buckets):
         firsts: dict[int, Unit] = {}
@@ -104,19 +106,19 @@ def _runs(buckets: Sequence[Sequence[Unit]]) -> dict[int, tuple[Route, list[tupl
 
 
 def _round_robin(members: Ranks, size: Ranks | int, first: Ranks | int, turns: Ranks | int) -> Ranks:
-    """How many of ``turns`` consecutive turns each of ``members`` has, of ``size`` that take turns; ``first`` counts turns before."""
+    """Count for each of ``members`` its share of ``turns`` consecutive turns among ``size`` members, after ``first`` turns."""
     full, rest = np.divmod(turns, size)
     counts: Ranks = full + ((members - first) % size < rest)
     return counts
 
 
 def _add_bounds(total: PlanBytes, schedule: Schedule) -> None:
-    """What each rank needs, less what it holds, from the cells alone."""
-    seen: dict[int, Unit] = {id(unit.pattern): unit for units in schedule.buckets for unit in units}
+    """Add the bytes that each rank needs and does not hold, from the cells alone."""
+    patterns = {id(unit.pattern): unit.pattern for units in schedule.buckets for unit in units}
     needed = np.zeros_like(total.local)
-    for unit in seen.values():
-        for group in unit.pattern.groups:
-            nbytes = group.nbytes * len(group.cells) * unit.pattern.count
+    for pattern in patterns.values():
+        for group in pattern.groups:
+            nbytes = group.nbytes * len(group.cells) * pattern.count
             needers, holders = schedule.sets.union(group.needer_sets), schedule.sets.union(group.holder_sets)
             needed[needers] += nbytes
             total.local[np.intersect1d(needers, holders, assume_unique=True)] += nbytes

@@ -1,4 +1,4 @@
-"""The plan of a weight transfer: which rectangle goes from which rank's tensor to which rank's tensor, in which bucket.
+"""Plan a weight transfer: which rectangle goes from one rank's tensor to another's, and in which bucket.
 
 Pure arithmetic on descriptions: no tensor, no process group, no communication. Every rank that is given the same descriptions
 comes to the same plan (compare :attr:`Plan.digest`) and works out its own part alone (:meth:`Plan.rank_view`).
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def bucket_bytes(self) -> int:
-        """Upper limit of what a rank sends in a bucket, and of what it receives."""
+        """Upper limit of the bytes that a rank sends in a bucket, and of those that it receives."""
         return self._schedule.bucket_bytes
 
     @property
@@ -50,8 +50,8 @@ class Plan:
         return self._schedule.sets.world_size
 
     def rank_view(self, rank: int) -> RankPlan:
-        """What ``rank`` copies, sends and receives."""
-        with _collector_paused():
+        """Work out the copies and messages of ``rank``."""
+        with _pause_collector():
             return build_rank_plan(self._schedule, rank)
 
     def bytes(self) -> PlanBytes:
@@ -95,8 +95,8 @@ def build_plan(
         sources: who holds what. Several ranks may hold the same elements, in equal or in different tilings.
         destinations: who needs what.
         element_sizes: bytes of an element on the wire by Hugging Face name: 1, 2, 4 or 8.
-        bucket_bytes: limit of what a rank sends, and of what it receives, per bucket.
-        order: Hugging Face names in the order in which they travel, usually that of the network.
+        bucket_bytes: limit of the bytes that a rank sends per bucket, and of those that it receives.
+        order: Hugging Face names in the order of travel, usually the network's.
         nodes: the number of the node of every rank; then a cell is imported to a node once and forwarded inside.
         only: transfer these tensors alone.
 
@@ -105,17 +105,17 @@ def build_plan(
             lacks a rank.
     """
     needed = {piece.hf_name for place in destinations for piece in place.pieces}
-    wanted = needed if only is None else set(only)
+    transferred = needed if only is None else set(only)
     if missing := needed.difference(order):
         raise ValueError(f"order lacks {len(missing)} tensors that destinations need, among them {min(missing)}")
-    if unknown := wanted.difference(needed):
+    if unknown := transferred.difference(needed):
         raise ValueError(f"only names {len(unknown)} tensors that no destination needs, among them {min(unknown)}")
     if bad := sorted({element_sizes[name] for name in needed} - {1, 2, 4, 8}):
         raise ValueError(f"element_sizes must be 1, 2, 4 or 8 bytes, got {bad}")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    chosen = [name for name in dict.fromkeys(order) if name in wanted]
-    with _collector_paused():
+    chosen = [name for name in dict.fromkeys(order) if name in transferred]
+    with _pause_collector():
         tensors, sets = gather_tensors(sources, destinations, element_sizes, chosen)
         size = sets.world_size
         if nodes is not None and len(nodes) < size:
@@ -126,13 +126,16 @@ def build_plan(
 
 
 def even_nodes(num_ranks: int, ranks_per_node: int) -> list[int]:
-    """The node of every rank, where each has as many consecutive ranks."""
+    """List the node of every rank, where each node has as many consecutive ranks."""
     return [rank // ranks_per_node for rank in range(num_ranks)]
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Planning makes hundreds of thousands of small objects and no cycles: looking for garbage would take a third of its time."""
+def _pause_collector() -> Iterator[None]:
+    """Pause the garbage collector.
+
+    Planning makes hundreds of thousands of small objects and no cycles, and looking for garbage would take a third of its time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +146,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _numbers(places: Sequence[Place]) -> Iterator[int]:
-    """All numbers of a description, each list preceded by its length."""
+    """List all numbers of a description, each list preceded by its length."""
     for place in places:
         ranks = place.ranks
         if isinstance(ranks, range):

@@ -114,7 +114,9 @@ class RankPlan:
         return sum(copy.source.nbytes for bucket in self.buckets for copy in bucket.local)
 
     def peak_bytes(self, depth: int = 1) -> int:
-        """Most bytes of send and receive buffers while ``depth`` consecutive buckets are in flight; at most 2 * depth * bucket."""
+        """Compute the most bytes of send and receive buffers while ``depth`` consecutive buckets are in flight; at most 2 * depth
+        * bucket.
+        """
         sizes = [bucket.send_bytes + bucket.receive_bytes for bucket in self.buckets]
         return max((sum(sizes[i : i + depth]) for i in range(len(sizes))), default=0)
 
@@ -144,15 +146,15 @@ class _BucketBuilder:
         self._receives: tuple[dict[int, Message], ...] = ({}, {})
 
     def add(self, unit: Unit, own: _OwnCell) -> None:
-        """What this rank does with one cell of a unit."""
+        """Add this rank's part in one cell of a unit."""
         turn = own.group.first_turn + unit.number * len(own.group.cells) + own.number
         tensor, window = unit.tensor, unit.window
         needed = [_local(tensor.destinations, window.destinations[number]) for number in own.destinations]
         if own.source is not None:
-            held = _local(tensor.sources, window.sources[own.source])
-            _append(self._sends[0], own.route.receivers(turn), unit, own, held)
+            source_view = _local(tensor.sources, window.sources[own.source])
+            _append(self._sends[0], own.route.receivers(turn), unit, own, source_view)
             for entry in needed:
-                self._add_local(unit, own, held, entry)
+                self._add_local(unit, own, source_view, entry)
         elif needed:
             source, phase = own.route.sender(turn)
             _append(self._receives[phase], (source,), unit, own, needed[0])
@@ -162,7 +164,7 @@ class _BucketBuilder:
             _append(self._sends[1], own.route.forwarded_to(turn), unit, own, needed[0])
 
     def finish(self) -> Bucket:
-        """The bucket, messages by ascending peer."""
+        """Return the bucket, messages by ascending peer."""
         for phase, sends, receives in zip(self._bucket.phases, self._sends, self._receives, strict=True):
             phase.sends = [sends[peer] for peer in sorted(sends)]
             phase.receives = [receives[peer] for peer in sorted(receives)]
@@ -173,13 +175,13 @@ class _BucketBuilder:
         local = self._bucket.local
         if local and _adjoins(local[-1].source, source) and _adjoins(local[-1].destination, destination):
             last = local[-1]
-            local[-1] = LocalCopy(_joined(last.source, source), _joined(last.destination, destination))
+            local[-1] = LocalCopy(_join(last.source, source), _join(last.destination, destination))
         else:
             local.append(LocalCopy(source, destination))
 
 
 def build_rank_plan(schedule: Schedule, rank: int) -> RankPlan:
-    """The plan of one rank; takes no longer for more ranks of the same kind."""
+    """Build the plan of one rank. It takes no longer for more ranks of the same kind."""
     own_sets = schedule.sets.containing(rank)
     cells: dict[int, list[_OwnCell]] = {}
     routes: dict[int, RankRoute] = {}
@@ -200,7 +202,7 @@ def build_rank_plan(schedule: Schedule, rank: int) -> RankPlan:
 
 def _own_cells(unit: Unit, own_sets: frozenset[int], rank: int, routes: dict[int, RankRoute]) -> Iterator[_OwnCell]:
     tensor, window = unit.tensor, unit.window
-    held = [tensor.sources.sets[number] for number in window.sources]
+    source_sets = [tensor.sources.sets[number] for number in window.sources]
     needed = [tensor.destinations.sets[number] for number in window.destinations]
     for group in unit.pattern.groups:
         if own_sets.isdisjoint(group.holder_sets) and own_sets.isdisjoint(group.needer_sets):
@@ -209,7 +211,7 @@ def _own_cells(unit: Unit, own_sets: frozenset[int], rank: int, routes: dict[int
             routes[id(group.route)] = RankRoute(group.route, rank)
         route = routes[id(group.route)]
         for number, cell in enumerate(group.cells):
-            source = next((n for n in cell.holders if held[n] in own_sets), None)
+            source = next((n for n in cell.holders if source_sets[n] in own_sets), None)
             destinations = [n for n in cell.needers if needed[n] in own_sets]
             yield _OwnCell(cell, group, unit.pattern.item_bytes, number, route, source, destinations)
 
@@ -219,7 +221,7 @@ def _local(placed: PlacedPieces, number: int) -> _Local:
 
 
 def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, own: _OwnCell, entry: _Local) -> None:
-    """Adds a rectangle to the end of each peer's message, or lengthens its last copy where the rectangle continues it.
+    """Add a rectangle to the end of each peer's message, or lengthen its last copy where the rectangle continues it.
 
     Units of a bucket come by falling element size, a power of two, so every offset is naturally aligned. Messages that have the
     rectangle at the same offset share the copy.
@@ -234,13 +236,13 @@ def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, own:
         message.nbytes += own.group.nbytes
         last = message.copies[-1] if message.copies else None
         if last and _adjoins(last, new) and last.message_offset + last.nbytes == new.message_offset:
-            message.copies[-1] = _joined(last, new)
+            message.copies[-1] = _join(last, new)
         else:
             message.copies.append(new)
 
 
 def _adjoins(last: Copy, new: Copy) -> bool:
-    """Whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local tensor."""
+    """Tell whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local tensor."""
     return (
         last.hf_name == new.hf_name
         and len(new.shape) > 0
@@ -253,12 +255,12 @@ def _adjoins(last: Copy, new: Copy) -> bool:
     )
 
 
-def _joined(last: Copy, new: Copy) -> Copy:
+def _join(last: Copy, new: Copy) -> Copy:
     return replace(last, shape=(last.shape[0] + new.shape[0], *last.shape[1:]))
 
 
 def _copy(unit: Unit, own: _OwnCell, entry: _Local, message_offset: int) -> Copy:
-    """A cell's view within the piece that contains it."""
+    """Describe a cell's view within the piece that contains it."""
     buffer, piece = entry
     start, offset = own.cell.start, piece.offset
     if (origin := unit.window.start) is not None:

@@ -31,14 +31,14 @@ class RankSets:
         return len(self._numbers)
 
     def number(self, ranks: Sequence[int]) -> int:
-        """The number of a set of ranks, new or known."""
+        """Return the number of a set of ranks, which may be new."""
         key = ranks if isinstance(ranks, range) else tuple(ranks)
-        known = self._numbers.get(key)
-        if known is None:
+        number = self._numbers.get(key)
+        if number is None:
             if len(key) == 0 or key[0] < 0 or any(a >= b for a, b in pairwise(key)):
                 raise ValueError(f"ranks of a place must be ascending and not negative, got {key}")
-            known = self._numbers[key] = len(self._numbers)
-        return known
+            number = self._numbers[key] = len(self._numbers)
+        return number
 
     @property
     def world_size(self) -> int:
@@ -46,11 +46,11 @@ class RankSets:
         return max((ranks[-1] for ranks in self._numbers), default=-1) + 1
 
     def containing(self, rank: int) -> frozenset[int]:
-        """Numbers of the sets that a rank belongs to."""
+        """List the numbers of the sets that a rank belongs to."""
         return frozenset(number for ranks, number in self._numbers.items() if rank in ranks)
 
     def union(self, numbers: frozenset[int]) -> Ranks:
-        """Ascending ranks of the union of some sets."""
+        """Return the ranks of the union of some sets, ascending."""
         if numbers not in self._unions:
             every = list(self._numbers)
             self._unions[numbers] = np.unique(np.concatenate([np.asarray(every[n], dtype=np.int64) for n in numbers]))
@@ -68,14 +68,14 @@ class RankSets:
 
 
 class Route:
-    """Between the ranks that hold a cell and those that need it (both ascending). Cells with the same ranks share a route."""
+    """A route from the ranks with a cell to the ranks that need it (both ascending). Cells with the same ranks share a route."""
 
     def __init__(self, holders: Ranks, needers: Ranks, nodes: Ranks):
-        """``nodes`` has the node of every rank."""
+        """Sort the needers by their distance to a holder. ``nodes`` has the node of every rank."""
         self.holders, self.needers, self.nodes = holders, needers, nodes
-        holds = _found(needers, holders)
+        holds = _occur(needers, holders)
         self.keepers, self.receivers = needers[holds], needers[~holds]
-        is_near = _found(nodes[self.receivers], np.unique(nodes[holders]))
+        is_near = _occur(nodes[self.receivers], np.unique(nodes[holders]))
         self.near, self.far = self.receivers[is_near], self.receivers[~is_near]
 
     @cached_property
@@ -91,18 +91,18 @@ class Route:
     @cached_property
     def near_holders(self) -> NodeGroups:
         """The holders on the nodes of ``near_receivers``; same number of groups, same order."""
-        wanted = _found(self.nodes[self.holders], self.near_receivers.nodes)
-        return NodeGroups.by_node(self.holders[wanted], self.nodes)
+        is_near = _occur(self.nodes[self.holders], self.near_receivers.nodes)
+        return NodeGroups.by_node(self.holders[is_near], self.nodes)
 
     def most_sent(self, count: int) -> int:
-        """Upper bound on the copies that one holder sends over ``count`` consecutive cells."""
+        """Bound the copies that one holder sends over ``count`` consecutive cells."""
         far = -(-count * len(self.imports) // len(self.holders))
         if not len(self.near):
             return far
         return far + int((-(-count * self.near_receivers.sizes // self.near_holders.sizes)).max())
 
     def most_forwarded(self, count: int) -> int:
-        """Upper bound on the copies that one receiver forwards over ``count`` consecutive cells."""
+        """Bound the copies that one receiver forwards over ``count`` consecutive cells."""
         sizes = self.imports.distinct_sizes
         return max((-(-count // size) * (size - 1) for size in sizes), default=0)
 
@@ -119,7 +119,7 @@ class NodeGroups:
 
     @classmethod
     def by_node(cls, ranks: Ranks, nodes: Ranks) -> NodeGroups:
-        """The ranks that share a node, of ascending ``ranks``. ``nodes`` has the node of every rank."""
+        """Group ascending ``ranks`` by their node. ``nodes`` has the node of every rank."""
         ranks = ranks[np.argsort(nodes[ranks], kind="stable")]
         node = nodes[ranks]
         starts = np.flatnonzero(np.diff(node, prepend=-1))
@@ -130,12 +130,12 @@ class NodeGroups:
         return len(self.nodes)
 
     def find(self, node: int) -> int | None:
-        """The position of a node."""
+        """Return the position of a node."""
         at = int(np.searchsorted(self.nodes, node))
         return at if at < len(self.nodes) and self.nodes[at] == node else None
 
     def members(self, number: int) -> list[int]:
-        """Ranks of the node at a position."""
+        """List the ranks of the node at a position."""
         start = int(self.starts[number])
         members: list[int] = self.ranks[start : start + int(self.sizes[number])].tolist()
         return members
@@ -157,12 +157,12 @@ class NodeGroups:
         return [(size, self.ranks[mask], self.local_ranks[mask]) for size, mask in which]
 
     def spread(self, values: Ranks) -> Ranks:
-        """For each rank, the value of its node."""
+        """Repeat for each rank the value of its node."""
         return np.repeat(values, self.sizes)
 
 
 class RankRoute:
-    """A route as one rank sees it: whom it receives the cell of a turn from, and whom it sends it to. Turns count from 0."""
+    """A route as one rank sees it: the sender and the receivers of the cell of each turn. Turns count from 0."""
 
     __slots__ = (
         "_holder",
@@ -187,7 +187,7 @@ class RankRoute:
         self._node_receivers = [] if self._node is None else route.imports.members(self._node)
 
     def sender(self, turn: int) -> tuple[int, int]:
-        """For a receiver: the rank that sends it the cell, and the phase in which it comes."""
+        """Return, for a receiver, the rank that sends it the cell, and the phase of the message."""
         if self._near_receivers:
             at = self._near_receivers.index(self._rank) + turn * len(self._near_receivers)
             return self._near_holders[at % len(self._near_holders)], 0
@@ -198,7 +198,7 @@ class RankRoute:
         return int(self._holders[(self._node + turn * len(self._imports)) % len(self._holders)]), 0
 
     def receivers(self, turn: int) -> list[int]:
-        """For a holder: the ranks that it sends the cell to."""
+        """List, for a holder, the receivers of the cell."""
         assert self._holder is not None
         receivers = []
         if self._near_receivers:
@@ -211,15 +211,15 @@ class RankRoute:
         return receivers
 
     def forwarded_to(self, turn: int) -> list[int]:
-        """For a receiver: the ranks of its node that it forwards the cell to."""
+        """List, for a receiver, the ranks of its node to which it forwards the cell."""
         members = self._node_receivers
         if len(members) < 2 or members[turn % len(members)] != self._rank:
             return []
         return [member for member in members if member != self._rank]
 
 
-def _found(values: Ranks, among: Ranks) -> NDArray[np.bool_]:
-    """Which values occur in an ascending array."""
+def _occur(values: Ranks, among: Ranks) -> NDArray[np.bool_]:
+    """Tell for each value whether it occurs in an ascending array."""
     if not len(among):
         return np.zeros(len(values), dtype=bool)
     at = np.minimum(np.searchsorted(among, values), len(among) - 1)

@@ -1,7 +1,7 @@
-"""The part of a plan that all ranks share: which cells travel, in which order, in which bucket, and whose turn it is to send them.
+"""Schedule a plan's cells, for all ranks alike: their order, their bucket, and who sends each.
 
 Tensors whose pieces have the same rectangles on the same ranks (the same matrix of all layers of a stage, all experts of a rank)
-share one pattern, which is worked out once. A unit is a tensor, or a window of one that had to be cut to fit a bucket. Bucket
+share one pattern. It is worked out once. A unit is a tensor, or a window of one that had to be cut to fit a bucket. Bucket
 limits are kept for the worst rank by upper bounds that hold whoever is the first to send in a bucket.
 """
 
@@ -38,12 +38,12 @@ class PlacedPieces:
     pieces: list[Piece] = field(default_factory=list)
 
     def tiling(self) -> _Tiling:
-        """The rectangles in the tensor's own coordinates."""
+        """Return the rectangles in the tensor's own coordinates."""
         pieces = self.pieces
         return tuple(self.sets), tuple([piece.start for piece in pieces]), tuple([piece.shape for piece in pieces])
 
     def clipped_to(self, window: Rectangle) -> tuple[Sequence[int], _Tiling]:
-        """The numbers of the pieces that have elements in a window, and what they hold of it, relative to the window's start."""
+        """Clip the pieces to a window: the numbers of those that meet it, and their parts in it, relative to the window's start."""
         parts = [piece.rectangle.clipped_to(window) for piece in self.pieces]
         inside = [number for number, part in enumerate(parts) if part is not None]
         starts, shapes = zip(*(part for part in parts if part is not None), strict=True) if inside else ((), ())
@@ -73,7 +73,7 @@ class CellGroup:
 
 @dataclass(slots=True, eq=False)
 class Pattern:
-    """What tensors have in common whose pieces have the same rectangles on the same ranks."""
+    """The cells of tensors that have the same rectangles on the same ranks, and what one of these adds to a bucket."""
 
     item_bytes: int
     groups: list[CellGroup]
@@ -138,12 +138,12 @@ class Schedule:
         numbers: dict[int, int] = defaultdict(int)  # units of a pattern in this bucket
         for unit in self._in_turn(tensors):
             key = id(unit.pattern)
-            more = load + self._added(unit.pattern, numbers[key])
+            more = load + self._load_of_next(unit.pattern, numbers[key])
             if bucket and np.maximum.reduce(more) > self.bucket_bytes:
                 yield bucket
                 bucket = []
                 numbers.clear()
-                more = self._added(unit.pattern, 0)
+                more = self._load_of_next(unit.pattern, 0)
             load = more
             numbers[key] += 1
             bucket.append(unit)
@@ -151,7 +151,7 @@ class Schedule:
             yield bucket
 
     def _in_turn(self, tensors: Mapping[str, TensorPieces]) -> Iterator[Unit]:
-        """The units of all tensors. Windows of tensors that follow each other and that different ranks hold take turns.
+        """List the units of all tensors. Consecutive tensors of different ranks take turns with their windows.
 
         Each may be a bucket's worth for its holders, and so all of these send at a time.
         """
@@ -177,14 +177,14 @@ class Schedule:
         return units
 
     def _cut(self, name: str, tensor: TensorPieces, pattern: Pattern) -> Iterator[Window]:
-        """Windows of a tensor that fit a bucket each."""
+        """Cut a tensor into windows that fit a bucket each."""
         if self._worst(pattern) <= self.bucket_bytes:
             sources, destinations = tensor.sources.pieces, tensor.destinations.pieces
             yield Window(None, pattern, range(len(sources)), range(len(destinations)))
             return
         work = [bounding_box([piece.rectangle for piece in tensor.destinations.pieces])]
         while work:
-            window = self._clipped(name, tensor, rectangle := work.pop())
+            window = self._clip(name, tensor, rectangle := work.pop())
             if not window.destinations:
                 continue
             worst = self._worst(window.pattern)
@@ -195,7 +195,7 @@ class Schedule:
                 work.extend(reversed(rectangle.slabs(axis, -(-worst // self.bucket_bytes))))
 
     def _best_axis(self, name: str, tensor: TensorPieces, window: Rectangle, worst: int) -> int:
-        """The axis across which a cut spreads the load over most ranks."""
+        """Return the axis across which a cut spreads the load over most ranks."""
         axes = [axis for axis, size in enumerate(window.shape) if size > 1]
         if not axes:
             raise ValueError(
@@ -204,19 +204,19 @@ class Schedule:
             )
 
         def worst_half(axis: int) -> int:
-            return max(self._worst(self._clipped(name, tensor, half).pattern) for half in window.slabs(axis, 2))
+            return max(self._worst(self._clip(name, tensor, half).pattern) for half in window.slabs(axis, 2))
 
         return min(axes, key=worst_half)
 
     def _worst(self, pattern: Pattern) -> int:
-        """Most bytes that a rank sends or receives of one unit of a pattern."""
-        return int(self._added(pattern, 0).max(initial=0))
+        """Compute the most bytes that a rank sends or receives of one unit of a pattern."""
+        return int(self._load_of_next(pattern, 0).max(initial=0))
 
-    def _clipped(self, name: str, tensor: TensorPieces, rectangle: Rectangle) -> Window:
-        """A part of a tensor."""
-        sources, held = tensor.sources.clipped_to(rectangle)
-        destinations, needed = tensor.destinations.clipped_to(rectangle)
-        pattern = self._pattern(name, (tensor.item_bytes, held, needed))
+    def _clip(self, name: str, tensor: TensorPieces, rectangle: Rectangle) -> Window:
+        """Take a window of a tensor."""
+        sources, have = tensor.sources.clipped_to(rectangle)
+        destinations, need = tensor.destinations.clipped_to(rectangle)
+        pattern = self._pattern(name, (tensor.item_bytes, have, need))
         return Window(rectangle.start, pattern, sources, destinations)
 
     def _pattern(self, name: str, key: _Key) -> Pattern:
@@ -226,7 +226,7 @@ class Schedule:
         return pattern
 
     def _new_pattern(self, key: _Key, name: str) -> Pattern:
-        item_bytes, (held, *sources), (needed, *destinations) = key
+        item_bytes, (source_sets, *sources), (destination_sets, *destinations) = key
         geometry = (*sources, *destinations)
         cells = self._geometries.get(geometry)
         if cells is None:
@@ -236,21 +236,21 @@ class Schedule:
         for cell in cells:
             if not cell.holders:
                 raise ValueError(f"{name}: no source holds the elements from {cell.start} of shape {cell.shape}")
-            have = frozenset(held[number] for number in cell.holders)
-            want = frozenset(needed[number] for number in cell.needers)
+            have = frozenset(source_sets[number] for number in cell.holders)
+            want = frozenset(destination_sets[number] for number in cell.needers)
             nbytes = item_bytes * prod(cell.shape)
             if (have, want) not in self._routes:
                 self._routes[have, want] = Route(self.sets.union(have), self.sets.union(want), self.nodes)
             if (have, want, nbytes) not in groups:
                 groups[have, want, nbytes] = CellGroup(self._routes[have, want], nbytes, have, want)
             groups[have, want, nbytes].cells.append(cell)
-        return Pattern(item_bytes, list(groups.values()), frozenset(held) | frozenset(needed))
+        return Pattern(item_bytes, list(groups.values()), frozenset(source_sets) | frozenset(destination_sets))
 
     def _no_load(self) -> Load:
         return np.zeros(2 * len(self._profiles), dtype=np.int64)
 
-    def _added(self, pattern: Pattern, number: int) -> Load:
-        """What one unit more adds to the bounds [sent, received] of every profile, after ``number`` units in the bucket."""
+    def _load_of_next(self, pattern: Pattern, number: int) -> Load:
+        """Return what one unit more adds to the bounds [sent, received] of every profile, after ``number`` units in the bucket."""
         while len(pattern.loads) <= number:
             total = self._load(pattern, len(pattern.loads) + 1)
             pattern.loads.append(total - pattern.total if pattern.loads else total)
@@ -276,7 +276,7 @@ class Schedule:
         return self._members[sets]
 
     def _set_first_turns(self) -> None:
-        """The turns of each group of cells begin where those of the group before it on the same route end."""
+        """Number the turns: each group of cells begins where the group before it on the same route ends."""
         ends: dict[int, int] = {}
         for pattern in self._patterns.values():
             for group in pattern.groups:
@@ -287,17 +287,19 @@ class Schedule:
 def gather_tensors(
     sources: Sequence[Place], destinations: Sequence[Place], element_sizes: Mapping[str, int], order: Sequence[str]
 ) -> tuple[dict[str, TensorPieces], RankSets]:
-    """All pieces by tensor, for the tensors of ``order`` that a destination needs, and the rank sets that hold them."""
+    """Gather the pieces of the needed tensors of ``order``, and number the rank sets that hold them."""
     sets = RankSets()
-    held, needed = _by_tensor(sources, order, sets), _by_tensor(destinations, order, sets)
+    sources_by_name, needs_by_name = _by_tensor(sources, order, sets), _by_tensor(destinations, order, sets)
     tensors = {
-        name: TensorPieces(element_sizes[name], held[name], needed[name]) for name in order if needed[name].pieces
+        name: TensorPieces(element_sizes[name], sources_by_name[name], needs_by_name[name])
+        for name in order
+        if needs_by_name[name].pieces
     }
     return tensors, sets
 
 
 def _by_tensor(places: Sequence[Place], order: Sequence[str], sets: RankSets) -> dict[str, PlacedPieces]:
-    """Pieces of the tensors of ``order``. The one loop over all pieces of all places, so it is kept lean."""
+    """Collect the pieces of the tensors of ``order``. The one loop over all pieces of all places, so it is kept lean."""
     placed = {name: PlacedPieces() for name in order}
     find = placed.get
     for place in places:

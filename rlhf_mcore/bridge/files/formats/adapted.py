@@ -40,7 +40,7 @@ class AdaptedSource:
         return list(self._modules)
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Rows of a tensor."""
+        """Read rows of a tensor, with the adapters added."""
         rows = self._base.read(name, first, count)
         if name not in self._modules:
             return rows
@@ -51,7 +51,7 @@ class AdaptedSource:
         return rows.clone().add_(self._product[1][first : first + count])
 
     def origin(self, name: str) -> str:
-        """The files that a tensor is made of."""
+        """Name the files that a tensor is made of."""
         origin = self._base.origin(name)
         return f"{origin} + {self._adapters.shard(hf_names(self._modules[name])[0])}" if name in self._modules else origin
 

@@ -1,4 +1,4 @@
-"""What must hold of a model's tensors: the names and shapes that config.json asks for, in dtypes that weights have."""
+"""Check a model's tensors: names and shapes are those of config.json, dtypes are those of weights."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _COMPARED_ELEMENTS = 2**22
 
 
 def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors to convert, in the order of the network: those of the model, which must all be there, and of MTP layers.
+    """Return the tensors to convert, in the order of the network: all tensors of the model, and those of MTP layers.
 
     Raises:
         ConfigError: naming every kind of difference from the config, and its first tensors.
     """
     expected, where = hf_shapes(geometry), source.directory
-    types = {name: found for name, found in source.types.items() if not name.endswith(BUFFERS)}
+    types = {name: stored for name, stored in source.types.items() if not name.endswith(BUFFERS)}
     mtp = mtp_tensors(types, read_config(source.companions, str(source.companions)))
     if geometry.tied_embeddings and "lm_head.weight" in types:
         _check_tied(source)
         del types["lm_head.weight"]
-    found = {
+    problems_by_kind = {
         "missing tensors": [name for name in expected if name not in types],
         "tensors that config.json does not ask for": [
             name for name in types if name not in expected and name not in mtp
@@ -46,14 +46,14 @@ def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tup
             f"{name} ({dtype})" for name, (dtype, _) in types.items() if dtype not in CODES
         ],
     }
-    if any(found.values()):
-        problems = {what: shortened(which, separator=", ") for what, which in found.items() if which}
-        raise ConfigError.many([f"{where}: {what}: {which}" for what, which in problems.items()])
+    if any(problems_by_kind.values()):
+        lines = [f"{kind}: {shortened(names, separator=', ')}" for kind, names in problems_by_kind.items() if names]
+        raise ConfigError.many([f"{where}: {line}" for line in lines])
     return {name: types[name] for name in (*expected, *mtp)}
 
 
 def _check_tied(source: ModelSource) -> None:
-    """Some save the matrix under both names: it must be one matrix."""
+    """Compare the embedding with the head where files have both: it must be one matrix."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     shape = source.types[head][1]
     same = embedding in source.types and source.types[embedding] == source.types[head]
@@ -73,7 +73,7 @@ def num_parameters(types: TensorTypes) -> int:
 
 
 def agree(digests: Mapping[str, str], again: Mapping[str, str], where: Path) -> None:
-    """Two readings of a model are the same.
+    """Compare two readings of a model.
 
     Raises:
         ConfigError: naming tensors that differ.

@@ -1,4 +1,4 @@
-"""From a source to a directory: a few rows in memory, all of it hashed, and whole or not there."""
+"""Convert a source to a directory with a few rows in memory. All of it is hashed, and it is whole or not there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Reading:
     _since_release: int = 0
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """Rows of a tensor.
+        """Read rows of a tensor.
 
         Raises:
             ConfigError: a value is too large for the dtype, or not finite.
@@ -78,7 +78,7 @@ class Reading:
         return part
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """All rows of a tensor, a block at a time, each with the number of its first element."""
+        """Read a tensor block by block, each with the number of its first element."""
         dtype, shape = self.types[name]
         width = prod(shape[1:])
         step = max(BLOCK_BYTES // max(width * dtype.itemsize, 1), 1)
@@ -88,11 +88,11 @@ class Reading:
     @property
     def digests(self) -> dict[str, str]:
         """Of the tensors read so far."""
-        return {name: found.hexdigest() for name, found in self._hashes.items()}
+        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
 
 def write_hf(reading: Reading, directory: Path, shard_bytes: int) -> None:
-    """A Hugging Face directory, with what travels along."""
+    """Write a Hugging Face directory, with the files beside the weights."""
     sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in reading.types.items()}
     shards = cut_into_shards(sizes, 1, shard_bytes)
     for shard in shards:
@@ -108,7 +108,7 @@ def write_hf(reading: Reading, directory: Path, shard_bytes: int) -> None:
 
 
 def write_megatron(reading: Reading, geometry: ModelGeometry, directory: Path, file_bytes: int) -> None:
-    """A directory for Megatron-LM's ``--load``: the release checkpoint, its tracker file, and the Hugging Face files beside."""
+    """Write a directory for Megatron-LM's ``--load``: the release checkpoint, its tracker file, and the Hugging Face files."""
     weights, companions = directory / "release", directory / torch_dist.COMPANIONS
     weights.mkdir()
     companions.mkdir()
@@ -122,14 +122,14 @@ def write_megatron(reading: Reading, geometry: ModelGeometry, directory: Path, f
 
 
 def without_mtp(reading: Reading) -> dict[str, int]:
-    """Keys of a written config.json that differ: one that names MTP layers, where their tensors are not among those that are read."""
+    """Return the keys that differ in a written config.json. It names no MTP layers where the source has no tensors of them."""
     where = reading.source.companions
     hf_config = read_config(where, str(where))
     return {MTP_KEY: 0} if num_mtp_layers(hf_config) and not mtp_tensors(reading.types, hf_config) else {}
 
 
 def main_dtype(types: TensorTypes) -> torch.dtype:
-    """The dtype of most elements."""
+    """Return the dtype of most elements."""
     counts: Counter[torch.dtype] = Counter()
     for dtype, shape in types.values():
         counts[dtype] += prod(shape)
@@ -138,7 +138,7 @@ def main_dtype(types: TensorTypes) -> torch.dtype:
 
 @contextmanager
 def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A directory to write into, which becomes ``destination`` when the block ends well, and nothing otherwise.
+    """Make a directory that becomes ``destination`` when the block ends well, and is removed otherwise.
 
     Raises:
         ConfigError: the destination is there already and may not be replaced, is no directory, or is being written by another process.
@@ -160,8 +160,8 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def transient_directory(destination: Path, kind: str) -> Iterator[Path]:
-    """An empty directory beside ``destination``, of one name for every conversion to it, so that the next one empties what a killed
-    one has left. It is removed when the block ends.
+    """Make an empty directory beside ``destination``, and remove it when the block ends. All conversions to one destination share
+    its name, so the next one empties what a killed one has left.
 
     Raises:
         ConfigError: it cannot be made, or another process that is alive has it.

@@ -39,20 +39,20 @@ class IndexedTensor:
 
 
 def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, IndexedTensor]:
-    """The tensors of an index whose names are wanted.
+    """Read the tensors of an index whose names are wanted.
 
     Raises:
         ConfigError: it cannot be read, or holds anything but an index.
     """
     data = read_bytes(path, limit=MAX_INDEX_BYTES, remedy="is it the index of a checkpoint?")
     try:
-        found = read_pickle(data)
-        state = found.state if isinstance(found, Shell) and found.name == _METADATA else None
+        content = read_pickle(data)
+        state = content.state if isinstance(content, Shell) and content.name == _METADATA else None
         if not isinstance(state, dict) or not all(
             isinstance(state.get(key), dict) for key in ("state_dict_metadata", "storage_data")
         ):
             raise ValueError("not the index of a checkpoint")
-        stored = _stored(state["storage_data"])
+        stored = _places_of_parts(state["storage_data"])
         tensors = {
             name: entry
             for name, entry in state["state_dict_metadata"].items()
@@ -73,16 +73,16 @@ def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, Inde
     return result
 
 
-def _stored(entries: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Shell]:
-    """Where each part is, by its tensor and its start."""
-    found = {}
+def _places_of_parts(entries: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Shell]:
+    """Index the parts by tensor and start."""
+    places = {}
     for key, info in entries.items():
         place = key.state if isinstance(key, Shell) else None
         if not isinstance(place, dict) or not isinstance(info, Shell) or not isinstance(info.state, dict):
             raise ValueError("an entry of storage_data is odd")
         if isinstance(place.get("fqn"), str) and place.get("offset") is not None:  # else: bytes, no tensor
-            found[place["fqn"], sizes_of(place["offset"])] = info
-    return found
+            places[place["fqn"], sizes_of(place["offset"])] = info
+    return places
 
 
 def _tensor(name: str, entry: Shell, stored: dict[tuple[str, tuple[int, ...]], Shell], budget: int) -> IndexedTensor:

@@ -1,8 +1,8 @@
 """The one file that reads and writes pickles, because formats of others are made of them.
 
-Reading imports nothing and calls nothing: names of classes and functions become ``Name``, and what a pickle would make with them
-becomes a ``Shell`` that holds the arguments. Only an allow-list of opcodes is known, in Python's own reader written in Python, whose
-memory grows with the bytes of the pickle and with nothing that is stated in them (a memo index, a length).
+Reading imports nothing and calls nothing. Names of classes and functions become ``Name``, and a call of them becomes a ``Shell``
+with the arguments. Only an allow-list of opcodes is known. The reader is Python's own, in its form written in Python: its memory
+grows with the bytes of the pickle, and not with numbers in them (a memo index, a length).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Shell:
-    """What would have been made by calling ``name``, with the state that would have been given to it."""
+    """A call of ``name`` that was not made, with its arguments and the state for its result."""
 
     name: Name
     args: tuple[Any, ...]
@@ -88,19 +88,19 @@ class _Reader(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Name:
-        """A name, if it is one of those that a format of tensors has."""
+        """Return a name, if a format of tensors has it."""
         if module.split(".")[0] not in _MODULES and (module, name) != _DICT:
             raise pickle.UnpicklingError(f"{shorten(module)}.{shorten(name)} has no place in such a file")
         return Name(module, name)
 
     def persistent_load(self, pid: Any) -> Shell:
-        """A storage of ``torch.save``."""
+        """Return a storage of ``torch.save`` as a shell."""
         if not isinstance(pid, tuple):
             raise pickle.UnpicklingError("a storage without a description")
         return Shell(Name("", "storage"), pid)
 
     def load_reduce(self) -> None:
-        """Calling a name makes a shell; calling anything else is refused."""
+        """Make a shell of a call of a name, and refuse any other call."""
         args = self.stack.pop()
         called = self.stack.pop()
         if not isinstance(called, Name) or not isinstance(args, tuple):
@@ -113,7 +113,7 @@ class _Reader(pickle._Unpickler):
             raise pickle.UnpicklingError("an OrderedDict that is made of other things")
 
     def load_build(self) -> None:
-        """State is kept by a shell. That of a dictionary of tensors is the versions of modules, which nobody needs."""
+        """Keep the state of a shell. A dictionary of tensors has the versions of modules as state, and nobody needs them."""
         state = self.stack.pop()
         built = self.stack[-1]
         if isinstance(built, Shell) and built.state is None:
@@ -122,28 +122,28 @@ class _Reader(pickle._Unpickler):
             raise pickle.UnpicklingError("state of what has none")
 
     def load_setitem(self) -> None:
-        """One item of a dictionary."""
+        """Store one item of a dictionary."""
         value = self.stack.pop()
         key = self.stack.pop()
         self._store([key, value])
 
     def load_setitems(self) -> None:
-        """Several items of a dictionary."""
+        """Store several items of a dictionary."""
         self._store(self.pop_mark())
 
     def load_additems(self) -> None:
-        """Members of a set."""
+        """Add the members of a set."""
         members = self.pop_mark()
-        found = self.stack[-1]
-        if not isinstance(found, set) or not all(map(_is_key, members)):
+        target = self.stack[-1]
+        if not isinstance(target, set) or not all(map(_is_key, members)):
             raise pickle.UnpicklingError("an odd set")
-        found.update(members)
+        target.update(members)
 
     def _store(self, items: list[Any]) -> None:
-        found = self.stack[-1]
-        if not isinstance(found, dict) or not all(map(_is_key, items[::2])):
+        target = self.stack[-1]
+        if not isinstance(target, dict) or not all(map(_is_key, items[::2])):
             raise pickle.UnpicklingError("a dictionary with odd keys")
-        found.update(zip(items[::2], items[1::2], strict=True))
+        target.update(zip(items[::2], items[1::2], strict=True))
 
     dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.NEWOBJ[0]] = load_reduce  # the same arguments on the stack
@@ -154,12 +154,12 @@ class _Reader(pickle._Unpickler):
 
 
 def _is_key(key: object) -> bool:
-    """Whether a key can be hashed without following it: hashing a tuple of tuples of ... ends in a crash."""
+    """Tell whether a key can be hashed without following it: hashing a tuple of tuples of ... ends in a crash."""
     return isinstance(key, str | int | Name | Shell | type(None))
 
 
 def read_pickle(data: bytes) -> Any:
-    """The inert content of a pickle: plain values, names and shells.
+    """Return the inert content of a pickle: plain values, names and shells.
 
     Raises:
         ValueError: it is damaged, or holds what formats of tensors do not.

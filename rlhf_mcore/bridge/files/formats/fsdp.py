@@ -1,6 +1,6 @@
 """Sharded PyTorch checkpoints as other trainers write them: ``model_world_size_X_rank_Y.pt``, merged by placement.
 
-A tensor is a DTensor, whose placements give the rectangle that a rank holds; or flat, a rank's interval of the flattened tensor;
+A tensor is one of three: a DTensor, whose placements give a rank's rectangle; flat, a rank's interval of the flattened tensor;
 or whole on every rank. Anything else is refused: a dimension is never guessed.
 """
 
@@ -36,23 +36,23 @@ _Interval = tuple[int, int]  # start, length
 
 
 class _Ranks:
-    """What the files of all ranks hold."""
+    """The tensors in the files of all ranks, by rank and name."""
 
     def __init__(self, directory: Path, *, check: bool):
         self.directory = directory
         self.files = _find_files(directory)
-        self.held = [
+        self.tensors = [
             {_WRAPPERS.sub("", name): tensor for name, tensor in locate(path, check=check).items()}
             for path in self.files
         ]
 
     def read(self, rank: int, name: str, inside: tuple[slice, ...]) -> Tensor:
-        """A rectangle of what a rank holds of a tensor."""
-        return read(self.files[rank], self.held[rank][name], inside)
+        """Read a rectangle of a rank's part of a tensor."""
+        return read(self.files[rank], self.tensors[rank][name], inside)
 
 
 def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
-    """A sharded checkpoint as Hugging Face tensors. With ``check``, the checksums of all files are compared.
+    """Open a sharded checkpoint as Hugging Face tensors. With ``check``, the checksums of all files are compared.
 
     Raises:
         ConfigError: a rank's file is absent or unsafe, ranks disagree, or parts do not make whole tensors.
@@ -66,54 +66,54 @@ def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry, *, che
     for name in _common_names(ranks):
         if name.endswith(BUFFERS):
             continue
-        found = list(_rows(name, geometry, shapes, directory))
-        stack = (geometry.num_experts,) if found[0][1].lead else ()
-        width = shapes[found[0][0]][1:]
-        count = sum(run.count for _, run in found if run.lead == found[0][1].lead)
-        tensors[name] = _tiled(ranks, name, (*stack, count, *width))
+        runs = list(_rows(name, geometry, shapes, directory))
+        stack = (geometry.num_experts,) if runs[0][1].lead else ()
+        width = shapes[runs[0][0]][1:]
+        count = sum(run.count for _, run in runs if run.lead == runs[0][1].lead)
+        tensors[name] = _merge_ranks(ranks, name, (*stack, count, *width))
         check_tiles(name, tensors[name], directory)
-        for hf_name, run in found:
+        for hf_name, run in runs:
             rows[hf_name].append(run)
     return TiledSource(directory, companions, tensors, rows, shapes)
 
 
 def _find_files(directory: Path) -> list[Path]:
-    """The files of all ranks, in order; the extra state of each must be there too if that of any is."""
-    found: defaultdict[str, defaultdict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    """List the files of all ranks, in order. Where a rank has a file of extra state, each must have one."""
+    ranks: defaultdict[str, defaultdict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for path in directory.iterdir():
         if match := _NAME.fullmatch(path.name):
-            found[match.group(1)][int(match.group(2))].add(int(match.group(3)))
-    if not found["model"]:
+            ranks[match.group(1)][int(match.group(2))].add(int(match.group(3)))
+    if not ranks["model"]:
         raise ConfigError(f"{directory}: no model_world_size_X_rank_Y.pt is here; give the directory that holds them")
-    sizes = sorted({size for kind in found.values() for size in kind})
+    sizes = sorted({size for kind in ranks.values() for size in kind})
     if len(sizes) > 1:
         raise ConfigError(f"{directory}: files of world sizes {sizes} are mixed; keep those of one save")
     size = sizes[0]
-    kinds = [kind for kind in ("model", "extra_state") if found[kind]]
-    if odd := [(kind, rank) for kind in kinds for rank in found[kind][size] if rank >= size]:
+    kinds = [kind for kind in ("model", "extra_state") if ranks[kind]]
+    if odd := [(kind, rank) for kind in kinds for rank in ranks[kind][size] if rank >= size]:
         raise ConfigError(f"{directory}: {odd[0][0]}_world_size_{size}_rank_{odd[0][1]}.pt is of no rank of {size}")
     # Counted before they are named: the size is only what a file name claims.
-    if absent := sum(size - len(found[kind][size]) for kind in kinds):
+    if absent := sum(size - len(ranks[kind][size]) for kind in kinds):
         names = (
             f"{kind}_world_size_{size}_rank_{rank}.pt"
             for kind in kinds
             for rank in range(size)
-            if rank not in found[kind][size]
+            if rank not in ranks[kind][size]
         )
         raise ConfigError(f"{directory}: {absent} files are missing: {', '.join(islice(names, _NAMED))}")
     return [inside(directory, f"model_world_size_{size}_rank_{rank}.pt", 1) for rank in range(size)]
 
 
 def _common_names(ranks: _Ranks) -> list[str]:
-    names = list(ranks.held[0])
-    for path, held in zip(ranks.files, ranks.held, strict=True):
-        if differing := set(names) ^ set(held):
+    names = list(ranks.tensors[0])
+    for path, tensors in zip(ranks.files, ranks.tensors, strict=True):
+        if differing := set(names) ^ set(tensors):
             raise ConfigError(f"{path}: tensor {min(differing)} is on this rank or on rank 0, but not on both")
     return names
 
 
 def _rows(name: str, geometry: ModelGeometry, shapes: Mapping[str, Index], where: Path) -> Iterator[tuple[str, Rows]]:
-    """The Hugging Face rows in a tensor: all of its own, or those that transformers stacks or renames in memory."""
+    """List the Hugging Face rows in a tensor: all of its own, or those that transformers stacks or renames in memory."""
     if name in shapes:
         yield name, Rows(0, shapes[name][0], name, (), 0)
         return
@@ -131,19 +131,19 @@ def _rows(name: str, geometry: ModelGeometry, shapes: Mapping[str, Index], where
         ) from error
 
 
-def _tiled(ranks: _Ranks, name: str, shape: Index) -> Tiled:
-    values = [held[name] for held in ranks.held]
+def _merge_ranks(ranks: _Ranks, name: str, shape: Index) -> Tiled:
+    values = [tensors[name] for tensors in ranks.tensors]
     dtypes = {value.dtype for value in values}
     if len(dtypes) > 1 or len({value.whole is None for value in values}) > 1:
         raise ConfigError(f"{ranks.directory}: ranks hold {name} in different dtypes or forms")
     dtype = dtypes.pop()
     if values[0].whole is not None:
-        return Tiled(dtype, shape, _placed(ranks, name, values, shape))
+        return Tiled(dtype, shape, _tiles_of_dtensor(ranks, name, values, shape))
     if all(value.shape == shape for value in values):
         _check_same(ranks, name, shape)
         return Tiled(dtype, shape, [_tile(ranks, name, 0, ((0,) * len(shape), shape), (0,) * len(shape))])
     if all(len(value.shape) == 1 for value in values):
-        return Tiled(dtype, shape, _flat(ranks, name, [value.numel for value in values], shape))
+        return Tiled(dtype, shape, _tiles_of_flat(ranks, name, [value.numel for value in values], shape))
     raise ConfigError(
         f"{ranks.files[0]}: {name} is a plain tensor of shape {values[0].shape}, neither whole {shape} nor flat. How it "
         "was cut is not stored; save DTensors (FSDP with a device mesh)."
@@ -151,7 +151,7 @@ def _tiled(ranks: _Ranks, name: str, shape: Index) -> Tiled:
 
 
 def _tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], begin: Index) -> Tile:
-    """The tile of a tensor that starts at ``begin`` of what a rank holds."""
+    """Return a tile whose values begin at ``begin`` of a rank's part of the tensor."""
 
     def load(inside: tuple[slice, ...]) -> Tensor:
         return ranks.read(rank, name, tuple(slice(s.start + b, s.stop + b) for s, b in zip(inside, begin, strict=True)))
@@ -170,7 +170,7 @@ def _check_same(ranks: _Ranks, name: str, shape: Index) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ DTensors
-def _placed(ranks: _Ranks, name: str, values: Sequence[Located], shape: Index) -> list[Tile]:
+def _tiles_of_dtensor(ranks: _Ranks, name: str, values: Sequence[Located], shape: Index) -> list[Tile]:
     mesh, placements = values[0].mesh, values[0].placements
     assert mesh is not None
     if any(v.placements != placements or v.mesh is None or not torch.equal(v.mesh, mesh) for v in values):
@@ -184,31 +184,31 @@ def _placed(ranks: _Ranks, name: str, values: Sequence[Located], shape: Index) -
         where = tuple(int(k) for k in (mesh == rank).nonzero()[0])
         if any(k for k, placement in zip(where, placements, strict=True) if isinstance(placement, Replicate)):
             continue  # others hold what the first replica does
-        held = _held(shape, placements, tuple(mesh.shape), where, name)
-        local: Index = tuple(sum(length for _, length in axis) for axis in held)
+        axes = _local_intervals(shape, placements, tuple(mesh.shape), where, name)
+        local: Index = tuple(sum(length for _, length in axis) for axis in axes)
         if value.shape != local and 0 not in local:
             raise ConfigError(
                 f"{ranks.files[rank]}: {name} has local shape {value.shape}; its placements {list(placements)} give {local}"
             )
-        tiles += _tiles_of(ranks, name, rank, held)
+        tiles += _tiles_of(ranks, name, rank, axes)
     return tiles
 
 
-def _tiles_of(ranks: _Ranks, name: str, rank: int, held: Sequence[Sequence[_Interval]]) -> list[Tile]:
-    """A rank's rectangles: one, unless a strided placement left it several runs of an axis."""
-    at = [[(sum(n for _, n in axis[:k]), axis[k][1]) for k in range(len(axis))] for axis in held]
+def _tiles_of(ranks: _Ranks, name: str, rank: int, axes: Sequence[Sequence[_Interval]]) -> list[Tile]:
+    """List a rank's tiles: one, unless a strided placement left it several runs of an axis."""
+    at = [[(sum(n for _, n in axis[:k]), axis[k][1]) for k in range(len(axis))] for axis in axes]
     return [
         _tile(ranks, name, rank, rectangle, begin)
-        for rectangle, (begin, _) in zip(grid_tiles(held), grid_tiles(at), strict=True)
+        for rectangle, (begin, _) in zip(grid_tiles(axes), grid_tiles(at), strict=True)
         if prod(rectangle[1])
     ]
 
 
 @cache
-def _held(
+def _local_intervals(
     shape: Index, placements: tuple[Placement, ...], mesh: Index, where: Index, name: str
 ) -> tuple[tuple[_Interval, ...], ...]:
-    """What the rank at ``where`` of the mesh holds of every axis, in its local order."""
+    """List for every axis the intervals of the rank at ``where`` of the mesh, in its local order."""
     axes = [torch.arange(size) for size in shape]
     for placement, size, coordinate in zip(placements, mesh, where, strict=True):
         if isinstance(placement, Shard | _StridedShard):
@@ -231,13 +231,13 @@ def _share(indices: Tensor, placement: Placement, size: int, coordinate: int, na
 
 
 def _chunk(indices: Tensor, size: int, coordinate: int) -> Tensor:
-    """torch.chunk's share: the last ones are shorter, or empty."""
+    """Return torch.chunk's share: the last ones are shorter, or empty."""
     each = -(-len(indices) // size)
     return indices[coordinate * each : (coordinate + 1) * each]
 
 
 def _intervals(indices: Tensor) -> tuple[_Interval, ...]:
-    """Maximal runs of consecutive indices."""
+    """List the maximal runs of consecutive indices."""
     if len(indices) == 0:
         return ((0, 0),)
     ends = [*((indices.diff() != 1).nonzero().flatten() + 1).tolist(), len(indices)]
@@ -245,8 +245,8 @@ def _intervals(indices: Tensor) -> tuple[_Interval, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------- flat shards
-def _flat(ranks: _Ranks, name: str, lengths: Sequence[int], shape: Index) -> list[Tile]:
-    """Ranks hold consecutive intervals of the flattened tensor; equal ones may end with padding."""
+def _tiles_of_flat(ranks: _Ranks, name: str, lengths: Sequence[int], shape: Index) -> list[Tile]:
+    """Cut flat shards into tiles: ranks hold consecutive intervals of the flattened tensor. Equal ones may end with padding."""
     surplus = sum(lengths) - prod(shape)
     if surplus < 0 or (surplus and (len(set(lengths)) > 1 or surplus >= len(lengths))):
         raise ConfigError(
@@ -267,7 +267,7 @@ def _flat(ranks: _Ranks, name: str, lengths: Sequence[int], shape: Index) -> lis
 
 
 def _rectangles(begin: int, end: int, shape: Index) -> Iterator[tuple[int, Index, Index]]:
-    """An interval of a flat tensor: the rest of a row, whole rows, the beginning of a row. First element, start, shape."""
+    """Cut an interval of a flat tensor: the rest of a row, whole rows, the beginning of a row. Yields first element, start, shape."""
     if len(shape) == 1:
         if begin < end:
             yield begin, (begin,), (end - begin,)
@@ -282,7 +282,7 @@ def _rectangles(begin: int, end: int, shape: Index) -> Iterator[tuple[int, Index
 
 
 def _flat_tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], first: int) -> Tile:
-    """A tile whose rows are back to back in what a rank holds, from element ``first`` on."""
+    """Return a tile whose rows are back to back in a rank's part, from element ``first`` on."""
     width = prod(rectangle[1][1:])
 
     def load(inside: tuple[slice, ...]) -> Tensor:

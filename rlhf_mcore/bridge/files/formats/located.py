@@ -1,4 +1,4 @@
-"""Tensors of a ``torch.save`` file by their place in it: what is there is read once, then only the bytes that are needed.
+"""Locate the tensors of a ``torch.save`` file: the description is read once, then only the bytes that are needed.
 
 The file is a zip of one pickle, which describes the tensors, and one uncompressed record for each storage. Nothing is made by torch:
 a description that is wrong ends in a message, not in a crash of its C++ code.
@@ -71,7 +71,7 @@ class Located:
 
 
 def locate(path: Path, *, check: bool = True) -> dict[str, Located]:
-    """The tensors of a file, by name. With ``check``, the checksum of every record is compared.
+    """Return the tensors of a file, by name. With ``check``, the checksum of every record is compared.
 
     Raises:
         ConfigError: it cannot be read, is damaged, or holds anything else.
@@ -79,10 +79,10 @@ def locate(path: Path, *, check: bool = True) -> dict[str, Located]:
     with open_file(path, remedy="save it again with torch.save") as file:
         try:
             archive = _Archive(file, 0, os.fstat(file.fileno()).st_size, check=check)
-            found = archive.content()
-            if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+            content = archive.content()
+            if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
                 raise ValueError("not a dictionary of tensors")
-            return {name: _named(archive, name, value) for name, value in found.items()}
+            return {name: _locate_tensor(archive, name, value) for name, value in content.items()}
         except _DAMAGE as error:
             raise ConfigError(
                 f"{path}: refused ({shorten(str(error), 300)}). The file is damaged or holds other things than tensors."
@@ -90,7 +90,7 @@ def locate(path: Path, *, check: bool = True) -> dict[str, Located]:
 
 
 def locate_one(path: Path, offset: int, length: int, *, check: bool = True) -> Located:
-    """The tensor that was saved alone, as a file of its own within a file.
+    """Return the tensor that was saved alone, as a file of its own within a file.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -105,7 +105,7 @@ def locate_one(path: Path, offset: int, length: int, *, check: bool = True) -> L
 
 
 def read(path: Path, tensor: Located, inside: tuple[slice, ...]) -> Tensor:
-    """A rectangle of a tensor (bounds are given): only the rows that it meets are read.
+    """Read a rectangle of a tensor (bounds are given): only the rows that it meets are read.
 
     Raises:
         ConfigError: the file has become shorter.
@@ -146,8 +146,8 @@ class _FileSlice:
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._at, 0)
-        data = os.pread(self._file.fileno(), left if size < 0 else min(size, left), self._begin + self._at)
+        rest = max(self._size - self._at, 0)
+        data = os.pread(self._file.fileno(), rest if size < 0 else min(size, rest), self._begin + self._at)
         self._at += len(data)
         return data
 
@@ -175,25 +175,25 @@ class _Archive:
             raise ValueError("its numbers are big-endian")
 
     def content(self) -> Any:
-        """What the pickle holds, inert."""
+        """Return the content of the pickle, inert."""
         return read_pickle(self._bytes("data.pkl", MAX_PICKLE_BYTES))
 
     def tensor(self, value: Any) -> Located:
-        """What a shell tells about a tensor."""
+        """Return the place and the form of a tensor that a shell describes."""
         if not isinstance(value, Shell):
             raise ValueError("not a tensor")
-        made, args = value.name.name, value.args
-        if made in _ODD:
-            raise ValueError(f"a {_ODD[made]} tensor; convert the model in its plain form")
-        if made in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args:
+        maker, args = value.name.name, value.args
+        if maker in _ODD:
+            raise ValueError(f"a {_ODD[maker]} tensor; convert the model in its plain form")
+        if maker in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args:
             return self.tensor(args[0])
-        if made == "_rebuild_from_type_v2" and len(args) == 4:
+        if maker == "_rebuild_from_type_v2" and len(args) == 4:
             return self._of_type(*args)
-        if made == "_rebuild_tensor_v2" and len(args) >= 4:
+        if maker == "_rebuild_tensor_v2" and len(args) >= 4:
             return self._plain(*args[:4], dtype=None)
-        if made == "_rebuild_tensor_v3" and len(args) >= 7:
+        if maker == "_rebuild_tensor_v3" and len(args) >= 7:
             return self._plain(*args[:4], dtype=dtype_of(args[6]))
-        raise ValueError(f"{shorten(value.name.module)}.{shorten(made)} is no tensor")
+        raise ValueError(f"{shorten(value.name.module)}.{shorten(maker)} is no tensor")
 
     def _of_type(self, func: Any, kind: Any, args: Any, state: Any) -> Located:
         if not isinstance(kind, Name) or not isinstance(func, Name) or not isinstance(args, tuple):
@@ -222,15 +222,15 @@ class _Archive:
         if not isinstance(storage, Shell) or len(storage.args) != 5 or storage.args[0] != "storage":
             raise ValueError("a tensor without storage")
         _, kind, key, _, numel = storage.args
-        found = _STORAGES.get(kind.name) if isinstance(kind, Name) else None
-        if not isinstance(kind, Name) or not isinstance(key, str) or (found is None and dtype is None):
+        stored_dtype = _STORAGES.get(kind.name) if isinstance(kind, Name) else None
+        if not isinstance(kind, Name) or not isinstance(key, str) or (stored_dtype is None and dtype is None):
             raise ValueError(f"a storage of an odd type ({shorten(kind.name if isinstance(kind, Name) else kind)})")
         if dtype is None:
-            assert found is not None
-            dtype = found
+            assert stored_dtype is not None
+            dtype = stored_dtype
         shape, strides = sizes_of(size), sizes_of(stride)
         begin, num_bytes = self._records.get(f"data/{key}", (0, -1))
-        stated = numel * (1 if found is None else found.itemsize) if type(numel) is int else None
+        stated = numel * (1 if stored_dtype is None else stored_dtype.itemsize) if type(numel) is int else None
         if num_bytes != stated:
             raise ValueError(f"storage {shorten(key)} has {num_bytes} bytes, but {stated} in the description")
         if type(first) is not int or first < 0 or len(shape) != len(strides):
@@ -241,7 +241,9 @@ class _Archive:
         return Located(dtype, shape, strides, self._begin + begin + first * dtype.itemsize)
 
     def _mesh(self, fields: Mapping[str, Any]) -> Tensor:
-        """Ranks by mesh coordinates: a tensor, or (torch since 2.9) a flat one and the layout of each dimension in it."""
+        """Arrange ranks by mesh coordinates. The mesh is a tensor, or (torch since 2.9) a flat one and the layout of each
+        dimension in it.
+        """
         flat = self._ranks(fields["mesh"] if "mesh" in fields else fields.get("_rank_map"))
         if "mesh" in fields:
             return flat
@@ -274,7 +276,7 @@ class _Archive:
         return torch.frombuffer(bytearray(data), dtype=where.dtype).as_strided(where.shape, where.strides).clone()
 
     def _check_directory(self, part: _FileSlice) -> None:
-        """The table of contents is read at once: its size is compared before."""
+        """Compare the size of the table of contents, because it is read at once."""
         part.seek(max(self._size - 2**16, 0))
         tail = part.read(2**16)
         at = tail.rfind(b"PK\x05\x06")
@@ -287,7 +289,7 @@ class _Archive:
                 raise ValueError(f"its table of contents has {size:,} bytes, at most {MAX_DIRECTORY_BYTES:,} are read")
 
     def _start(self, info: zipfile.ZipInfo) -> int:
-        """Where the bytes of a record begin, behind its own header."""
+        """Return where the bytes of a record begin, behind its own header."""
         header = os.pread(self._file.fileno(), 30, self._begin + info.header_offset)
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
             raise ValueError(f"record {shorten(info.filename)} has no header")
@@ -312,7 +314,7 @@ class _Archive:
         return os.pread(self._file.fileno(), size, self._begin + start)
 
 
-def _named(archive: _Archive, name: str, value: Any) -> Located:
+def _locate_tensor(archive: _Archive, name: str, value: Any) -> Located:
     try:
         return archive.tensor(value)
     except (ValueError, RecursionError) as error:
@@ -330,7 +332,7 @@ def _fields(value: Any) -> Mapping[str, Any]:
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """A shape, a place or strides: a tuple, or a ``torch.Size`` of one.
+    """Return a shape, a place or strides: a tuple, or a ``torch.Size`` of one.
 
     Raises:
         ValueError: it is none of these, or beyond any tensor.
@@ -345,22 +347,22 @@ def sizes_of(value: Any) -> tuple[int, ...]:
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """The dtype that a pickle names.
+    """Return the dtype that a pickle names.
 
     Raises:
         ValueError: it is none of weights.
     """
-    found = _DTYPES.get(value.name) if isinstance(value, Name) and value.module == "torch" else None
-    if found is None:
+    dtype = _DTYPES.get(value.name) if isinstance(value, Name) and value.module == "torch" else None
+    if dtype is None:
         raise ValueError(f"dtype {shorten(value.name if isinstance(value, Name) else value)} is not one of weights")
-    return found
+    return dtype
 
 
 def _placement(value: Any) -> Placement:
     if not isinstance(value, Shell):
         raise ValueError("a placement that is none")
-    given = value.state if isinstance(value.state, dict) else {}
-    numbers = [given.get("dim"), given.get("split_factor")] if given else [*value.args, None, None][:2]
+    fields = value.state if isinstance(value.state, dict) else {}
+    numbers = [fields.get("dim"), fields.get("split_factor")] if fields else [*value.args, None, None][:2]
     dim, split = (n if type(n) is int and abs(n) < 2**31 else None for n in numbers)
     if value.name.name == "Replicate":
         return Replicate()
@@ -372,7 +374,7 @@ def _placement(value: Any) -> Placement:
 
 
 def _offsets(shape: Any, stride: Any) -> Iterator[int]:
-    """Places along one dimension of a mesh in the flat list of ranks; the dimension may be made of several."""
+    """List the places along one dimension of a mesh in the flat list of ranks. The dimension may be made of several."""
     sizes, steps = (value if isinstance(value, tuple) else (value,) for value in (shape, stride))
     whole = all(type(n) is int and 0 <= n <= MAX_MESH for n in (*sizes, *steps))
     if not whole or len(sizes) > MAX_DIMENSIONS or prod(sizes) > MAX_MESH:

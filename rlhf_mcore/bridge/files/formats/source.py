@@ -30,10 +30,10 @@ class ModelSource(Protocol):
         """Dtype and shape of every Hugging Face tensor."""
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Rows ``first`` to ``first + count`` of a tensor [rows, ...]: contiguous, in the format's own dtype."""
+        """Read rows ``first`` to ``first + count`` of a tensor [rows, ...]: contiguous, in the format's own dtype."""
 
     def origin(self, name: str) -> str:
-        """Where a tensor is stored, for messages."""
+        """Say where a tensor is stored, for messages."""
 
     def release(self) -> None:
         """Give back what reading has kept in memory: open files, mapped pages."""
@@ -55,7 +55,7 @@ class HFSource:
 
     def _dtype(self, name: str) -> torch.dtype:
         code = self._reader.dtype(name)
-        dtype = next((dtype for dtype, known in CODES.items() if known == code), None)
+        dtype = next((dtype for dtype, name in CODES.items() if name == code), None)
         if dtype is None:
             raise ConfigError(
                 f"{self.directory / self._reader.shard(name)}: tensor {name} is {code}; weights are {', '.join(CODES.values())}. "
@@ -64,12 +64,12 @@ class HFSource:
         return dtype
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Rows of a tensor."""
+        """Read rows of a tensor."""
         rest = (slice(None),) * (len(self.types[name][1]) - 1)
         return self._reader.read(name, (slice(first, first + count), *rest)).contiguous()
 
     def origin(self, name: str) -> str:
-        """The tensor's file."""
+        """Name the tensor's file."""
         return self._reader.shard(name)
 
     def release(self) -> None:

@@ -45,15 +45,15 @@ class Tiled:
 
     def read_into(self, out: Tensor, lead: Index, start: Index) -> None:
         """Fill a contiguous tensor with the rectangle of ``tensor[lead]`` that begins at ``start``."""
-        wanted = Rectangle((*lead, *start), (*(1 for _ in lead), *out.shape))
-        out = out.view(wanted.shape)
+        target = Rectangle((*lead, *start), (*(1 for _ in lead), *out.shape))
+        out = out.view(target.shape)
         for tile in self._near(lead):
-            shared = wanted.intersection(tile.rectangle)
+            shared = target.intersection(tile.rectangle)
             if shared is not None:
-                out[shared.slices(wanted.start)] = tile.load(shared.slices(tile.start))
+                out[shared.slices(target.start)] = tile.load(shared.slices(tile.start))
 
     def _near(self, lead: Index) -> Sequence[Tile]:
-        """The tiles that meet ``tensor[lead]``: a stack of layers and experts has thousands."""
+        """List the tiles that meet ``tensor[lead]``: a stack of layers and experts has thousands."""
         if not lead:
             return self.tiles
         if not self._at:
@@ -65,33 +65,33 @@ class Tiled:
 
 
 def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
-    """Every element is in exactly one tile.
+    """Check that every element is in exactly one tile.
 
     Raises:
         ConfigError: the tiles overlap, leave a gap or reach outside.
     """
     if _is_grid(tensor):
         return
-    held, total = sum(prod(tile.shape) for tile in tensor.tiles), prod(tensor.shape)
+    covered, total = sum(prod(tile.shape) for tile in tensor.tiles), prod(tensor.shape)
     if not all(whole(tensor.shape).contains(tile.rectangle) for tile in tensor.tiles):
         raise ConfigError(f"{where}: a part of {name} reaches outside of it. It is damaged.")
-    if held < total:
-        raise ConfigError(f"{where}: {total - held} of the {total} elements of {name} are in no file.")
+    if covered < total:
+        raise ConfigError(f"{where}: {total - covered} of the {total} elements of {name} are in no file.")
     strides = contiguous_strides(tensor.shape)
     pieces = tuple(
         Piece(name, tile.start, tile.shape, sum(map(int.__mul__, tile.start, strides)), strides)
         for tile in tensor.tiles
     )
     try:
-        gaps = padding_of(Place(name, pieces, (0,), total)) if held == total else ()
+        gaps = padding_of(Place(name, pieces, (0,), total)) if covered == total else ()
     except CoverageError:
-        held = total + 1
-    if held > total or gaps:
+        covered = total + 1
+    if covered > total or gaps:
         raise ConfigError(f"{where}: parts of {name} overlap. It is damaged.")
 
 
 def _is_grid(tensor: Tiled) -> bool:
-    """Whether the tiles are the cells of a grid over the tensor, each there once."""
+    """Tell whether the tiles are the cells of a grid over the tensor, each there once."""
     if not tensor.shape:
         return [tile.shape for tile in tensor.tiles] == [()]
     if any(len(tile.start) != len(tensor.shape) for tile in tensor.tiles):
@@ -150,25 +150,25 @@ class TiledSource:
         return {name: (self._tensors[rows[0].key].dtype, self._shapes[name]) for name, rows in self._rows.items()}
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Rows of a tensor, contiguous."""
+        """Read rows of a tensor, contiguous."""
         dtype, shape = self.types[name]
         out = torch.empty((count, *shape[1:]), dtype=dtype)
         for run in self._rows[name]:
             low, high = max(first, run.hf_row), min(first + count, run.hf_row + run.count)
             if low < high and run.form is not None:
-                held = torch.empty(run.form.shape, dtype=dtype)
-                self._tensors[run.key].read_into(held, run.lead, (0,) * held.dim())
-                out[low - first] = run.form.to_hf(held)
+                parameter = torch.empty(run.form.shape, dtype=dtype)
+                self._tensors[run.key].read_into(parameter, run.lead, (0,) * parameter.dim())
+                out[low - first] = run.form.to_hf(parameter)
             elif low < high:
                 start = (run.row + low - run.hf_row, *(0 for _ in shape[1:]))
                 self._tensors[run.key].read_into(out[low - first : high - first], run.lead, start)
         return out
 
     def release(self) -> None:
-        """Nothing grows with reading."""
+        """Do nothing: reading keeps no memory."""
 
     def origin(self, name: str) -> str:
-        """The format's names of the tensor's parts, and rows where they are not the whole."""
+        """Name the tensor's parts as the format does, and rows where they are not the whole."""
         keys = dict.fromkeys((run.key, run.lead) for run in self._rows[name])
         return ", ".join(key + "".join(f"[{k}]" for k in lead) for key, lead in keys)
 

@@ -38,25 +38,25 @@ _EXPERT = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12]\.(
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """The directory of the weights: ``directory`` itself, or the one that its tracker file names.
+    """Find the directory of the weights: ``directory`` itself, or the one that its tracker file names.
 
     Raises:
         ConfigError: there is no ``torch_dist`` checkpoint.
     """
     tracker = directory / TRACKER
-    found = directory
+    weights = directory
     if exists(tracker):
         step = read_text(tracker, limit=1000).strip()
         if not re.fullmatch(r"\d{1,12}|release", step):
             raise ConfigError(f"{tracker}: {shorten(step, 40)!r} is neither a step nor 'release'")
-        found = directory / (step if step == "release" else f"iter_{int(step):07d}")
-    if not isfile(found / INDEX):
+        weights = directory / (step if step == "release" else f"iter_{int(step):07d}")
+    if not isfile(weights / INDEX):
         raise ConfigError(
-            f"{found}: no {INDEX}, so no torch_dist checkpoint is here. Give the directory of a step (iter_0001000) or the one "
+            f"{weights}: no {INDEX}, so no torch_dist checkpoint is here. Give the directory of a step (iter_0001000) or the one "
             f"with {TRACKER}; the older 'torch' format (mp_rank_*) is pickle and not read."
         )
-    _check_backend(found)
-    return found
+    _check_backend(weights)
+    return weights
 
 
 def _check_backend(directory: Path) -> None:
@@ -71,7 +71,7 @@ def _check_backend(directory: Path) -> None:
 
 
 def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
-    """A ``torch_dist`` checkpoint as Hugging Face tensors. With ``check``, checksums are compared as parts are read.
+    """Open a ``torch_dist`` checkpoint as Hugging Face tensors. With ``check``, checksums are compared as parts are read.
 
     Raises:
         ConfigError: files are absent, truncated or unsafe, or hold other tensors than the geometry asks for.
@@ -79,44 +79,44 @@ def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry, 
     chunks = _Chunks(CACHE_BYTES, check=check)
     tensors: dict[str, Tiled] = {}
     rows: defaultdict[str, list[Rows]] = defaultdict(list)
-    for key, found in read_index(directory / INDEX, lambda name: not _NOT_WEIGHTS.match(name)).items():
+    for key, tensor in read_index(directory / INDEX, lambda name: not _NOT_WEIGHTS.match(name)).items():
         tiles = []
-        for part in found.parts:
+        for part in tensor.parts:
             path = inside(directory, part.file, part.offset + part.length)
-            tiles.append(Tile(part.start, part.shape, path.name, partial(chunks.load, path, part, found.dtype)))
-        tensors[key] = Tiled(found.dtype, found.shape, tiles)
+            tiles.append(Tile(part.start, part.shape, path.name, partial(chunks.load, path, part, tensor.dtype)))
+        tensors[key] = Tiled(tensor.dtype, tensor.shape, tiles)
         for name, run in _rows(key, tensors[key].shape, geometry, directory):
             rows[name].append(run)
         check_tiles(key, tensors[key], directory)
     shapes = hf_shapes(geometry)
-    whole = {name: _in_order(name, found, shapes[name], directory) for name, found in rows.items() if name in shapes}
+    whole = {name: _in_order(name, tensor, shapes[name], directory) for name, tensor in rows.items() if name in shapes}
     ordered = {name: whole[name] for name in shapes if name in whole}
     return TiledSource(directory, companions, tensors, ordered, shapes)
 
 
 class _Chunks:
-    """The chunks that were read last: parts of one chunk are asked for one after the other."""
+    """A cache of the last chunks: parts of one chunk are asked for one after the other."""
 
     def __init__(self, limit_bytes: int, *, check: bool):
-        self._limit, self._held, self._check = limit_bytes, 0, check
-        self._known: OrderedDict[tuple[Path, int], Tensor] = OrderedDict()
+        self._limit, self._cached_bytes, self._check = limit_bytes, 0, check
+        self._cached: OrderedDict[tuple[Path, int], Tensor] = OrderedDict()
 
     def load(self, path: Path, part: Part, dtype: torch.dtype, inside: tuple[slice, ...]) -> Tensor:
-        """A rectangle of a part."""
+        """Read a rectangle of a part."""
         offset = part.offset
-        if (path, offset) not in self._known:
-            while self._known and self._held + part.length > self._limit:
-                self._held -= self._known.popitem(last=False)[1].nbytes
-            found = locate_one(path, offset, part.length, check=self._check)
-            if (found.shape, found.dtype) != (part.shape, dtype):
+        if (path, offset) not in self._cached:
+            while self._cached and self._cached_bytes + part.length > self._limit:
+                self._cached_bytes -= self._cached.popitem(last=False)[1].nbytes
+            located = locate_one(path, offset, part.length, check=self._check)
+            if (located.shape, located.dtype) != (part.shape, dtype):
                 raise ConfigError(
-                    f"{path}: the tensor at byte {offset} is {found.dtype} {found.shape}, the index has {dtype} {part.shape}."
+                    f"{path}: the tensor at byte {offset} is {located.dtype} {located.shape}, the index has {dtype} {part.shape}."
                 )
-            chunk = read(path, found, tuple(slice(0, size) for size in found.shape))
-            self._known[path, offset] = chunk
-            self._held += chunk.nbytes
-        self._known.move_to_end((path, offset))
-        return self._known[path, offset][inside]
+            chunk = read(path, located, tuple(slice(0, size) for size in located.shape))
+            self._cached[path, offset] = chunk
+            self._cached_bytes += chunk.nbytes
+        self._cached.move_to_end((path, offset))
+        return self._cached[path, offset][inside]
 
 
 class _Content(NamedTuple):
@@ -128,25 +128,25 @@ class _Content(NamedTuple):
 
 
 def _contents(key: str, shape: Index, geometry: ModelGeometry) -> Iterator[_Content]:
-    """The Megatron parameters in a tensor of a checkpoint."""
+    """List the Megatron parameters in a tensor of a checkpoint."""
     name = _WRAPPERS.sub("", key, count=1) if _WRAPPERS.match(key) else key
-    found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(\D.*)", name)
-    if not found:
+    match = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(\D.*)", name)
+    if not match:
         yield _Content(name, (), "")
         return
     layers = (
-        [(int(found.group(1)), ())]
-        if found.group(1)
+        [(int(match.group(1)), ())]
+        if match.group(1)
         else [(i, (i,)) for i in range(_stack(shape, 0, geometry.num_layers))]
     )
-    expert = _EXPERT.fullmatch(found.group(2))
+    expert = _EXPERT.fullmatch(match.group(2))
     for layer, lead in layers:
         prefix = f"decoder.layers.{layer}."
         if expert is None:
             tail, half = (
-                (found.group(2)[:-2], found.group(2)[-2:])
-                if found.group(2)[-2:] in ("_w", "_v")
-                else (found.group(2), "")
+                (match.group(2)[:-2], match.group(2)[-2:])
+                if match.group(2)[-2:] in ("_w", "_v")
+                else (match.group(2), "")
             )
             yield _Content(prefix + tail, lead, half)
             continue
@@ -168,29 +168,29 @@ def _stack(shape: Index, axis: int, expected: int) -> int:
 def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Iterator[tuple[str, Rows]]:
     try:
         for content in _contents(key, shape, geometry):
-            found, full = row_runs(content.parameter, geometry)
+            runs, full = row_runs(content.parameter, geometry)
             form = expert_form(content.parameter, geometry)
             if content.half and form is not None:
                 raise ConfigError("gate and linear part of these experts apart are not supported")
             if content.half:
-                found = [found["_w_v".index(content.half) // 2]]
-                full = (found[0].count, *full[1:])
+                runs = [runs["_w_v".index(content.half) // 2]]
+                full = (runs[0].count, *full[1:])
             own = shape[len(content.lead) :]
             padded = is_padded(content.parameter, geometry)
             if len(own) != len(full) or own[1:] != full[1:] or (own[0] < full[0] if padded else own[0] != full[0]):
                 raise ConfigError(
                     f"shape {shape} is not that of config.json: {full} expected after {len(content.lead)} stacked axes"
                 )
-            for run in found:
-                row = run.row - (found[0].row if content.half else 0)
+            for run in runs:
+                row = run.row - (runs[0].row if content.half else 0)
                 yield run.hf_name, Rows(run.hf_row, run.count, key, content.lead, row, form)
     except (ConfigError, KeyError, IndexError) as error:
         text = error.args[0] if error.args else error
         raise ConfigError(f"{where}: tensor {key} does not belong to this model ({text}).") from error
 
 
-def _in_order(name: str, found: list[Rows], shape: Index, where: Path) -> list[Rows]:
-    ordered = sorted(found, key=lambda rows: rows.hf_row)
+def _in_order(name: str, runs: list[Rows], shape: Index, where: Path) -> list[Rows]:
+    ordered = sorted(runs, key=lambda rows: rows.hf_row)
     end = 0
     for rows in ordered:
         if rows.hf_row != end:

@@ -59,14 +59,14 @@ def _alternates(geometry: ModelGeometry) -> bool:
 
 
 def targets(geometry: ModelGeometry) -> Iterator[Target]:
-    """Every Megatron parameter and its place: layers are stacked, unless dense and mixture-of-experts layers alternate."""
+    """List every Megatron parameter and its place: layers are stacked, unless dense and mixture-of-experts layers alternate."""
     stacked = not _alternates(geometry)
     for name in parameter_names(geometry):
-        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:(?:(?<=\.weight)|(?<=\.bias))(\d+))?", name)
-        if not found:
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:(?:(?<=\.weight)|(?<=\.bias))(\d+))?", name)
+        if not match:
             yield Target(name, name, (), ())
             continue
-        layer, tail, expert = int(found.group(1)), found.group(2), found.group(3)
+        layer, tail, expert = int(match.group(1)), match.group(2), match.group(3)
         lead, stack = ((layer,), (geometry.num_layers,)) if stacked else ((), ())
         key = f"decoder.layers.{tail}" if stacked else f"decoder.layers.{layer}.{tail}"
         if expert is not None:
@@ -111,8 +111,8 @@ class TorchDistWriter:
         (self._directory / BACKEND).write_text(json.dumps(description))
 
     def _write_parameter(self, target: Target, read: ReadRows) -> None:
-        found, shape = row_runs(target.parameter, self._geometry)
-        dtypes = {self._types[run.hf_name][0] for run in found}
+        runs, shape = row_runs(target.parameter, self._geometry)
+        dtypes = {self._types[run.hf_name][0] for run in runs}
         if len(dtypes) > 1:
             raise ConfigError(
                 f"{target.parameter}: its parts are of {len(dtypes)} dtypes; give --dtype to write them all alike"
@@ -121,7 +121,7 @@ class TorchDistWriter:
         if is_padded(target.parameter, self._geometry):
             shape = (padded_vocab(self._geometry), *shape[1:])
         form = expert_form(target.parameter, self._geometry)
-        expert = None if form is None else form.to_megatron(read(found[0].hf_name, found[0].hf_row, 1))
+        expert = None if form is None else form.to_megatron(read(runs[0].hf_name, runs[0].hf_row, 1))
         rest = shape[1:]
         step = max(self._block_bytes // max(torch.Size(rest).numel() * dtype.itemsize, 1), 1)
         stored = self._tensors.setdefault(
@@ -132,7 +132,7 @@ class TorchDistWriter:
             part = torch.zeros((min(step, shape[0] - first), *rest), dtype=dtype)
             if expert is not None:
                 part.copy_(expert[first : first + len(part)])
-            for run in found if expert is None else ():
+            for run in runs if expert is None else ():
                 low, high = max(run.row, first), min(run.row + run.count, first + len(part))
                 if low < high:
                     part[low - first : high - first] = read(run.hf_name, run.hf_row + low - run.row, high - low)
@@ -142,11 +142,11 @@ class TorchDistWriter:
             stored.chunks.append(ChunkStorageMetadata(offsets, sizes))
 
     def _write_state(self, target: Target) -> None:
-        found = _STATEFUL.fullmatch(target.key)
-        if not found:
+        match = _STATEFUL.fullmatch(target.key)
+        if not match:
             return
         at, of = ".".join(map(str, target.lead or (0,))), ".".join(map(str, target.stack or (1,)))
-        modules = [found.group(1)]
+        modules = [match.group(1)]
         if modules[0].endswith("linear_proj"):
             modules.append(modules[0].replace("linear_proj", "core_attention"))
         for module in modules:
@@ -165,14 +165,14 @@ class TorchDistWriter:
 
 
 def padded_vocab(geometry: ModelGeometry) -> int:
-    """Rows of the embedding in the checkpoint."""
+    """Compute the number of rows of the embedding in the checkpoint."""
     return -(-geometry.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dtype: torch.dtype) -> None:
-    """``common.pt``: the arguments from which Megatron-LM and Megatron-Bridge build the model."""
+    """Write ``common.pt``: Megatron-LM and Megatron-Bridge build the model from its arguments."""
     values = {
-        "args": Namespace(**{**_fixed(dtype), **_sizes(geometry, hf_config)}),
+        "args": Namespace(**{**_common_settings(dtype), **_sizes(geometry, hf_config)}),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,
@@ -219,8 +219,8 @@ def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
     )
 
 
-def _fixed(dtype: torch.dtype) -> dict[str, Any]:
-    """What all families share, and what the loaders read without asking whether it is there."""
+def _common_settings(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the settings that all families share, and those that the loaders read without asking whether they are there."""
     off = dict.fromkeys(
         (
             "add_bias_linear",
