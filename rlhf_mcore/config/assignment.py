@@ -1,4 +1,4 @@
-"""Says what is wrong with ``cfg.a.b = value``, and checks values that were changed in place."""
+"""Say what is wrong with ``cfg.a.b = value``, and check values that were changed in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse(kind: type, name: str, value: Any) -> None:
 
 
 def assignment_problem(kind: type, name: str, value: Any) -> str:
-    """Why a group takes no such value under this name."""
+    """Explain why a group takes no such value under this name."""
     key, hint = _key_of(kind, name), types_of(kind).get(name)
     if hint is None:
         close = get_close_matches(name, types_of(kind), n=1)
@@ -76,7 +76,7 @@ def _check_group(group: Any, problems: list[str]) -> None:
 
 
 def _key_of(kind: type, name: str) -> str:
-    """The dotted name, as far as a class tells: a layout may be the actor's or the critic's, and is "layout" then."""
+    """Return the dotted name, as far as a class tells: a layout may be the actor's or the critic's, and is "layout" then."""
     owners = [key for key, hint in KEYS.items() if hint is kind or item_type(hint) is kind]
     if not owners:
         return name

@@ -1,4 +1,4 @@
-"""Names that a configuration may choose, where the function behind is on a higher floor that takes seconds to import.
+"""Declare the names that a configuration may choose. The functions behind them are on higher floors, and take seconds to import.
 
 A name is declared here with what validation has to know of it, and its function is registered under it where it is defined:
 ``registering`` refuses a name that is not declared, and a test finds one that is declared and not registered.
@@ -17,7 +17,7 @@ F = TypeVar("F")
 
 
 def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str], Callable[[F], F]]:
-    """A decorator with a name, ``@decorator("name")``, that puts what it decorates into ``table``."""
+    """Return a decorator with a name, ``@decorator("name")``. It puts the decorated object into ``table``."""
 
     def named(name: str) -> Callable[[F], F]:
         assert name in declared, f"{name!r} is not declared in rlhf_mcore/config, so no configuration can choose it"

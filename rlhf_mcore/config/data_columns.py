@@ -1,4 +1,4 @@
-"""Which columns of which files hold prompts, answers and responses."""
+"""Decide which columns of which files hold prompts, answers and responses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MESSAGES = "messages"  # a conversation, in the place of a prompt and its only r
 
 
 def row_limits(data: DataConfig) -> RowLimits:
-    """The bounds of what is read."""
+    """Return the bounds of a row."""
     return RowLimits(data.max_row_bytes, data.max_rows, data.max_bytes)
 
 
 def file_keys(data: DataConfig, files: Sequence[str], field: str) -> list[tuple[str, str | None]]:
-    """The columns of prompt and answer of each file of ``field``, data.train or data.eval."""
+    """List the columns of prompt and answer of each file of ``field``, data.train or data.eval."""
     prompts, answers = (_spread(key, len(files)) for key in chosen_columns(data, field))
     return list(zip(prompts, answers, strict=True))
 
@@ -36,7 +36,9 @@ def chosen_columns(data: DataConfig, field: str) -> tuple[Any, Any]:
 
 
 def settings_of(field: str) -> tuple[str, str]:
-    """The keys that name the columns of ``field`` and of no other files, for messages: data.train has no eval_ before its own."""
+    """Return the keys that name the columns of ``field`` and of no other files, for messages: data.train has no eval_ before its
+    own.
+    """
     own = "eval_" if field == "data.eval" else ""
     return f"data.{own}prompt_key", f"data.{own}answer_key"
 
@@ -48,7 +50,7 @@ def _spread(value: Any, count: int) -> list[Any]:
 
 
 def wanted_columns(cfg: Config, prompt_key: str) -> dict[str, str]:
-    """Columns of an example, by the keys that name them: the prompt, then its responses."""
+    """Return the columns of an example, by the keys that name them: the prompt, then its responses."""
     responses = {key: getattr(cfg.data, key.removeprefix("data.")) for key in run_kind(cfg).response_keys}
     return {"data.prompt_key": prompt_key, **responses}
 
@@ -69,7 +71,7 @@ def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str
 
 
 def _split(messages: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
-    """A conversation up to its last message, and this one."""
+    """Split a conversation into its last message and all before."""
     if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], dict):
         raise ConfigError(f"{place}: expected a list of two or more {{role, content}}, found {messages!r:.80}")
     last = messages[-1]

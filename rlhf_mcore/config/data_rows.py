@@ -1,6 +1,6 @@
 """Rows out of parquet and jsonl files, with bounds before memory is taken and errors that name the file and the line.
 
-What is wrong with a row and needs no tokenizer to be seen is checked here too, so that it is reported before any process has started.
+Rows are checked here too, as far as that needs no tokenizer, so that a mistake is reported before any process has started.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str
 
 
 def count_rows(files: Sequence[str]) -> int | None:
-    """Rows of all files together, without reading them as rows; None where one is absent or broken, which others report."""
+    """Count the rows of all files together, without reading them as rows.
+
+    Returns None where a file is absent or broken, which others report.
+    """
     try:
         return sum(map(_count, map(Path, files)))
     except (OSError, ValueError):  # ValueError: no regular file, no parquet
@@ -79,7 +82,7 @@ def _count(path: Path) -> int:
 
 
 def require_column(row: dict[str, Any], key: str, place: str, *, setting: str) -> Any:
-    """The value of a column, or of a field of one that holds objects (``reward_model.ground_truth``).
+    """Return the value of a column, or of a field of one that holds objects (``reward_model.ground_truth``).
 
     ``setting`` is the config key that names it.
 
@@ -96,12 +99,12 @@ def require_column(row: dict[str, Any], key: str, place: str, *, setting: str) -
 
 
 def has_column(columns: Collection[str], key: str) -> bool:
-    """Whether a file with these columns may have what ``key`` names: a column, or a field of one."""
+    """Tell whether a file with these columns may have what ``key`` names: a column, or a field of one."""
     return key in columns or key.partition(".")[0] in columns
 
 
 def checked_prompt(content: Any, place: str) -> str | list[dict[str, Any]]:
-    """A prompt: a text, or messages without their null fields (parquet gives every message the fields of all).
+    """Check a prompt, and return a text, or messages without their null fields (parquet gives every message the fields of all).
 
     Raises:
         ConfigError: it is neither, is empty, or has characters that break what comes later.
@@ -123,7 +126,7 @@ def checked_prompt(content: Any, place: str) -> str | list[dict[str, Any]]:
 
 
 def checked_response(text: Any, place: str) -> str:
-    """A response to learn from.
+    """Check a response to learn from, and return it.
 
     Raises:
         ConfigError: it is no text, is empty, or has characters that break what comes later.
@@ -137,7 +140,7 @@ def checked_response(text: Any, place: str) -> str:
 
 
 def ground_truth(row: dict[str, Any], answer_key: str | None, place: str, setting: str = "data.answer_key") -> Any:
-    """The column ``answer_key`` if it is given, else reward_model.ground_truth, else a column "answer", else None.
+    """Return the column ``answer_key`` if it is given, else reward_model.ground_truth, else a column "answer", else None.
 
     Raises:
         ConfigError: the column is absent, or reward_model is no object.
@@ -149,7 +152,7 @@ def ground_truth(row: dict[str, Any], answer_key: str | None, place: str, settin
 
 
 def mapping(row: dict[str, Any], key: str, place: str) -> dict[str, Any]:
-    """A copy of a column that holds an object; null and absent are empty.
+    """Copy a column that holds an object; null and absent are empty.
 
     Raises:
         ConfigError: it holds something else, or what JSON does not have.
@@ -290,7 +293,7 @@ def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
 
 
 def _batch_bytes(batch: Any, first_row: int, path: Path, limits: RowLimits) -> int:
-    """The size of a batch with every text written out. No cell is beyond the limit."""
+    """Compute the size of a batch with every text written out. No cell is beyond the limit."""
     total = 0
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         size = _written_out(column)
@@ -304,7 +307,7 @@ def _batch_bytes(batch: Any, first_row: int, path: Path, limits: RowLimits) -> i
 
 
 def _written_out(array: Any) -> int:
-    """Bytes of an array's values, references to a dictionary followed."""
+    """Count the bytes of an array's values, with references to a dictionary followed."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -326,9 +329,9 @@ def _plain_rows(batch: Any, where: str) -> list[dict[str, Any]]:
 
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        wanted = _plain_type(column.type)
+        plain_type = _plain_type(column.type)
         try:
-            columns.append((column if wanted == column.type else column.cast(wanted)).to_pylist())
+            columns.append((column if plain_type == column.type else column.cast(plain_type)).to_pylist())
         except (pyarrow.ArrowException, ValueError, TypeError, KeyError, OverflowError, NotImplementedError) as error:
             raise ConfigError(
                 f"{where}, column {name!r}: values of type {column.type} cannot be read ({_first_line(error)}); "
@@ -338,7 +341,7 @@ def _plain_rows(batch: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _plain_type(kind: Any) -> Any:
-    """The type that values are read as: JSON has no points in time and no decimals."""
+    """Return the type that values are read as: JSON has no points in time and no decimals."""
     import pyarrow
     from pyarrow import types
 

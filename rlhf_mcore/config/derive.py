@@ -29,13 +29,13 @@ def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:
 
 
 def balanced_stages(num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each stage, as equal as can be."""
+    """Divide layers among stages as equally as can be."""
     borders = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
     return [high - low for low, high in pairwise(borders)]
 
 
 def num_steps(cfg: Config) -> int:
-    """Steps of a run: ``trainer.num_steps``, or those in which ``trainer.num_epochs`` passes over the rows are made.
+    """Compute the steps of a run: ``trainer.num_steps``, or those in which ``trainer.num_epochs`` passes over the rows are made.
 
     Where the files are not here, as for planning, epochs tell nothing.
     """
@@ -47,7 +47,7 @@ def num_steps(cfg: Config) -> int:
 
 
 def epochs_text(cfg: Config) -> str | None:
-    """What ``trainer.num_epochs`` comes to, in words; None where it is not set."""
+    """Describe the steps that ``trainer.num_epochs`` comes to. Returns None where it is not set."""
     if cfg.trainer.num_epochs is None:
         return None
     leaves_out = cfg.data.transform is not None or cfg.data.overlong_prompts == "drop"
@@ -64,7 +64,7 @@ def updates_per_run(cfg: Config, minibatch_size: int, ppo_epochs: int) -> int:
 
 
 def resolve(cfg: Config) -> Config:
-    """A copy of a valid configuration with its derived fields filled in.
+    """Copy a valid configuration, with its derived fields filled in.
 
     ``model.dtype: auto`` stays: the platform decides it at run time. So does ``trainer.world_size``: under the
     user's own torchrun it is the user's to choose.
@@ -118,19 +118,19 @@ def _resolve_algorithm(cfg: Config) -> None:
 
 
 def at_publish(cfg: Config) -> str | None:
-    """What becomes of unfinished responses when new weights come; None where there are none then."""
+    """Say what becomes of unfinished responses when new weights come. Returns None where there are none then."""
     if not cfg.trainer.max_staleness:
         return None
     return cfg.rollout.at_publish or ("drain" if cfg.rollout.deterministic_order else "continue")
 
 
 def correction_mode(cfg: Config) -> str:
-    """How the policy term is weighed: where tokens may be of older policies, by the ratio of each."""
+    """Choose how the policy term is weighed: where tokens may be of older policies, by the ratio of each."""
     return cfg.algorithm.rollout_correction.mode or ("token" if cfg.trainer.max_staleness else "off")
 
 
 def short_episodes(cfg: Config) -> str | None:
-    """A warning where ``environment.max_tokens`` is not set, so that several turns have the room of one."""
+    """Return a warning where ``environment.max_tokens`` is not set, so that several turns have the room of one."""
     own, limit = cfg.environment, cfg.rollout.sampling.max_new_tokens
     if own.function is None or own.max_tokens is not None or own.max_turns == 1:
         return None

@@ -1,4 +1,4 @@
-"""What may differ between the configuration of a checkpoint and that of the run which continues from it."""
+"""Compare the configuration of a checkpoint with that of the run that continues from it."""
 
 from __future__ import annotations
 
@@ -55,21 +55,25 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
 
 
 def _has_critic(tree: dict[str, Any]) -> bool:
-    """Whether such a run builds a critic (``derive.needs_critic``); without one its keys, which follow from others, do not count."""
-    wanted, estimator = tree.get("algorithm.use_critic"), ADVANTAGES.get(str(tree.get("algorithm.advantage")))
-    return wanted == "true" or (wanted == "auto" and estimator is not None and estimator.needs_values)
+    """Tell whether such a run builds a critic (``derive.needs_critic``).
+
+    Without one its keys, which follow from others, do not count.
+    """
+    setting, estimator = tree.get("algorithm.use_critic"), ADVANTAGES.get(str(tree.get("algorithm.advantage")))
+    return setting == "true" or (setting == "auto" and estimator is not None and estimator.needs_values)
 
 
 def further_models(saved: str) -> list[str]:
-    """The models that a checkpoint of a configuration (in YAML) holds beside the actor: a critic, a reference that is refreshed.
+    """List the models that a checkpoint of a configuration (in YAML) holds beside the actor: a critic, a reference that is
+    refreshed.
 
     Raises:
         ConfigError: it is no configuration.
     """
     tree = {**_default_values(), **dict(leaves(_read(saved)))}
     refreshed = tree["algorithm.kl.coef"] and tree["reference.refresh_steps"]
-    held = {"critic": _has_critic(tree), "reference": refreshed}
-    return [name for name, is_held in held.items() if is_held] if tree["algorithm.kind"] == RL.name else []
+    models = {"critic": _has_critic(tree), "reference": refreshed}
+    return [name for name, is_saved in models.items() if is_saved] if tree["algorithm.kind"] == RL.name else []
 
 
 @cache
@@ -91,7 +95,7 @@ def refuse(checkpoint: Path, fixed: list[str]) -> None:
 
 @lru_cache(maxsize=4)
 def _read(text: str) -> Any:
-    """The tree of a configuration, which nobody changes. A run that resumes asks for the same texts several times."""
+    """Parse a configuration. Nobody changes the tree: a run that resumes asks for the same texts several times."""
     from rlhf_mcore.config.yaml_text import load_yaml
 
     try:

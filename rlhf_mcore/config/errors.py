@@ -16,13 +16,13 @@ _SHOWN = 40  # problems in one message; a file of another kind has thousands
 
 
 def shortened(items: Sequence[object], most: int = 5, separator: str = "; ") -> str:
-    """The first ``most`` of them, and how many more there are."""
+    """Name the first ``most`` of them, and how many more there are."""
     more = f"{separator}and {len(items) - most} more" if len(items) > most else ""
     return separator.join(map(str, items[:most])) + more
 
 
 def for_terminal(text: str) -> str:
-    """A text that no terminal takes for a command: lines stay lines, other control characters are shown as their escapes."""
+    """Escape a text for a terminal: lines stay lines, other control characters are shown as their escapes."""
     return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
 
 
@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 
     @classmethod
     def many(cls, problems: Sequence[str]) -> ConfigError:
-        """One error for several problems; a single problem is printed without a list around it."""
+        """Make one error of several problems. A single problem is printed without a list around it."""
         assert problems, "ConfigError.many needs at least one problem"
         if len(problems) == 1:
             return cls(problems[0])
@@ -54,7 +54,7 @@ class ConfigError(ValueError):
         return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in the place of a traceback: the line of the caller's, and the message."""
+        """Return what a notebook shows in the place of a traceback: the caller's line, and the message."""
         package = str(Path(__file__).resolve().parents[1])
         frames = [frame for frame in extract_tb(self.__traceback__) if not frame.filename.startswith(package)]
         own = [frame for frame in frames if "site-packages" not in frame.filename]

@@ -43,7 +43,7 @@ class ShardedModel:
 
 
 def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
-    """The sharded or adapted model that a user means by ``path``, None where it is something else.
+    """Find the sharded or adapted model that a user means by ``path``. Returns None where it is something else.
 
     ``base``: the Hugging Face model that it was trained from, for a directory without a config.json of its own.
 
@@ -60,25 +60,25 @@ def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
         if kind is None:
             continue
         places = [folder, folder / COMPANIONS, folder.parent / COMPANIONS, Path(base)]
-        found = next((place for place in places if isfile(place / "config.json")), None)
-        if found is None:
+        companions = next((place for place in places if isfile(place / "config.json")), None)
+        if companions is None:
             raise ConfigError(
                 f"{field}={path} holds {kind} shards and no config.json, and model.path={base} has none; "
                 f"put that of the model into {folder / COMPANIONS}, or set model.path"
             )
-        return ShardedModel(kind, str(folder), str(found))
+        return ShardedModel(kind, str(folder), str(companions))
     return None
 
 
 def find_adapters(path: str) -> str | None:
-    """The PEFT directory that a user means by ``path``, None where it is something else."""
+    """Find the PEFT directory that a user means by ``path``. Returns None where it is something else."""
     folders = (Path(path, inside) for inside in CANDIDATES)
     first = next((folder for folder in folders if holds_adapter(folder) or isfile(folder / "config.json")), None)
     return str(first) if first is not None and holds_adapter(first) else None
 
 
 def find_model(path: str, field: str) -> str:
-    """The Hugging Face directory that a user means by ``path``.
+    """Find the Hugging Face directory that a user means by ``path``.
 
     Raises:
         ConfigError: there is none.
@@ -95,7 +95,7 @@ def find_model(path: str, field: str) -> str:
 
 
 def default_checkpoint(cfg: Config) -> str | None:
-    """What is evaluated by default: the configuration's own run, its best model if it ends with that."""
+    """Choose what is evaluated by default: the configuration's own run, its best model if it ends with that."""
     run = Path(cfg.output_dir) / cfg.project / cfg.experiment
     links = ["best", "latest"] if cfg.checkpoint.load_best_model_at_end else ["latest"]
     return next((str(run / link) for link in links if _holds_model(run / link / "actor")), None)
@@ -106,7 +106,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
-    """The resolved configuration with the model that ``path`` means in the place of the one that was trained.
+    """Resolve the configuration with the model at ``path`` in the place of the trained one.
 
     The model's own tokenizer is used where it has one.
     """
@@ -166,7 +166,7 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
 
 
 def _is_added(file: Path) -> bool:
-    """Whether a file of a model directory is in a checkpoint whose manifest does not name it."""
+    """Tell whether a file of a model directory is in a checkpoint whose manifest does not name it."""
     folder = Path(os.path.realpath(file.parent))
     manifest = folder.parent / "manifest.json"
     if not isfile(file) or not isfile(manifest):

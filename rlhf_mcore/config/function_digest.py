@@ -27,7 +27,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """The same in every process for a function that was defined in the same way."""
+    """Compute the same digest in every process for a function that was defined in the same way."""
     return hashlib.sha256(repr(_Describer().describe(function)).encode(errors="surrogatepass")).hexdigest()
 
 
@@ -36,7 +36,7 @@ class _Describer:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that no other value gets the address of one that is gone
+        self._kept: list[Any] = []  # a value that is gone would leave its address to another
 
     def describe(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):
@@ -54,17 +54,17 @@ class _Describer:
         if isinstance(value, set | frozenset):
             return "set", sorted(repr(_Describer().describe(item)) for item in value)
         if isinstance(value, Mapping):
-            return "dict", [(self.describe(key), self.describe(held)) for key, held in value.items()]
+            return "dict", [(self.describe(key), self.describe(item)) for key, item in value.items()]
         if isinstance(value, functools.partial):
             return "partial", [self.describe(part) for part in (value.func, value.args, value.keywords)]
         if isinstance(value, MethodType):
             return "method", self.describe(value.__func__), self.describe(value.__self__)
         if isinstance(value, ModuleType):
             return "module", value.__name__, _own_text(value)
-        return self._defined(value)
+        return self._describe_definition(value)
 
-    def _defined(self, value: Any) -> Any:
-        """A function, a class, or an object of one."""
+    def _describe_definition(self, value: Any) -> Any:
+        """Describe a function, a class, or an object of one."""
         kind = value if hasattr(value, "__qualname__") else type(value)
         name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
         if isinstance(value, FunctionType):
@@ -77,8 +77,8 @@ class _Describer:
         if isinstance(value, type):
             return "class", value.__qualname__, [self.describe(base) for base in value.__bases__], self._members(value)
         changed = {name for member in _functions_of(kind) for name in _stored(member.__code__) | _mutated(member)}
-        held = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in changed}
-        return "object", self.describe(kind), self.describe(held)
+        attributes = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in changed}
+        return "object", self.describe(kind), self.describe(attributes)
 
     def _members(self, kind: type) -> Any:
         skipped = ("__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__")
@@ -100,7 +100,7 @@ class _Describer:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions in it."""
+    """List a function's code, and that of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -108,7 +108,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _mutated(function: FunctionType) -> set[str]:
-    """Names outside of the function that its code changes, as far as its instructions show."""
+    """List the names outside of the function that its code changes, as far as its instructions show."""
     names: set[str] = set()
     for code in _codes(function.__code__):
         steps = [each for each in dis.get_instructions(code) if each.opname not in ("PRECALL", "CACHE", "PUSH_NULL")]
@@ -118,8 +118,8 @@ def _mutated(function: FunctionType) -> set[str]:
                 names.add(each.argval)
             elif each.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR"):
                 calls = after.opname in ("LOAD_METHOD", "LOAD_ATTR") and _MUTATORS.fullmatch(after.argval)
-                held = function.__globals__.get(each.argval) if each.opname == "LOAD_GLOBAL" else []
-                if calls or (_line(each) in assigned and isinstance(held, list | dict)):
+                value = function.__globals__.get(each.argval) if each.opname == "LOAD_GLOBAL" else []
+                if calls or (_line(each) in assigned and isinstance(value, list | dict)):
                     names.add(each.argval)
     return names
 
@@ -129,7 +129,7 @@ def _line(instruction: dis.Instruction) -> int | None:
 
 
 def _stored(code: CodeType) -> set[str]:
-    """Attributes that a method assigns, but for ``__init__``, which makes them."""
+    """List the attributes that a method assigns. ``__init__`` makes them, so it does not count."""
     if code.co_name == "__init__":
         return set()
     return {
@@ -149,7 +149,7 @@ def _content(cell: Any) -> Any:
 
 
 def _is_own(module: str | None, file: str = "") -> bool:
-    """Whether code is a user's: of a script, a notebook or a module that is not installed."""
+    """Tell whether code is a user's: of a script, a notebook or a module that is not installed."""
     path = file or str(getattr(sys.modules.get(module or ""), "__file__", None) or "")
     if module == "__main__" or not path:
         return module == "__main__"
@@ -157,6 +157,6 @@ def _is_own(module: str | None, file: str = "") -> bool:
 
 
 def _own_text(module: ModuleType) -> str:
-    """The digest of a user's module; nothing for one that is installed."""
+    """Return the digest of a user's module, and nothing for one that is installed."""
     path = Path(getattr(module, "__file__", None) or "")
     return hashlib.sha256(path.read_bytes()).hexdigest() if _is_own(module.__name__) and path.is_file() else ""

@@ -40,7 +40,7 @@ _SPLITS = {"data.train": ("train",), "data.eval": ("test", "validation", "valid"
 
 
 def is_offline() -> bool:
-    """Whether the hub must not be asked (launch/env.sh sets it)."""
+    """Tell whether the hub must not be asked (launch/env.sh sets it)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -57,21 +57,21 @@ def localize(cfg: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS), *, do
     if not models and not files:
         return {}
     begun, may_download = _begun_with(cfg), download and not is_offline()
-    made: dict[str, Any] = {
+    changes: dict[str, Any] = {
         key: local_model(path, key, begun, may_download=may_download) for key, path in models.items()
     }
-    made = {key: path for key, path in made.items() if path is not None}
+    changes = {key: path for key, path in changes.items() if path is not None}
     for key, paths in files.items():
-        found = [file for path in paths for file in _local_files(path, key, begun, may_download) or [path]]
-        made |= {key: found} if found != paths else {}
-    for key, value in made.items():
+        resolved = [file for path in paths for file in _local_files(path, key, begun, may_download) or [path]]
+        changes |= {key: resolved} if resolved != paths else {}
+    for key, value in changes.items():
         owner, _, name = key.rpartition(".")
         setattr(value_of(cfg, owner), name, value)
-    return made
+    return changes
 
 
 def notes_of(made: Mapping[str, Any]) -> list[str]:
-    """A line for each id that ``localize`` has replaced."""
+    """Write a line for each id that ``localize`` has replaced."""
     notes = []
     for key, value in made.items():
         ids = [id_of_snapshot(path) for path in (value if isinstance(value, list) else [value])]
@@ -82,7 +82,7 @@ def notes_of(made: Mapping[str, Any]) -> list[str]:
 
 
 def _begun_with(cfg: Config) -> dict[tuple[str, str], str]:
-    """Commits by kind and repository that the run directory's configuration names."""
+    """Return the commits by kind and repository that the run directory's configuration names."""
     written = Path(cfg.output_dir, cfg.project, cfg.experiment, "config.yaml")
     if cfg.checkpoint.resume == "never" or not written.is_file():
         return {}
@@ -109,22 +109,22 @@ def _pinned(wanted: HubId, begun: Mapping[tuple[str, str], str]) -> HubId:
 def local_model(
     path: str | None, key: str, begun: Mapping[tuple[str, str], str] = MappingProxyType({}), *, may_download: bool
 ) -> str | None:
-    """The snapshot of a model's id; None where ``path`` is none, or the model is not here and may not be downloaded.
+    """Return the snapshot of a model's id, or None where ``path`` is none, or the model is not here and may not be downloaded.
 
     ``key`` names it in messages, ``begun`` has commits of an earlier start.
 
     Raises:
         ConfigError: as ``localize``.
     """
-    wanted = model_id(path) if path is not None else None
-    if wanted is None:
+    hub_id = model_id(path) if path is not None else None
+    if hub_id is None:
         return None
-    wanted = _pinned(wanted, begun)
+    hub_id = _pinned(hub_id, begun)
     is_whole = _has_tokenizer if key == "model.tokenizer_path" else _has_weights
-    snapshot = wanted.cached()
+    snapshot = hub_id.cached()
     if snapshot is not None and is_whole(snapshot):
         return str(snapshot)
-    return str(_download_model(wanted, key, needs_weights=is_whole is _has_weights)) if may_download else None
+    return str(_download_model(hub_id, key, needs_weights=is_whole is _has_weights)) if may_download else None
 
 
 def _has_tokenizer(snapshot: Path) -> bool:
@@ -144,14 +144,14 @@ def _has_weights(snapshot: Path) -> bool:
 
 
 def _download_model(wanted: HubId, key: str, *, needs_weights: bool) -> Path:
-    """The snapshot, downloaded: first what is small, so that a model that is refused costs no time."""
+    """Download the snapshot: first the small files, so that a model that is refused costs no time."""
     from huggingface_hub import snapshot_download
 
     def snapshot(revision: str, patterns: Sequence[str]) -> Path:
         call = lambda: snapshot_download(  # noqa: E731
             wanted.repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_IGNORED)
         )
-        return Path(_asked(call, wanted, key))
+        return Path(_ask(call, wanted, key))
 
     folder = snapshot(wanted.revision, _SMALL)
     if not needs_weights:
@@ -162,8 +162,8 @@ def _download_model(wanted: HubId, key: str, *, needs_weights: bool) -> Path:
     return snapshot(folder.name, (*_SMALL, "*.safetensors"))
 
 
-def _asked(call: Callable[[], Any], wanted: HubId, key: str) -> Any:
-    """What the hub answers.
+def _ask(call: Callable[[], Any], wanted: HubId, key: str) -> Any:
+    """Ask the hub, and return its answer.
 
     Raises:
         ConfigError: naming the key, the id and the reason.
@@ -180,23 +180,23 @@ def _asked(call: Callable[[], Any], wanted: HubId, key: str) -> Any:
 
 # --------------------------------------------------------------------------------------------------------------- data sets
 def _local_files(path: str, key: str, begun: Mapping[tuple[str, str], str], may_download: bool) -> list[str] | None:
-    wanted = data_id(path)
-    if wanted is None:
+    hub_id = data_id(path)
+    if hub_id is None:
         return None
-    wanted = _pinned(wanted, begun)
-    snapshot = wanted.cached()
+    hub_id = _pinned(hub_id, begun)
+    snapshot = hub_id.cached()
     if snapshot is not None:
         names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if file.is_file()]
-        chosen = _of_split(names, wanted, key)
+        chosen = _of_split(names, hub_id, key)
         if chosen and _are_all_shards(chosen):
             return [str(snapshot / name) for name in chosen]
-    return _download_files(wanted, path, key) if may_download else None
+    return _download_files(hub_id, path, key) if may_download else None
 
 
 def _download_files(wanted: HubId, path: str, key: str) -> list[str]:
     from huggingface_hub import HfApi, snapshot_download
 
-    info = _asked(lambda: HfApi().dataset_info(wanted.repo, revision=wanted.revision), wanted, key)
+    info = _ask(lambda: HfApi().dataset_info(wanted.repo, revision=wanted.revision), wanted, key)
     names = sorted(one.rfilename for one in info.siblings or ())
     chosen = _of_split(names, wanted, key)
     if not chosen:
@@ -207,12 +207,12 @@ def _download_files(wanted: HubId, path: str, key: str) -> list[str]:
             f"{shorten(', '.join(there) or 'none', 300)}"
         )
     call = lambda: snapshot_download(wanted.repo, repo_type="dataset", revision=wanted.revision, allow_patterns=chosen)  # noqa: E731
-    folder = Path(_asked(call, wanted, key))
+    folder = Path(_ask(call, wanted, key))
     return [str(folder / name) for name in chosen]
 
 
 def _of_split(names: Sequence[str], wanted: HubId, key: str) -> list[str]:
-    """The files of the split that is wanted, by their names (``main/train-00000-of-00002.parquet``, ``test.jsonl``).
+    """Select the files of the wanted split by their names (``main/train-00000-of-00002.parquet``, ``test.jsonl``).
 
     Raises:
         ConfigError: several configurations of the data set have it.
@@ -221,19 +221,19 @@ def _of_split(names: Sequence[str], wanted: HubId, key: str) -> list[str]:
     if wanted.config is not None:
         files = [name for name in files if f"/{wanted.config}/" in f"/{name}"]
     for split in [wanted.split] if wanted.split else _SPLITS[key]:
-        found = [name for name in files if re.search(rf"(^|/){re.escape(split)}([-._/]|$)", name)]
-        folders = sorted({name.rpartition("/")[0].partition(f"/{split}")[0] for name in found} - {split})
+        in_split = [name for name in files if re.search(rf"(^|/){re.escape(split)}([-._/]|$)", name)]
+        folders = sorted({name.rpartition("/")[0].partition(f"/{split}")[0] for name in in_split} - {split})
         if len(folders) > 1:
             raise ConfigError(
                 f"{key}={wanted.repo}: the data set has several configurations with a split {split}; name one, as in "
                 f"{wanted.repo}/{folders[0].rpartition('/')[2] or folders[-1]}:{split}. There are: {shorten(', '.join(folders), 300)}"
             )
-        if found:
-            return found
+        if in_split:
+            return in_split
     has_splits = any(re.search(r"(^|/)(train|test|valid|validation|dev|val)([-._/]|$)", name) for name in files)
     return files if wanted.split is None and key == "data.train" and not has_splits else []
 
 
 def _are_all_shards(names: Sequence[str]) -> bool:
-    """Whether a data set in parts, as names tell, has all of them."""
+    """Tell whether a data set in parts, as names tell, has all of them."""
     return all(len(names) >= int(match[1]) for name in names if (match := _SHARD.search(name)))

@@ -33,7 +33,7 @@ class HubId:
         return Path(HF_HUB_CACHE, f"{self.kind}s--{self.repo.replace('/', '--')}")
 
     def cached(self) -> Path | None:
-        """The snapshot of the revision that the cache has; parts of it may be missing."""
+        """Return the snapshot of the revision that the cache has. Parts of it may be missing."""
         commit = self.revision
         if not re.fullmatch(r"[0-9a-f]{40}", commit):
             try:
@@ -44,7 +44,7 @@ class HubId:
         return snapshot if re.fullmatch(r"[0-9a-f]{40}", commit) and snapshot.is_dir() else None
 
     def command(self) -> str:
-        """What downloads it by hand."""
+        """Return the command that downloads it by hand."""
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
         return f"HF_HUB_OFFLINE=0 hf download {self.repo}{kind}" + (
             f" --revision {self.revision}" if self.revision != "main" else ""
@@ -52,7 +52,7 @@ class HubId:
 
 
 def model_id(path: str) -> HubId | None:
-    """The id that a path has the form of, where it is none of this machine: neither it nor the folder that it would be in is here."""
+    """Return the id that a path has the form of, or None where it is on this machine: neither it nor its folder is here."""
     match = _MODEL.fullmatch(path)
     if match is None or os.path.lexists(path) or os.path.lexists(path.partition("/")[0]):
         return None
@@ -60,7 +60,7 @@ def model_id(path: str) -> HubId | None:
 
 
 def data_id(path: str) -> HubId | None:
-    """As ``model_id``, of a data set: ``ORG/NAME``, ``ORG/NAME:test``, ``ORG/NAME/CONFIG:test``."""
+    """Return the id of a data set, like ``model_id``: ``ORG/NAME``, ``ORG/NAME:test``, ``ORG/NAME/CONFIG:test``."""
     match = _DATA.fullmatch(path)
     if match is None or path.endswith((".parquet", ".jsonl")) or os.path.lexists(path.partition("/")[0]):
         return None
@@ -68,7 +68,7 @@ def data_id(path: str) -> HubId | None:
 
 
 def id_of_snapshot(path: str) -> HubId | None:
-    """The id and the commit of a file or a directory in a cache of the hub."""
+    """Return the id and the commit of a file or a directory in a cache of the hub."""
     match = _SNAPSHOT.search(path)
     if match is None:
         return None
@@ -76,10 +76,10 @@ def id_of_snapshot(path: str) -> HubId | None:
 
 
 def absent_hint(path: str, *, is_data: bool = False) -> str:
-    """What is added to the message that a path is not there: how to download it, where it may be an id."""
-    wanted = (data_id if is_data else model_id)(path)
-    if wanted is None:
+    """Return the end of the message that a path is not there: how to download it, where it may be an id."""
+    hub_id = (data_id if is_data else model_id)(path)
+    if hub_id is None:
         return ""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return f". As an id of the Hugging Face hub it is not in the cache {HF_HUB_CACHE}, and HF_HUB_OFFLINE=1: {wanted.command()}"
+    return f". As an id of the Hugging Face hub it is not in the cache {HF_HUB_CACHE}, and HF_HUB_OFFLINE=1: {hub_id.command()}"

@@ -30,7 +30,7 @@ class RoleLayout:
 
 
 def longest_example(cfg: Config) -> int:
-    """Most tokens of prompt and response that a supervised run takes."""
+    """Compute the most tokens of prompt and response that a supervised run takes."""
     if cfg.data.max_tokens is not None:
         return cfg.data.max_tokens
     room = cfg.trainer.max_tokens_per_microbatch // run_kind(cfg).rows_per_example
@@ -38,7 +38,7 @@ def longest_example(cfg: Config) -> int:
 
 
 def padded_to(layout: LayoutConfig) -> int:
-    """The number of tokens of a microbatch is a multiple of it."""
+    """Return the number that the tokens of a microbatch are a multiple of."""
     return token_multiple(layout.tp, layout.cp, layout.sequence_parallel)
 
 
@@ -48,7 +48,7 @@ def token_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
 
 
 def role_layouts(cfg: Config) -> list[RoleLayout]:
-    """Every role of the run that has a layout of its own."""
+    """List every role of the run that has a layout of its own."""
     roles = [RoleLayout("actor", cfg.actor.layout, cfg.actor.ranks)]
     if not run_kind(cfg).generates:
         return roles
@@ -60,7 +60,7 @@ def role_layouts(cfg: Config) -> list[RoleLayout]:
 
 
 def needs_critic(cfg: Config) -> bool:
-    """Whether advantages are computed from values."""
+    """Tell whether advantages are computed from values."""
     if not run_kind(cfg).generates:
         return False
     if cfg.algorithm.use_critic == "auto":
@@ -69,33 +69,33 @@ def needs_critic(cfg: Config) -> bool:
 
 
 def needs_answer(cfg: Config) -> bool:
-    """Whether some grader compares a response with a ground truth from the data."""
+    """Tell whether some grader compares a response with a ground truth from the data."""
     return grades(cfg) and not scores_alone(cfg.reward) and any_needs_truth(cfg.reward)
 
 
 def grades(cfg: Config) -> bool:
-    """Whether ``reward`` scores responses; else an environment alone does."""
+    """Tell whether ``reward`` scores responses; else an environment alone does."""
     return cfg.environment.function is None or cfg.environment.score != "environment"
 
 
 def max_new_tokens(cfg: Config) -> int:
-    """The longest response that training or evaluation asks for."""
+    """Return the longest response that training or evaluation asks for."""
     return max(longest_response(cfg), cfg.evaluate.max_new_tokens or 0)
 
 
 def longest_response(cfg: Config) -> int:
-    """Most tokens of a row of a step after its prompt."""
+    """Compute the most tokens of a row of a step after its prompt."""
     episode = cfg.environment.max_tokens if cfg.environment.function is not None else None
     return episode or cfg.rollout.sampling.max_new_tokens
 
 
 def offloaded_parts(choice: str) -> tuple[str, ...]:
-    """The parts of a trained model that leave the device, of a resolved ``offload`` (auto: none)."""
+    """List the parts of a trained model that leave the device, of a resolved ``offload`` (auto: none)."""
     return {"state": ("gradients", "optimizer"), "always": ("gradients", "optimizer", "weights")}.get(choice, ())
 
 
 def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
-    """The adapters that a group of the configuration asks for; None where whole weights are trained."""
+    """Return the adapters that a group of the configuration asks for, or None where whole weights are trained."""
     if cfg.rank is None:
         return None
     alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
@@ -106,7 +106,7 @@ def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
 
 
 def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:
-    """Whether engines get A and B and add them themselves; otherwise they get weights, merged where there are adapters."""
+    """Tell whether engines get A and B and add them themselves. Otherwise they get weights, merged where there are adapters."""
     sizes = adapter_sizes(cfg.actor.lora)
     if sizes is None or cfg.actor.lora.sync == "merge":
         return False

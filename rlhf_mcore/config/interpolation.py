@@ -23,12 +23,12 @@ class Interpolated(NamedTuple):
 
 
 def examine(value: Any) -> Interpolated:
-    """What a value refers to.
+    """List what a value refers to.
 
     Raises:
         ValueError: it is too long or too deep, cannot be parsed, or a reference is put together from others.
     """
-    found = Interpolated(set(), [])
+    interpolated = Interpolated(set(), [])
     for text in interpolated_texts(value):
         if len(text) > MAX_INTERPOLATED_CHARACTERS:
             raise ValueError(
@@ -43,18 +43,18 @@ def examine(value: Any) -> Interpolated:
         while pending:
             node = pending.pop()
             if hasattr(node, "resolverName"):
-                found.resolvers.add(node.resolverName().getText())
+                interpolated.resolvers.add(node.resolverName().getText())
             elif type(node).__name__ == "InterpolationNodeContext":
                 key = node.getText()[2:-1].strip()
                 if "${" in key:
                     raise ValueError(f"the key in ${{{key}}} has to be written out")
-                found.references.append(key)
+                interpolated.references.append(key)
             pending.extend(getattr(node, "children", None) or [])
-    return found
+    return interpolated
 
 
 def count_references(key: str, references: Mapping[str, list[str]], known: dict[str, int]) -> int:
-    """References that have to be followed to resolve ``key``; at most about ``MAX_REFERENCES`` are counted.
+    """Count the references that have to be followed to resolve ``key``; at most about ``MAX_REFERENCES`` are counted.
 
     ``references`` are those of every interpolated value, ``known`` what has been counted. A cycle counts once: resolving finds it.
     """
@@ -70,7 +70,7 @@ def count_references(key: str, references: Mapping[str, list[str]], known: dict[
 
 
 def resolution_order(references: Mapping[str, list[str]]) -> list[str]:
-    """The keys of ``references``, each after those that it refers to; of a cycle in any order."""
+    """Sort the keys of ``references``, each after those that it refers to; of a cycle in any order."""
     order: dict[str, bool] = {}
 
     def visit(key: str) -> None:
@@ -88,7 +88,7 @@ def resolution_order(references: Mapping[str, list[str]]) -> list[str]:
 
 
 def _meant(key: str, reference: str, keys: Iterable[str]) -> list[str]:
-    """Which of ``keys`` a reference in the value of ``key`` reads: one key, or all in a group. Places in lists are left out."""
+    """List which of ``keys`` a reference in the value of ``key`` reads: one key, or all in a group. Places in lists are left out."""
     name = reference.lstrip(".")
     dots = len(reference) - len(name)  # each is one group up
     name = name.partition("[")[0]
@@ -112,7 +112,7 @@ class Tree:
         OmegaConf.update(self._tree, key, value, merge=False)
 
     def resolve(self, key: str) -> Any:
-        """The value at a key as plain lists and tables, without references.
+        """Return the value at a key as plain lists and tables, without references.
 
         Raises:
             ValueError: it does not resolve; the message is one line.

@@ -1,4 +1,4 @@
-"""What keys there are, under their dotted names, how they are described, and which of them is meant by a misspelt one."""
+"""List the keys under their dotted names, with their descriptions, and find the one that a misspelt key means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_mcore.config.schema.key import Choices, Description, description_of
 
 
 def walk(group: type, prefix: str = "") -> Iterator[tuple[str, Any, Description]]:
-    """Dotted name, type and description of everything in a dataclass of the schema, groups before what is in them."""
+    """Walk a dataclass of the schema: dotted name, type and description of everything in it, groups before what is in them."""
     hints = get_type_hints(group)
     for item in fields(group):
         hint = hints[item.name]
@@ -30,19 +30,19 @@ DESCRIPTIONS: dict[str, Description] = {key: description for key, _, description
 
 
 def choices_of(key: str) -> tuple[str, ...]:
-    """The texts that a key may be."""
+    """List the texts that a key may be."""
     allowed = DESCRIPTIONS[key].allowed
     assert isinstance(allowed, Choices), key
     return tuple(allowed.meanings)
 
 
 def is_group(key: str) -> bool:
-    """Whether a known key holds further keys."""
+    """Tell whether a known key holds further keys."""
     return is_dataclass(KEYS[key])
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a nested configuration."""
+    """List the dotted keys and values of a nested configuration."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
@@ -51,20 +51,20 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def value_of(cfg: Any, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     for name in key.split("."):
         cfg = getattr(cfg, name)
     return cfg
 
 
 def owner_of(cfg: Any, key: str) -> tuple[Any, str]:
-    """The group that holds a dotted key, and the key's name in it."""
+    """Return the group that holds a dotted key, and the key's name in it."""
     group, _, name = key.rpartition(".")
     return (value_of(cfg, group) if group else cfg), name
 
 
 def table_of(key: str) -> str | None:
-    """The key whose value is a table of a user's own names, if ``key`` is a name in it (``actor.megatron.bucket_size``)."""
+    """Return the key whose value is a table of a user's own names, if ``key`` is a name in it (``actor.megatron.bucket_size``)."""
     while "." in key:
         key = key.rpartition(".")[0]
         if key in KEYS:
@@ -73,23 +73,23 @@ def table_of(key: str) -> str | None:
 
 
 def item_type(hint: Any) -> Any:
-    """The element type of a list type, or None for other types."""
+    """Return the element type of a list type, or None for other types."""
     return get_args(hint)[0] if get_origin(hint) is list else None
 
 
 def item_keys(hint: Any) -> list[str]:
-    """Names of the fields of a list's elements if they are groups (reward.rules), else an empty list."""
+    """List the names of the fields of a list's elements if they are groups (reward.rules), else return an empty list."""
     item = item_type(hint)
     return [field.name for field in fields(item)] if is_dataclass(item) else []
 
 
 def is_text(hint: Any) -> bool:
-    """Whether a value of this type is text: str, or str that may be null."""
+    """Tell whether a value of this type is text: str, or str that may be null."""
     return hint is str or (str in get_args(hint) and get_origin(hint) is not list)
 
 
 def type_name(hint: Any) -> str:
-    """A type in a user's words: "int", "int or null", "list of str"."""
+    """Name a type in a user's words: "int", "int or null", "list of str"."""
     if hint is Any:
         return "str or list of str"
     if get_origin(hint) is dict:
@@ -102,18 +102,18 @@ def type_name(hint: Any) -> str:
 
 
 def nearest(key: str, *, groups: bool = False) -> str | None:
-    """The known key that a misspelt one most likely means, or None. ``groups``: it may be a group.
+    """Return the known key that a misspelt one most likely means, or None. ``groups``: it may be a group.
 
     The whole dotted name is compared first; if nothing is close, its last part alone, so that ``lr`` finds
     ``actor.optimizer.lr``. Of several keys of that last name it is the one with most of the other parts.
     """
-    known = [name for name in KEYS if groups or not is_group(name)]
+    candidates = [name for name in KEYS if groups or not is_group(name)]
     *groups_of, last = key.split(".")
-    for close in difflib.get_close_matches(key, known, n=5, cutoff=0.75):
+    for close in difflib.get_close_matches(key, candidates, n=5, cutoff=0.75):
         if difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio() >= 0.6:  # not by its groups alone
             return close
-    names = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.75)
-    same = [name for name in known if names and name.rpartition(".")[2] == names[0]]
+    names = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in candidates}, n=1, cutoff=0.75)
+    same = [name for name in candidates if names and name.rpartition(".")[2] == names[0]]
     shared = {name: len(set(name.split(".")).intersection(groups_of)) for name in same}
     if groups_of and len(same) > 1 and not any(shared.values()):
         return None  # `model.name`: several groups have a name, and none of them is meant

@@ -47,7 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
         reader.read_override("model.path=none")
     if problems := reader.problems + [problem for setting in reader.settings for problem in _setting_problems(setting)]:
         raise ConfigError.many(problems)
-    values = _merged(reader.settings)
+    values = _merge(reader.settings)
     problems = _choose_length(values, reader.settings)
     written = {key: value for key, value in values.items() if _refers(value)}
     cfg = Config()
@@ -66,7 +66,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
 
 
 def _setting_problems(setting: Setting) -> Iterator[str]:
-    """What is wrong with one setting, as far as that is known before references are resolved."""
+    """List the problems of one setting, as far as they are known before references are resolved."""
     try:
         if not _refers(setting.value):
             fit(setting.value, _type_of(setting.key), from_text)
@@ -83,8 +83,8 @@ def _setting_problems(setting: Setting) -> Iterator[str]:
         yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid; expected {type_name(KEYS[setting.key])}{reason}"
 
 
-def _merged(settings: Sequence[Setting]) -> dict[str, Any]:
-    """Values by key: later ones win, tables are put together."""
+def _merge(settings: Sequence[Setting]) -> dict[str, Any]:
+    """Merge values by key: later ones win, tables are put together."""
     values: dict[str, Any] = {}
     for setting in settings:
         values[setting.key] = _merge(values.get(setting.key), setting.value)
@@ -103,9 +103,9 @@ def _resolve(cfg: Config, values: dict[str, Any], settings: dict[str, Setting]) 
 
     problems: list[str] = []
     references = {key: examine(values[key]).references for key in sorted(settings, key=lambda key: key != _PRESET)}
-    known: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for key, setting in settings.items():
-        if count_references(key, references, known) > MAX_REFERENCES:
+        if count_references(key, references, counts) > MAX_REFERENCES:
             problems.append(
                 f"{setting.place}: {key}={_shown(setting)} refers to more than {MAX_REFERENCES} values, those that they "
                 "refer to included; write them out"
@@ -146,7 +146,7 @@ _DEFAULT = Config()
 
 
 def from_text(value: Any, hint: Any) -> Any:
-    """A single value of YAML or of the environment as one of a key's type: a text may be what it spells.
+    """Convert a single value of YAML or of the environment to a key's type: a text may be what it spells.
 
     Raises:
         TypeError, ValueError: it is none.
@@ -195,7 +195,10 @@ def _fill_preset(cfg: Config, values: dict[str, Any]) -> list[str]:
 
 
 def _choose_length(values: dict[str, Any], settings: Sequence[Setting]) -> list[str]:
-    """Of ``trainer.num_steps`` and ``num_epochs`` the one that was set later decides; in one place there can be one of them only."""
+    """Decide between ``trainer.num_steps`` and ``num_epochs``: the one that was set later counts.
+
+    In one place there can be one of them only.
+    """
     steps, epochs = (
         max(
             (place for place, setting in enumerate(settings) if setting.key == key and setting.value is not None),
@@ -233,10 +236,10 @@ def _mark_environment(cfg: Config, written: dict[str, Any]) -> None:
     """Let texts that came from the environment, also by way of another key, know how they were written."""
     marked: set[str] = set()
     texts = {key: list(interpolated_texts(value)) for key, value in written.items()}
-    while found := [
+    while new := [
         key for key in texts.keys() - marked if any(name in text for text in texts[key] for name in ("oc.env", *marked))
     ]:
-        marked.update(found)
+        marked.update(new)
     for key in marked:
         group, name = owner_of(cfg, key)
         vars(group)[name] = _from_environment(getattr(group, name), written[key])

@@ -233,7 +233,7 @@ _ANY = {"<source>": ".+", "<k>": r"\d+", "<role>": "(actor|critic|reward_model)"
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
-    """Of names with parts that differ, the longest names first."""
+    """List the names with parts that differ, the longest names first."""
     return [
         (
             re.compile("".join(_ANY.get(part, ".+" if part.startswith("<") else re.escape(part)) for part in parts)),
@@ -245,20 +245,20 @@ def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
 
 
 def find_metric(name: str) -> Metric | None:
-    """The entry of a metric that a run writes under that name."""
-    known = METRICS.get(name)
-    return known or next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
+    """Find the entry of a metric under the name that a run writes."""
+    entry_of_name = METRICS.get(name)
+    return entry_of_name or next((entry for pattern, entry in _patterns() if pattern.fullmatch(name)), None)
 
 
 def matching(text: str) -> Iterator[Metric]:
-    """The metric of that name; else those with the text in their names."""
+    """List the metric of that name, else those with the text in their names."""
     exact = find_metric(text)
     yield from [exact] if exact is not None else [metric for name, metric in METRICS.items() if text in name]
 
 
 def nearest_metric(name: str) -> str | None:
-    """The name that a misspelt one most likely means."""
-    by_last = {known.rpartition("/")[2]: known for known in METRICS}
+    """Return the name that a misspelt one most likely means."""
+    by_last = {metric.rpartition("/")[2]: metric for metric in METRICS}
     close = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.7)
     last = difflib.get_close_matches(name.rpartition("/")[2], by_last, n=1, cutoff=0.75)
     return close[0] if close else by_last[last[0]] if last else None

@@ -42,7 +42,7 @@ _PIECE_BYTES = 2**20
 
 
 def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeometry:
-    """The geometry that ``config.json`` of a Hugging Face directory describes: under its own kind of head, or another one.
+    """Read the geometry from ``config.json`` of a Hugging Face directory, under its own kind of head, or another one.
 
     Raises:
         ConfigError: there is none, a size is absent or cannot be, or the architecture is not supported.
@@ -55,12 +55,12 @@ def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeomet
             f"{hf_config.where}: architecture {shorten(name)} is not supported; supported are: {supported}"
         )
     family, own = ARCHITECTURES[name]
-    found = family.geometry(hf_config, own)
-    return found if head is None else replace(found, head=head, tied_embeddings=found.tied_embeddings and head == "lm")
+    geometry = family.geometry(hf_config, own)
+    return geometry if head is None else replace(geometry, head=head, tied_embeddings=geometry.tied_embeddings and head == "lm")
 
 
 def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tuple[ModelGeometry | None, list[str]]:
-    """The sizes of the model in directory ``path`` (None if they cannot be known), and what is wrong with the directory.
+    """Return the sizes of the model in directory ``path`` (None if they cannot be known), and the problems of the directory.
 
     ``field`` is the config key that names the directory, ``heads`` the kinds of head that it may have.
     """
@@ -85,7 +85,7 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
 
 
 def _is_more(hf_config: Fields) -> bool:
-    """Whether a language model is a part of what config.json describes: its sizes are elsewhere."""
+    """Tell whether a language model is a part of what config.json describes: its sizes are elsewhere."""
     return "text_config" in hf_config and architecture(hf_config) not in ARCHITECTURES
 
 
@@ -96,14 +96,14 @@ def _sizes(hf_config: Fields) -> ModelGeometry:
 
 
 def is_dequantised(hf_config: Fields) -> bool:
-    """Whether weights are stored quantised, in a way that is undone as they are loaded."""
+    """Tell whether weights are stored quantised, in a way that is undone as they are loaded."""
     family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
-    found = hf_config.object("quantization_config", default=None)
-    return found is not None and found.text("quant_method", default="") in family.dequantised
+    quantisation = hf_config.object("quantization_config", default=None)
+    return quantisation is not None and quantisation.text("quant_method", default="") in family.dequantised
 
 
 def tokenizer_problems(path: str, field: str) -> Iterator[str]:
-    """What is wrong with a directory that should hold a tokenizer. A missing directory is reported elsewhere."""
+    """List the problems of a directory that should hold a tokenizer. A missing directory is reported elsewhere."""
     folder = Path(path)
     if isdir(folder) and not any(isfile(folder / name) for name in TOKENIZER_FILES):
         yield (
@@ -113,7 +113,7 @@ def tokenizer_problems(path: str, field: str) -> Iterator[str]:
 
 
 def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> tuple[ModelGeometry | None, list[str]]:
-    """As ``inspect_model``, of a directory that only has to generate: any architecture will do that the engine knows.
+    """Inspect a directory that only has to generate, like ``inspect_model``: any architecture will do that the engine knows.
 
     ``needs_weights``: whether it holds the weights too.
     The sizes are None also where config.json does not have them under the usual keys.
@@ -141,7 +141,7 @@ def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> t
 
 
 def read_config(directory: str | Path, prefix: str) -> Fields:
-    """``config.json`` of a model directory. ``prefix`` names that directory in messages.
+    """Read ``config.json`` of a model directory. ``prefix`` names that directory in messages.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -157,7 +157,7 @@ def _read(file: Path, prefix: str, limits: Limits) -> Fields:
 
 
 def tensor_names(folder: Path) -> set[str] | None:
-    """Names of the tensors of a model directory; None where it has none.
+    """List the tensors of a model directory. Returns None where it has none.
 
     Raises:
         ConfigError: a file is damaged.
@@ -172,12 +172,12 @@ def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
         yield from _index_problems(folder, prefix)
     elif not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
-        found = f" (only {', '.join(pickled[:3])}, which is pickle and is not read)" if pickled else ""
-        yield f"{prefix} has no *.safetensors{found}; save the model with safe_serialization=True"
+        pickles = f" (only {', '.join(pickled[:3])}, which is pickle and is not read)" if pickled else ""
+        yield f"{prefix} has no *.safetensors{pickles}; save the model with safe_serialization=True"
 
 
 def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
-    """Whether the weights are those of config.json: their first and last layer, and the tables around them, by their headers.
+    """Check by their headers that the weights are those of config.json: the first and the last layer, and the tables around them.
 
     After the last layer there may be MTP layers, of which nothing is asked here.
     """
@@ -201,8 +201,8 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         entry = _header(folder, file, headers).object(name, default=None) if file is not None else None
         if entry is None:
             different.append(f"{name} is missing")
-        elif tuple(found := entry.integers("shape")) != shape:
-            different.append(f"{name} is {found[:8]}, config.json asks for {list(shape)}")
+        elif tuple(stored := entry.integers("shape")) != shape:
+            different.append(f"{name} is {stored[:8]}, config.json asks for {list(shape)}")
     if not different and geometry.tied_embeddings and _HEAD in names:
         files_of = {name: SINGLE_FILE if shard_of is None else shard_of[name] for name in (_EMBEDDING, _HEAD)}
         contents = [_content(folder / file, name, headers) for name, file in files_of.items()]
@@ -216,18 +216,18 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
 
 
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
-    """Tensors that differ between models: the first layer (with its first expert), the last norms, the embedding."""
+    """List tensors that differ between models: the first layer (with its first expert), the last norms, the embedding."""
     family, last = FAMILIES[geometry.family], geometry.num_layers - 1
     rules = [
         rule for rule in family.rules if "{i}" not in rule.mcore
     ]  # without the head, which may be another one here
     rules += family.layer_rules(geometry, 0)
-    found = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
-    return found | {f"model.layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
+    shapes = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
+    return shapes | {f"model.layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
 
 
 def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
-    """The header of a safetensors file: an entry for every tensor.
+    """Read the header of a safetensors file: an entry for every tensor.
 
     Raises:
         ConfigError: it is not such a file.
@@ -256,12 +256,12 @@ def read_header(path: Path) -> Fields:
 
 
 def _content(path: Path, name: str, headers: dict[str, Fields]) -> Iterator[bytes]:
-    """The bytes of a tensor of a safetensors file, a piece after the other."""
+    """Read the bytes of a tensor of a safetensors file, a piece after the other."""
     start, end = _header(path.parent, path.name, headers).object(name).integers("data_offsets")
     with open_file(path, remedy=_REMEDY) as file:
         file.seek(8 + int.from_bytes(file.read(8), "little") + start)
-        for left in range(end - start, 0, -_PIECE_BYTES):
-            yield file.read(min(left, _PIECE_BYTES))
+        for num_left in range(end - start, 0, -_PIECE_BYTES):
+            yield file.read(min(num_left, _PIECE_BYTES))
 
 
 def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
@@ -288,7 +288,7 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
     name = architecture(hf_config)
     family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
     if head not in heads:
-        supported = (known for known, (_, kind) in ARCHITECTURES.items() if kind in heads)
+        supported = (name for name, (_, kind) in ARCHITECTURES.items() if kind in heads)
         whole = f"; it is more than a language model: {_SAVE_ALONE}" if _is_more(hf_config) else ""
         yield f"{prefix}: architecture {shorten(name)} is not supported{whole}; supported are: {', '.join(supported)}"
         return
@@ -304,6 +304,6 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
 
 
 def architecture(hf_config: Fields) -> str:
-    """The name of the architecture, "none" where config.json does not have it."""
+    """Return the name of the architecture, "none" where config.json does not have it."""
     names = hf_config.texts("architectures", default=None)
     return names[0] if names else "none"

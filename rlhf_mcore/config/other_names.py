@@ -1,4 +1,4 @@
-"""Keys that people know from other trainers, what they are called here, and which of them have no counterpart.
+"""Translate the keys of other trainers: their names here, and those that have no counterpart.
 
 It is read where a key is unknown. Names in full (``actor_rollout_ref.rollout.n``) are also in the tables of ``config.other_trainers``.
 """
@@ -259,7 +259,7 @@ class OtherName(NamedTuple):
 
 
 def hint(key: str, *, holds_keys: bool = False) -> str:
-    """What is said of an unknown key: which one was meant, or why there is none, or the keys of its group.
+    """Say of an unknown key which one was meant, or why there is none, or the keys of its group.
 
     ``holds_keys``: further keys are inside of it, so that a group may have been meant.
     """
@@ -283,7 +283,7 @@ def hint(key: str, *, holds_keys: bool = False) -> str:
 
 
 def is_foreign_group(key: str) -> bool:
-    """Whether a key that holds keys is a group of another trainer's, so that each of those has a place of its own here."""
+    """Tell whether a key is a group of another trainer. Each key in it has a place of its own here."""
     other = find_other_name(key)
     return not (other and other.reason) and nearest(key, groups=True) is None
 
@@ -291,8 +291,8 @@ def is_foreign_group(key: str) -> bool:
 def find_other_name(key: str) -> OtherName | None:
     """Look up a dotted key, or a command-line flag, of another trainer. The longest ending of it that is known decides."""
     name = key.lstrip("-").replace("-", "_").lower()
-    if found := _in_tables(name, rows=True):
-        return found
+    if other := _in_tables(name, rows=True):
+        return other
     parts = name.split(".")
     trainer = "verl" if parts[0] in _VERL_GROUPS else ""
     for ending in (".".join(parts[first:]) for first in range(len(parts))):
@@ -319,16 +319,16 @@ def _plain(key: str) -> str:
 
 
 def _inside(group: str) -> str:
-    return ", ".join(known.rpartition(".")[2] for known in KEYS if known.rpartition(".")[0] == group)
+    return ", ".join(key.rpartition(".")[2] for key in KEYS if key.rpartition(".")[0] == group)
 
 
 @cache
 def _keys_by_name() -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    keys: dict[str, tuple[str, ...]] = {}
     for key, names in _NAMES.items():
         for name in names.split():
-            found[name] = (*found.get(name, ()), key)
-    return found
+            keys[name] = (*keys.get(name, ()), key)
+    return keys
 
 
 def _single_names() -> list[str]:
@@ -336,21 +336,21 @@ def _single_names() -> list[str]:
 
 
 def _of_role(first: str, key: str) -> str:
-    """A key of the actor, as the critic's where the critic's was meant."""
+    """Turn a key of the actor into the critic's where the critic's was meant."""
     own = re.sub(r"^(actor|trainer)\.", f"{first}.", key)
     return own if first == "critic" and own in KEYS else key
 
 
 def _absent(name: str) -> str:
     for names, reason in _ABSENT.items():
-        for known in names.split():
-            if name == known or (known.endswith("*") and name.startswith(known[:-1])):
+        for pattern in names.split():
+            if name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1])):
                 return reason
     return ""
 
 
 def _in_tables(name: str, *, rows: bool) -> OtherName | None:
-    """What the tables of ``rlhf-mcore migrate`` know of a name in full: a key of ours (``rows``), or why there is none."""
+    """Look up in the tables of ``rlhf-mcore migrate`` a name in full: a key of ours (``rows``), or why there is none."""
     from rlhf_mcore.config.other_trainers import openrlhf, verl  # which a run without mistakes does not need
 
     first, dot, _ = name.partition(".")

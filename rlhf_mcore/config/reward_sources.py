@@ -29,7 +29,10 @@ SOURCES: dict[str, list[RuleConfig]] = {
 
 
 def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) -> Sequence[RuleConfig] | None:
-    """The rules of a data source, or None: those of its own name, else of the longest beginning ("aime*"). The user's table wins."""
+    """Return the rules of a data source, or None: those of its own name, else of the longest beginning ("aime*").
+
+    The user's table wins.
+    """
     table = {**SOURCES, **(sources or {})}
     if source in table:
         return table[source]
@@ -40,33 +43,33 @@ def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) ->
 def rules_for(
     source: str, rules: Sequence[RuleConfig], sources: Mapping[str, Sequence[RuleConfig]] | None
 ) -> Sequence[RuleConfig]:
-    """The rules that score a prompt of a data source: with a table those of the source, maybe none, else ``rules``."""
+    """Return the rules that score a prompt of a data source: with a table those of the source, maybe none, else ``rules``."""
     return rules if sources is None else rules_of(source, sources) or ()
 
 
 def rule_tables(cfg: RewardConfig) -> dict[str, Sequence[RuleConfig]]:
-    """Every list of rules that a user wrote, by its key."""
+    """Collect every list of rules that a user wrote, by its key."""
     if cfg.sources is None:
         return {"reward.rules": cfg.rules}
     return {f"reward.sources[{source}]": rules for source, rules in cfg.sources.items()}
 
 
 def needs_truth(rule: RuleConfig) -> bool:
-    """Whether a rule compares a response with a ground truth."""
+    """Tell whether a rule compares a response with a ground truth."""
     grader = GRADERS.get(rule.name, Grader())
     return grader.needs_answer and not (rule.name == "regex" and rule.pattern is not None)
 
 
 def any_needs_truth(cfg: RewardConfig) -> bool:
-    """Whether some rule of the configuration does; with a table, the built-in sources do."""
+    """Tell whether some rule of the configuration does; with a table, the built-in sources do."""
     return cfg.sources is not None or any(map(needs_truth, cfg.rules))
 
 
 def scores_alone(cfg: RewardConfig) -> bool:
-    """Whether something scores in the place of the rules."""
+    """Tell whether something scores in the place of the rules."""
     return cfg.function is not None or cfg.remote.url is not None
 
 
 def function_name(function: FunctionConfig) -> str:
-    """What a function among several is called."""
+    """Return the name of a function among several."""
     return function.name or function.path.rpartition(":")[2].rpartition(".")[2]

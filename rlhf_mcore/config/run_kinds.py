@@ -44,7 +44,7 @@ class RunKind:
         return len(self.response_keys) == 1
 
     def reads(self, key: str) -> bool:
-        """Whether a run of this kind looks at a key at all."""
+        """Tell whether a run of this kind looks at a key at all."""
         return self.generates or not key.startswith(_GENERATION)
 
 
@@ -71,5 +71,5 @@ RUN_KINDS = {kind.name: kind for kind in (RL, SFT, REWARD_MODEL)}
 
 
 def run_kind(cfg: Config) -> RunKind:
-    """The kind of a configuration's run. A name that is no choice is validation's to refuse; until then it counts as "rl"."""
+    """Return the kind of a configuration's run. A name that is no choice is validation's to refuse; until then it counts as "rl"."""
     return RUN_KINDS.get(cfg.algorithm.kind, RL)

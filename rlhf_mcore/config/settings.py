@@ -117,7 +117,7 @@ class SettingReader:
             for name, child in _items(document, node):
                 self._take(document, f"{key}.{name}", child)
         elif not is_null:  # an empty group is a group whose keys are all commented out
-            names = ", ".join(known for known in KEYS if known.rpartition(".")[0] == key)
+            names = ", ".join(name for name in KEYS if name.rpartition(".")[0] == key)
             self.problems.append(f"{document.place(node)}: {key} is a group, not a value; set one of its keys: {names}")
 
     def _take_unknown(self, document: Document, key: str, node: yaml.Node) -> None:
@@ -147,7 +147,7 @@ class SettingReader:
 
 
 def _written_out(node: yaml.Node, hint: Any) -> yaml.Node:
-    """A list with the brackets that a single item may leave out, and its rules with the ``name:`` that may be left out.
+    """Write out a list: the brackets that a single item may leave out, and the ``name:`` that its rules may leave out.
 
     A reference to another key (``${data.train}``) may stand for the whole list.
     """
@@ -169,7 +169,7 @@ def _written_out(node: yaml.Node, hint: Any) -> yaml.Node:
 
 
 def _named(item: yaml.Node, key: str) -> yaml.Node:
-    """``final_number`` is short for ``{name: final_number}``, where ``name`` is the first key of such an item."""
+    """Write out an item: ``final_number`` is short for ``{name: final_number}``, where ``name`` is the first key of such an item."""
     if not isinstance(item, yaml.ScalarNode) or item.tag == _NULL:
         return item
     text = "tag:yaml.org,2002:str"
@@ -178,7 +178,7 @@ def _named(item: yaml.Node, key: str) -> yaml.Node:
 
 
 def _value(document: Document, node: yaml.Node, hint: Any) -> Any:
-    """The value of a node that is meant for a field of type ``hint``."""
+    """Convert the value of a node that is meant for a field of type ``hint``."""
     if is_text(hint) and isinstance(node, yaml.ScalarNode) and node.tag != _NULL:
         return node.value
     if isinstance(node, yaml.SequenceNode) and item_type(hint) is not None:
@@ -187,15 +187,15 @@ def _value(document: Document, node: yaml.Node, hint: Any) -> Any:
 
 
 def _items(document: Document, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
-    seen: dict[str, str] = {}
+    places: dict[str, str] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{document.place(key_node)}: a key has to be a name, as in 'seed: 1'")
         key = str(key_node.value)
-        if key in seen:
-            where = f"(also at {seen[key]})"
+        if key in places:
+            where = f"(also at {places[key]})"
             raise ConfigError(f"{document.place(key_node)}: key {shorten(key)!r} appears twice {where}; keep one")
-        seen[key] = document.place(key_node)
+        places[key] = document.place(key_node)
         yield key, value_node
 
 

@@ -44,9 +44,9 @@ class FromEnvironment(str):
     shown: str
 
     def __new__(cls, value: str, shown: str) -> FromEnvironment:
-        made = super().__new__(cls, value)
-        made.shown = shown
-        return made
+        text = super().__new__(cls, value)
+        text.shown = shown
+        return text
 
     def __repr__(self) -> str:
         return repr(self.shown)
@@ -59,12 +59,12 @@ class FromEnvironment(str):
 
 
 def to_yaml(cfg: Config) -> str:
-    """The whole tree in the order of the schema. It loads again as a config file."""
+    """Write the whole tree in the order of the schema. It loads again as a config file."""
     return str(yaml.safe_dump(redact(asdict(cfg)), sort_keys=False, allow_unicode=True, default_flow_style=False))
 
 
 def redact(value: Any) -> Any:
-    """A copy of a tree of dicts and lists without values of secret keys and of the environment, and without secrets in addresses."""
+    """Copy a tree of dicts and lists without values of secret keys and of the environment, and without secrets in addresses."""
     if isinstance(value, dict):
         return {key: _redact_value(str(key), child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -75,7 +75,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """``a.b=c`` arguments of a command line, without the values of secret keys and without other secrets."""
+    """Return ``a.b=c`` arguments of a command line without the values of secret keys and without other secrets."""
     return [without_secrets(_redact_argument(argument)) for argument in arguments]
 
 
@@ -117,7 +117,7 @@ def _redact_value(key: str, value: Any) -> Any:
 
 
 def _hide(value: Any, *, numbers: bool) -> Any:
-    """``numbers``: a number is a secret too, and no count."""
+    """Hide secrets. ``numbers``: a number is a secret too, and no count."""
     if isinstance(value, dict):
         return {key: _hide(child, numbers=numbers) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -135,12 +135,12 @@ def _hide_in_text(text: str) -> str:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable holds a secret, by its name."""
+    """Tell by its name whether an environment variable holds a secret."""
     return _SECRET_VARIABLE.search(name) is not None
 
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A text without logins and queries inside URLs, and without the values of environment variables that are named as secrets are."""
+    """Remove from a text the logins and queries inside URLs, and the values of environment variables that are named as secrets are."""
     for name, value in environment.items():
         if len(value) >= _SHORTEST and is_secret_variable(name):
             text = text.replace(value, f"<redacted: {name}>")

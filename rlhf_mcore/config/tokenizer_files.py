@@ -20,13 +20,13 @@ MAX_STEPS = 64
 
 
 def tokenizer_size(directory: str) -> int | None:
-    """One more than the largest token id in tokenizer.json; None where there is no such file or it does not list them."""
-    found = _texts_of_tokens(_contents(directory))
-    return max(found) + 1 if found else None
+    """Return one more than the largest token id in tokenizer.json, or None where there is no such file or it does not list them."""
+    texts = _texts_of_tokens(_contents(directory))
+    return max(texts) + 1 if texts else None
 
 
 def own_tokenizer_problems(model: ModelConfig) -> Iterator[str]:
-    """Whether the tokenizer of a run is there, belongs to ``model.path``, and asks for nothing absurd."""
+    """Check that the tokenizer of a run is there, belongs to ``model.path``, and asks for nothing absurd."""
     owner = model.path if model.tokenizer_path is None else model.tokenizer_path
     yield from token_problems(model.path, tokenizer_size(owner), "model.path", owner)
     if model.tokenizer_path is None:
@@ -46,7 +46,8 @@ def own_tokenizer_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def tokenizer_difference(directory: str, own: str) -> str | None:
-    """The first difference of the tokenizer in ``directory`` from that of ``own``; None where there is none or files do not show it.
+    """Describe the first difference of the tokenizer in ``directory`` from that of ``own``. Returns None where there is none or
+    files do not show it.
 
     More tokens than those of ``own`` are no difference: they have rows of the embedding beyond its.
     """
@@ -58,8 +59,8 @@ def tokenizer_difference(directory: str, own: str) -> str | None:
     texts, own_texts = _texts_of_tokens(there), _texts_of_tokens(here)
     if wrong := [number for number, text in sorted(own_texts.items()) if texts.get(number) != text]:
         number = wrong[0]
-        found = f"is {shorten(texts[number], 40)!r} there" if number in texts else "is not there"
-        return f"token {number}, {shorten(own_texts[number], 40)!r}, {found}; {len(wrong)} of {len(own_texts)} tokens differ"
+        difference = f"is {shorten(texts[number], 40)!r} there" if number in texts else "is not there"
+        return f"token {number}, {shorten(own_texts[number], 40)!r}, {difference}; {len(wrong)} of {len(own_texts)} tokens differ"
     merges, own_merges = (_merges(content) for content in (there, here))
     if merges[: len(own_merges)] != own_merges:
         return "its merges are in another order"
@@ -70,7 +71,7 @@ def tokenizer_difference(directory: str, own: str) -> str | None:
 
 
 def growth_problems(directory: str) -> Iterator[str]:
-    """Whether normalisation makes texts much longer: a few replacements, each of a letter by many, fill any memory."""
+    """Check that normalisation does not make texts much longer: a few replacements, each of a letter by many, fill any memory."""
     growth, steps = 1.0, 0
     pending: list[Any] = [_contents(directory).get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
     while pending:
@@ -95,7 +96,7 @@ def growth_problems(directory: str) -> Iterator[str]:
 
 
 def token_problems(model_dir: str, num_tokens: int | None, field: str, tokenizer: str) -> Iterator[str]:
-    """What does not fit between the model in ``model_dir`` and a tokenizer of ``num_tokens`` tokens (None: not known).
+    """List what does not fit between the model in ``model_dir`` and a tokenizer of ``num_tokens`` tokens (None: not known).
 
     Every token needs a row of the embedding (more rows are common: padding), and the tokens by which the model ends a response
     must be among the tokenizer's.
@@ -126,7 +127,7 @@ def token_problems(model_dir: str, num_tokens: int | None, field: str, tokenizer
 
 
 def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
-    """The ids of config.json that begin and end a text, which have to be special tokens of the tokenizer beside it."""
+    """Check the ids of config.json that begin and end a text: they have to be special tokens of the tokenizer beside it."""
     content = _contents(model_dir)
     texts = _texts_of_tokens(content)
     special = {token.get("id") for token in content.get("added_tokens") or () if isinstance(token, dict)}
@@ -146,7 +147,7 @@ def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
 
 
 def end_tokens(config: Fields) -> list[int]:
-    """The tokens that end a response, by a config: ``eos_token_id``, a number or a list.
+    """List the tokens that end a response, by a config: ``eos_token_id``, a number or a list.
 
     Raises:
         ConfigError: it is neither.
@@ -158,7 +159,7 @@ def end_tokens(config: Fields) -> list[int]:
 
 
 def _read(directory: str, name: str) -> Fields:
-    """A file of a model that may be absent."""
+    """Read a file of a model that may be absent."""
     try:
         return read_json(Path(directory, name), where=name, remedy="download or export the model again")
     except MissingFile:
@@ -187,11 +188,11 @@ def _texts_of_tokens(content: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _merges(content: Mapping[str, Any]) -> list[str]:
-    """Merges of a BPE model, in either of the two ways to write them."""
-    found = content["model"].get("merges")
-    if not isinstance(found, list):
+    """List the merges of a BPE model, in either of the two ways to write them."""
+    merges = content["model"].get("merges")
+    if not isinstance(merges, list):
         return []
-    return [merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in found if merge]
+    return [merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in merges if merge]
 
 
 def _end_of_text(directory: str) -> str | None:

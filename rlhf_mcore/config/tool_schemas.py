@@ -13,7 +13,7 @@ _SHAPE = '[{"type": "function", "function": {"name": ..., "description": ..., "p
 
 
 def read_tools(path: str | None) -> list[dict[str, Any]]:
-    """The list in a file; [] without one.
+    """Read the list in a file; [] without one.
 
     Raises:
         ConfigError: there is no such file, or it holds something else.

@@ -25,22 +25,22 @@ class OwnFunction(str):
     function: Callable[..., Any]
 
     def __new__(cls, function: Callable[..., Any]) -> OwnFunction:
-        made = super().__new__(cls, f"python:{getattr(function, '__qualname__', type(function).__qualname__)}")
-        made.function = function
-        return made
+        text = super().__new__(cls, f"python:{getattr(function, '__qualname__', type(function).__qualname__)}")
+        text.function = function
+        return text
 
     def __deepcopy__(self, memo: object) -> OwnFunction:
         return self
 
     def fingerprint(self) -> str:
-        """Of its name, its code, and what of the user's own that code reads."""
+        """Hash a function's name, its code, and the user's own values that the code reads."""
         from rlhf_mcore.config.function_digest import function_digest
 
         return hashlib.sha256(f"{self} {function_digest(self.function)}".encode()).hexdigest()
 
 
 def is_file_spec(text: str) -> bool:
-    """Whether a value names a function of a file, rather than one of ours."""
+    """Tell whether a value names a function of a file, rather than one of ours."""
     return ":" in text or text.endswith(".py")
 
 
@@ -74,7 +74,7 @@ def function_problems(spec: str, key: str) -> Iterator[str]:
 
 
 def parse_file(path: str | Path) -> ast.Module:
-    """The syntax tree of a Python file, which is not run.
+    """Parse the syntax tree of a Python file, which is not run.
 
     Raises:
         MissingFile: there is no such file.
@@ -90,7 +90,7 @@ def parse_file(path: str | Path) -> ast.Module:
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:
-    """The function that ``key: path/to/file.py:name`` names. The file is executed, once per call.
+    """Load the function that ``key: path/to/file.py:name`` names. The file is executed, once per call.
 
     Raises:
         ConfigError: naming ``key``, if the file or the name is missing, or the file fails to import.
@@ -131,7 +131,7 @@ def _load_module(path: Path, spec: str, key: str) -> ModuleType:
 
 
 def place_of(error: BaseException, spec: str) -> str:
-    """Where in the file of ``path/to/file.py:name`` an exception comes from, as " (file.py, line 7)"; empty where it does not."""
+    """Say where in the file of ``path/to/file.py:name`` an exception comes from, as " (file.py, line 7)"; empty where it does not."""
     path = Path(spec.rpartition(":")[0]).expanduser().resolve()
     if isinstance(error, SyntaxError):
         return ""  # its text names file and line

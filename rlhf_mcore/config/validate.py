@@ -99,7 +99,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
 
 # ----------------------------------------------------------------------------------------------------------- single keys
 def choice_problems(cfg: Config) -> Iterator[str]:
-    """Keys whose text is none of their choices."""
+    """List the keys whose text is none of their choices."""
     for key, value, allowed in _allowed_values(cfg):
         if not isinstance(allowed, Choices) or value is None or allowed.holds(value):
             continue
@@ -110,7 +110,7 @@ def choice_problems(cfg: Config) -> Iterator[str]:
 
 
 def range_problems(cfg: Config) -> Iterator[str]:
-    """Keys whose number is out of range."""
+    """List the keys whose number is out of range."""
     for key, value, allowed in _allowed_values(cfg):
         if isinstance(allowed, Range) and value is not None and not allowed.holds(value):
             yield f"{key}={value} is out of range; it must be {allowed}"
@@ -122,23 +122,23 @@ def range_problems(cfg: Config) -> Iterator[str]:
 
 
 def unused_problems(cfg: Config) -> Iterator[str]:
-    """Keys that somebody has set, and that have no effect with what another key is."""
+    """List the keys that somebody has set in vain, because of the value of another key."""
     default = Config()
     for key, description in DESCRIPTIONS.items():
         if not run_kind(cfg).reads(key) or (value := value_of(cfg, key)) == value_of(default, key):
             continue
         while description.only_with:
-            owner, _, wanted = description.only_with.partition("=")
-            found, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # which may need another in its turn
-            if _is_misspelled(owner, found) or _is_misspelled(key, value):
+            owner, _, values = description.only_with.partition("=")
+            owner_value, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # which may need another in its turn
+            if _is_misspelled(owner, owner_value) or _is_misspelled(key, value):
                 break  # which is another problem
-            if owner == "rollout.engine" and engine_kind(found).reads(key):
+            if owner == "rollout.engine" and engine_kind(owner_value).reads(key):
                 break
-            if found not in wanted.split(" or ") if wanted else found == 0:
+            if owner_value not in values.split(" or ") if values else owner_value == 0:
                 cure = (
-                    f"set {owner}={wanted}" if wanted else f"set {owner}=true" if found is False else f"raise {owner}"
+                    f"set {owner}={values}" if values else f"set {owner}=true" if owner_value is False else f"raise {owner}"
                 )
-                yield f"{key}={value} has no effect with {owner}={found}; remove it, or {cure}"
+                yield f"{key}={value} has no effect with {owner}={owner_value}; remove it, or {cure}"
                 break
 
 
@@ -148,7 +148,7 @@ def _is_misspelled(key: str, value: Any) -> bool:
 
 
 def _allowed_values(cfg: Config) -> Iterator[tuple[str, Any, Range | Choices]]:
-    """Every key that the run reads and whose description bounds its value."""
+    """List every key that the run reads and that has bounds in its description."""
     kind = run_kind(cfg)
     for key, description in DESCRIPTIONS.items():
         if not kind.reads(key):
@@ -161,7 +161,7 @@ def _allowed_values(cfg: Config) -> Iterator[tuple[str, Any, Range | Choices]]:
 
 
 def reward_and_data_problems(cfg: Config) -> Iterator[str]:
-    """What concerns scores and prompts alone: no model is read."""
+    """Check scores and prompts alone: no model is read."""
     yield from (
         *choice_problems(cfg),
         *range_problems(cfg),

@@ -21,7 +21,7 @@ MAX_DEPTH = 24
 
 
 def read_yaml_text(path: Path, what: str) -> str:
-    """The text of a YAML file; ``what`` it is ("config file") begins the messages.
+    """Read the text of a YAML file; ``what`` it is ("config file") begins the messages.
 
     Raises:
         ConfigError: it is not a readable text of at most ``MAX_BYTES``.
@@ -52,11 +52,11 @@ class Document:
             self._measure(self.root, 1, {}, set())
 
     def place(self, node: yaml.Node) -> str:
-        """Where a node is, for messages."""
+        """Say where a node is, for messages."""
         return f"{self.name}:{node.start_mark.line + 1}" if self._is_file else self.name
 
     def value(self, node: yaml.Node) -> Any:
-        """The value of a node: what YAML makes of it, integers of 64 bits only.
+        """Return the value of a node: what YAML makes of it, integers of 64 bits only.
 
         Raises:
             ConfigError: it is no plain value.
@@ -71,7 +71,7 @@ class Document:
     def _measure(
         self, node: yaml.Node, level: int, known: dict[int, tuple[int, int]], active: set[int]
     ) -> tuple[int, int]:
-        """How many nodes a node stands for and how deep they go; raises beyond the bounds."""
+        """Measure how many nodes a node stands for and how deep they go; raises beyond the bounds."""
         size, depth = known.get(id(node), (1, 0))
         if level + depth > MAX_DEPTH:
             raise ConfigError(f"{self.place(node)}: not valid YAML: nested deeper than {MAX_DEPTH}; write it flat")
@@ -96,7 +96,7 @@ class Document:
 
 
 def load_yaml(text: str, name: str) -> Any:
-    """The value of a whole YAML text, None if it is empty.
+    """Load the value of a whole YAML text, None if it is empty.
 
     Raises:
         ConfigError: it is not valid YAML, no plain value, or beyond the bounds.
@@ -132,7 +132,7 @@ def _reason(error: Exception) -> str:
 
 
 def interpolated_texts(value: Any) -> Iterator[str]:
-    """The texts in a value that have something to resolve."""
+    """List the texts in a value that have something to resolve."""
     if isinstance(value, str) and "${" in value:
         yield value
     elif isinstance(value, list):

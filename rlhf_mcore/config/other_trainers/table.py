@@ -87,7 +87,7 @@ def apply(table: Table, given: Values) -> Migration:
             _carry(migration, joint, everything, given)
     for key, value in given.items():
         if key not in migration.carried and key not in migration.lost:
-            reasons = [known for known in table.reasons if key == known or key.startswith(known + ".")]
+            reasons = [name for name in table.reasons if key == name or key.startswith(name + ".")]
             why = table.reasons[max(reasons, key=len)] if reasons else "there is no such key here"
             migration.lost[key] = (value, why)
     _drop_critic(migration, given)

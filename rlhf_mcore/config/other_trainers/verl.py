@@ -208,12 +208,12 @@ def output(values: Values) -> dict[str, Any]:
 
 def logger(names: Any) -> list[str]:
     names = [names] if isinstance(names, str) else names
-    known = [str(name) for name in names if name in TRACKERS]
+    trackers = [str(name) for name in names if name in TRACKERS]
     if foreign := sorted(set(map(str, names)) - {"console", "file", *TRACKERS}):
         raise Lost(
-            f"{', '.join(foreign)} is not written to; there are: {', '.join(TRACKERS)}", {"logging.trackers": known}
+            f"{', '.join(foreign)} is not written to; there are: {', '.join(TRACKERS)}", {"logging.trackers": trackers}
         )
-    return known
+    return trackers
 
 
 OVERLONG = (

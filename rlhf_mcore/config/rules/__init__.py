@@ -1,4 +1,4 @@
-"""What has to hold among the keys of a group, and of the files that they name: a module for each group of ``schema``.
+"""Check the keys of a group against each other, and against the files that they name: a module for each group of ``schema``.
 
 Rules are read where a configuration is checked (``validate``); a rank that is handed a resolved one loads none of them.
 """

@@ -17,7 +17,7 @@ from rlhf_mcore.config.show import REDACTED
 
 
 def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
-    """Metrics that there are not, rules without a bound, actions that cannot be taken."""
+    """List unknown metrics, rules without a bound, and actions that are not possible."""
     used = set(cfg.actions)
     yield from _action_problems("alarms.actions", cfg.actions)
     for index, rule in enumerate(cfg.rules):

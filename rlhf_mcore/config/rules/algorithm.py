@@ -11,7 +11,7 @@ from rlhf_mcore.config.schema import AlgorithmConfig, Config, SapoConfig
 
 
 def algorithm_problems(cfg: Config) -> Iterator[str]:
-    """Problems with ``cfg.algorithm`` that a look at one key does not show. A function of a user's own file may use every key."""
+    """List problems with ``cfg.algorithm`` that a look at one key does not show. A function of a user's own file may use every key."""
     algorithm, n = cfg.algorithm, cfg.rollout.sampling.n
     estimator, loss = ADVANTAGES.get(algorithm.advantage), POLICY_LOSSES.get(algorithm.policy_loss)
     if n < 2 and estimator is not None and estimator.compares_group:

@@ -15,7 +15,7 @@ _METRIC = re.compile(r"evaluate/\S+")
 
 
 def checkpoint_problems(cfg: Config) -> Iterator[str]:
-    """Problems with ``cfg.checkpoint`` that a look at one key does not show."""
+    """List problems with ``cfg.checkpoint`` that a look at one key does not show."""
     checkpoint = cfg.checkpoint
     yield from _metric_problems(cfg)
     yield from _retention_problems(checkpoint)

@@ -76,21 +76,21 @@ def data_problems(data: DataConfig, files: list[str], field: str, *, needs_answe
         return
     limits, deadline = row_limits(data), time.monotonic() + SCAN_S
     for file, (prompt_key, answer_key) in zip(files, file_keys(data, files, field), strict=True):
-        wanted = _Wanted(prompt_key, answer_key, *settings_of(field), needs_answer)
+        required = _Wanted(prompt_key, answer_key, *settings_of(field), needs_answer)
         try:
             columns = read_columns(Path(file), field, limits)
         except ConfigError as error:
             yield str(error)
             continue
-        missing = list(wanted.missing(columns, f"{field}: {file}")) if data.transform is None else []
+        missing = list(required.missing(columns, f"{field}: {file}")) if data.transform is None else []
         yield from missing or row_problems(
-            file, field, wanted.check if data.transform is None else None, limits, deadline
+            file, field, required.check if data.transform is None else None, limits, deadline
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a row has to have, and the keys that require it."""
+    """The fields that a row must have, and the keys that require them."""
 
     prompt_key: str
     answer_key: str | None
@@ -99,18 +99,18 @@ class _Wanted:
     needs_answer: bool
 
     def missing(self, columns: Sequence[str], place: str) -> Iterator[str]:
-        """What is wrong with the columns of a file."""
+        """List the problems with the columns of a file."""
         there = f"its columns are: {', '.join(columns) or 'none'}"
         if not has_column(columns, self.prompt_key):
             yield f"{place} has no prompt column {self.prompt_key!r}; {there}. Set {self.prompt_setting} to one"
         if self.answer_key is not None and not has_column(columns, self.answer_key):
             yield f"{place} has no answer column {self.answer_key!r}; {there}. Set {self.answer_setting} to one"
         elif self.answer_key is None and self.needs_answer and not any(name in columns for name in ANSWER_COLUMNS):
-            wanted = " or ".join(map(repr, ANSWER_COLUMNS))
-            yield f"{place} has no answer column ({wanted}); {there}. Set {self.answer_setting} to one"
+            names = " or ".join(map(repr, ANSWER_COLUMNS))
+            yield f"{place} has no answer column ({names}); {there}. Set {self.answer_setting} to one"
 
     def check(self, row: dict[str, Any], place: str) -> None:
-        """Raises ConfigError for a row that cannot be used."""
+        """Raise ConfigError for a row that cannot be used."""
         content = require_column(row, self.prompt_key, place, setting=self.prompt_setting)
         checked_prompt(content, f"{place}, column {self.prompt_key!r}")
         mapping(row, "extra_info", place)
@@ -123,7 +123,7 @@ class _Wanted:
 def row_problems(
     file: str, field: str, check: Callable[[dict[str, Any], str], None] | None, limits: RowLimits, deadline: float
 ) -> Iterator[str]:
-    """The first row of a file that cannot be used, among those that are read until ``deadline`` (of the monotonic clock)."""
+    """Report the first row of a file that cannot be used. Rows are read until ``deadline`` (of the monotonic clock)."""
     try:
         for place, row in islice(read_rows(Path(file), limits), SCANNED_ROWS):
             if check is not None:
@@ -141,10 +141,10 @@ def check_fills_a_step(data: DataConfig, wanted: int) -> None:
         ConfigError: there are too few, or a file cannot be read.
     """
     rows = (row for file in data.train for row in read_rows(Path(file), row_limits(data)))
-    found = sum(1 for _ in islice(rows, wanted))
-    if found < wanted:
+    num_rows = sum(1 for _ in islice(rows, wanted))
+    if num_rows < wanted:
         raise ConfigError(
-            f"data.train has {found} rows, fewer than trainer.prompts_per_step={wanted}: a step would hold a prompt twice; "
+            f"data.train has {num_rows} rows, fewer than trainer.prompts_per_step={wanted}: a step would hold a prompt twice; "
             "lower it, or add data"
         )
 
@@ -153,7 +153,7 @@ def check_fills_a_step(data: DataConfig, wanted: int) -> None:
 
 
 def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator[str]:
-    """What is wrong with the keys that name the columns of ``files``."""
+    """List the problems with the keys that name the columns of ``files``."""
     if not files:
         return
     for key, value, nullable in zip(_deciding(data, field), chosen_columns(data, field), (False, True), strict=True):
@@ -173,7 +173,7 @@ def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator
 
 
 def _deciding(data: DataConfig, field: str) -> Iterator[str]:
-    """The keys whose values ``chosen_columns`` returns: of the files of eval, those of train unless their own are set."""
+    """List the keys whose values ``chosen_columns`` returns: of the files of eval, those of train unless their own are set."""
     for key in settings_of(field):
         value = getattr(data, key.removeprefix("data."))
         inherited = key.replace("eval_", "")
@@ -181,7 +181,7 @@ def _deciding(data: DataConfig, field: str) -> Iterator[str]:
 
 
 def read_columns(file: Path, field: str, limits: RowLimits | None = None) -> list[str]:
-    """Names of a file's columns: from the footer of a parquet file, from the first line of a jsonl file.
+    """Read the names of a file's columns: from the footer of a parquet file, from the first line of a jsonl file.
 
     Raises:
         ConfigError: the file is not there, of an unknown kind, broken or empty.
@@ -236,11 +236,11 @@ def _example_file_problems(cfg: Config, file: str, field: str, prompt_key: str, 
     if cfg.data.transform is not None:
         yield from row_problems(file, field, None, limits, deadline)
         return
-    wanted = wanted_columns(cfg, prompt_key)
-    missing = [key for key, column in wanted.items() if column not in columns]
+    columns_by_key = wanted_columns(cfg, prompt_key)
+    missing = [key for key, column in columns_by_key.items() if column not in columns]
     if missing and not (run_kind(cfg).reads_conversations and MESSAGES in columns):
-        named = " and ".join(f"{wanted[key]!r}" for key in missing)
-        remedy = f"Set {' and '.join(missing)}" + (f", or give a column {MESSAGES!r}" if len(wanted) == 2 else "")
+        named = " and ".join(f"{columns_by_key[key]!r}" for key in missing)
+        remedy = f"Set {' and '.join(missing)}" + (f", or give a column {MESSAGES!r}" if len(columns_by_key) == 2 else "")
         yield (
             f"{field}: {file} has no column {named}, which algorithm.kind={cfg.algorithm.kind} reads; "
             f"its columns are: {', '.join(columns) or 'none'}. {remedy}"
@@ -248,7 +248,7 @@ def _example_file_problems(cfg: Config, file: str, field: str, prompt_key: str, 
         return
 
     def check(row: dict[str, Any], place: str) -> None:
-        _, prompt, _ = example_contents(row, wanted, place)
+        _, prompt, _ = example_contents(row, columns_by_key, place)
         checked_prompt(prompt, f"{place}, prompt")
 
     yield from row_problems(file, field, check, limits, deadline)

@@ -12,7 +12,7 @@ from rlhf_mcore.config.user_functions import function_problems, is_file_spec
 
 
 def environment_problems(cfg: Config) -> Iterator[str]:
-    """What is wrong with the environment that a run names: its function, its tools, its tokens."""
+    """List the problems with the environment of a run: its function, its tools, its tokens."""
     own = cfg.environment
     if own.function is None:
         return

@@ -16,14 +16,14 @@ from rlhf_mcore.geometry import ModelGeometry
 
 
 def world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
-    """Whether the roles fit a world of ``world_size`` processes (None: ``default_world_size``)."""
+    """Check that the roles fit a world of ``world_size`` processes (None: ``default_world_size``)."""
     world, source = _world(cfg, world_size)
     for role in role_layouts(cfg):
         yield from layout_problems(role, world, f"{source}={world}")
 
 
 def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Whether the engines fit that world, and the actor's model, of ``geometry`` where that is known, fits an engine."""
+    """Check that the engines fit that world, and the actor's model an engine. ``geometry`` is the model's, where it is known."""
     world, source = _world(cfg, world_size)
     if cfg.actor.ranks is not None and (cfg.bridge.method == "gather" or cfg.bridge.verify == "full"):
         yield (
@@ -53,19 +53,19 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
 
 
 def _has_stacked_experts(geometry: ModelGeometry) -> bool:
-    """Of an architecture that is refused elsewhere nothing is known."""
+    """Tell whether experts are stacked. Of an architecture that is refused elsewhere nothing is known."""
     return FAMILIES.get(geometry.family, UNSUPPORTED).has_stacked_experts
 
 
 def _world(cfg: Config, world_size: int | None) -> tuple[int, str]:
-    """The number of processes, and where it is from."""
+    """Return the number of processes, and the source of that number."""
     if world_size is not None:
         return world_size, "the number of processes"
     return default_world_size(cfg), "trainer.world_size"
 
 
 def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
-    """The models beside the actor, each against its layout."""
+    """Check the models beside the actor, each against its layout."""
     if cfg.reference.path is not None and cfg.algorithm.kl.coef:
         yield from model_problems("reference.path", cfg.reference.path, ("lm",), "actor", cfg.actor.layout, actor)
     if needs_critic(cfg):
@@ -83,7 +83,7 @@ def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
 def model_problems(
     key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelGeometry | None
 ) -> Iterator[str]:
-    """A model beside the actor: its files, its vocabulary and its layout. ``actor`` is None where that cannot be compared."""
+    """Check a model beside the actor: its files, its vocabulary and its layout. ``actor`` is None where that cannot be compared."""
     geometry, problems = inspect_model(path, key, heads)
     if key != "model.path":
         yield from problems
@@ -98,7 +98,7 @@ def model_problems(
 
 
 def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
-    """A role's layout and ranks in a world of ``world`` processes; ``source`` is where that number is from."""
+    """Check a role's layout and ranks in a world of ``world`` processes. ``source`` says where that number is from."""
     name, layout = role.name, role.layout
     if world > MAX_WORLD:
         yield f"{source} is more than the {MAX_WORLD} that a run may have; lower it, or what it follows from ({name}.layout, ranks)"
@@ -138,14 +138,14 @@ def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: s
 
 
 def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
-    """Whether ``layout`` of ``role`` can cut the model that the config key ``model`` names."""
+    """Check that ``layout`` of ``role`` can cut the model that the config key ``model`` names."""
     yield from tensor_cut_problems(geometry, f"{role}.layout.tp", layout.tp, model)
     yield from _expert_cut_problems(role, layout, geometry, model)
     yield from _stage_problems(role, layout, geometry.num_layers, model)
 
 
 def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
-    """A load-balancing loss needs experts, and a bias of experts that moves has to be there."""
+    """Check that there are experts for a load-balancing loss, and a bias of experts where it moves."""
     if moe.aux_loss_coef and not geometry.num_experts:
         yield f"{role}.moe.aux_loss_coef={moe.aux_loss_coef:g}, but {model} has no experts; set it to 0"
     if moe.expert_bias_rate and not has_expert_bias(geometry):
@@ -205,7 +205,7 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometr
 
 
 def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str) -> Iterator[str]:
-    """Whether heads and MLP of a model can be cut in ``tp`` parts; ``field`` is the key that asks for it."""
+    """Check that heads and MLP of a model can be cut in ``tp`` parts. ``field`` is the key that asks for it."""
     sizes = {"num_attention_heads": geometry.num_heads}
     if geometry.has_dense_mlp:
         sizes["intermediate_size"] = geometry.ffn_size

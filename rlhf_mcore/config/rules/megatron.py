@@ -203,20 +203,20 @@ class MegatronField:
 
 @cache
 def megatron_fields() -> Mapping[str, MegatronField] | None:
-    """The fields of the installed Megatron-core by name, None where there is none."""
+    """Read the fields of the installed Megatron-core by name. Returns None where there is none."""
     package = PathFinder.find_spec("megatron")
     places = (package.submodule_search_locations if package is not None else None) or []
     root = next((Path(place) / "core" for place in places if (Path(place) / "core").is_dir()), None)
     if root is None:
         return None
-    found: dict[str, MegatronField] = {}
-    for file, wanted in _SOURCES.items():
+    fields: dict[str, MegatronField] = {}
+    for file, classes in _SOURCES.items():
         for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name in wanted:
+            if isinstance(node, ast.ClassDef) and node.name in classes:
                 for name, annotation in _annotated(node):
-                    before = found[name].classes if name in found else ()
-                    found[name] = MegatronField(name, (*before, wanted[node.name]), annotation)
-    return found
+                    before = fields[name].classes if name in fields else ()
+                    fields[name] = MegatronField(name, (*before, classes[node.name]), annotation)
+    return fields
 
 
 def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
@@ -226,7 +226,7 @@ def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _accepts(node: ast.expr, value: Any) -> bool:
-    """Whether a plain value of a configuration is of an annotated type. Types of torch are written as texts (``fp32``)."""
+    """Tell whether a plain value of a configuration is of an annotated type. Types of torch are written as texts (``fp32``)."""
     if isinstance(node, ast.Constant):
         return value is None
     if isinstance(node, ast.BinOp):
@@ -262,12 +262,12 @@ def _accepts(node: ast.expr, value: Any) -> bool:
 
 
 def reason_owned(name: str) -> str | None:
-    """Why a user cannot set a field, or None."""
+    """Explain why a user cannot set a field, or return None."""
     return OWNED.get(name) or next((why for start, why in _OWNED_PREFIXES.items() if name.startswith(start)), None)
 
 
 def megatron_problems(cfg: Config) -> Iterator[str]:
-    """Fields of Megatron that are unknown, of another type, or set by other keys."""
+    """List fields of Megatron that are unknown, of another type, or set by other keys."""
     trained: list[tuple[str, dict[str, Any] | None]] = [("actor", cfg.actor.megatron)]
     frozen: list[tuple[str, dict[str, Any] | None]] = []
     if run_kind(cfg).generates:
@@ -280,10 +280,10 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
         if settings:
             yield from _setting_problems(f"{role}.megatron", settings, is_trained=(role, settings) in trained)
     for layout in role_layouts(cfg):
-        wanted = dict(trained + frozen).get(layout.name) or {}
-        if wanted.get("tp_comm_overlap") is True:
+        layout_settings = dict(trained + frozen).get(layout.name) or {}
+        if layout_settings.get("tp_comm_overlap") is True:
             yield from _overlap_problems(cfg, layout)
-        if (kind := wanted.get("cp_comm_type")) is None:
+        if (kind := layout_settings.get("cp_comm_type")) is None:
             continue
         shown = f"{layout.name}.megatron.cp_comm_type={shorten(repr(kind), 100)}"
         if layout.layout.cp == 1:
@@ -293,7 +293,7 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
 
 
 def _overlap_problems(cfg: Config, role: RoleLayout) -> Iterator[str]:
-    """Why the communication of tensor-parallel ranks cannot overlap their computation."""
+    """Explain why the communication of tensor-parallel ranks cannot overlap their computation."""
     shown = f"{role.name}.megatron.tp_comm_overlap=True"
     if not role.layout.sequence_parallel:
         yield f"{shown} needs {role.name}.layout.sequence_parallel=true, and a tp of 2 or more; set them, or remove it"
@@ -304,25 +304,25 @@ def _overlap_problems(cfg: Config, role: RoleLayout) -> Iterator[str]:
 
 
 def _setting_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool) -> Iterator[str]:
-    known = megatron_fields()
-    if known is None:  # a plan is made where Megatron is not
+    fields = megatron_fields()
+    if fields is None:  # a plan is made where Megatron is not
         return
     for name, value in settings.items():
         shown = f"{key}.{shorten(name, 100)}={shorten(repr(value), 100)}"
-        found = known.get(name)
-        if found is None:
-            close = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
+        field = fields.get(name)
+        if field is None:
+            close = difflib.get_close_matches(name[:100], fields, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]}?" if close else f"see its {MODEL}, {DDP} and {OPTIMIZER}"
             yield f"{shown}: the installed Megatron-core has no such field; {hint}"
         elif (why := reason_owned(name)) is not None:
             yield f"{shown}: not a field to set here, because {why}; remove it"
-        elif not found.is_settable:
-            yield f"{shown}: it takes an object of Python ({found.annotation}), not a value; remove it"
-        elif not found.accepts(value):
-            declared = found.annotation.replace("torch.dtype", "fp32, bf16 or fp16").replace("Optional", "null or ")
+        elif not field.is_settable:
+            yield f"{shown}: it takes an object of Python ({field.annotation}), not a value; remove it"
+        elif not field.accepts(value):
+            declared = field.annotation.replace("torch.dtype", "fp32, bf16 or fp16").replace("Optional", "null or ")
             yield f"{shown} is not valid; Megatron-core declares it as {declared}"
-        elif not is_trained and MODEL not in found.classes:
-            yield f"{shown}: a field of {' and '.join(found.classes)}, and this model is not trained; remove it"
+        elif not is_trained and MODEL not in field.classes:
+            yield f"{shown}: a field of {' and '.join(field.classes)}, and this model is not trained; remove it"
 
     if settings.get("overlap_param_gather") is True and settings.get("overlap_grad_reduce") is not True:
         yield f"{key}.overlap_param_gather=True needs {key}.overlap_grad_reduce=true; set it too"

@@ -18,7 +18,7 @@ from rlhf_mcore.geometry import ModelGeometry
 
 
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """Problems with ``actor.mtp`` and what it does not go together with. ``geometry``: of ``model.path``."""
+    """List problems with ``actor.mtp`` and what it does not go together with. ``geometry``: of ``model.path``."""
     mode, kind, layout = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout
     drafts = cfg.rollout.speculative
     if kind.generates and drafts.method == "mtp" and engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
@@ -51,8 +51,8 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) -> Iterator[str]:
     family = FAMILIES[geometry.family]
     if not any(rule.layers == "mtp" for rule in family.rules):
-        known = [name for name, family in FAMILIES.items() if any(rule.layers == "mtp" for rule in family.rules)]
-        yield f"{prefix} is of family {family.name}, whose MTP layers are not supported, only those of {', '.join(known)}; {keep}"
+        supported = [name for name, family in FAMILIES.items() if any(rule.layers == "mtp" for rule in family.rules)]
+        yield f"{prefix} is of family {family.name}, whose MTP layers are not supported, only those of {', '.join(supported)}; {keep}"
         return
     count = num_mtp_layers(read_config(path, path))
     if count == 0:

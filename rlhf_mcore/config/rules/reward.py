@@ -19,7 +19,7 @@ from rlhf_mcore.config.user_functions import function_problems
 
 
 def functions_problems(cfg: RewardConfig) -> Iterator[str]:
-    """What is wrong with the functions, but for their files."""
+    """List the problems with the functions, but for their files."""
     names = [function_name(function) for function in cfg.functions]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -27,7 +27,7 @@ def functions_problems(cfg: RewardConfig) -> Iterator[str]:
 
 
 def service_problems(cfg: RewardConfig) -> Iterator[str]:
-    """What is wrong with the servers that a configuration names, as far as no file and no server is needed to tell."""
+    """List the problems with a configuration's servers that are seen without a file or a server."""
     remote, judge = cfg.remote, cfg.judge
     for key, url in {"reward.remote.url": remote.url, "reward.judge.url": judge.url}.items():
         if url is not None and (problem := _url_problem(url)):
@@ -58,13 +58,13 @@ def _url_problem(url: str) -> str | None:
 
 
 def without_login(url: str) -> str:
-    """An address for a message, without what stands before an @ or behind a question mark."""
+    """Shorten an address for a message: nothing before an @ or behind a question mark."""
     scheme, separator, rest = re.split(r"[?#]", url)[0].rpartition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def rule_problems(cfg: RewardConfig) -> Iterator[str]:
-    """What is wrong with the rules, but for what only a grader can tell, such as a broken regular expression.
+    """List the problems with the rules. A grader alone can tell some, such as a broken regular expression.
 
     Also of those that a function or a server replaces, but these may be empty.
     """
@@ -110,7 +110,7 @@ def _problems_of(rule: RuleConfig) -> Iterator[str]:
 
 
 def reward_problems(cfg: Config) -> Iterator[str]:
-    """What is wrong with what gives scores: functions, rules, servers."""
+    """List the problems with what gives scores: functions, rules, servers."""
     if cfg.reward.function is not None:
         yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
     for index, function in enumerate(cfg.reward.functions):
@@ -140,7 +140,7 @@ def reward_problems(cfg: Config) -> Iterator[str]:
 
 
 def ray_problems(cfg: Config) -> Iterator[str]:
-    """Whether workers and engines are in one cluster of Ray, as a process is."""
+    """Check that workers and engines are in one cluster of Ray, as a process is."""
     own, engines = cfg.reward.ray.address, cfg.rollout.ray.address
     if cfg.reward.pool == "ray" and cfg.rollout.placement == "disaggregated" and (own is None or own != engines):
         yield (

@@ -27,7 +27,7 @@ def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
 
 
 def rollout_problems(cfg: Config) -> Iterator[str]:
-    """What keys of engines and schedule ask of each other."""
+    """Check what keys of engines and schedule ask of each other."""
     yield from _support_problems(cfg.rollout.sampling)
     if cfg.bridge.method == "gather" and cfg.bridge.verify not in ("off", "sample"):
         yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; remove it"

@@ -17,7 +17,7 @@ from rlhf_mcore.config.schema.run import wanted_trackers
 
 
 def path_problems(cfg: Config) -> Iterator[str]:
-    """What is wrong with where the run directory is to be."""
+    """List the problems with the place of the run directory."""
     for key in ("project", "experiment"):
         value = value_of(cfg, key)
         if value in ("", ".", "..") or "/" in value or "\0" in value:
@@ -31,11 +31,11 @@ def path_problems(cfg: Config) -> Iterator[str]:
 
 
 def tracker_problems(cfg: LoggingConfig) -> Iterator[str]:
-    """Trackers that there are not, or whose package is not installed."""
+    """List unknown trackers, and trackers whose package is not installed."""
     for name in wanted_trackers(cfg):
-        if name not in TRACKERS and name not in (known := find_trackers()):
-            meant = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(known)}"
+        if name not in TRACKERS and name not in (trackers := find_trackers()):
+            meant = difflib.get_close_matches(name, trackers, n=1, cutoff=0.5)
+            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(trackers)}"
             yield f"logging.trackers has {name!r}, which is no tracker; {hint}"
         elif name in TRACKERS and find_spec(package := TRACKERS[name].package) is None:
             yield FileProblem(

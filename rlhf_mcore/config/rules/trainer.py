@@ -14,7 +14,7 @@ from rlhf_mcore.geometry import ModelGeometry
 
 
 def schedule_problems(cfg: Config) -> Iterator[str]:
-    """What is wrong with learning rates, with options that an optimizer does not have, and with the steps that are profiled."""
+    """List the problems with learning rates, options that an optimizer does not have, and the steps that are profiled."""
     for role in ("actor", "critic"):
         optimizer = value_of(cfg, f"{role}.optimizer")
         lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
@@ -34,7 +34,7 @@ def schedule_problems(cfg: Config) -> Iterator[str]:
 
 
 def batch_problems(cfg: Config) -> Iterator[str]:
-    """Whether a step can be cut into minibatches and microbatches."""
+    """Check that a step can be cut into minibatches and microbatches."""
     trainer = cfg.trainer
     if trainer.forward_tokens is not None and trainer.forward_tokens < trainer.max_tokens_per_microbatch:
         yield (
@@ -51,7 +51,7 @@ def batch_problems(cfg: Config) -> Iterator[str]:
 
 
 def microbatch_problems(cfg: Config) -> Iterator[str]:
-    """A sequence is never cut, so the longest one has to fit: of training, and of evaluation where a reward model reads it."""
+    """Check that the longest sequence fits, because none is cut: of training, and of evaluation where a reward model reads it."""
     longest, what = cfg.data.max_prompt_tokens + longest_response(cfg), _response_key(cfg)
     if cfg.reward.model.path is not None and max_new_tokens(cfg) > longest_response(cfg):
         longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate.max_new_tokens"
@@ -70,7 +70,7 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
 
 
 def position_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Whether the model has positions for the longest prompt and response."""
+    """Check that the model has positions for the longest prompt and response."""
     if geometry is None:
         return
     longest = cfg.data.max_prompt_tokens + max_new_tokens(cfg)
@@ -95,13 +95,13 @@ def _sum(cfg: Config) -> str:
 
 
 def _response_key(cfg: Config) -> str:
-    """The key that bounds a row of a step after its prompt."""
+    """Return the key that bounds a row of a step after its prompt."""
     has_own = cfg.environment.function is not None and cfg.environment.max_tokens is not None
     return "environment.max_tokens" if has_own else "rollout.sampling.max_new_tokens"
 
 
 def example_batch_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
-    """Whether a step is one update, a microbatch has room for an example, and the model has positions for it."""
+    """Check that a step is one update, a microbatch has room for an example, and the model has positions for it."""
     trainer, kind = cfg.trainer, run_kind(cfg)
     if trainer.minibatch_size not in (None, trainer.prompts_per_step):
         yield (

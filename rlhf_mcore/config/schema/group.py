@@ -44,33 +44,33 @@ class Group:
 
 @cache
 def types_of(kind: type) -> dict[str, Any]:
-    """The type of each key of a group. ``None`` beside ``Any``: the key may be null."""
+    """Return the type of each key of a group. ``None`` beside ``Any``: the key may be null."""
     hints = get_type_hints(kind)
     nullable = {item.name for item in fields(kind) if hints[item.name] is Any and description_of(item).null}
     return {item.name: Any | None if item.name in nullable else hints[item.name] for item in fields(kind)}
 
 
 def fit(value: Any, hint: Any, single: Callable[[Any, Any], Any] | None = None) -> Any:
-    """The value as one of a key's type. ``single`` converts what is neither a list nor a table, as ``load.from_text`` does.
+    """Convert the value to a key's type. ``single`` converts what is neither a list nor a table, as ``load.from_text`` does.
 
     Raises:
         TypeError, ValueError, OverflowError: it is none.
     """
-    origin, inner, single = get_origin(hint), get_args(hint), single or _assigned
+    origin, inner, single = get_origin(hint), get_args(hint), single or _fit_assigned
     if NoneType in inner:
         return None if value is None else fit(value, next(kind for kind in inner if kind is not NoneType), single)
     if origin is list:
         return [fit(item, inner[0], single) for item in _items(value)]
     if origin is dict:
         items = _as(Mapping, value).items()
-        return {_as(str, name): plain(held) if inner[1] is Any else fit(held, inner[1], single) for name, held in items}
+        return {_as(str, name): plain(item) if inner[1] is Any else fit(item, inner[1], single) for name, item in items}
     if is_dataclass(hint):
         return _fit_group(value, hint, single)
     return single(value, hint)
 
 
-def _assigned(value: Any, hint: Any) -> Any:
-    """A single value that was assigned in Python: of the key's type already, or a number of another library."""
+def _fit_assigned(value: Any, hint: Any) -> Any:
+    """Convert a single value that was assigned in Python: of the key's type already, or a number of another library."""
     if hint is Any:  # the columns of files, of which some may have none
         return value if isinstance(value, str) else fit(value, list[Optional[str]])
     if hint is str:
@@ -82,26 +82,26 @@ def _assigned(value: Any, hint: Any) -> Any:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A value of a table, in which any plain one goes."""
+    """Check a value of a table, in which any plain one goes."""
     value = unboxed(value)
     if depth > _MAX_DEPTH:
         raise ValueError("it is nested too deep")
     if isinstance(value, Mapping):
-        return {_as((str, int, float), name): plain(held, depth + 1) for name, held in value.items()}
+        return {_as((str, int, float), name): plain(item, depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(held, depth + 1) for held in value]
+        return [plain(item, depth + 1) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if value is None else _as((str, bool, int, float), value)
 
 
 def unboxed(value: Any) -> Any:
-    """A number of numpy or torch as a plain one."""
+    """Turn a number of numpy or torch into a plain one."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def _items(value: Any) -> list[Any] | tuple[Any, ...]:
-    """What a list is made of; a single value is a list of it."""
+    """Return the items of a list; a single value is a list of it."""
     if isinstance(value, str | os.PathLike | Mapping) or is_dataclass(value):
         return [value]
     if isinstance(value, list | tuple):
@@ -110,21 +110,21 @@ def _items(value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _fit_group(value: Any, kind: Any, single: Callable[[Any, Any], Any]) -> Any:
-    """An item of a list may be a table, or the text of its first key: ``[math, {name: format, weight: 0.1}]``."""
+    """Convert an item of a list: a table, or the text of its first key: ``[math, {name: format, weight: 0.1}]``."""
     if isinstance(value, kind):
         return value
     types = types_of(kind)
     if isinstance(value, str) and not is_tree(kind):
         return kind(value)
     if isinstance(value, Mapping) and not is_tree(kind) and value.keys() <= types.keys():
-        if single is _assigned:  # as when each is assigned, which names the key that does not fit
+        if single is _fit_assigned:  # as when each is assigned, which names the key that does not fit
             return kind(**value)
         return kind(**{name: fit(child, types[name], single) for name, child in value.items()})
     raise TypeError
 
 
 def is_tree(kind: type) -> bool:
-    """Whether a group is a place of the tree, and not an item of a list."""
+    """Tell whether a group is a place of the tree, and not an item of a list."""
     from rlhf_mcore.config.keys import KEYS
 
     return kind in KEYS.values() or kind.__name__ == "Config"

@@ -61,12 +61,12 @@ SHARE = Range(0, 1, open_low=True)
 
 
 def one_of(*names: str, **meanings: str) -> Choices:
-    """Choices whose names tell what they mean, then choices with their meanings."""
+    """List choices: names that explain themselves, then names with their meanings."""
     return Choices({**dict.fromkeys(names, ""), **meanings})
 
 
 def function_or(names: Iterable[str]) -> Choices:
-    """One of our functions, or one of a user's file."""
+    """Allow one of our functions, or one of a user's file."""
     return Choices(dict.fromkeys(names, ""), or_function=True)
 
 
@@ -97,7 +97,7 @@ def key(
     is_fixed: bool = False,
     only_with: str = "",
 ) -> Any:
-    """A field that a user may set. Arguments as of ``Description``; a list as default is copied."""
+    """Declare a field that a user may set. Arguments as of ``Description``; a list as default is copied."""
     metadata = {"description": Description(help, allowed, null, unit, more, is_fixed, only_with)}
     if isinstance(default, list):
         return field(default_factory=lambda: deepcopy(default), metadata=metadata)
@@ -105,11 +105,11 @@ def key(
 
 
 def group(kind: Any, help: str = "", more: str = "") -> Any:
-    """A field that holds further keys. ``kind``: its dataclass, or a function that makes one with other defaults."""
+    """Declare a field that holds further keys. ``kind``: its dataclass, or a function that makes one with other defaults."""
     return field(default_factory=kind, metadata={"description": Description(help, more=more)})
 
 
 def description_of(item: Field[Any]) -> Description:
-    """The description of a dataclass's field."""
+    """Return the description of a dataclass's field."""
     described: Description = item.metadata["description"]
     return described

@@ -372,5 +372,5 @@ MOST_SUPPORT = 512
 
 
 def truncates(sampling: SamplingConfig) -> bool:
-    """Whether tokens are drawn from a part of the vocabulary, which is then recorded for the updates."""
+    """Tell whether tokens are drawn from a part of the vocabulary, which is then recorded for the updates."""
     return sampling.top_p < 1 or sampling.top_k > 0

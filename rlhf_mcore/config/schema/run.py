@@ -344,18 +344,21 @@ class LoggingConfig(Group):
 
 
 def wanted_trackers(cfg: LoggingConfig) -> list[str]:
-    """Names of the trackers of a run, each once."""
+    """Name the trackers of a run, each once."""
     names = [name for name in cfg.trackers if name != "tensorboard" or cfg.tensorboard is not False]
     return list(dict.fromkeys([*names, *["tensorboard"] * bool(cfg.tensorboard)]))
 
 
 def octal_mode(text: str) -> int | None:
-    """The file mode that a user means, None if it is none of ``FILE_MODES``. YAML takes 0640 without quotes for the number 416."""
+    """Return the file mode that a user means, None if it is none of ``FILE_MODES``.
+
+    YAML takes 0640 without quotes for the number 416.
+    """
     return next((int(mode, 8) for mode in FILE_MODES if text in (mode, str(int(mode, 8)))), None)
 
 
 def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -> float | None:
-    """Seconds from ``now`` until the job will be ended; None: not known.
+    """Compute the seconds from ``now`` until the job will be ended; None: not known.
 
     Args:
         save_by: the key's value: minutes from now, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
