@@ -113,21 +113,15 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
         pickled = " (adapter_model.bin is pickle and is not read)" if isfile(path.with_suffix(".bin")) else ""
         raise ConfigError(f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True")
     possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
-<<<<<<< HEAD
     header = read_header(path)
     names = set(header) - {"__metadata__", *base_copies()}
     known = {name: module for module in possible for name in hf_names(module)}
     if unknown := sorted(names - known.keys()):
-=======
-    names = set(read_header(path)) - {"__metadata__", *base_copies()}
-    modules_by_name = {name: module for module in possible for name in hf_names(module)}
-    if unknown := sorted(names - modules_by_name.keys()):
->>>>>>> 8700a9a (Functions of the configuration say in their first words what they do; results are named by what they are)
         raise ConfigError(
             f"{path}: {len(unknown)} tensors belong to no linear layer of the model, among them {shorten(unknown[0], 200)}; "
             "name the model that the adapter was trained for, and train no other layers with it"
         )
-    modules = {modules_by_name[name] for name in names}
+    modules = {known[name] for name in names}
     if not modules:
         raise ConfigError(f"{path} holds no tensor; {_REMEDY}")
     if settings.modules is not None:

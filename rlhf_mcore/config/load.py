@@ -47,7 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
         reader.read_override("model.path=none")
     if problems := reader.problems + [problem for setting in reader.settings for problem in _setting_problems(setting)]:
         raise ConfigError.many(problems)
-    values = _merge(reader.settings)
+    values = _merge_settings(reader.settings)
     problems = _choose_length(values, reader.settings)
     written = {key: value for key, value in values.items() if _refers(value)}
     cfg = Config()
@@ -83,7 +83,7 @@ def _setting_problems(setting: Setting) -> Iterator[str]:
         yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid; expected {type_name(KEYS[setting.key])}{reason}"
 
 
-def _merge(settings: Sequence[Setting]) -> dict[str, Any]:
+def _merge_settings(settings: Sequence[Setting]) -> dict[str, Any]:
     """Merge values by key: later ones win, tables are put together."""
     values: dict[str, Any] = {}
     for setting in settings:

@@ -246,8 +246,7 @@ def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
 
 def find_metric(name: str) -> Metric | None:
     """Find the entry of a metric under the name that a run writes."""
-    entry_of_name = METRICS.get(name)
-    return entry_of_name or next((entry for pattern, entry in _patterns() if pattern.fullmatch(name)), None)
+    return METRICS.get(name) or next((entry for pattern, entry in _patterns() if pattern.fullmatch(name)), None)
 
 
 def matching(text: str) -> Iterator[Metric]:
