@@ -143,7 +143,8 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
         if not any(_matches(target, module) for module in linear):
             known = sorted({module.rpartition(".")[2] for module in linear})
             raise ConfigError(
-                f"{field}: {target!r} is no linear layer of the model; name some of {shortened(known, 20, ', ')}, or {ALL_LINEAR}"
+                f"{field}: {target!r} is no linear layer of the model; name some of {shortened(known, 20, ', ')}, give a pattern as "
+                f"*.layers.0.*, or {ALL_LINEAR}"
             )
     tied = next((module for module in (EMBEDDING, OUTPUT) if is_target(module, geometry)), None)
     if tied is not None and geometry.tied_embeddings:

@@ -241,7 +241,7 @@ class LoraConfig(Group):
     dropout: float = key(0.0, "share of an adapter's inputs that is dropped in training", Range(0, 1, open_high=True))
     targets: list[str] = key(
         ["all-linear"],
-        "linear layers that get an adapter: `all-linear`, last parts of names (`q_proj`), or patterns of whole names",
+        "linear layers that get an adapter: `all-linear`, last parts of names (`q_proj`), or patterns of whole names (`*.layers.0.*`)",
         more="As PEFT's `target_modules`. `all-linear` is every linear layer but the output layer and the router; `embed_tokens` "
         "and `lm_head`, beside it, are the embedding and the output layer.",
         is_fixed=True,
