@@ -34,11 +34,11 @@ class Sources(Protocol):
     is_static: bool
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        """Flat tensors by buffer name, at least those of ``bucket.source_buffers``. A value is cast to the dtype of the wire."""
+        """Return flat tensors by buffer name, at least those of ``bucket.source_buffers``. A value is cast to the wire's dtype."""
         ...
 
     def close(self, bucket: Bucket) -> None:
-        """The bucket has been sent and copied: its tensors are not read any more. A few buckets are open at a time."""
+        """Drop a bucket's tensors: it has been sent and copied. A few buckets are open at a time."""
         ...
 
 
@@ -58,7 +58,7 @@ class LiveSources(Sources):
 
 
 class KeptSources(Sources, Protocol):
-    """What can be sent again after the model was updated: as it was at the last ``take``."""
+    """Sources that can be sent again after the model was updated: as they were at the last ``take``."""
 
     def take(self) -> None:
         """Copy what changes in an update."""
@@ -69,7 +69,7 @@ class HostCopies(KeptSources):
     """Copies of tensors on the host, as they were at the last ``take``: a version that can be sent after the model was updated."""
 
     def __init__(self, flats: Mapping[str, Tensor]):
-        """``flats`` are the live tensors, flat, by buffer name. They may be elsewhere until ``take``."""
+        """Keep the live tensors, flat, by buffer name, in ``flats``. They may be elsewhere until ``take``."""
         self._flats = flats
         self._copies: dict[str, Tensor] = {}
         self.device = next((flat.device for flat in flats.values()), current_platform().device())
@@ -110,16 +110,16 @@ class Destinations(ABC):
 
     @abstractmethod
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        """Flat tensors by buffer name that a bucket writes, but for those that are transient."""
+        """Return the flat tensors that a bucket writes, by buffer name, without transient ones."""
         ...
 
     def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
-        """Buffers that the bucket writes whole, one after the other. None in a bucket whose parts are forwarded."""
+        """Return the buffers that the bucket writes whole, one after the other. None in a bucket whose parts are forwarded."""
         return ()
 
     @abstractmethod
     def close(self, bucket: Bucket) -> None:
-        """The bucket is written: what it completes can be used."""
+        """Close a bucket that is written: what it completes can be used."""
         ...
 
 
@@ -142,14 +142,14 @@ class EngineDestinations(Destinations):
     """The destinations of one engine rank during one sync.
 
     Parameters that the kernels read directly are written in place. A layer that the engine repacks is opened with the first bucket
-    that brings a part of it, and closed, so that the engine processes it, after the last; layers that one bucket brings whole are
+    that brings a part of it, and closed after the last, so that the engine processes it. Layers that one bucket brings whole are
     opened one after the other. Padding is zeroed.
 
     Args:
         model: the engine's live model.
         engine: its map.
         plan: the plan of this rank, whose buckets are written in order.
-        poison: fill what will be written with NaN first, so that an element that is never written shows.
+        poison: fill the engine with NaN first, so that an element shows where nothing is written.
         written: called with every parameter and its flat tensor when it is complete.
         names: the tensors that the plan brings, under Hugging Face names; None: all.
     """
@@ -173,18 +173,18 @@ class EngineDestinations(Destinations):
         self._scratch = Scratch()  # of layers that are opened one after the other
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        """Flat tensors that the bucket writes."""
+        """Return the flat tensors that the bucket writes."""
         for group in self._groups:
             if group.first == bucket.index and not group.is_transient:
-                group.flats = group.stack.enter_context(self._reloaded(group))
+                group.flats = group.stack.enter_context(self._reload(group))
                 self._flats.update(group.flats)
         return self._flats
 
     def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
-        """Layers that the bucket brings whole."""
+        """Return the layers that the bucket brings whole."""
         return [
             TransientBuffers(
-                frozenset(parameter.name for parameter in group.parameters), partial(self._reloaded, group)
+                frozenset(parameter.name for parameter in group.parameters), partial(self._reload, group)
             )
             for group in self._groups
             if group.is_transient and group.first == bucket.index
@@ -199,7 +199,7 @@ class EngineDestinations(Destinations):
                     del self._flats[name]
 
     @contextmanager
-    def _reloaded(self, group: _Group) -> Iterator[Mapping[str, Tensor]]:
+    def _reload(self, group: _Group) -> Iterator[Mapping[str, Tensor]]:
         with reloading(self._model, group.parameters, self._scratch if group.is_transient else None) as flats:
             for parameter in group.parameters:
                 self._prepare(parameter, flats[parameter.name])
@@ -207,11 +207,11 @@ class EngineDestinations(Destinations):
             self._finish(group.parameters, flats)
 
     def finish(self) -> None:
-        """Everything is written."""
+        """Report the direct parameters: everything is written."""
         self._finish(self._engine.direct, self._flats)
 
     def abandon(self) -> None:
-        """The sync has failed: give open layers back to the engine. Its weights are unusable."""
+        """Give open layers back to the engine after a failed sync. Its weights are unusable."""
         for group in self._groups:
             group.stack.close()
 

@@ -112,7 +112,7 @@ class Executor:
         outgoing = self._outgoing.get(bucket.index)
         if outgoing is None:
             buffers = self._sources.open(bucket)
-            sends = [_packed_from(packet, buffers) for packet in self._staging.stage(bucket).sends[0]]
+            sends = [_views_of_packet(packet, buffers) for packet in self._staging.stage(bucket).sends[0]]
             outgoing = _Outgoing(sends, [_view(copy.source, buffers) for copy in bucket.local])
             if self._sources.is_static:
                 self._outgoing[bucket.index] = outgoing
@@ -136,7 +136,7 @@ class Executor:
         self._posted[slot] = []
 
     def _complete(self, flight: _Flight, destinations: Destinations) -> None:
-        """Wait for a bucket and write it, forward what other ranks of the node wait for, and copy what is here already."""
+        """Wait for a bucket and write it. Forward the parts that other ranks of the node need, and copy the local ones."""
         bucket = flight.bucket
         buffers = destinations.open(bucket)
         transient = destinations.transient(bucket)
@@ -147,7 +147,7 @@ class Executor:
             _unpack(flight.exchange, flight.receives, buffers)
         forwarded = bucket.phases[1]
         if forwarded.sends or forwarded.receives:
-            outgoing = [_packed_from(packet, buffers) for packet in self._staging.stage(bucket).sends[1]]
+            outgoing = [_views_of_packet(packet, buffers) for packet in self._staging.stage(bucket).sends[1]]
             _unpack(*self._post(bucket, 1, outgoing), buffers)
         destinations.close(bucket)
         self._close(bucket)
@@ -159,7 +159,10 @@ class Executor:
     def _write_transient(
         self, flight: _Flight, buffers: Mapping[str, Tensor], transient: Sequence[TransientBuffers]
     ) -> None:
-        """Each is still in the cache when its context ends and processes it, and no more of them exist at a time than have to."""
+        """Write layers that come whole, one after the other.
+
+        Each is still in the cache when its context ends and processes it, and no more of them exist at a time than have to.
+        """
         assert not flight.bucket.phases[1].sends, "what is forwarded has to stay"
         flight.exchange.arrive()
         pairs = list(zip([copy.destination for copy in flight.bucket.local], flight.local, strict=True))
@@ -187,13 +190,13 @@ def _write(pairs: Sequence[tuple[Copy, Tensor]], buffers: Mapping[str, Tensor]) 
     _copy([_view(copy, buffers) for copy, _ in pairs], [part for _, part in pairs])
 
 
-def _packed_from(packet: Packet, buffers: Mapping[str, Tensor]) -> list[Tensor]:
-    """What the parts of a packet are copied from."""
+def _views_of_packet(packet: Packet, buffers: Mapping[str, Tensor]) -> list[Tensor]:
+    """List the views that the parts of a packet are copied from."""
     return [_view(copy, buffers) for copy in packet.message.copies] if packet.parts else []
 
 
 def _view(copy: Copy, buffers: Mapping[str, Tensor]) -> Tensor:
-    """A rectangle's place in a local tensor."""
+    """View a rectangle's place in a local tensor."""
     flat = buffers[copy.buffer]
     return flat.as_strided(copy.shape, copy.strides, flat.storage_offset() + copy.offset)
 

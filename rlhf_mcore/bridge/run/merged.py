@@ -25,7 +25,7 @@ def adapted_weights(geometry: ModelGeometry) -> list[str]:
 
 
 class _AdapterSources(KeptSources):
-    """Tensors that are made of adapters when a bucket is opened, and dropped when the last bucket that reads them is closed.
+    """Tensors made of adapters. Opening a bucket makes them, and closing their last bucket drops them.
 
     All others are the live tensors. With ``keep``, adapters are read as they were at the last ``take``; the rest does not change.
     """
@@ -40,7 +40,7 @@ class _AdapterSources(KeptSources):
         *,
         keep: bool = False,
     ):
-        """``parameters`` and ``adapters`` are this rank's, ``geometry`` is that of the adapters."""
+        """Keep this rank's ``parameters`` and ``adapters``. ``geometry`` is that of the adapters."""
         assert geometry.adapter is not None
         self._sizes = geometry.adapter
         self._tensors = {parameter.name: parameter.tensor for parameter in parameters}

@@ -151,7 +151,7 @@ class RemoteBridge:
         address: of the machine of the first rank, where all other processes reach it. A store listens there and nowhere else.
         timeout_s: how long a rank waits for others to come, and for a message.
         note: is told that a transfer is made again; which engines have failed is known to their control.
-        kept: copies that every sync makes of what it sends, so that ``sync_again`` sends the same after the model was updated.
+        kept: copies of the sent weights. Every sync makes them, so that ``sync_again`` sends the same after an update of the model.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class RemoteBridge:
         return self._bring(self._side, only)
 
     def sync_again(self) -> SyncStats:
-        """As ``sync``, with the version of the last one and its weights: those that are kept, or what the trainer has by now."""
+        """Bring the last version once more, like ``sync``: the kept weights, or else the trainer's present ones."""
         return self._bring(self._side_again, None)
 
     def _bring(self, side: Side, only: Sequence[str] | None) -> SyncStats:
@@ -229,12 +229,12 @@ class RemoteBridge:
             end.close()
 
     def _on_first(self, action: Callable[[RemoteEngines], T]) -> T | None:
-        """What the first rank does with the engines; None on the others. All raise what it raises."""
+        """Run an action on the engines from the first rank. Returns None on the others. All raise what it raises."""
         engines = self._engines
         return on_every_rank(lambda: None if engines is None else action(engines), self._trainers)
 
     def _join(self, members: list[EngineProcess]) -> bool:
-        """Make a group with these processes and plan in it. Whether it could be made."""
+        """Make a group with these processes and plan in it. Returns whether it could be made."""
         listening = self._on_first(lambda engines: listener(self._address))
         place = None if listening is None else [f"weights-{secrets.token_hex(8)}", listening.getsockname()[1]]
         name, port = broadcast_json(place, 0, self._trainers)
@@ -271,8 +271,8 @@ class RemoteBridge:
             self.leave()  # who waits for this rank is told so
 
         def end(engines: RemoteEngines) -> list[str]:
-            left = max(began + self._timeout_s - time.monotonic(), 0) + MARGIN_S
-            return engines.finish(self._timeout_s if result is not None else left)
+            remaining_s = max(began + self._timeout_s - time.monotonic(), 0) + MARGIN_S
+            return engines.finish(self._timeout_s if result is not None else remaining_s)
 
         try:
             on_every_rank(lambda: _raise(caught), self._trainers)

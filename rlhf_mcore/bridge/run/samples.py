@@ -55,19 +55,22 @@ class Samples:
         self._strata = np.concatenate([_strata(count, self.num_axes) for count in self.counts.tolist()])
 
     def name_of(self, number: int) -> str:
-        """The tensor of a sample."""
+        """Return the tensor of a sample."""
         return self.names[int(np.searchsorted(self.firsts, number, "right")) - 1]
 
     def coordinates(self, version: int) -> _Ints:
-        """Of the samples of a version in their tensors, int64 [samples, axes]; axes that a tensor lacks come first, and are 0."""
+        """Compute the places of a version's samples in their tensors, int64 [samples, axes].
+
+        Axes that a tensor lacks come first, and are 0.
+        """
         owner = np.repeat(np.arange(len(self.names)), self.counts)
         shift = (np.arange(len(owner))[:, None] * 0.7548776662 + (version + 1) * np.array(_steps(self.num_axes))) % 1
         sizes = self.shapes[owner]
         place: _Ints = ((self._strata + shift) * sizes / self.counts[owner][:, None]).astype(np.int64)
         return np.minimum(place, sizes - 1)
 
-    def held(self, buffers: Iterable[tuple[str, Sequence[Piece]]]) -> Held:
-        """What a rank can read of the samples: from the ``pieces`` of its flat tensors, by buffer name."""
+    def describe(self, buffers: Iterable[tuple[str, Sequence[Piece]]]) -> Held:
+        """Describe the pieces on a rank, from the ``pieces`` of its flat tensors by buffer name."""
         names, rows, tensors = list[str](), list[list[int]](), list[int]()
         for name, pieces in buffers:
             for piece in pieces:
@@ -93,7 +96,7 @@ class Held:
     rows: _Ints
 
     def reads(self, version: int, device: torch.device) -> dict[str, list[Read]]:
-        """Where the samples of a version are on this rank, by buffer name."""
+        """Locate the samples of a version on this rank, by buffer name."""
         samples, axes = self.samples, self.samples.num_axes
         counts = samples.counts[self.tensors]
         piece = np.repeat(np.arange(len(self.tensors)), counts)
@@ -137,15 +140,15 @@ class Drawn:
 def differing(
     samples: Samples, sent: Drawn, received: Drawn, device: torch.device, group: dist.ProcessGroup
 ) -> list[str]:
-    """The tensors of which this rank has received other elements than were sent. Collective over the group."""
-    known = torch.full((int(samples.firsts[-1]),), _UNKNOWN, dtype=torch.int64, device=device)
+    """Name the tensors of which this rank has received other elements than were sent. Collective over the group."""
+    sent_bits = torch.full((int(samples.firsts[-1]),), _UNKNOWN, dtype=torch.int64, device=device)
     if sent.numbers:
-        known[torch.cat(sent.numbers)] = torch.cat(sent.bits)
-    dist.all_reduce(known, dist.ReduceOp.MAX, group=group)  # who has a copy of an element has the same
+        sent_bits[torch.cat(sent.numbers)] = torch.cat(sent.bits)
+    dist.all_reduce(sent_bits, dist.ReduceOp.MAX, group=group)  # who has a copy of an element has the same
     if not received.numbers:
         return []
     numbers = torch.cat(received.numbers)
-    wrong = numbers[known[numbers] != torch.cat(received.bits)].tolist()
+    wrong = numbers[sent_bits[numbers] != torch.cat(received.bits)].tolist()
     return list(dict.fromkeys(map(samples.name_of, wrong)))
 
 
@@ -158,7 +161,7 @@ def _steps(num_axes: int) -> Sequence[float]:
 
 
 def _strata(count: int, num_axes: int) -> _Ints:
-    """The range of every sample along each axis, [count, axes]: a permutation of the ranges each."""
+    """Return the range of every sample along each axis, [count, axes]: a permutation of the ranges each."""
     numbers = np.arange(count)
     columns = [numbers]
     for fraction in _STEPS[1:num_axes]:

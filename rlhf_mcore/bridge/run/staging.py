@@ -21,9 +21,9 @@ class StagedBucket:
 
 
 class Staging:
-    """Buckets use ``depth`` slots of memory in turn, one for what is sent and one for what is received each.
+    """Memory of buckets: they use ``depth`` slots in turn, each with room to send and room to receive.
 
-    What several peers get is stored once. Messages that this rank reads in their senders' memory need no room.
+    A message to several peers is stored once. Messages that this rank reads in their senders' memory need no room.
 
     Args:
         plan: of this rank.
@@ -57,7 +57,7 @@ class Staging:
         self._measure()
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """The messages of a bucket. Memory is allocated for the first one."""
+        """Return the messages of a bucket. Memory is allocated for the first one."""
         if not self._sends:
             memory = self._empty(self.send_bytes) if self._memory is None else self._memory.own
             self._sends = list(memory.split(self._send_bytes))
@@ -89,7 +89,7 @@ class Staging:
         self._sends, self._receives, self._staged = [], [], {}
 
     def views(self, message: Message, flat: Tensor) -> list[Tensor]:
-        """The rectangles of a message in its bytes."""
+        """View the rectangles of a message in its bytes."""
         ends = [(copy.message_offset, copy.message_offset + copy.nbytes) for copy in message.copies]
         return [
             flat[begin:end].view(self._dtypes[copy.hf_name]).view(copy.shape)
@@ -97,7 +97,7 @@ class Staging:
         ]
 
     def _measure(self) -> None:
-        """Sizes of the slots: each has room for the largest of its buckets."""
+        """Compute the sizes of the slots: each has room for the largest of its buckets."""
         self._send_bytes, self._receive_bytes = [0] * self._depth, [0] * self._depth
         for bucket in self._plan.buckets:
             slot, sent, received = bucket.index % self._depth, 0, 0
@@ -108,20 +108,20 @@ class Staging:
             self._receive_bytes[slot] = max(self._receive_bytes[slot], received)
 
     def _send_offsets(self, messages: Sequence[Message], end: int) -> tuple[list[int], int]:
-        """Where messages start, one behind the other from byte ``end``, and where they end."""
+        """Place messages one behind the other from byte ``end``. Returns their starts, and the end."""
         offsets: list[int] = []
         for number, message in enumerate(messages):
             twin = next((k for k in range(number) if messages[k].copies == message.copies), None)
             offsets.append(end if twin is None else offsets[twin])
             if twin is None:
-                end += self._rounded(message.nbytes)
+                end += self._round_up(message.nbytes)
         return offsets, end
 
     def _arriving_bytes(self, message: Message) -> int:
         is_mapped = self._memory is not None and message.peer in self._memory.of
-        return 0 if is_mapped else self._rounded(message.nbytes)
+        return 0 if is_mapped else self._round_up(message.nbytes)
 
-    def _rounded(self, size: int) -> int:
+    def _round_up(self, size: int) -> int:
         return -(-size // self._alignment) * self._alignment
 
     def _empty(self, size: int) -> Tensor:

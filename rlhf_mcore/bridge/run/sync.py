@@ -46,12 +46,12 @@ class GatherBridge:
         """Replace all weights of the engine and set their version. Collective over the model's ranks."""
         started, sizes = time.perf_counter(), [0]
 
-        def counted() -> Iterator[tuple[str, Tensor]]:
+        def count_bytes() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self.gatherer:
                 sizes.append(tensor.numel() * tensor.element_size())
                 yield name, tensor
 
-        self.target.load_weights(counted(), version=version)
+        self.target.load_weights(count_bytes(), version=version)
         return SyncStats(time.perf_counter() - started, sum(sizes), 0, max(sizes))
 
 
@@ -131,7 +131,7 @@ class _Transfer:
     rank_plan: RankPlan
     executor: Executor
     names: frozenset[str] | None = None
-    held: tuple[Held, Held] | None = None  # see ``PlannedBridge._held_samples``
+    sampled: tuple[Held, Held] | None = None  # see ``PlannedBridge._pieces_of_samples``
 
     def brings(self, piece: Piece) -> bool:
         return self.names is None or piece.hf_name in self.names
@@ -143,23 +143,23 @@ class PlannedBridge:
     Nothing is gathered and no Hugging Face tensor is built. The plan is made once and its digest agreed on by all ranks.
 
     Args:
-        parameters: what this rank sends, in the dtypes of the wire; none where it holds no part of the model. Their own tensors are
-            sent unless ``sources`` are given; then they may be on the meta device.
+        parameters: this rank's, in the dtypes of the wire; none where it holds no part of the model. Their own tensors are sent
+            unless ``sources`` are given; then they may be on the meta device.
         geometry: of the model.
         target: this rank's part of a rollout engine; :class:`NoTarget` where it has none.
         group: the ranks that hold the model or an engine.
         sources: what is sent instead of the parameters' own tensors, under the same names and in the same shapes: merged with
             adapters, averaged or cast.
-        bucket_bytes: limit of what a rank sends, and of what it receives, at a time; two buckets are in flight.
+        bucket_bytes: limit of the bytes that a rank sends at a time, and of those that it receives; two buckets are in flight.
         verify: "off"; "sample": compare some elements of every tensor after every sync, and hash as "digest" does after the first
             one and after every ``digest_every``; "digest": hash every tensor on both sides after every sync; "full", for debugging:
             load all weights again the plain way, through ``gatherer``, and compare every engine parameter bit for bit.
         gatherer: of the same tensors; needed for "full" only.
-        traced: what the target's model holds, see :func:`engine_map`, where that was asked before; an engine that has slept has lost
-            the weights that its loaders are asked with.
+        traced: the map of the target's model (:func:`engine_map`), where it was made before. An engine that has slept cannot be
+            traced: it has lost its weights.
         nodes: the number of the machine of every rank of the group, where there are several: what crosses machines is then brought to
             each once and forwarded inside.
-        poison: fill the engine with NaN before each sync (a test mode: what is not written shows).
+        poison: fill the engine with NaN before each sync (a test mode: an unwritten element shows).
         adapter: of an engine that adds adapters itself. Their A and B are among ``parameters``, and travel under the names of PEFT.
     """
 
@@ -199,11 +199,11 @@ class PlannedBridge:
             self._engine_dtypes(),
         )
         check_coverage(self._described.sources, self._described.destinations, shapes)
-        # What has to come together, because it is repacked as one. This may differ between ranks.
+        # Tensors of one repacked layer have to come together. These may differ between ranks.
         repacked = [sorted({p.hf_name for q in layer for p in q.pieces}) for layer in self._map.repacked]
         self._together = [frozenset(layer) for layers, _ in all_gather_unique_json(repacked, group) for layer in layers]
         self._sources = sources or LiveSources({p.name: p.tensor.view(-1) for p in parameters})
-        self._whole = self._planned(None)
+        self._whole = self._make_transfer(None)
         self._parts: dict[frozenset[str], _Transfer] = {}
 
     @property
@@ -216,7 +216,7 @@ class PlannedBridge:
         """This rank's part of it."""
         return self._whole.rank_plan
 
-    def _planned(self, names: frozenset[str] | None) -> _Transfer:
+    def _make_transfer(self, names: frozenset[str] | None) -> _Transfer:
         """Plan a transfer of some tensors. Collective."""
         described = self._described
         plan = build_plan(
@@ -238,7 +238,7 @@ class PlannedBridge:
         )
 
     def _engine_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype in which the engines hold each Hugging Face tensor. Collective."""
+        """Return the dtype in which the engines hold each Hugging Face tensor. Collective."""
         mine = {
             piece.hf_name: str(parameter.dtype).removeprefix("torch.")
             for parameter in self._map.parameters
@@ -266,7 +266,7 @@ class PlannedBridge:
             verify = "digest"
         drawn = None
         if verify == "sample":
-            drawn = Drawn(self._held_samples(transfer)[1].reads(version, self._sources.device))
+            drawn = Drawn(self._pieces_of_samples(transfer)[1].reads(version, self._sources.device))
         written = _Written(self._described, transfer, verify, self._group, drawn)
         with self._target.begin(version) as model:
             destinations = EngineDestinations(
@@ -304,55 +304,55 @@ class PlannedBridge:
         while more := {name for layer in self._together if layer & names for name in layer} - names:
             names |= more
         if names not in self._parts:
-            self._parts[names] = self._planned(names)
+            self._parts[names] = self._make_transfer(names)
         return self._parts[names]
 
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
-        """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the group."""
+        """Hash every Hugging Face tensor of the trainer in the engine's dtype. Collective over the group."""
         described = self._described
         digests = {
             place.buffer: [described.digest(flat, piece) for piece in place.pieces]
-            for place, flat in self._sent(transfer)
+            for place, flat in self._read_sent(transfer)
         }
-        places = _brought(described.sources, transfer)
-        held = [place for place in places if self._group.rank() in place.ranks]
-        mine = [value for place in held for value in digests.get(place.buffer, [None] * len(place.pieces))]
+        places = _reduce_to(described.sources, transfer)
+        own = [place for place in places if self._group.rank() in place.ranks]
+        mine = [value for place in own for value in digests.get(place.buffer, [None] * len(place.pieces))]
         return tensor_digests(mine, places, described.shapes, self._group)
 
-    def _sent(self, transfer: _Transfer) -> Iterator[tuple[Place, Tensor]]:
-        """This rank's flat tensors with what a transfer brings of them."""
-        sources, seen = self._sources, set[str]()
-        held = [p for p in _brought(self._described.sources, transfer) if self._group.rank() in p.ranks]
+    def _read_sent(self, transfer: _Transfer) -> Iterator[tuple[Place, Tensor]]:
+        """Read this rank's flat tensors, each with the pieces that a transfer brings."""
+        sources, read = self._sources, set[str]()
+        places = [p for p in _reduce_to(self._described.sources, transfer) if self._group.rank() in p.ranks]
         for bucket in transfer.rank_plan.buckets:
-            # Of sources that are made bucket by bucket, a rank has only what it sends.
+            # Sources that are made bucket by bucket exist on a rank only while it sends them.
             names = None if sources.is_static else bucket.source_buffers
-            unread = [p for p in held if p.buffer not in seen and (names is None or p.buffer in names)]
+            unread = [p for p in places if p.buffer not in read and (names is None or p.buffer in names)]
             if unread:
                 flats = sources.open(bucket)
                 for place in unread:
                     yield place, flats[place.buffer]
-                seen.update(place.buffer for place in unread)
+                read.update(place.buffer for place in unread)
                 if not sources.is_static:
                     sources.close(bucket)
 
-    def _held_samples(self, transfer: _Transfer) -> tuple[Held, Held]:
-        """Where samples of what a transfer brings are on this rank: in what it sends, and in its engine."""
-        if transfer.held is None:
+    def _pieces_of_samples(self, transfer: _Transfer) -> tuple[Held, Held]:
+        """Describe this rank's pieces of the samples of a transfer: of its sources, and of its engine."""
+        if transfer.sampled is None:
             described, rank = self._described, self._group.rank()
             samples = Samples(described.shapes, described.engine_dtypes)
             sent, received = (
-                samples.held((p.buffer, p.pieces) for p in _brought(side, transfer) if rank in p.ranks)
+                samples.describe((p.buffer, p.pieces) for p in _reduce_to(side, transfer) if rank in p.ranks)
                 for side in (described.sources, described.destinations)
             )
-            transfer.held = sent, received
-        return transfer.held
+            transfer.sampled = sent, received
+        return transfer.sampled
 
     def _compare_samples(self, transfer: _Transfer, received: Drawn, version: int) -> None:
-        held, device = self._held_samples(transfer)[0], self._sources.device
-        sent = Drawn(held.reads(version, device))
-        for place, flat in self._sent(transfer):
+        sources, device = self._pieces_of_samples(transfer)[0], self._sources.device
+        sent = Drawn(sources.reads(version, device))
+        for place, flat in self._read_sent(transfer):
             sent.add(place.buffer, flat)
-        mine = differing(held.samples, sent, received, device, self._group)
+        mine = differing(sources.samples, sent, received, device, self._group)
         wrong = sorted({name for names in all_gather_json(mine, self._group) for name in names})
         if wrong:
             raise SyncMismatch(
@@ -369,11 +369,11 @@ class PlannedBridge:
             if synced is not None and not torch.equal(synced.view(torch.uint8), flat.view(torch.uint8)):
                 wrong.append(parameter.name)
 
-        made = {name: self._target.model.get_parameter(name).detach().clone() for name in self._map.derived}
+        derived = {name: self._target.model.get_parameter(name).detach().clone() for name in self._map.derived}
         with watching(self._target.model, self._map, check):
             self._target.load_weights(iter(self._gatherer), version=version)
         wrong += [
-            name for name, tensor in made.items() if not torch.equal(tensor, self._target.model.get_parameter(name))
+            name for name, tensor in derived.items() if not torch.equal(tensor, self._target.model.get_parameter(name))
         ]
         flats = self._map.views(self._target.model)
         for parameter in self._map.direct:
@@ -386,7 +386,7 @@ class PlannedBridge:
 
 
 class _Written:
-    """What a sync has written into the engine, parameter by parameter: hashes, samples, or copies."""
+    """A record of the parameters that a sync has written into the engine: hashes, samples, or copies."""
 
     def __init__(
         self, described: _Descriptions, transfer: _Transfer, verify: str, group: dist.ProcessGroup, drawn: Drawn | None
@@ -406,14 +406,14 @@ class _Written:
             self._digests[parameter.name] = [self._described.digest(flat, piece) for piece in brought]
 
     def digests(self) -> dict[str, int]:
-        """Hash of every tensor as engines hold it. Collective."""
-        places, rank = _brought(self._described.destinations, self._transfer), self._group.rank()
+        """Hash every tensor as engines hold it. Collective."""
+        places, rank = _reduce_to(self._described.destinations, self._transfer), self._group.rank()
         mine = [value for place in places if rank in place.ranks for value in self._digests[place.buffer]]
         return tensor_digests(mine, places, self._described.shapes, self._group)
 
 
-def _brought(places: Sequence[Place], transfer: _Transfer) -> list[Place]:
-    """Places, reduced to the pieces that a transfer brings."""
+def _reduce_to(places: Sequence[Place], transfer: _Transfer) -> list[Place]:
+    """Reduce places to the pieces that a transfer brings."""
     if transfer.names is None:
         return list(places)
     reduced = [replace(place, pieces=tuple(filter(transfer.brings, place.pieces))) for place in places]
@@ -421,7 +421,7 @@ def _brought(places: Sequence[Place], transfer: _Transfer) -> list[Place]:
 
 
 def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> frozenset[str]:
-    """The tensors that some names or patterns mean."""
+    """Resolve names and patterns to tensors of the model."""
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
     names: set[str] = set()
     every = {*known, *aliases}
@@ -437,7 +437,7 @@ def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> fro
 
 
 def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
-    """What the live model of an engine holds: traced from vLLM's loaders, or, for a transformers model, as that has it."""
+    """Map the live model of an engine: traced from vLLM's loaders, or read from a transformers model."""
     if hasattr(model, SLOTS):
         from rlhf_mcore.bridge.map.adapter_slots import trace_with_adapters
 

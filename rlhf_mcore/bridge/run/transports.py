@@ -17,9 +17,9 @@ from rlhf_mcore.bridge.plan.rank_plan import Message
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.connecting import connect_device
 
-Parcel = tuple[Tensor, int]  # a tensor, and the group rank that it goes to or comes from
+Parcel = tuple[Tensor, int]  # a tensor, and the group rank at the other end
 MAX_BATCH = 256  # messages that NCCL takes at a time
-_STAMP_BYTES = 64  # a stamp of 16 random bytes, and what keeps the rest aligned
+_STAMP_BYTES = 64  # a stamp of 16 random bytes, and padding that aligns the rest
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -29,7 +29,7 @@ Wait = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class MappedMemory:
-    """This rank's bytes that others read, the bytes that it reads of others, and the ranks that can read these."""
+    """Bytes of this rank for others to read, bytes of others for this rank, and the ranks that can read its own."""
 
     own: Tensor  # [n] uint8
     of: dict[int, Tensor]  # by group rank
@@ -37,14 +37,14 @@ class MappedMemory:
 
 
 class Links(Protocol):
-    """What transports need of the ranks of a plan, which are numbered as in their group."""
+    """The messages and the memory that transports need between the ranks of a plan, numbered as in their group."""
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Sequence[Wait]:
         """Start to send and to receive, all at once."""
         ...
 
     def share(self, nbytes: int, senders: Collection[int]) -> MappedMemory | None:
-        """Memory of ``nbytes`` that peers can read, and that of ``senders`` where this rank can. Collective; None: not at all."""
+        """Share ``nbytes`` of memory with peers, and map that of ``senders`` where possible. Collective; None: not at all."""
         ...
 
 
@@ -235,7 +235,7 @@ def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup)
 
 
 def machine() -> str:
-    """A name of this machine, the same in all its containers; "" where it has none."""
+    """Name this machine, the same in all its containers; "" where it has no name."""
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:

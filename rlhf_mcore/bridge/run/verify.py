@@ -37,11 +37,11 @@ def piece_digest(flat: Tensor, piece: Piece, hf_shape: tuple[int, ...], dtype: t
     for first in range(0, piece.shape[0], rows):
         part = view[first : first + rows].to(dtype).contiguous()
         start = (piece.start[0] + first, *piece.start[1:])
-        total += _mixed(part, start, hf_shape).sum()
+        total += _mix(part, start, hf_shape).sum()
     return total
 
 
-def _mixed(part: Tensor, start: tuple[int, ...], hf_shape: tuple[int, ...]) -> Tensor:
+def _mix(part: Tensor, start: tuple[int, ...], hf_shape: tuple[int, ...]) -> Tensor:
     state = part.view(_BITS[part.element_size()]).to(torch.int64)
     position = torch.zeros(part.shape, dtype=torch.int64, device=part.device)
     stride = 1
@@ -55,7 +55,7 @@ def _mixed(part: Tensor, start: tuple[int, ...], hf_shape: tuple[int, ...]) -> T
     return state ^ ((state >> 31) & 0x1FFFFFFFF)
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -66,7 +66,7 @@ def tensor_digests(
     shapes: Mapping[str, tuple[int, ...]],
     group: dist.ProcessGroup,
 ) -> dict[str, int]:
-    """Hash of every Hugging Face tensor of one side, from the hashes of all ranks' pieces. Collective over the group.
+    """Hash every Hugging Face tensor of one side, from the hashes of all ranks' pieces. Collective over the group.
 
     ``mine`` are those of this rank's pieces, in the order of ``places``; None where another rank that holds the piece has its hash.
 
@@ -77,27 +77,27 @@ def tensor_digests(
     if hashed := [value for value in mine if value is not None]:
         rows[rows[:, 1] == 1, 0] = torch.stack(hashed).cpu()  # all in one transfer
     lengths = all_gather_json(len(mine), group)
-    known: dict[tuple[str, Rectangle], int] = {}
+    values: dict[tuple[str, Rectangle], int] = {}
     for rank, part in enumerate(all_gather_rows(rows, group).split(lengths)):
-        held = (piece for place in places if rank in place.ranks for piece in place.pieces)
-        for piece, (value, is_given) in zip(held, part.tolist(), strict=True):
-            if is_given and known.setdefault((piece.hf_name, piece.rectangle), value) != value:
+        own = (piece for place in places if rank in place.ranks for piece in place.pieces)
+        for piece, (value, is_given) in zip(own, part.tolist(), strict=True):
+            if is_given and values.setdefault((piece.hf_name, piece.rectangle), value) != value:
                 raise SyncMismatch(
                     f"rank {rank} holds other values of {piece.hf_name} at {piece.start} than ranks before it"
                 )
     totals: dict[str, int] = defaultdict(int)
     sizes: dict[str, int] = defaultdict(int)
-    for (name, rectangle), value in known.items():
+    for (name, rectangle), value in values.items():
         totals[name] += value
         sizes[name] += rectangle.numel
     for name, size in sizes.items():
         if size != prod(shapes[name]):
             raise SyncMismatch(f"the pieces of {name} have {size} elements, the tensor has {prod(shapes[name])}")
-    return {name: _signed(total) for name, total in totals.items()}
+    return {name: _to_signed(total) for name, total in totals.items()}
 
 
 def compare(source: Mapping[str, int], destination: Mapping[str, int]) -> None:
-    """Every tensor that an engine holds must be the trainer's.
+    """Compare every tensor of an engine with the trainer's.
 
     Raises:
         SyncMismatch: naming the tensors that differ.

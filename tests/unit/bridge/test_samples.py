@@ -59,7 +59,7 @@ def test_a_shard_that_is_stored_transposed_reads_the_elements_of_its_rectangle()
     rectangle = whole("matrix")[10:50, 100:300]
     flat = torch.cat([whole("norm")[1:], rectangle.t().reshape(-1)])
     pieces = [Piece("norm", (1,), (4,), 0, (1,)), Piece("matrix", (10, 100), (40, 200), 4, (1, 40))]
-    held = samples.held([("mine", pieces)])
+    held = samples.describe([("mine", pieces)])
     drawn = Drawn(held.reads(5, CPU))
     drawn.add("mine", flat)
     numbers = torch.cat(drawn.numbers)
@@ -77,7 +77,7 @@ def test_a_shard_that_is_stored_transposed_reads_the_elements_of_its_rectangle()
 def test_the_tensor_that_differs_is_named(wrong: str) -> None:
     """The engine holds bf16, in which the trainer's fp32 are compared."""
     samples = Samples(SHAPES, dict.fromkeys(SHAPES, torch.bfloat16))
-    held = samples.held([(name, [contiguous(name, (0,) * len(shape), shape)]) for name, shape in SHAPES.items()])
+    held = samples.describe([(name, [contiguous(name, (0,) * len(shape), shape)]) for name, shape in SHAPES.items()])
     sent, received = Drawn(held.reads(2, CPU)), Drawn(held.reads(2, CPU))
     for name in SHAPES:
         sent.add(name, whole(name).view(-1))
