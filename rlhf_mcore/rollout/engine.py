@@ -1,4 +1,4 @@
-"""What the engines share: what they are built for, what they refuse, whether their weights are whole and when they may generate."""
+"""Base classes of engines: their model, the requests that they refuse, whether their weights are whole and when they may generate."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EngineModel:
         shapes: Mapping[str, tuple[int, ...]],
         adapters: Mapping[str, tuple[int, ...]] | None = None,
     ) -> EngineModel:
-        """The model of a resolved configuration."""
+        """Build from a resolved configuration."""
         assert cfg.rollout.max_model_len is not None, "resolved"
         tokenizer_dir = cfg.model.tokenizer_path or cfg.model.path
         return cls(
@@ -84,7 +84,7 @@ class VersionedWeights:
         self._problem: str | None = "no weights were ever loaded"
 
     def begin_load(self) -> None:
-        """The weights from before are gone."""
+        """Declare the weights from before gone."""
         self.abandon("the last load of weights did not finish")
 
     def abandon(self, problem: str) -> None:
@@ -93,13 +93,13 @@ class VersionedWeights:
         self._problem = problem
 
     def commit_load(self, version: int) -> None:
-        """A whole load has ended."""
+        """Declare the weights whole: a load has ended."""
         assert version >= 0, f"policy versions count from 0, got {version}"
         self.policy_version = version
         self._problem = None
 
     def require_weights(self) -> None:
-        """Raises RuntimeError with the reason if there is nothing to generate with."""
+        """Raise RuntimeError with the reason if there is nothing to generate with."""
         if self._problem is not None:
             raise RuntimeError(
                 f"the rollout engine cannot generate: {self._problem}; call load_weights with every tensor"
@@ -119,7 +119,7 @@ class Engine(VersionedWeights, ABC):
     """A Generator, a WeightTarget and a Sleeper, as a rank has it: the engine itself, or the client of a server.
 
     It starts without weights, and refuses to generate until it has all of them. Weights may be replaced while requests are in flight:
-    their next tokens are drawn from the new ones, and the completion tells which version drew which token.
+    their next tokens are drawn from the new ones. A completion has the version of each token.
     """
 
     def __init__(self, model: EngineModel, rank: EngineRank, at_publish: str | None = None) -> None:
@@ -165,16 +165,16 @@ class Engine(VersionedWeights, ABC):
         """
         self.require_weights()
         limits = new_token_limits(requests, self._max_model_len)
-        taken = self._in_flight.keys() | {completion.request_id for completion in self._finished}
+        ids = self._in_flight.keys() | {completion.request_id for completion in self._finished}
         for request in requests:
-            if request.request_id in taken:
+            if request.request_id in ids:
                 raise ValueError(f"{request.name}: request id {request.request_id} is in flight")
-            taken.add(request.request_id)
+            ids.add(request.request_id)
         for request, handle in zip(requests, self._begin(requests, limits), strict=True) if requests else ():
             self._in_flight[request.request_id] = InFlight(request, [(0, self.policy_version)], handle)
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """What has finished since the last call; [] on ranks that do not lead. Steps until there is something, at least once.
+        """Return the completions since the last call; [] on ranks that do not lead. Steps until there is one, at least once.
 
         An engine of several ranks steps until a response has finished whatever ``timeout_s`` is: its ranks must step alike.
         """
@@ -196,9 +196,9 @@ class Engine(VersionedWeights, ABC):
             RuntimeError: the weights are not usable.
         """
         self.require_weights()
-        return self._ended(self._step() if self._in_flight else [])
+        return self._drop_finished(self._step() if self._in_flight else [])
 
-    def _ended(self, finished: list[Completion]) -> list[Completion]:
+    def _drop_finished(self, finished: list[Completion]) -> list[Completion]:
         for completion in finished:
             del self._in_flight[completion.request_id]
             self._tokens_of_finished += len(completion.token_ids)
@@ -206,15 +206,15 @@ class Engine(VersionedWeights, ABC):
 
     def cancel(self, request_ids: Collection[int]) -> None:
         """Stop to draw these. Their tokens are lost; ids that are not in flight are ignored."""
-        known = [request_id for request_id in request_ids if request_id in self._in_flight]
-        if known:
-            self._end(known)
-        for request_id in known:
+        in_flight = [request_id for request_id in request_ids if request_id in self._in_flight]
+        if in_flight:
+            self._end(in_flight)
+        for request_id in in_flight:
             del self._in_flight[request_id]
         self._finished = [completion for completion in self._finished if completion.request_id not in request_ids]
 
     def begin_load(self) -> None:
-        """The weights from before are gone.
+        """Declare the weights from before gone.
 
         Raises:
             RuntimeError: requests are in flight, and ``rollout.at_publish`` is drain.
@@ -226,13 +226,13 @@ class Engine(VersionedWeights, ABC):
         super().begin_load()
 
     def commit_load(self, version: int) -> None:
-        """A whole load has ended. What is drawn from here on is of ``version``."""
+        """Declare the weights whole: a load has ended. Tokens drawn from here on are of ``version``."""
         super().commit_load(version)
         for request_id, number in self._num_drawn().items():
             begin_version(self._in_flight[request_id].versions, number, version)
 
     def forget_prefixes(self) -> None:
-        """Keep nothing of what requests have computed. None is in flight. All ranks of an engine call it together."""
+        """Forget all that requests have computed. None is in flight. All ranks of an engine call it together."""
 
     @property
     def num_in_flight(self) -> int:
@@ -251,11 +251,11 @@ class Engine(VersionedWeights, ABC):
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
-        """Take requests in; their handles. ``limits``: most tokens of each."""
+        """Take requests in, and return their handles. ``limits``: most tokens of each."""
 
     @abstractmethod
     def _step(self) -> list[Completion]:
-        """One forward pass over what is in flight; what has finished in it."""
+        """Make one forward pass over the requests in flight, and return the completions that finish in it."""
 
     @abstractmethod
     def _end(self, request_ids: Sequence[int]) -> None:
@@ -263,7 +263,7 @@ class Engine(VersionedWeights, ABC):
 
     @abstractmethod
     def _num_drawn(self) -> dict[int, int]:
-        """Tokens drawn so far of each request in flight, by its id."""
+        """Count the tokens drawn so far of each request in flight, by its id."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
@@ -291,13 +291,13 @@ class LiveEngine(Engine):
 
 
 def ragged_ids(parts: Sequence[Sequence[int] | NDArray[np.int32]]) -> Ragged[NDArray[np.int32]]:
-    """Token ids by the token that they belong to."""
+    """Join token ids by the token that they belong to."""
     ids = [np.asarray(part, np.int32) for part in parts]
     return Ragged(np.array([len(part) for part in ids], np.int32), np.concatenate([np.zeros(0, np.int32), *ids]))
 
 
 def begin_version(versions: list[tuple[int, int]], first: int, version: int) -> None:
-    """Tokens from ``first`` on are of ``version``: the run-length code of a completion's versions, extended in place."""
+    """Record that tokens from ``first`` on are of ``version``: extends the run-length code of a completion's versions in place."""
     if versions[-1][0] == first:
         versions.pop()  # of the version before there is no token
     if not versions or versions[-1][1] != version:
@@ -305,7 +305,7 @@ def begin_version(versions: list[tuple[int, int]], first: int, version: int) -> 
 
 
 def new_token_limits(requests: Sequence[Request], max_model_len: int) -> list[int]:
-    """Most tokens of each completion: what was asked for, or what the context has room for.
+    """Compute the most tokens of each completion: the request's number, or the context's room.
 
     Raises:
         ValueError: a prompt is empty, or leaves no room for a token in ``max_model_len``.
@@ -325,7 +325,7 @@ def new_token_limits(requests: Sequence[Request], max_model_len: int) -> list[in
 
 
 def stop_token_ids(model_dir: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a response, sorted: the tokenizer's and those of generation_config.json."""
+    """List the tokens that end a response, sorted: the tokenizer's and those of generation_config.json."""
     stops = {int(tokenizer.eos_token_id)}
     path = Path(model_dir) / "generation_config.json"
     declared = end_tokens(_read(path)) if path.is_file() else []
@@ -365,7 +365,7 @@ class ExpectedTensors:
 
     @classmethod
     def of_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> ExpectedTensors:
-        """Every tensor of a checkpoint, each once."""
+        """Expect every tensor of a checkpoint, each once."""
         return cls(dict(shapes), [{name} for name in shapes])
 
     @classmethod
@@ -397,12 +397,12 @@ class ExpectedTensors:
         Raises:
             ValueError: an unknown, repeated or wrongly shaped tensor when it comes; at the end, those that never came.
         """
-        seen: set[str] = set()
+        names: set[str] = set()
         for name, tensor in weights:
-            self._check(name, tensor, seen)
-            seen.add(name)
+            self._check(name, tensor, names)
+            names.add(name)
             yield name, tensor
-        missing = sorted(min(group) for group in self.groups if not group & seen)
+        missing = sorted(min(group) for group in self.groups if not group & names)
         if missing:
             shown = shortened(missing, separator=", ")
             raise ValueError(f"{len(missing)} tensors of the model were not handed to the engine: {shown}")

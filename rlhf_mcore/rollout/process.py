@@ -1,4 +1,4 @@
-"""What engines of any kind need of the process that they run in."""
+"""Set up the process for engines of any kind."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class HFEngine(LiveEngine):
 
     @torch.no_grad()
     def _step(self) -> list[Completion]:
-        """A batch is decoded to the end of its longest response before the next one begins.
+        """Decode a batch to the end of its longest response before the next one begins.
 
         The seeds are vLLM's, the draws are not: the two engines agree in distribution only.
         """
@@ -91,7 +91,7 @@ class HFEngine(LiveEngine):
         return drawn
 
     def commit_load(self, version: int) -> None:
-        """A whole load has ended."""
+        """Declare the weights whole: a load has ended."""
         super().commit_load(version)
         if self._batch is not None and self._at_publish == "resubmit":
             self._batch.cache = None
@@ -110,7 +110,7 @@ class HFEngine(LiveEngine):
 
     @contextmanager
     def begin(self, version: int) -> Iterator[torch.nn.Module]:
-        """The live model, to be written from outside. The engine is unusable until the block has ended well."""
+        """Yield the live model, to be written from outside. The engine is unusable until the block has ended well."""
         self.begin_load()
         yield self.model
         self.commit_load(version)
@@ -170,7 +170,7 @@ class _Batch:
         return ended
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Rows that nobody waits for."""
+        """Drop rows that nobody waits for."""
         for row, request in enumerate(self.requests):
             if request.request_id in request_ids and not self.finished[row]:
                 self.finished[row] = "cancelled"
@@ -200,7 +200,7 @@ def _build_model(model: EngineModel) -> torch.nn.Module:
 
 
 def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logprobs [b, V] float32 that tokens are drawn by, from logits [b, V]; -inf outside of the support.
+    """Compute the logprobs [b, V] float32 that tokens are drawn by, from logits [b, V]; -inf outside of the support.
 
     ``sampling`` has temperature (0: those at 1), top_k (-1: off) and top_p (1.0: off).
     """
@@ -211,7 +211,7 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(distribution: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
-    """One token per row: ids [b] int64, and their logprobs [b] float32.
+    """Draw one token per row: ids [b] int64, and their logprobs [b] float32.
 
     Args:
         distribution: [b, V], of ``log_distribution``.
@@ -231,7 +231,7 @@ def _gumbel_max(logprobs: Tensor, generators: Sequence[torch.Generator]) -> Tens
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits [b, V]; -inf outside the ``top_k`` largest, then outside the smallest set with mass >= ``top_p``."""
+    """Set logits [b, V] to -inf outside the ``top_k`` largest, then outside the smallest set with mass >= ``top_p``."""
     if 0 < top_k < logits.shape[-1]:
         threshold = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, -torch.inf)

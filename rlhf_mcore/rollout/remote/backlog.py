@@ -1,4 +1,4 @@
-"""Requests that no engine draws yet, and which engine draws which."""
+"""Queue requests, and deal them to engines."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 class FreeBacklog:
     """Deals each request to an engine at once. All samples of a prompt go to one engine, the one with the fewest requests.
 
-    ``FleetEngine.requests`` are those that an engine has been given and has not answered.
+    ``FleetEngine.requests`` are the engine's, until it has answered them.
     """
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
 
     def add(self, requests: Sequence[Request], version: int) -> None:
-        """Take requests in, which belong to a version of the weights."""
+        """Take requests in. They belong to a version of the weights."""
         self._requests.extend(requests)
 
     def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Request]]]:
-        """Give what waits to engines that may draw it."""
+        """Give waiting requests to engines that may draw them."""
         if not serving:
             return []
         counts = [len(engine.requests) for engine in serving]
-        shares = _shared(self._requests, counts)
+        shares = _share_out(self._requests, counts)
         self._requests.clear()
         for engine, requests in zip(serving, shares, strict=True):
             engine.requests |= _by_id(requests)
         return [(engine, requests) for engine, requests in zip(serving, shares, strict=True) if requests]
 
     def take(self, engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-        """Return those of an engine's completions that are answers now. Called at each report, also without completions."""
-        return _known(engine, completions)
+        """Return the answers among an engine's completions. Called at each report, also without completions."""
+        return _take_own(engine, completions)
 
     def put_back(self, engine: FleetEngine) -> None:
         """Take back the requests of an engine that is lost, for others."""
@@ -54,9 +54,9 @@ class FreeBacklog:
 class SharedBacklog:
     """Deals so that responses do not depend on what happens to engines, to the last bit.
 
-    What an engine computes of a request depends in its last bits on what it draws beside it. So what is submitted together is cut into
-    ``num_shares``, whatever engines there are. An engine draws a share alone, by the weights of the share's version. A share whose
-    engine is lost is drawn again as a whole, also what was answered.
+    The last bits of a response depend on the requests that the engine draws beside it. So requests that are submitted together are cut
+    into ``num_shares``, whatever engines there are. An engine draws a share alone, by the weights of the share's version. A share
+    whose engine is lost is drawn again as a whole, with its answered requests.
     """
 
     def __init__(self, num_shares: int) -> None:
@@ -65,7 +65,7 @@ class SharedBacklog:
 
     def add(self, requests: Sequence[Request], version: int) -> None:
         """See :class:`FreeBacklog`, as those that follow."""
-        shares = _shared(requests, [0] * self._num_shares)
+        shares = _share_out(requests, [0] * self._num_shares)
         self._shares.extend(Share(_by_id(share), version) for share in shares if share)
 
     def deal(self, serving: Sequence[FleetEngine]) -> list[tuple[FleetEngine, list[Request]]]:
@@ -79,8 +79,8 @@ class SharedBacklog:
         return dealt
 
     def take(self, engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-        """Answers of a share that is drawn again come together, when its engine has nothing left to draw for nobody."""
-        share, drawn = engine.share, _known(engine, completions)
+        """Return answers. Those of a share that is drawn again come together, when its engine has nothing left to draw for nobody."""
+        share, drawn = engine.share, _take_own(engine, completions)
         if share is None:
             return []
         share.held += [completion for completion in drawn if completion.request_id not in share.answered]
@@ -105,7 +105,7 @@ class SharedBacklog:
 
 
 class OpenRequests:
-    """The requests that have no answer yet, and the version of the weights that each was submitted for.
+    """Requests without an answer, each with the version of the weights at its submission.
 
     ``note`` is told how many another version has drawn, because their engine was lost.
     """
@@ -114,24 +114,24 @@ class OpenRequests:
         self.versions: dict[int, int] = {}  # by request id
         self._note = note
         self._lost: set[int] = set()  # of these
-        self._told = self._popped = self._other = 0  # responses that another version has drawn
+        self._noted = self._popped = self._other = 0  # responses that another version has drawn
 
     def submit(self, requests: Sequence[Request], version: int) -> None:
-        """These are to be drawn by a version."""
+        """Open requests, to be drawn by a version."""
         self.versions |= {request.request_id: version for request in requests}
 
     def lose(self, request_ids: Iterable[int]) -> None:
-        """The engine of these is lost."""
+        """Mark requests whose engine is lost."""
         self._lost |= self.versions.keys() & set(request_ids)
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Nobody waits for these."""
+        """Drop requests for which nobody waits."""
         self.versions = {number: version for number, version in self.versions.items() if number not in request_ids}
         self._lost -= set(request_ids)
         self._tell()
 
     def answer(self, completion: Completion) -> bool:
-        """Whether somebody waits for this. It is answered now."""
+        """Close a request that is answered now. Returns whether somebody waits for it."""
         number = completion.request_id
         if (version := self.versions.pop(number, None)) is None:
             return False
@@ -148,15 +148,15 @@ class OpenRequests:
 
     def _tell(self) -> None:
         """Note all that was lost in one line, when it is answered."""
-        if not self._lost and (count := self._other - self._told):
-            self._told = self._other
+        if not self._lost and (count := self._other - self._noted):
+            self._noted = self._other
             self._note(
                 f"{count} responses were drawn by newer weights than they were begun with: their engine was lost"
             )
 
 
-def _shared(requests: Iterable[Request], counts: list[int]) -> list[list[Request]]:
-    """Requests by who gets them, each prompt's to the one that has the fewest. ``counts``: how many they have."""
+def _share_out(requests: Iterable[Request], counts: list[int]) -> list[list[Request]]:
+    """Deal requests, each prompt's to the one that has the fewest. ``counts``: how many they have."""
     shares: list[list[Request]] = [[] for _ in counts]
     for _, group in groupby(requests, key=lambda request: list(request.prompt_ids)):
         samples = list(group)
@@ -170,6 +170,6 @@ def _by_id(requests: Iterable[Request]) -> dict[int, Request]:
     return {request.request_id: request for request in requests}
 
 
-def _known(engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
-    """Completions of what the engine was given: others were cancelled. They are no longer among its requests."""
+def _take_own(engine: FleetEngine, completions: Sequence[Completion]) -> list[Completion]:
+    """Take the completions of the engine's requests out of these. Others were cancelled."""
     return [each for each in completions if engine.requests.pop(each.request_id, None) is not None]

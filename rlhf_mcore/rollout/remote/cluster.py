@@ -52,13 +52,13 @@ class RayCall:
     reference: Any
 
     def is_done(self) -> bool:
-        """Whether there is a result, or an error."""
+        """Tell whether there is a result, or an error."""
         import ray
 
         return bool(ray.wait([self.reference], timeout=0)[0])
 
     def result(self) -> Any:
-        """The result of a call that is done.
+        """Return the result of a call that is done.
 
         Raises:
             ProcessLost: the process is gone.
@@ -172,7 +172,7 @@ class Cluster:
         )
 
     def problem(self) -> str | None:
-        """Why there is no Ray any more. Looks every few seconds."""
+        """Explain why there is no Ray any more, or return None. Looks every few seconds."""
         now = time.monotonic()
         if not self.joined:
             return None
@@ -186,16 +186,19 @@ class Cluster:
         return f"Ray's head at {self.joined} does not answer" if now - self._answered > 5 * _PROBE_S else None
 
     def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None:
-        """Why so many engines cannot run here. Nodes of a cluster may still be joining: it has ``wait_s`` to get them."""
+        """Explain why so many engines cannot run here, or return None.
+
+        Nodes of a cluster may still be joining: it has ``wait_s`` to get them.
+        """
         import ray
 
         end = time.monotonic() + (0.0 if self.address is None else wait_s)
         while True:
-            found, ranks = ray.cluster_resources(), engines * tp
+            resources, ranks = ray.cluster_resources(), engines * tp
             short = [
-                f"{needed} {name}s, and Ray has {found.get(name, 0):g}"
+                f"{needed} {name}s, and Ray has {resources.get(name, 0):g}"
                 for name, needed in (("CPU", ranks * self.cores), ("GPU", ranks * self.gpus))
-                if found.get(name, 0) < needed
+                if resources.get(name, 0) < needed
             ]
             if not short or time.monotonic() > end:
                 break
@@ -205,7 +208,7 @@ class Cluster:
         return f"rollout.num_engines={engines}: with rollout.layout.tp={tp} the engines need {short[0]}; lower it, or give Ray more"
 
     def spawn(self, name: str, tp: int) -> list[RayProcess]:
-        """Processes for the ranks of an engine, on one machine. They start when Ray has room for them. ``name`` is used once."""
+        """Start processes for the ranks of an engine, on one machine. They start when Ray has room for them. ``name`` is used once."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -232,12 +235,12 @@ class Cluster:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for found in processes:
-            ray.kill(found.actor)
+        for process in processes:
+            ray.kill(process.actor)
         remove_placement_group(self._groups.pop(name))
 
     def wait(self, calls: Sequence[RayCall], timeout_s: float, *, every: bool = False) -> None:
-        """Until one of the calls is done, or every one; no longer than ``timeout_s``."""
+        """Wait until one of the calls is done, or every one; no longer than ``timeout_s``."""
         import ray
 
         if calls:
@@ -269,10 +272,10 @@ def _refuse_unless_listening(address: str, key: str) -> None:
 
 
 def _require_token(key: str) -> None:
-    """A cluster that takes orders from anybody runs anybody's code."""
-    known = [os.environ.get(TOKEN_VARIABLE), os.environ.get(f"{TOKEN_VARIABLE}_PATH")]
+    """Require a token, because a cluster that takes orders from anybody runs anybody's code."""
+    tokens = [os.environ.get(TOKEN_VARIABLE), os.environ.get(f"{TOKEN_VARIABLE}_PATH")]
     if os.environ.get("RAY_AUTH_MODE") is None:
-        if not any(known) and not (Path.home() / ".ray" / "auth_token").is_file():
+        if not any(tokens) and not (Path.home() / ".ray" / "auth_token").is_file():
             raise ConfigError(
                 f"{key} is set, and there is no token of that cluster; start Ray with RAY_AUTH_MODE=token and set "
                 f"{TOKEN_VARIABLE} or {TOKEN_VARIABLE}_PATH here (RAY_AUTH_MODE=disabled joins a cluster that has none)"
@@ -281,6 +284,6 @@ def _require_token(key: str) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What follows in an error of Ray's are numbers of actors and advice."""
+    """Return the first line of an error of Ray: numbers of actors and advice follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return without_secrets((lines or [type(error).__name__])[0][:400])

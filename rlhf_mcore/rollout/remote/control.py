@@ -82,7 +82,7 @@ def _answer(fleet: Fleet, asked: dict[str, Any]) -> dict[str, Any]:
             fleet.drain(asked["name"])
         elif asked["command"] == "remove":
             fleet.remove(asked["name"])
-        return {"engines": [asdict(found) for found in fleet.status()]}
+        return {"engines": [asdict(status) for status in fleet.status()]}
     except Exception as error:
         return {"error": str(error)}
 
@@ -92,9 +92,9 @@ def _name(directory: Path) -> str:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user id at the other end, as the kernel knows it."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", found)[1])
+    """Return the user id at the other end, as the kernel knows it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
 
 
 def _line(connection: socket.socket) -> bytes:

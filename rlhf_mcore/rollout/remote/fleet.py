@@ -42,8 +42,8 @@ class Fleet:
     One thread of its own talks to the engines, all but the calls that submit and transfer. ``clock`` counts seconds.
 
     Every request is answered once. Those of an engine that fails are drawn again by another one, from their start and with the same
-    seeds; how they are dealt is the backlog's. An engine that was started, or started again, has no requests before it has weights,
-    which it gets at the next sync.
+    seeds; the backlog deals them. An engine that was started, or started again, gets its weights at the next sync, and no requests
+    before.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Fleet:
             ConfigError: Ray cannot be joined, or has no room for them, or they cannot be built.
             EnginesLost: one has failed too often.
         """
-        with self._checked():
+        with self._check_and_lock():
             while waiting := sum(engine.state in _STARTING for engine in self._engines):
                 progress(f"{len(self._engines) - waiting} of {len(self._engines)} engines are up")
                 self._changed.wait(1.0)
@@ -154,7 +154,7 @@ class Fleet:
                 return
             engine.processes, engine.state, engine.since = processes, "placing", self._clock()
             engine.starting = [process.call("locate", rank == 0) for rank, process in enumerate(processes)]
-            engine.reports, engine.seen = [], None
+            engine.reports, engine.last_report = [], None
 
     def _advance_start(self, engine: FleetEngine, now: float) -> None:
         results = [call.result() for call in engine.starting if call.is_done()]
@@ -201,11 +201,11 @@ class Fleet:
             self._leave(engine)
 
     def _take(self, engine: FleetEngine, report: Report, now: float) -> None:
-        seen = engine.seen
-        if seen is None or (report.tokens_drawn, report.num_waits) != (seen.tokens_drawn, seen.num_waits):
+        before = engine.last_report
+        if before is None or (report.tokens_drawn, report.num_waits) != (before.tokens_drawn, before.num_waits):
             engine.progressed = now
-        self._work += report.work - (seen.work if seen is not None else EngineWork())
-        engine.seen = report
+        self._work += report.work - (before.work if before is not None else EngineWork())
+        engine.last_report = report
         for completion in self._backlog.take(engine, report.completions):
             if self._open.answer(completion):
                 if completion.request_id < 0:
@@ -232,7 +232,7 @@ class Fleet:
         engine.state, engine.attempt = "due", engine.attempt + 1
 
     def _release(self, engine: FleetEngine) -> None:
-        """Its processes are killed, and its requests are drawn by others."""
+        """Kill the processes of an engine, and give its requests to others."""
         if engine.processes:
             self._ended.append((engine.key, engine.processes))
         engine.processes, engine.starting, engine.reports, engine.answered = (), [], [], []
@@ -250,25 +250,28 @@ class Fleet:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See :class:`rlhf_mcore.protocols.Generator`. Request ids may be those of requests in flight."""
-        if (found := self.begin(requests)(math.inf)) is None:
+        if (completions := self.begin(requests)(math.inf)) is None:
             raise EnginesLost("all engines were lost, and nobody brings weights to others")
-        return found
+        return completions
 
     def begin(self, requests: Sequence[Request]) -> Callable[[float], list[Completion] | None]:
-        """As ``generate``; what is returned waits so many seconds. None: not all are there yet, or weights have to come first."""
+        """Begin to generate.
+
+        The returned function waits so many seconds, and returns None where some are missing or weights have to come first.
+        """
         own = {next(self._own_ids): request for request in requests}
         self.submit([replace(request, request_id=number) for number, request in own.items()])
 
         def wait(timeout_s: float) -> list[Completion] | None:
             end = self._clock() + timeout_s
-            with self._checked():
+            with self._check_and_lock():
                 while not own.keys() <= self._generated.keys():
-                    if (left := end - self._clock()) <= 0 or self.needs_weights():
+                    if (rest := end - self._clock()) <= 0 or self.needs_weights():
                         return None
-                    self._changed.wait(min(left, 1.0))
+                    self._changed.wait(min(rest, 1.0))
                     self._check()
-                found = [(self._generated.pop(number), request.request_id) for number, request in own.items()]
-                return [replace(completion, request_id=number) for completion, number in found]
+                answers = [(self._generated.pop(number), request.request_id) for number, request in own.items()]
+                return [replace(completion, request_id=number) for completion, number in answers]
 
         return wait
 
@@ -280,21 +283,21 @@ class Fleet:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin to draw."""
-        with self._checked():
+        with self._check_and_lock():
             self._open.submit(requests, self._version)
             self._backlog.add(requests, self._version)
             self._dispatch()
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """Those that have finished since the last call; none after ``timeout_s``, or where weights have to come first.
+        """Return the completions since the last call; none after ``timeout_s``, or where weights have to come first.
 
         Raises:
             EnginesLost: an engine has failed too often, or Ray is gone.
         """
         end = self._clock() + timeout_s
-        with self._checked():
-            while not self._finished and (left := end - self._clock()) > 0 and not self.needs_weights():
-                self._changed.wait(min(left, 1.0))
+        with self._check_and_lock():
+            while not self._finished and (rest := end - self._clock()) > 0 and not self.needs_weights():
+                self._changed.wait(min(rest, 1.0))
                 self._check()
             finished, self._finished = self._finished, []
             return finished
@@ -305,7 +308,7 @@ class Fleet:
         with self._changed:
             self._backlog.drop(dropped)
             self._open.drop(dropped)
-            self._finished = [found for found in self._finished if found.request_id not in dropped]
+            self._finished = [completion for completion in self._finished if completion.request_id not in dropped]
             for number in dropped & self._generated.keys():
                 del self._generated[number]
             for engine in self._engines:
@@ -317,13 +320,13 @@ class Fleet:
                     engine.processes[0].call("cancel", sorted(mine))
 
     def needs_weights(self) -> bool:
-        """Whether engines wait for weights, and none has any."""
+        """Tell whether engines wait for weights, and none has any."""
         with self._changed:
             states = [engine.state for engine in self._engines]
             return self._begun and self._participants is None and "serving" not in states and "ready" in states
 
     def _dispatch(self) -> None:
-        """Requests that no engine has, to those that serve."""
+        """Give requests that no engine has to engines that serve."""
         if self._participants is not None:
             return
         serving = [engine for engine in self._engines if engine.state == "serving" and not engine.draining]
@@ -335,12 +338,12 @@ class Fleet:
         """See :class:`rlhf_mcore.protocols.RemoteEngines`, as those that follow. The first call waits until all engines are ready."""
         if not self._begun:
             self.wait_until_ready()
-        with self._checked():
+        with self._check_and_lock():
             self._begun, self._participants = True, []
             serving = [engine for engine in self._engines if engine.state == "serving"]
             self._begin([(engine, engine.processes[0]) for engine in serving], "pause")
         self.finish(self._plan.timeout_s)
-        with self._checked():
+        with self._check_and_lock():
             self._participants = [
                 (engine, process)
                 for engine in self._engines
@@ -351,13 +354,13 @@ class Fleet:
 
     def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
         """Let every paused process join its group."""
-        with self._checked():
+        with self._check_and_lock():
             assert self._participants is not None and len(specs) == len(self._participants), "of the last pause"
             self._begin(self._participants, "join", [(spec, bridge) for spec in specs])
 
     def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
         """Let every process receive weights."""
-        with self._checked():
+        with self._check_and_lock():
             assert self._participants is not None, "pause comes first"
             self._begin(self._participants, "sync", [(version, only)] * len(self._participants))
 
@@ -378,8 +381,8 @@ class Fleet:
         end, problems = self._clock() + timeout_s, []
         with self._changed:
             calls, self._calls = self._calls, []
-        while (left := end - self._clock()) > 0 and not all(call.is_done() for *_, call in calls):
-            self._machines.wait([call for *_, call in calls], min(left, 1.0), every=True)
+        while (rest := end - self._clock()) > 0 and not all(call.is_done() for *_, call in calls):
+            self._machines.wait([call for *_, call in calls], min(rest, 1.0), every=True)
             self._check()
         with self._changed:
             for engine, process, name, call in calls:
@@ -400,7 +403,7 @@ class Fleet:
 
     def resume(self, version: int) -> None:
         """Let those that were paused draw again."""
-        with self._checked():
+        with self._check_and_lock():
             if self._plan.in_order and any(own != version for own in self._open.versions.values()):
                 raise RuntimeError(f"weights of version {version} have come while requests of another are being drawn")
             paused, self._participants, self._version = self._participants or [], None, version
@@ -412,7 +415,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ members
     def pop_work(self) -> tuple[EngineWork, int]:
-        """What all engines have done since the last call, as they last reported it.
+        """Return the work of all engines since the last call, as they last reported it.
 
         And how many responses were drawn by another version than they were submitted for, because their engine was lost.
         """
@@ -421,15 +424,15 @@ class Fleet:
             return work, self._open.pop_other()
 
     def status(self) -> list[EngineStatus]:
-        """All engines."""
+        """Describe all engines."""
         with self._changed:
             return [
                 EngineStatus(
                     engine.name,
                     "draining" if engine.draining else "starting" if engine.state in _STARTING else engine.state,
-                    engine.seen.version if engine.seen else -1,
+                    engine.last_report.version if engine.last_report else -1,
                     len(engine.requests),
-                    engine.seen.tokens_drawn if engine.seen else 0,
+                    engine.last_report.tokens_drawn if engine.last_report else 0,
                     engine.failures,
                 )
                 for engine in self._engines
@@ -455,7 +458,7 @@ class Fleet:
             ConfigError: there is no such engine, or no other one.
         """
         with self._changed:
-            engine = self._leaving(name)
+            engine = self._find_leaving(name)
             engine.draining = True
             if engine.state != "serving":
                 self._leave(engine)
@@ -463,24 +466,24 @@ class Fleet:
     def remove(self, name: str) -> None:
         """End an engine at once; others draw its requests. Raises as ``drain``."""
         with self._changed:
-            self._leave(self._leaving(name))
+            self._leave(self._find_leaving(name))
             self._dispatch()
 
-    def _leaving(self, name: str) -> FleetEngine:
-        found = [engine for engine in self._engines if engine.name == name]
+    def _find_leaving(self, name: str) -> FleetEngine:
+        engines = [engine for engine in self._engines if engine.name == name]
         names = ", ".join(engine.name for engine in self._engines)
-        if not found:
+        if not engines:
             raise ConfigError(f"there is no engine {name!r}; there are {names}")
-        if not any(engine is not found[0] and not engine.draining for engine in self._engines):
+        if not any(engine is not engines[0] and not engine.draining for engine in self._engines):
             raise ConfigError(f"engine {name!r} is the last one; add another first")
-        return found[0]
+        return engines[0]
 
     def _new(self) -> FleetEngine:
         return FleetEngine(str(next(self._numbers)))
 
     # ------------------------------------------------------------------------------------------ problems
-    def _checked(self) -> threading.Condition:
-        """The lock, taken where all is well; what the other thread has noted is told here, on the caller's thread."""
+    def _check_and_lock(self) -> threading.Condition:
+        """Check that all is well, and return the lock. Notes of the other thread are written here, on the caller's thread."""
         self._check()
         return self._changed
 

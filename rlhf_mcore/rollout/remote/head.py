@@ -61,15 +61,16 @@ def main() -> None:
             if any(has_ended(pid) for pid in needed):
                 break
     finally:
-        while left := [pid for pid in children() if not has_ended(pid)]:
-            end_all(left)
+        while running := [pid for pid in children() if not has_ended(pid)]:
+            end_all(running)
         remove_folder(folder)
         os._exit(0)  # Ray's own exit handlers would talk to what has ended
 
 
 def make_folder(parent: Path) -> Path:
-    """Make a folder for Ray's own below ``parent``, inside one that this user alone may enter, and hold that until this process ends,
-    however it does. Others of this user that nobody holds are removed.
+    """Make a folder for Ray's own below ``parent``, inside one that this user alone may enter.
+
+    This process holds the outer folder until it ends, however it does. Others of this user that nobody holds are removed.
 
     Ray opens the folder that it is given to everybody (mode 0777), with its sockets and logs.
     """
@@ -90,13 +91,13 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove folders of Ray below ``parent`` whose process was killed together with everything that would have removed them.
+    """Remove folders of Ray below ``parent`` whose process was killed before it could remove them.
 
     Anybody may have put anything at such a name: only a directory of this user with a regular file for its lock is one.
     """
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError, ConfigError):  # of another user, without a lock yet, or held
-            if (found := folder.lstat()).st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            if (status := folder.lstat()).st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
                 continue
             lock = open_own(folder / _LOCK, os.O_WRONLY)
             try:

@@ -76,7 +76,7 @@ class Meeting:
 class Report:
     """What a rank has to tell: completions since the last report, and how far it is. Only the lead has completions.
 
-    ``work`` is that since its start, requests that were cancelled included.
+    ``work`` counts since its start, cancelled requests too.
     """
 
     completions: list[Completion]
@@ -89,7 +89,7 @@ class Report:
 
 @dataclass(slots=True)
 class _Call:
-    """Something that the engine's thread is to do between two steps, and what came of it."""
+    """A task of the engine's thread between two steps, and its result."""
 
     action: Callable[[], None]
     done: threading.Event
@@ -198,7 +198,7 @@ class EngineHost:
         self._orders.put(("cancel", list(request_ids)))
 
     def report(self, wait_s: float) -> Report:
-        """What there is to tell; waits for a completion, at most ``wait_s``. One call at a time.
+        """Return news; waits for a completion, at most ``wait_s``. One call at a time.
 
         Raises:
             whatever has ended the engine's thread.
@@ -266,7 +266,7 @@ class EngineHost:
             call.done.set()
 
     def _serve_once(self) -> None:
-        """One step: of a lead after it has told the others what has come since the last one."""
+        """Make one step. A lead first tells the others the orders since the last one."""
         from rlhf_mcore.parallel.collectives import broadcast_json
 
         engine, episodes = self._engine, self._episodes
@@ -277,18 +277,18 @@ class EngineHost:
             orders = self._of_turns(orders, episodes)
         if engine.num_ranks > 1:
             plain = [
-                (kind, [asdict(request) for request in found] if kind == "submit" else found) for kind, found in orders
+                (kind, [asdict(request) for request in payload] if kind == "submit" else payload) for kind, payload in orders
             ]
             received = broadcast_json(plain, 0)
             orders = [
-                (kind, [_request(fields) for fields in found] if kind == "submit" else found)
-                for kind, found in received
+                (kind, [_request(fields) for fields in payload] if kind == "submit" else payload)
+                for kind, payload in received
             ]
-        for kind, found in orders:
+        for kind, payload in orders:
             if kind == "submit":
-                engine.submit(found)
+                engine.submit(payload)
             elif kind == "cancel":
-                engine.cancel(found)
+                engine.cancel(payload)
             elif kind == "forget":
                 engine.forget_prefixes()
             elif kind == "pause":
@@ -302,17 +302,17 @@ class EngineHost:
         self._tell(finished if self._is_lead else [], work)
 
     def _of_turns(self, orders: list[Order], episodes: EpisodeDriver) -> list[Order]:
-        """Orders of episodes are carried out here. The ranks of the engine are told which turns to draw, and when to wait."""
-        found: list[Order] = []
+        """Carry out orders of episodes. The ranks of the engine are told which turns to draw, and when to wait."""
+        result: list[Order] = []
         for kind, what in orders:
-            found.append((kind, episodes.begin(what) if kind == "submit" else what))
+            result.append((kind, episodes.begin(what) if kind == "submit" else what))
             if kind == "cancel":
                 episodes.cancel(what)
-        if not any(kind == "pause" for kind, _ in found):
+        if not any(kind == "pause" for kind, _ in result):
             turns = episodes.due(self._engine.num_in_flight > 0, _WAIT_S)
             self._num_waits += turns is None
-            found.append(("wait", []) if turns is None else ("submit", turns))
-        return found
+            result.append(("wait", []) if turns is None else ("submit", turns))
+        return result
 
     def _waiting_orders(self, *, block: bool) -> list[Order]:
         orders = [self._orders.get()] if block else []

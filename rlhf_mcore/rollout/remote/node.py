@@ -47,10 +47,10 @@ def main() -> int:
     del environment[LOOPBACK_ONLY]
     end = time.monotonic() + _JOIN_S
     own = source_address(args.address)
-    held = shared_port(own)  # for a service of the head that nobody uses, takes no port 0 and cannot be switched off
+    reserved = shared_port(own)  # for a service of the head that nobody uses, takes no port 0 and cannot be switched off
     try:
         while True:
-            command = _command(args, own, held.getsockname()[1], folder)
+            command = _command(args, own, reserved.getsockname()[1], folder)
             ray = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
             port = ""
             while not ending and not has_ended(ray.pid):
@@ -81,15 +81,15 @@ def _command(args: argparse.Namespace, own: str, client_port: int, folder: str) 
 
 
 def _port_of_head(folder: str) -> str:
-    """Where a head listens that has started, as Ray leaves it in its folder; "" before that."""
+    """Return the port of a head that has started, as Ray leaves it in its folder; "" before that."""
     with contextlib.suppress(OSError):
         return Path(folder, "ray_current_cluster").read_text(encoding="utf-8").strip().rpartition(":")[2]
     return ""
 
 
 def _end_children() -> None:
-    while left := [pid for pid in children() if not has_ended(pid)]:
-        end_all(left)
+    while running := [pid for pid in children() if not has_ended(pid)]:
+        end_all(running)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class FleetEngine:
     requests: dict[int, Request] = field(default_factory=dict)  # that it has been given and has not answered
     share: Share | None = None  # that these are of, where requests are dealt in shares
     version: int = -1  # of its weights; -1: it has none
-    seen: Report | None = None
+    last_report: Report | None = None
     progressed: float = 0.0  # when it last drew a token, or had nothing to draw
 
     @property

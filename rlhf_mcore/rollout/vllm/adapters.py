@@ -18,7 +18,7 @@ NUMBER = 1  # by which vLLM knows the adapter
 
 
 def options(shapes: Shapes) -> dict[str, Any]:
-    """The arguments of vllm.LLM. ``shapes`` of A and B are by the names of PEFT."""
+    """Return the arguments of vllm.LLM. ``shapes`` of A and B are by the names of PEFT."""
     return {
         "enable_lora": True,
         "max_lora_rank": next(shape[0] for name, shape in shapes.items() if "lora_A" in name),

@@ -1,5 +1,8 @@
-"""What vLLM lacks on a CPU: norms by kernels, which it takes on GPUs alone, rotations of latent attention's heads, draws of prompts
-that are computed in parts, the temperature of drafted tokens, and a start beside llvmlite."""
+"""Add to vLLM on a CPU what it has on GPUs alone, and repair its start beside llvmlite.
+
+These are norms by kernels, rotations of latent attention's heads, draws of prompts that are computed in parts, and the temperature
+of drafted tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def use_norm_kernels(model: nn.Module) -> None:
 
 
 def _norm(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """As vLLM's ``RMSNorm.forward``: with a residual both are overwritten. The kernels read rows that are back to back."""
+    """Normalise like vLLM's ``RMSNorm.forward``: with a residual both are overwritten. The kernels read rows that are back to back."""
     import torch
 
     x = x.contiguous()
@@ -84,19 +87,19 @@ def verify_drafts_at_their_temperature() -> None:
     """
     from vllm.v1.sample import rejection_sampler
 
-    rejection_sampler.expand_batch_to_tokens = _repeated
-    rejection_sampler.apply_top_k_top_p = _truncated
+    rejection_sampler.expand_batch_to_tokens = _repeat
+    rejection_sampler.apply_top_k_top_p = _truncate
 
 
-def _repeated(x: Tensor, ends: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
-    """``x[i]`` for each token of request i, which end before ``ends[i]``; ``replace_from`` becomes ``replace_to``."""
+def _repeat(x: Tensor, ends: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
+    """Repeat ``x[i]`` for each token of request i, which end before ``ends[i]``; ``replace_from`` becomes ``replace_to``."""
     import torch
 
     replaced = x.masked_fill(x == replace_from, replace_to)
     return torch.repeat_interleave(replaced, ends.diff(prepend=ends.new_zeros(1)), output_size=num_tokens)
 
 
-def _truncated(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+def _truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     return apply_top_k_top_p(logits, top_k, top_p) if len(logits) else logits
@@ -104,7 +107,7 @@ def _truncated(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
 
 @contextmanager
 def started_beside_llvmlite() -> Iterator[None]:
-    """Around the construction of an engine: vLLM looks for its kernels in everything that modules hold, but not in llvmlite's.
+    """Hide llvmlite while an engine is built: vLLM looks for its kernels in everything that modules hold.
 
     vLLM 0.32 fails there: the object for the library of LLVM has a function for every attribute that is asked of it, ``__dict__``
     too. It is there once numba has compiled something, as where an earlier engine of the process has drafted by n-grams.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def draft_options(cfg: SpeculativeConfig, *, on_cuda: bool) -> dict[str, Any]:
-    """Arguments of vllm.LLM.
+    """Return arguments of vllm.LLM.
 
     MTP layers are loaded from the model's directory when the engine starts, and stay as they are. Their embedding and output layer
     are the model's own modules, and come with it.

@@ -41,7 +41,7 @@ class VLLMEngine(LiveEngine):
     It starts with dummy weights, and refuses to generate with them.
     """
 
-    _named: Mapping[str, Any] = {}  # of an engine that adds an adapter: what requests name it by
+    _named: Mapping[str, Any] = {}  # of an engine that adds an adapter: its name in requests
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine (seconds to a minute).
@@ -50,8 +50,8 @@ class VLLMEngine(LiveEngine):
         runs eagerly: compiling costs more than it brings.
 
         Raises:
-            ConfigError: tp does not divide the world size, a directory that cannot be used, or a cache that does not hold one
-                response of ``model.max_model_len``.
+            ConfigError: tp does not divide the world size, a directory cannot be used, or a cache does not hold one response of
+                ``model.max_model_len``.
             RuntimeError: torch.distributed is not initialised.
         """
         rank, world_size, tp = *_rank_and_world_size(), cfg.layout.tp
@@ -92,7 +92,7 @@ class VLLMEngine(LiveEngine):
                 cpu.use_norm_kernels(self.model)
 
     def _options(self, cfg: RolloutConfig, model: EngineModel) -> dict[str, Any]:
-        """The arguments of vllm.LLM."""
+        """Return the arguments of vllm.LLM."""
         options: dict[str, Any] = {
             "model": model.model_dir,
             "skip_tokenizer_init": True,  # tokens in, tokens out: text is made once, at the end
@@ -100,7 +100,7 @@ class VLLMEngine(LiveEngine):
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.layout.tp,
             "load_format": "dummy",
-            "hf_overrides": _unquantised,
+            "hf_overrides": _remove_quantisation,
             "dtype": _DTYPES[model.dtype],
             "max_model_len": model.max_model_len,
             "max_num_seqs": cfg.max_num_seqs,
@@ -173,40 +173,40 @@ class VLLMEngine(LiveEngine):
         return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
 
     def _completion(self, output: Any) -> Completion:
-        """From vllm.RequestOutput, whose ``outputs[0].logprobs[t]`` maps token ids to records.
+        """Read a vllm.RequestOutput. Its ``outputs[0].logprobs[t]`` maps token ids to records.
 
         Raises:
             RuntimeError: it answers none of the requests.
         """
-        found = self._in_flight.get(self._by_number.pop(int(output.request_id), -1))
-        if found is None or list(output.prompt_token_ids) != list(found.request.prompt_ids):
+        in_flight = self._in_flight.get(self._by_number.pop(int(output.request_id), -1))
+        if in_flight is None or list(output.prompt_token_ids) != list(in_flight.request.prompt_ids):
             name = (
-                "a request that was not made" if found is None else f"another prompt than that of {found.request.name}"
+                "a request that was not made" if in_flight is None else f"another prompt than that of {in_flight.request.name}"
             )
             raise RuntimeError(f"the engine answered {name}")
         [drawn] = output.outputs
         token_ids = list(drawn.token_ids)
         logprobs = [record[token].logprob for token, record in zip(token_ids, drawn.logprobs or [], strict=False)]
         return Completion(
-            found.request.request_id,
+            in_flight.request.request_id,
             np.array(token_ids, np.int32),
             np.array(logprobs, np.float32),
-            tuple(found.versions),
+            tuple(in_flight.versions),
             drawn.finish_reason,
             num_cached=output.num_cached_tokens or 0,
-            support=masks.support_of(drawn) if found.request.sampling.records_support else None,
+            support=masks.support_of(drawn) if in_flight.request.sampling.records_support else None,
         )
 
     def _end(self, request_ids: Sequence[int]) -> None:
         dropped = {request_id: self._in_flight[request_id].handle for request_id in request_ids}
         self._llm.llm_engine.abort_request(list(dropped.values()), internal=True)
-        self._by_number = {number: known for number, known in self._by_number.items() if known not in dropped}
+        self._by_number = {number: request_id for number, request_id in self._by_number.items() if request_id not in dropped}
 
     def _num_drawn(self) -> dict[int, int]:
         if not self._in_flight:
             return {}
-        known = self._scheduler.requests
-        return {request_id: known[found.handle].num_output_tokens for request_id, found in self._in_flight.items()}
+        states = self._scheduler.requests
+        return {request_id: states[each.handle].num_output_tokens for request_id, each in self._in_flight.items()}
 
     @property
     def _scheduler(self) -> Any:
@@ -219,7 +219,7 @@ class VLLMEngine(LiveEngine):
 
     @contextmanager
     def begin(self, version: int) -> Iterator[nn.Module]:
-        """The live model, to be written from outside. The engine is unusable from here until the block has ended well.
+        """Yield the live model, to be written from outside. The engine is unusable from here until the block has ended well.
 
         Requests may be in flight unless ``rollout.at_publish`` is drain.
 
@@ -260,7 +260,7 @@ class VLLMEngine(LiveEngine):
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         try:
             while self._llm.llm_engine.engine_core.engine_core.batch_queue:
-                self._finished += self._ended(self._step())
+                self._finished += self._drop_finished(self._step())
         finally:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
@@ -278,7 +278,7 @@ class VLLMEngine(LiveEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replace all weights by full tensors under Hugging Face names, through vLLM's own layerwise reload.
 
-        That path writes every fused, sharded or prepacked layout that vLLM has. The engine is unusable from here until
+        That path writes all of vLLM's layouts: fused, sharded or prepacked. The engine is unusable from here until
         a load has ended well; one that failed is repaired by the next whole one. Tied tensors may be given once.
 
         Raises:
@@ -336,8 +336,8 @@ class VLLMEngine(LiveEngine):
         gc.collect()
 
 
-def _unquantised(hf_config: Any) -> Any:
-    """A config without what the model's files are quantised by: they are dequantised before an engine gets any of it."""
+def _remove_quantisation(hf_config: Any) -> Any:
+    """Remove the quantisation of the model's files from a config: they are dequantised before an engine gets any of it."""
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
     return hf_config
@@ -377,7 +377,7 @@ def _import_vllm() -> Any:
 
 
 def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any:
-    """A vllm.LLM that leaves the trainer's process group alone.
+    """Start a vllm.LLM that leaves the trainer's process group alone.
 
     vLLM's engine core destroys the default process group when it is collected or the interpreter ends; here that group
     is the trainer's, so the finalizer is taken off and ``VLLMEngine.close`` frees the rest.
@@ -412,7 +412,7 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
 
 
 def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> str | None:
-    """The message in place of vLLM's about a start, where configuration is the cause."""
+    """Return the message in place of vLLM's about a start, where configuration is the cause."""
     if "larger than the available KV cache memory" in message or "for the cache blocks" in message:
         key = "gpu_memory_utilization" if on_cuda else "kv_cache_gib"
         return (
@@ -439,5 +439,5 @@ def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on
 
 
 def _self(worker: Any) -> Any:
-    """vLLM's worker, which lives in this process."""
+    """Return vLLM's worker, which lives in this process."""
     return worker

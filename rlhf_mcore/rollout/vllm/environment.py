@@ -1,4 +1,4 @@
-"""What vLLM needs of the process around it, and what the process must be spared."""
+"""Prepare the process for vLLM, and keep vLLM's changes out of it."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def unpinned_nccl() -> AbstractContextManager[Any]:
 
 @contextmanager
 def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
-    """Around the import of vLLM and the construction of an engine.
+    """Prepare the import of vLLM and the construction of an engine, and clean up behind them.
 
     Inside: the launcher's variables that ``external_launcher`` reads are there even without torchrun; vLLM is quiet;
     with ``eager`` no function of vLLM is compiled (on a CPU its sampler would run a C++ compiler for 8 s in the first
-    step). Afterwards what vLLM changed for itself is as it was: the random number generators (it seeds all of them),
-    the number of torch's threads (numba, with which it drafts n-grams, sets it to the number of cores) and
-    ``torch.set_num_threads`` (it puts a function there that does nothing), LOCAL_WORLD_SIZE and LD_PRELOAD. vLLM's
-    binding of all the process's memory to one NUMA node is left out: ranks are not pinned to cores either.
+    step). Afterwards vLLM's changes are undone: to the random number generators (it seeds all of them), the number of
+    torch's threads (numba, for n-grams, sets it to the number of cores), ``torch.set_num_threads`` (it puts a function
+    there that does nothing), to LOCAL_WORLD_SIZE and to LD_PRELOAD. vLLM's binding of all the process's memory to one NUMA
+    node is left out: ranks are not pinned to cores either.
     """
     prepare_environment()
     launcher = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -97,14 +97,14 @@ def _plain_segments(torch: Any) -> Iterator[None]:
 
 @contextmanager
 def private_shared_memory() -> Iterator[None]:
-    """Around the construction of an engine: its shared memory gets a name of this job's own, and none stays behind.
+    """Give an engine's shared memory names of this job's own while it is built, and leave none behind.
 
     vLLM's CPU build exchanges tensor-parallel parts through named shared memory. Under ``external_launcher`` (0.32) the names are
     the same for every job of a machine: two jobs would write into each other's, and a killed one would keep the next from
     starting. The names are removed as soon as all ranks have opened them; the memory lives as long as its mappings.
 
-    vLLM's queue between the ranks of an engine is not made: a kill would leave its 25 MiB and its sockets behind. What vLLM
-    would send through it, and under ``external_launcher`` that is nothing in a step, goes through the process group.
+    vLLM's queue between the ranks of an engine is not made: a kill would leave its 25 MiB and its sockets behind. Its
+    messages go through the process group; under ``external_launcher`` a step has none.
     """
     import torch
     import torch.distributed as dist

@@ -20,19 +20,19 @@ _RECORDS = "records_support"  # among the extra arguments of a request's samplin
 
 
 def extra_args(request: Request) -> dict[str, Any] | None:
-    """Of its sampling parameters."""
+    """Return the extra arguments of a request's sampling parameters."""
     return {_RECORDS: True} if request.sampling.records_support else None
 
 
 def support_of(drawn: Any) -> Ragged[NDArray[np.int32]] | None:
-    """Of a vllm.CompletionOutput; None where vLLM has recorded nothing."""
+    """Return the supports of a vllm.CompletionOutput, or None where vLLM has recorded nothing."""
     if drawn.sampling_mask is None:
         return None
     return ragged_ids(drawn.sampling_mask.token_ids[: len(drawn.token_ids)])
 
 
 def not_recorded(sampling: SamplingConfig, model: str) -> str:
-    """The message where vLLM's model runner cannot record them."""
+    """Say that vLLM's model runner cannot record them."""
     return (
         f"rollout.sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}: updates need the tokens that each was drawn from, which "
         f"vLLM does not record with the model runner that it has for {model}; set top_p=1 and top_k=-1, or rollout.engine=hf"
@@ -49,11 +49,11 @@ def record_masks(engine: Any, runner: Any, *, on_cuda: bool) -> None:
 
 
 def record_where_wanted(engine: Any, runner: Any, in_flight: Mapping[int, InFlight]) -> None:
-    """On CUDA vLLM records for all requests or none: spend neither time nor memory on those that nobody asks for."""
-    wanted = {found.handle: found.request.sampling.records_support for found in in_flight.values()}
-    runner.sampler.return_sampling_mask = any(wanted.values())
+    """Record nothing where nobody asks for it: on CUDA vLLM records for all requests or none, at a cost in time and memory."""
+    records = {each.handle: each.request.sampling.records_support for each in in_flight.values()}
+    runner.sampler.return_sampling_mask = any(records.values())
     for handle, state in engine.output_processor.request_states.items():
-        if not wanted.get(handle):
+        if not records.get(handle):
             state.sampling_mask_chunks.clear()
 
 
@@ -61,7 +61,7 @@ def _return_masks_on_cpu(runner: Any, scheduler: Any) -> None:
     """Let completions have the tokens that each of theirs was drawn from, as with vLLM's ``return_sampling_mask``.
 
     vLLM 0.32 finds them in its second model runner alone, which is not for CPUs; the way from a runner to the completions is for both.
-    The distributions whose logprobs are gathered are those that tokens were drawn from, also where drafts were verified.
+    Logprobs are gathered from the distributions of the draws, also where drafts were verified.
     """
     gather, sample, sample_tokens = runner.sampler.gather_logprobs, runner._sample, runner.sample_tokens
     distributions: list[Tensor] = []  # [rows, V], of the pass
@@ -91,13 +91,13 @@ def _return_masks_on_cpu(runner: Any, scheduler: Any) -> None:
 
 
 def _masks(runner: Any, sampled: Tensor, distributions: Tensor) -> Any:
-    """vLLM's record of the supports of ``sampled`` [requests, drafts + 1], of requests that want them; others have none."""
+    """Make vLLM's record of the supports of ``sampled`` [requests, drafts + 1], of requests that want them; others have none."""
     from vllm.v1.outputs import SamplingMaskLists
 
     drawn = (sampled >= 0) & (sampled < distributions.size(1))  # a draft that was rejected, and all after it, are -1
     requests = (runner.requests[name] for name in runner.input_batch.req_ids)
-    wanted = drawn.new_tensor([bool((r.sampling_params.extra_args or {}).get(_RECORDS)) for r in requests])
-    inside = distributions.isfinite() & wanted.repeat_interleave(sampled.size(1))[:, None]
+    records = drawn.new_tensor([bool((r.sampling_params.extra_args or {}).get(_RECORDS)) for r in requests])
+    inside = distributions.isfinite() & records.repeat_interleave(sampled.size(1))[:, None]
     inside = inside[drawn.flatten()]
     offsets = [0, *inside.sum(1).cumsum(0).tolist()]
     ends = [0, *drawn.sum(1).cumsum(0).tolist()]

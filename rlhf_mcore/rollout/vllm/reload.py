@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """vLLM's reload, run inside its worker; returns the parameters that it did not write (vLLM only logs them)."""
+    """Reload the weights inside vLLM's worker, and return the parameters that were not written (vLLM only logs them)."""
     model = worker.get_model()
     load_weights = model.load_weights
     loaded: set[str] = set()
@@ -39,11 +39,11 @@ def reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     finally:
         del model.load_weights  # the method of the class shows again
     _reprocess_tied(model)
-    return sorted({name for name, _ in model.named_parameters()} - loaded - _derived(model))
+    return sorted({name for name, _ in model.named_parameters()} - loaded - _derived_parameters(model))
 
 
-def _derived(model: Any) -> set[str]:
-    """Parameters that attention makes of others after loading, so that no checkpoint has them.
+def _derived_parameters(model: Any) -> set[str]:
+    """Name the parameters that attention makes of others after loading. No checkpoint has them.
 
     Latent attention absorbs a projection into W_UV and W_UK_T, except with kernels for AMX. Processing it again makes them anew.
     """
@@ -62,7 +62,7 @@ def _prepare_reload(model: Any) -> None:
     """Have a reload reach what vLLM's would lose without a word, or stumble over.
 
     Layers that it does not process afterwards are written where they are: some models write their parameters without loaders (the
-    sinks of gpt-oss). And the projection that latent attention has absorbed gets back the memory that attention has freed.
+    sinks of gpt-oss). A projection absorbed by latent attention gets its freed memory back.
     """
     import torch
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -81,7 +81,7 @@ def _prepare_reload(model: Any) -> None:
 
 
 def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Experts of one tensor apart, as vLLM's loaders of gpt-oss take them while it reloads: the whole tensor would be lost."""
+    """Split a tensor of all experts, as vLLM's loaders of gpt-oss take them while it reloads: the whole tensor would be lost."""
     for name, tensor in pairs:
         block, is_stacked, part = name.rpartition(".mlp.experts.")
         if is_stacked and "." not in part:
@@ -91,11 +91,11 @@ def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 
 
 def _lost_layers(model: Any) -> set[str]:
-    """Layers that vLLM reloads and that nothing has reached, whatever its model reports about their parameters."""
+    """Name the layers that vLLM reloads without a tensor for them, whatever its model reports about their parameters."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    found = {name: get_layerwise_info(module) for name, module in model.named_modules()}
-    return {name for name, info in found.items() if info.can_load() and info.load_numel_total and not info.load_numel}
+    infos = {name: get_layerwise_info(module) for name, module in model.named_modules()}
+    return {name for name, info in infos.items() if info.can_load() and info.load_numel_total and not info.load_numel}
 
 
 def _reprocess_tied(model: Any) -> None:

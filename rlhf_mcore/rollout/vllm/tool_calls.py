@@ -29,15 +29,15 @@ def check_tool_parser(name: str) -> None:
     Raises:
         ConfigError: vLLM is not installed, or has no such parser.
     """
-    found = find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             f"{KEY}={name} is a parser of vLLM's, which is not installed here; install it, or set null and let the environment read "
             "calls from the text of a turn"
         )
     names: list[str] = []
     with suppress(OSError, SyntaxError, ValueError):  # another vLLM keeps its table elsewhere: the engine looks again
-        source = Path(found.submodule_search_locations[0], "tool_parsers", "__init__.py").read_text(encoding="utf-8")
+        source = Path(spec.submodule_search_locations[0], "tool_parsers", "__init__.py").read_text(encoding="utf-8")
         for node in ast.parse(source).body:
             if isinstance(node, ast.Assign) and any(ast.unparse(target) == _TABLE for target in node.targets):
                 names = sorted(ast.literal_eval(node.value))
@@ -87,15 +87,16 @@ class ToolCallParser:
             ) from error
 
     def __call__(self, text: str) -> dict[str, Any]:
-        """``{"role": "assistant", "content", "tool_calls"}``; ``text`` has special tokens, but not the one that ends the turn.
+        """Parse a response into ``{"role": "assistant", "content", "tool_calls"}``; ``text`` has special tokens, but not the one
+        that ends the turn.
 
         ``tool_calls`` are ``{"id", "type": "function", "function": {"name", "arguments"}}`` with arguments as a JSON text. What no
         parser can read is content.
         """
         parser = self._class(self._tokenizer, self._request.tools)  # it keeps what it has seen
-        found = parser.extract_tool_calls(text, self._request)
+        parsed = parser.extract_tool_calls(text, self._request)
         calls = [
             {"id": f"call_{place}", "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
-            for place, each in enumerate(call.function for call in found.tool_calls)
+            for place, each in enumerate(call.function for call in parsed.tool_calls)
         ]
-        return {"role": "assistant", "content": found.content or "", "tool_calls": calls}
+        return {"role": "assistant", "content": parsed.content or "", "tool_calls": calls}

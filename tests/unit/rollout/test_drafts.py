@@ -6,17 +6,17 @@ import torch
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import SpeculativeConfig
-from rlhf_mcore.rollout.vllm.cpu import _repeated
+from rlhf_mcore.rollout.vllm.cpu import _repeat
 from rlhf_mcore.rollout.vllm.drafts import draft_options
 from tests.messages import refused
 
 
 def test_each_drafted_token_has_the_temperature_of_its_request() -> None:
     temperatures, ends = torch.tensor([0.7, 0.0, 1.5, 0.0]), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
-    found = _repeated(temperatures, ends, 6, replace_from=0, replace_to=1)
+    found = _repeat(temperatures, ends, 6, replace_from=0, replace_to=1)
     assert torch.equal(found, torch.tensor([0.7, 0.7, 1.5, 1.5, 1.5, 1.0]))
-    assert _repeated(torch.tensor([5, 0]), torch.tensor([1, 3]), 3).tolist() == [5, 0, 0]
-    assert _repeated(temperatures, torch.zeros(4, dtype=torch.int32), 0).tolist() == []
+    assert _repeat(torch.tensor([5, 0]), torch.tensor([1, 3]), 3).tolist() == [5, 0, 0]
+    assert _repeat(temperatures, torch.zeros(4, dtype=torch.int32), 0).tolist() == []
 
 
 def test_what_vllm_is_told() -> None:
