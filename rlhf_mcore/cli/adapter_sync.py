@@ -30,16 +30,16 @@ def engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
     return hf_shapes(replace(geometry.trunk, adapter=adapter_sizes(cfg.actor.lora)))
 
 
-def what_is_sent(cfg: Config, model: RoleModel) -> Sent:
+def select_sent(cfg: Config, model: RoleModel) -> Sent:
     geometry = model.adapter_geometry
     assert geometry is not None
     weights, adapters = of_trunk(model.local_parameters(), model.spec.geometry), model.adapter_parameters()
     is_aside = sends_adapters(cfg, model.spec.geometry)
     kind = AdaptersAside if is_aside else MergedSources
-    sources, kept = (kind(weights, adapters, geometry, keep=keep) for keep in (False, True))
+    sources, copies = (kind(weights, adapters, geometry, keep=keep) for keep in (False, True))
     if is_aside:
-        return Sent([*weights, *adapters], sources, kept, model.adapter)
-    return Sent(weights, sources, kept, None)
+        return Sent([*weights, *adapters], sources, copies, model.adapter)
+    return Sent(weights, sources, copies, None)
 
 
 def changed_names(cfg: Config, model: RoleModel) -> Sequence[str]:

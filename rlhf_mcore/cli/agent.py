@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def logs_directory(cfg: Config, run_id: str) -> Path:
-    """Where the logs of an attempt go: in the run directory.
+    """Return the directory of an attempt's logs: in the run directory.
 
     Raises:
         ConfigError: a name leads out of it, or its ``logs`` is a link.
@@ -103,7 +103,7 @@ def prune_logs(logs: Path) -> None:
 
 
 def meeting_address(peer: str, interface: str | None) -> str:
-    """The address at which other nodes find this one: of ``interface``, or of the one on the way to ``peer``.
+    """Return the address at which other nodes find this one: of ``interface``, or of the one on the way to ``peer``.
 
     Raises:
         ConfigError: there is no such interface, or no such host.
@@ -137,9 +137,9 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
     unknown: list[str] = []
     code = run_child(command, environment, partial(obey_stdin, unknown) if args.control else None)
     if unknown:
-        known = ", ".join(number.name for number in FORWARDED)
+        names = ", ".join(number.name for number in FORWARDED)
         raise ConfigError(
-            f"--control: standard input has {shorten(unknown[0], 80)!r}, which is none of {known}; write one a line"
+            f"--control: standard input has {shorten(unknown[0], 80)!r}, which is none of {names}; write one a line"
         )
     if code != exit_codes.DONE:
         _record(logs / OUTCOME, code, args.node_rank, time.monotonic() - started)
@@ -147,7 +147,7 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
 
 
 def torchrun_options(args: argparse.Namespace, local: str, logs: Path) -> list[str]:
-    """What makes torchrun this node's part of the run. ``local`` is this node's own address."""
+    """List the options that make torchrun this node's part of the run. ``local`` is this node's own address."""
     return [
         f"--nnodes={args.nodes}",
         "--rdzv-backend=bound",

@@ -43,11 +43,11 @@ class BoundRendezvous(StaticTCPRendezvous):
     """
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str) -> None:
-        made = _listen(address, port) if rank == 0 else None
-        if made is not None:
-            port = made.getsockname()[1]
+        listener = _listen(address, port) if rank == 0 else None
+        if listener is not None:
+            port = listener.getsockname()[1]
         super().__init__(address, port, rank, num_nodes, run_id, TIMEOUT_S)
-        listening = None if made is None else made.detach()  # the store closes it
+        listening = None if listener is None else listener.detach()  # the store closes it
         try:
             self._store = TCPStore(
                 address,
@@ -78,7 +78,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         return True
 
     def get_backend(self) -> str:
-        """The name that torchrun knows it by."""
+        """Return the name by which torchrun knows it."""
         return NAME
 
 

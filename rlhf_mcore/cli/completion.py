@@ -60,20 +60,20 @@ def answer(commands: Mapping[str, str], module_of: Callable[[str], str]) -> None
 
 
 def _teach(parser: argparse.ArgumentParser) -> None:
-    """Give the arguments that name keys and metrics, here and in subcommands, what completes them."""
-    known: dict[str, Any] = {"overrides": _settings, "key": _keys}
+    """Give completers to the arguments that name keys and metrics, here and in subcommands."""
+    completers: dict[str, Any] = {"overrides": _settings, "key": _keys}
     if parser.prog == "rlhf-mcore metrics":
-        known["name"] = _metrics
+        completers["name"] = _metrics
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 _teach(inner)
-        elif action.dest in known:
-            action.completer = known[action.dest]  # type: ignore[attr-defined]
+        elif action.dest in completers:
+            action.completer = completers[action.dest]  # type: ignore[attr-defined]
 
 
 def _settings(prefix: str, **_: object) -> Iterable[str]:
-    """``key=`` of every key, and behind it the values that it may have."""
+    """List ``key=`` of every key, and behind it the values that it may have."""
     from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group
     from rlhf_mcore.config.schema.key import Choices
 

@@ -37,7 +37,7 @@ from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.record import MAX_HEARD, RunRecord
+from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
 
 if TYPE_CHECKING:
@@ -72,17 +72,17 @@ def run(cfg: Config, announced: int = 0) -> int:
     ``announced``: the step after which the run continues, where the launcher has printed it already.
 
     Raises:
-        ConfigError: what only the loaded data and the built models can show; raised on every rank.
+        ConfigError: found in the loaded data or the built models; raised on every rank.
     """
-    with opened(cfg, announced) as made:
-        if made.trainer is None:
+    with opened(cfg, announced) as open_run:
+        if open_run.trainer is None:
             return exit_codes.DONE
-        finished = made.trainer.run(cfg.trainer.num_steps, made.first_step)
-        made.record.close_profile()
+        finished = open_run.trainer.run(cfg.trainer.num_steps, open_run.first_step)
+        open_run.record.close_profile()
         if finished:
-            made.finish()
+            open_run.finish()
             return exit_codes.DONE
-        bell = made.record.bell
+        bell = open_run.record.bell
         by_alarm = broadcast_json(bell is not None and bool(bell.stopped_by), 0)
         return exit_codes.STOPPED if by_alarm else exit_codes.REQUEUE
 
@@ -94,7 +94,7 @@ def opened(
     trackers: Sequence[Tracker] = (),
     on_save: Callable[[int, Path], None] | None = None,
 ) -> Iterator[OpenRun]:
-    """A run between its beginning and its end. Collective over the world.
+    """Open a run between its beginning and its end. Collective over the world.
 
     On the first rank ``trackers`` get its metrics too, and ``on_save`` every checkpoint that is whole.
 
@@ -115,7 +115,7 @@ def opened(
             record.without_score = "leave the step, with the other responses to their prompts"
         record.mark, record.samples_every = process.platform.range, cfg.logging.samples
         if dist.get_rank() != 0:
-            stack.enter_context(_heard(record.heard))
+            stack.enter_context(_collect_warnings(record.heard))
         requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
         start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced, trackers, requests)))
         if start.is_over:
@@ -134,18 +134,17 @@ def opened(
 
 
 @contextmanager
-def _heard(warnings: list[str]) -> Iterator[None]:
-    """What libraries warn of by ``logging`` on this rank goes to ``warnings`` too, for the first rank to show."""
+def _collect_warnings(warnings: list[str]) -> Iterator[None]:
+    """Collect in ``warnings`` what libraries warn of by ``logging`` on this rank, for the first rank to show."""
 
-    class Ear(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, entry: logging.LogRecord) -> None:
-            if len(warnings) < MAX_HEARD:
+            if len(warnings) < MAX_WARNINGS:
                 warnings.append(f"{entry.levelname.lower()}: {entry.getMessage()}")
 
-    root, ear = logging.getLogger(), Ear(logging.WARNING)
-    own = (
-        [ear] if root.handlers else [ear, logging.StreamHandler()]
-    )  # without any handler Python itself writes to stderr
+    root, collector = logging.getLogger(), Collector(logging.WARNING)
+    # Without any handler Python itself would write to stderr.
+    own = [collector] if root.handlers else [collector, logging.StreamHandler()]
     for handler in own:
         handler.setLevel(logging.WARNING)
         root.addHandler(handler)
@@ -217,16 +216,16 @@ def _open_record(
 
 
 def _broadcast(start: Start) -> Start:
-    """What the first rank has found, on every rank. Notes stay there."""
+    """Send the first rank's start to every rank. Notes stay there."""
     weights = {role: str(path) for role, path in start.weights.items()}
     received = broadcast_json([str(start.checkpoint or ""), start.step, weights, start.continues, start.is_over], 0)
     checkpoint, step, weights, continues, over = received
-    found = {role: Path(path) for role, path in weights.items()}
-    return Start(Path(checkpoint) if checkpoint else None, step, found, continues, over, inputs=start.inputs)
+    paths = {role: Path(path) for role, path in weights.items()}
+    return Start(Path(checkpoint) if checkpoint else None, step, paths, continues, over, inputs=start.inputs)
 
 
 def _summary(cfg: Config, record: RunRecord) -> None:
-    """The table a run ends with: before and after, where everything is, and what to try next."""
+    """Print the table that a run ends with: before and after, where everything is, and what to try next."""
     assert record.console is not None and record.directory is not None
     rows: list[tuple[str, ...]] = []
     if record.rewards:

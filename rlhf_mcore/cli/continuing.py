@@ -1,4 +1,4 @@
-"""Whether a run that has begun before goes on, and what is printed of it: by the starter, and by ranks without one."""
+"""Decide whether a run that has begun before goes on, and say so: for the starter, and for ranks without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_mcore.own_files import shown_path
 
 
 def is_over(cfg: Config, run: Path, step: int) -> bool:
-    """Whether nothing is left to do after ``step``, that of the newest checkpoint.
+    """Tell whether nothing is left to do after ``step``, that of the newest checkpoint.
 
     A run that ends with its best model (``checkpoint.load_best_model_at_end``) has to evaluate it after its last step.
     """
@@ -33,13 +33,13 @@ def is_over(cfg: Config, run: Path, step: int) -> bool:
 
 
 def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """What is printed when a run that has begun before is started again."""
+    """Say that a run which has begun before goes on."""
     where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
     return f"the run continues after {where}, from {shown_path(checkpoint)}"
 
 
 def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """What is printed when a run that is done is started again."""
+    """Say that a run is done, where it is started again."""
     return (
         f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
         f"trained model   {shown_path(checkpoint / run_kind(cfg).saved_as)}\n"

@@ -54,7 +54,7 @@ def build_disaggregated(
     data: Data[Prompt],
     fleet: Fleet | None,
 ) -> Generation:
-    """Engines of their own, which sample while the trainer learns."""
+    """Build engines of their own, which sample while the trainer learns."""
     cfg, rollout = run.cfg, run.cfg.rollout
     in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
     last = cfg.trainer.num_steps
@@ -68,7 +68,7 @@ def build_disaggregated(
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
     live = cfg.bridge.live_cpu_weights and engine_kind(rollout.engine).reads("bridge.live_cpu_weights")
-    side, kept, adapter = _side(cfg, actor.model, in_order)
+    side, copies, adapter = _side(cfg, actor.model, in_order)
     remote = RemoteBridge(
         side,
         BridgeJob(
@@ -84,7 +84,7 @@ def build_disaggregated(
         address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
         timeout_s=rollout.engine_timeout_s,
         note=run.record.note,
-        kept=kept,
+        kept=copies,
     )
     run.stack.callback(remote.leave)
     bridge = OnDeviceBridge(remote, actor.model)
@@ -98,7 +98,7 @@ def build_disaggregated(
     on_error = OnError.of(cfg.reward)
     exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
     collect = choose_collect(cfg, on_error)
-    resync = bridge.sync if kept is None else lambda _version: sync_again()
+    resync = bridge.sync if copies is None else lambda _version: sync_again()
     source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collect)
     canary = build_canary(run, actor, worker, NoTarget())
     worker = replace(worker, make_request=make_request)
@@ -108,11 +108,11 @@ def build_disaggregated(
 
 
 def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources | None, AdapterSizes | None]:
-    """Return what this rank sends, copies of it where it ``keeps`` some, and the sizes of adapters that engines add themselves."""
+    """Return this rank's side, copies of its weights where it ``keeps`` some, and the sizes of adapters that engines add."""
     if cfg.actor.lora.rank is not None:
-        from rlhf_mcore.cli.adapter_sync import what_is_sent
+        from rlhf_mcore.cli.adapter_sync import select_sent
 
-        sent = what_is_sent(cfg, model)
+        sent = select_sent(cfg, model)
         return Side(sent.parameters, NoTarget(), sources=sent.sources), sent.kept if keeps else None, sent.adapter
     parameters = model.local_parameters()
     if not keeps:

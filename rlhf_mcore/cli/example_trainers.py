@@ -36,21 +36,21 @@ from rlhf_mcore.types import TrainBatch
 
 
 def sft_trainer(run: RunContext) -> Trainer:
-    """Supervised fine-tuning: a policy that imitates given responses."""
+    """Build supervised fine-tuning: a policy that imitates given responses."""
     data = load_data(run, _load_examples)
     actor = SupervisedActor(_build_on_examples(run, "actor"))
     return _example_trainer(run, data, actor, partial(likelihood, actor), likelihood_metrics)
 
 
 def reward_model_trainer(run: RunContext) -> Trainer:
-    """A reward model that learns from pairs of a better and a worse response."""
+    """Build the training of a reward model from pairs of a better and a worse response."""
     data = load_data(run, _load_examples)
     model = RewardModelTrainer(_build_on_examples(run, "reward_model"), run.cfg.algorithm.centering)
     return _example_trainer(run, data, model, partial(preference, model.compute_scores), preference_metrics)
 
 
 def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
-    """The one model of a run on given responses. ``name`` prefixes its metrics."""
+    """Build the one model of a run on given responses. ``name`` prefixes its metrics."""
     with run.record.phase("build_model"):
         record = run.record
         models = ModelBuilder(run.cfg, run.platform, run.start.weights, record.memory, record.progress)
@@ -67,7 +67,7 @@ def _example_trainer(
     measure: Callable[[TrainBatch], Sums],
     named: Callable[[Sums], dict[str, float]],
 ) -> Trainer:
-    """``measure`` and ``named`` evaluate the role: see :class:`ExampleEvaluator`."""
+    """Build a trainer. ``measure`` and ``named`` evaluate the role: see :class:`ExampleEvaluator`."""
     cfg, record, counters = run.cfg, run.record, Counters()
     assert record.throughput is not None
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)

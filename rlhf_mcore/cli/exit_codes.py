@@ -77,7 +77,7 @@ _LIBRARIES = re.compile(r"site-packages|/lib/python3|<frozen")
 
 
 def of_process(returncode: int) -> int:
-    """A child's return code as a shell would give it: -N (ended by signal N) becomes 128 + N."""
+    """Turn a child's return code into a shell's: -N (ended by signal N) becomes 128 + N."""
     return 128 - returncode if returncode < 0 else returncode
 
 
@@ -99,8 +99,8 @@ def ended_by_signals() -> Iterator[None]:
 def report(error: Exception) -> int:
     """Report what went wrong, once, and return the exit code for it.
 
-    A rank that was started by a command of ours tells that command, which prints one message for all ranks; its traceback goes to
-    its own stderr, which is a log file then. Under the user's own torchrun, and without any, the message is printed here: a
+    A rank that was started by a command of ours tells that command. The command prints one message for all ranks, and the traceback
+    goes to the rank's stderr, a log file then. Under the user's own torchrun, and without any, the message is printed here: a
     user's mistake by rank 0, for all ranks know it. There the message also goes into the file that torchrun reads.
     """
     kind, text = kind_of(error), without_secrets(cause(error))
@@ -119,7 +119,10 @@ def report(error: Exception) -> int:
 
 
 def report_of_tool(error: ConfigError | OSError) -> int:
-    """As ``report``, of a command that is given paths: one that cannot be is a mistake of the user; a full disk is none."""
+    """Report an error of a command that is given paths, like ``report``.
+
+    A path that cannot be is the user's mistake; a full disk is none.
+    """
     if not isinstance(error, OSError):
         return report(error)
     text = f"{shorten(str(error.filename), 200)}: {error.strerror}" if error.filename else str(error)
@@ -145,7 +148,7 @@ def reporting(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def kind_of(error: BaseException) -> str:
-    """USER, FAILURE, or CONSEQUENCE of another rank's end."""
+    """Classify an error: USER, FAILURE, or CONSEQUENCE of another rank's end."""
     if isinstance(error, ConfigError):
         return USER
     lost = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error))
@@ -153,7 +156,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """An error in a few lines: our own explain themselves; of others the class, and where it was raised."""
+    """Describe an error in a few lines: our own explain themselves; of others the class, and where it was raised."""
     lines = str(error).strip().splitlines()
     text = "\n".join(lines if isinstance(error, ConfigError) else lines[:_MAX_LINES])
     if type(error).__module__.startswith("rlhf_mcore"):
@@ -179,6 +182,6 @@ def _write_for_torchrun(path: Path, text: str) -> None:
 
 
 def _is_told_by_another(environment: Mapping[str, str]) -> bool:
-    """Whether the first rank is another process: this one's number is one of the others."""
+    """Tell whether the first rank is another process: this one's number is one of the others."""
     rank, world_size = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "")
     return rank.isdecimal() and world_size.isdecimal() and 0 < int(rank) < int(world_size)

@@ -1,4 +1,4 @@
-"""Ranks as forks of torchrun's process, which has imported what they need: importing takes longer than the first steps of a small run.
+"""Fork ranks from torchrun's process after its imports: importing takes longer than the first steps of a small run.
 
 On a CPU only, since what has touched CUDA cannot be forked; and only where importing has started no thread, since a fork has none
 but the one that forks. Else, and where a module has no ``preload``, ranks are started as torchrun starts them.
@@ -45,21 +45,21 @@ def preload(module: str, arguments: Sequence[str]) -> bool:
 
 
 def fork_ranks() -> None:
-    """From now on torchrun's ranks are forks of this process."""
+    """Make torchrun's ranks forks of this process from now on."""
     gc.collect()
     gc.freeze()  # a collection would copy the memory that ranks share
     api.get_subprocess_handler = ForkedRank  # type: ignore[assignment]
 
 
 class ForkedRank(SubprocessHandler):
-    """What torchrun knows a rank by. Its command is ``python ... -m MODULE ARGUMENT...``, and is not run."""
+    """A rank for torchrun. Its command is ``python ... -m MODULE ARGUMENT...``, and is not run."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         start = args.index("-m") + 1
         module, arguments = import_module(args[start]), args[start + 1 :]
         sys.stdout.flush()
         sys.stderr.flush()
-        with _held_signals():
+        with _block_signals():
             if pid := os.fork():
                 return _Fork(pid)
             try:
@@ -97,8 +97,8 @@ class _Fork:
 
 
 @contextlib.contextmanager
-def _held_signals() -> Iterator[None]:
-    """A signal that comes meanwhile waits until both processes have the handlers that they are to have."""
+def _block_signals() -> Iterator[None]:
+    """Block signals until both processes have their handlers. One that comes meanwhile waits."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
@@ -107,7 +107,7 @@ def _held_signals() -> Iterator[None]:
 
 
 def _become_rank(env: Mapping[str, str], streams: tuple[IO[str] | None, IO[str] | None]) -> None:
-    """A session, an environment, streams and signals as those of a process that torchrun has started."""
+    """Take a session, an environment, streams and signals like a process that torchrun has started."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
@@ -123,7 +123,7 @@ def _become_rank(env: Mapping[str, str], streams: tuple[IO[str] | None, IO[str] 
 
 
 def _run(module: ModuleType, arguments: Sequence[str]) -> NoReturn:
-    """The rank, from here to its end. What follows in torchrun's process does not follow here."""
+    """Run the rank, from here to its end. Code that follows in torchrun's process does not follow here."""
     code = 1
     try:
         sys.argv = [str(module.__file__), *arguments]

@@ -76,17 +76,17 @@ def build_generation(
     """Start the engines of a run, or wait until those of ``fleet`` have started. Collective over the world."""
     with run.record.phase("start_engine"):
         if run.cfg.rollout.placement == "colocated":
-            return _colocated(run, actor, rewards, sampler, data)
+            return _build_colocated(run, actor, rewards, sampler, data)
         from rlhf_mcore.cli.disaggregated import build_disaggregated
 
         on_every_rank(lambda: None if fleet is None else fleet.wait_until_ready(run.record.progress))
         return build_disaggregated(run, actor, rewards, sampler, data, fleet)
 
 
-def _colocated(
+def _build_colocated(
     run: RunContext, actor: Actor, rewards: Rewards, sampler: Sampler, data: Data[Prompt]
 ) -> Generation:
-    """Engines in the trainer's processes, which sample and learn in turns."""
+    """Build engines in the trainer's processes, which sample and learn in turns."""
     cfg, record = run.cfg, run.record
     sharing = record.memory or DeviceSharing(run.platform)
     sharing.settle()
@@ -139,7 +139,10 @@ def _colocated(
 
 @contextmanager
 def _closed_at_end(engine: Engine) -> Iterator[None]:
-    """The process may make another run, after one that has failed too; but ranks of a world that has failed wait for nobody."""
+    """Close the engine at the end.
+
+    The process may make another run, after a failed one too; but ranks of a world that has failed wait for nobody.
+    """
     try:
         yield
     except BaseException:
@@ -206,16 +209,16 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
         assert model is not None, "config.validate keeps actor.ranks from these"
         pgs = model.groups.collection
         geometry = model.spec.geometry
-        held = of_trunk(model.local_parameters(), geometry)
-        gatherer = Gatherer(held, geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+        trunk = of_trunk(model.local_parameters(), geometry)
+        gatherer = Gatherer(trunk, geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
         assert gatherer is not None
         return GatherBridge(gatherer, engine)
     sent = None
     if cfg.actor.lora.rank is not None:
-        from rlhf_mcore.cli.adapter_sync import what_is_sent
+        from rlhf_mcore.cli.adapter_sync import select_sent
 
-        sent = what_is_sent(cfg, actor.model)
+        sent = select_sent(cfg, actor.model)
     bridge = PlannedBridge(
         actor.model.local_parameters() if sent is None else sent.parameters,
         actor.model.spec.geometry,
@@ -263,6 +266,6 @@ class OnDeviceBridge:
 
 
 def nodes() -> list[int] | None:
-    """The machine of every rank, as torchrun has numbered them; None on a single one. Collective over the world."""
+    """List the machine of every rank, as torchrun has numbered them; None on a single one. Collective over the world."""
     numbers: list[int] = all_gather_json(int(os.environ.get("GROUP_RANK", 0)))
     return numbers if len(set(numbers)) > 1 else None

@@ -70,7 +70,7 @@ def launch(
 
 
 def local_logs(logs: Path | None, world_size: int) -> list[str]:
-    """Options of torchrun for a run whose first rank's stdout is the terminal."""
+    """List the options of torchrun for a run whose first rank's stdout is the terminal."""
     if logs is None:
         return [
             f"--log-dir={os.devnull}"
@@ -79,7 +79,7 @@ def local_logs(logs: Path | None, world_size: int) -> list[str]:
 
 
 def this_command() -> str:
-    """The command line of this process, to be typed again; a secret in it is not printed."""
+    """Return the command line of this process, to be typed again. A secret in it is not printed."""
     is_script = os.access(sys.argv[0], os.X_OK) and not sys.argv[0].endswith(".py")
     return shlex.join(redact_arguments(sys.argv if is_script else sys.orig_argv))
 
@@ -97,13 +97,13 @@ def with_restarts(attempt: Callable[[int], int], max_restarts: int) -> int:
 def torchrun_command(
     options: Sequence[str], ranks_per_node: int, arguments: Sequence[str], module: str = TRAIN
 ) -> list[str]:
-    """The command line of torchrun, through the module that keeps the workers' exit code."""
+    """Return the command line of torchrun, through the module that keeps the workers' exit code."""
     torchrun = [sys.executable, "-m", "rlhf_mcore.cli.torchrun", f"--nproc-per-node={ranks_per_node}"]
     return [*torchrun, *options, "-m", module, *arguments]
 
 
 def local_rendezvous() -> list[str]:
-    """Options of torchrun for a run on this machine alone."""
+    """List the options of torchrun for a run on this machine alone."""
     return [
         "--nnodes=1",
         "--rdzv-backend=bound",
@@ -130,11 +130,11 @@ def child_environment(
     interface: str | None = None,
     nccl_interface: str | None = None,
 ) -> dict[str, str]:
-    """The environment of torchrun and its workers, which talk over one interface (None: the loopback).
+    """Return the environment of torchrun and its workers, which talk over one interface (None: the loopback).
 
     NCCL reads its variable once in a process, so ranks that send weights to other machines need ``nccl_interface`` from the start.
 
-    What the user has set wins, except for the number of threads, and for an interface that only reaches this machine.
+    The user's settings win, except for the number of threads, and for an interface that only reaches this machine.
     """
     child = dict(environment)
     child["OMP_NUM_THREADS"] = str(threads_per_rank)

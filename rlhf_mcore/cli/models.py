@@ -69,7 +69,7 @@ class ModelBuilder:
         self._pool = GroupPool(timedelta(seconds=self.cfg.trainer.collective_timeout_s))
 
     def release(self) -> None:
-        """The run has ended, and its process may make another one."""
+        """Let the models go: the run has ended, and its process may make another one."""
         for model in self._built:
             model.release()
 
@@ -82,7 +82,7 @@ class ModelBuilder:
             algorithm.constant_length,
         )
         path = self.cfg.model.path
-        model = self._trained(load_spec(path), path, self.cfg.actor, plan, name="actor", saved_as="actor")
+        model = self._build_trained(load_spec(path), path, self.cfg.actor, plan, name="actor", saved_as="actor")
         self._actor = model
         return Actor(model, self.cfg.rollout.sampling.temperature, algorithm)
 
@@ -95,7 +95,7 @@ class ModelBuilder:
         assert cfg.minibatch_size is not None and cfg.ppo_epochs is not None, "resolved"
         plan = MinibatchPlan(cfg.minibatch_size, cfg.ppo_epochs)
         spec = load_spec(path, "token", "critic.path")
-        model = self._trained(spec, path, cfg, plan, name="critic", saved_as="critic", dtype=cfg.dtype)
+        model = self._build_trained(spec, path, cfg, plan, name="critic", saved_as="critic", dtype=cfg.dtype)
         normalizer = ReturnNormalizer() if cfg.normalize_returns else None
         return Critic(model, cfg.value_clip, normalizer, self.cfg.algorithm.bootstrap_truncated)
 
@@ -120,17 +120,17 @@ class ModelBuilder:
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
         overrides = Overrides("reward.model.megatron", cfg.megatron or {})
-        held = self._frozen(spec, cfg.path, layout, overrides, cfg, name="reward", dtype=cfg.dtype)
-        return RewardModel(held)
+        model = self._frozen(spec, cfg.path, layout, overrides, cfg, name="reward", dtype=cfg.dtype)
+        return RewardModel(model)
 
     def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
-        """The model of a run that learns from given responses: a step is one update. ``name`` prefixes its metrics."""
+        """Build the model of a run that learns from given responses: a step is one update. ``name`` prefixes its metrics."""
         cfg, path = self.cfg, self.cfg.model.path
         aggregation, constant = cfg.algorithm.loss_aggregation, cfg.algorithm.constant_length
         plan = MinibatchPlan(cfg.trainer.prompts_per_step, 1, aggregation, constant)
-        return self._trained(load_spec(path, kind.head), path, cfg.actor, plan, name=name, saved_as=kind.saved_as)
+        return self._build_trained(load_spec(path, kind.head), path, cfg.actor, plan, name=name, saved_as=kind.saved_as)
 
-    def _trained(
+    def _build_trained(
         self,
         spec: ModelSpec,
         path: str,
@@ -141,7 +141,7 @@ class ModelBuilder:
         saved_as: str,
         dtype: str | None = None,
     ) -> TrainedModel:
-        """A model with its optimizer. ``name`` prefixes its metrics."""
+        """Build a model with its optimizer. ``name`` prefixes its metrics."""
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
         options = replace(
             self._options(dtype),
@@ -204,7 +204,7 @@ class ModelBuilder:
         adapters: ModelGeometry,
         saved_as: str,
     ) -> MegatronModel | None:
-        """A model of ``path`` whose adapters are new ones, those of ``actor.lora.path``, or a checkpoint's of ``saved_as``."""
+        """Build a model of ``path`` whose adapters are new ones, those of ``actor.lora.path``, or a checkpoint's of ``saved_as``."""
         from rlhf_mcore.roles.adapters import add_adapters, initialize, load_adapters
 
         lora = self.cfg.actor.lora
@@ -251,7 +251,10 @@ class ModelBuilder:
     def _model(
         self, spec: ModelSpec, path: str, layout: ParallelLayout, options: BuildOptions, saved_as: str | None
     ) -> MegatronModel | None:
-        """A model on the ranks of ``layout``, None on others. Its weights are those of ``path``, or a checkpoint's of ``saved_as``."""
+        """Build a model on the ranks of ``layout``, None on others.
+
+        Its weights are those of ``path``, or a checkpoint's of ``saved_as``.
+        """
         groups = build_groups(layout, self._pool)
         saved = self.weights.get(saved_as) if saved_as is not None else None
         shown = shown_path(saved or path)
@@ -274,7 +277,7 @@ class ModelBuilder:
         return model
 
     def _options(self, dtype: str | None) -> BuildOptions:
-        """Of a frozen model. ``dtype``: its own; null or auto: that of ``model.dtype``."""
+        """Return the build options of a frozen model. ``dtype``: its own; null or auto: that of ``model.dtype``."""
         return BuildOptions(
             dtype=self.platform.dtype(self.cfg.model.dtype if dtype in (None, "auto") else dtype),
             layer_spec=self.cfg.model.layer_spec,

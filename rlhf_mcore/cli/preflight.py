@@ -45,7 +45,7 @@ KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
 )  # the name of a start's logs; the second start of a second has a number
-RANK_BYTES = 200 * 2**20  # a low estimate of what a rank takes that has only imported what it needs
+RANK_BYTES = 200 * 2**20  # a low estimate for a rank after its imports
 
 
 def check_packages(cfg: Config) -> None:
@@ -55,7 +55,7 @@ def check_packages(cfg: Config) -> None:
     """
     rollout, stack = cfg.rollout, "gpu" if has_gpu() else "cpu"
     without = next(f"rollout.engine={kind.name}" for kind in ENGINES.values() if not kind.packages)
-    wanted = [
+    requirements = [
         *(
             (True, f"rollout.engine={rollout.engine}", name, stack, without)
             for name in engine_kind(rollout.engine).packages
@@ -69,7 +69,7 @@ def check_packages(cfg: Config) -> None:
         ),
         (cfg.reward.pool == "ray", "reward.pool=ray", "ray", "ray", "reward.pool=local"),
     ]
-    for is_wanted, setting, package, extra, instead in wanted if run_kind(cfg).generates else []:
+    for is_wanted, setting, package, extra, instead in requirements if run_kind(cfg).generates else []:
         if is_wanted and find_spec(package) is None:
             raise ConfigError(
                 f"{setting} needs {package}, which is not installed: pip install 'rlhf_mcore[{extra}]', or set {instead}"
@@ -77,10 +77,7 @@ def check_packages(cfg: Config) -> None:
 
 
 def check_engine(cfg: Config) -> None:
-    """
-    Raises:
-        ConfigError: the engine cannot draw with the model on this machine, or its cache on a CPU does not hold a response.
-    """
+    """Check that the engine can draw with the model on this machine, and that its cache on a CPU holds a response."""
     run, engine = run_kind(cfg), engine_kind(cfg.rollout.engine)
     geometry = inspect_model(cfg.model.path, "model.path", run.starting_heads)[0] if run.generates else None
     if geometry is None:
@@ -92,7 +89,7 @@ def check_engine(cfg: Config) -> None:
 
 
 def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
-    """Whether an engine's cache on a CPU holds the longest prompt and response; with windows of attention it needs less.
+    """Check that an engine's cache on a CPU holds the longest prompt and response. With windows of attention it needs less.
 
     Raises:
         ConfigError: it does not.
@@ -163,16 +160,16 @@ def say(cfg: Config, text: str) -> None:
 
 @contextmanager
 def no_empty_directory(cfg: Config) -> Iterator[None]:
-    """A start that is refused or interrupted in the block leaves no run directory that it made."""
+    """Remove the run directory that a start has made, where the start is refused or interrupted in the block."""
     path = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    folders = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield
     except (ConfigError, KeyboardInterrupt):
         with suppress(OSError):
-            if made and [found.name for found in path.iterdir()] == [LOCK]:
+            if folders and [file.name for file in path.iterdir()] == [LOCK]:
                 (path / LOCK).unlink()
-                for folder in made:
+                for folder in folders:
                     folder.rmdir()
         raise
 
@@ -191,7 +188,7 @@ def check_environment(cfg: Config) -> None:
 
 
 def check_world(world_size: int, name: str = "trainer.world_size") -> None:
-    """Whether this machine can start so many processes.
+    """Check that this machine can start so many processes.
 
     Raises:
         ConfigError: its free memory is not enough for what each takes before it has a model.
@@ -207,7 +204,7 @@ def check_world(world_size: int, name: str = "trainer.world_size") -> None:
 
 
 def check_devices(cfg: Config, world_size: int) -> None:
-    """Whether there is a GPU for each process of this machine. GPUs that the run does not compute on are told.
+    """Check that there is a GPU for each process of this machine. GPUs that the run does not compute on are told.
 
     Raises:
         ConfigError: there are fewer.
@@ -226,9 +223,9 @@ def check_devices(cfg: Config, world_size: int) -> None:
     gpus = count_gpus()
     if gpus is None or sum(ranks.values()) <= gpus:
         return
-    asked = " and ".join(f"{name}={number}" for name, number in ranks.items())
+    layouts = " and ".join(f"{name}={number}" for name, number in ranks.items())
     raise ConfigError(
-        f"{asked}: this machine has {gpus} GPU{'s' * (gpus != 1)}, and each process takes one; lower it (or the layouts that it "
+        f"{layouts}: this machine has {gpus} GPU{'s' * (gpus != 1)}, and each process takes one; lower it (or the layouts that it "
         "follows from), or start the run on several machines (docs/cluster.md)"
     )
 
@@ -247,23 +244,23 @@ def logs_directory(cfg: Config) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     try:
         names = (stamp if number == 1 else f"{stamp}.{number}" for number in count(1))
-        made = next(logs / name for name in names if not (logs / name).exists())
-        made.mkdir(parents=True)
-        write_atomically(made / "launch.json", pretty_json(_launch_record(now)))
+        directory = next(logs / name for name in names if not (logs / name).exists())
+        directory.mkdir(parents=True)
+        write_atomically(directory / "launch.json", pretty_json(_launch_record(now)))
     except OSError as error:
         free = free_bytes(next(folder for folder in logs.parents if folder.is_dir()))
         room = f"; {free:,} bytes are free" if free is not None and not isinstance(error, FullDiskError) else ""
         raise ConfigError(
             f"output_dir={cfg.output_dir!r}: cannot write to {logs} ({error.strerror}{room}); choose another, or make room"
         ) from error
-    return made
+    return directory
 
 
 def _prune(logs: Path) -> None:
-    """Remove the logs of the oldest starts. What a start did not make itself stays, and what cannot be removed."""
+    """Remove the logs of the oldest starts. Other files stay, and so do files that cannot be removed."""
     with suppress(OSError):
-        found = [(match, path) for path in logs.iterdir() if (match := _STAMP.fullmatch(path.name))]
-        old = sorted(found, key=lambda each: (each[0][1], int(each[0][2] or 1)))[: -(KEPT_STARTS - 1)]
+        starts = [(match, path) for path in logs.iterdir() if (match := _STAMP.fullmatch(path.name))]
+        old = sorted(starts, key=lambda each: (each[0][1], int(each[0][2] or 1)))[: -(KEPT_STARTS - 1)]
         for _, path in old:
             shutil.rmtree(path, ignore_errors=True)  # which refuses a link
 

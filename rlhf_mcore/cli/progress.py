@@ -1,4 +1,4 @@
-"""What a person sees while a command works for longer than a moment: on a terminal, and nowhere else."""
+"""Show progress while a command works for longer than a moment: on a terminal, and nowhere else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS_BETWEEN = 500  # two changes of a count
 
 @contextmanager
 def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over ``total`` bytes. Yields what to call with a number of bytes, from any thread."""
+    """Show a bar over ``total`` bytes. Yields a function of a number of bytes, for any thread."""
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as display:
         task = display.add_task(what, total=total)
@@ -38,7 +38,8 @@ def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[
 
 @contextmanager
 def working(what: str, total: int | None = None, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """A line with the time that has passed, and a bar where the number of parts is known. Yields what to call when a part begins.
+    """Show a line with the time that has passed, and a bar where the number of parts is known. Yields a function to call when a
+    part begins.
 
     It is on standard error, unless there is another ``console``.
     """
@@ -57,7 +58,7 @@ def working(what: str, total: int | None = None, console: Console | None = None)
 
 
 def counted(rows: Iterable[T], what: str) -> Iterator[T]:
-    """``rows``, while a line shows how many were taken."""
+    """Yield ``rows``, while a line shows how many were taken."""
     with working(what) as begin:
         for number, row in enumerate(rows):
             if number % ROWS_BETWEEN == 0:
@@ -66,6 +67,6 @@ def counted(rows: Iterable[T], what: str) -> Iterator[T]:
 
 
 def of_run(mode: str) -> Console:
-    """Where a run shows what it does before its display is there: on the terminal of its launcher and of the first rank, if any."""
+    """Return the place where a run shows its start: the terminal of its launcher and of the first rank, if any."""
     shown = os.environ.get("RANK", "0") == "0" and mode in ("auto", "rich") and sys.stdout.isatty()
     return Console() if shown else Console(file=io.StringIO())

@@ -31,7 +31,7 @@ DUMP_STACKS = signal.SIGQUIT
 
 
 def run(main: Callable[[], int]) -> int:
-    """What a module that torchrun starts does with its ``main``. Returns the exit code.
+    """Run ``main`` of a module that torchrun starts. Returns the exit code.
 
     The process ends with torchrun's agent, Ctrl-C ends it at once until the run handles it, ``DUMP_STACKS`` prints the stacks of all
     threads, and whatever is raised becomes a message (``exit_codes.report``).
@@ -61,7 +61,7 @@ def run(main: Callable[[], int]) -> int:
 
 @contextmanager
 def no_early_exit() -> Iterator[None]:
-    """Make an error of a ``sys.exit`` in somebody's code: a run that ends early must not look like one that is done.
+    """Make an error of a ``sys.exit`` in somebody's code: a run that ends early must not look finished.
 
     Raises:
         EarlyExit: in its place.
@@ -74,7 +74,7 @@ def no_early_exit() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank that has met the others: its device, whom it reports to, and what ends it when it stands still."""
+    """A rank that has met the others: its device, its reporter, and the watchdog that ends it when it stands still."""
 
     platform: Platform
     reporter: Reporter

@@ -1,4 +1,4 @@
-"""What a rank tells the process that started it: that it is alive, which phase it is in, that it trains, how it ended.
+"""Report from a rank to the process that started it: signs of life, phases, the first step, and the end.
 
 Datagrams over a socket in Linux's abstract namespace: a kill leaves no file behind, and a full disk changes nothing. Every datagram
 carries a token that only the environment of the ranks holds. Under a torchrun of the user's own nobody listens, and nothing is sent.
@@ -16,11 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "RLHF_MCORE_REPORTS"  # token and address, in the environment of the ranks
-USER, FAILURE, CONSEQUENCE = (
-    "user",
-    "failure",
-    "consequence",
-)  # whose mistake ended a rank; the last: another rank's end
+# Whose mistake ended a rank; the last: another rank's end.
+USER, FAILURE, CONSEQUENCE = "user", "failure", "consequence"
 
 _MAX_TEXT = 10_000  # characters, of up to 12 bytes each as JSON
 _ALIVE_S = 1.0
@@ -39,37 +36,37 @@ class Reporter:
 
     @property
     def is_heard(self) -> bool:
-        """Whether this rank was started by a command of ours, which reports what went wrong and watches its progress."""
+        """Whether a command of ours started this rank. It reports errors, and watches the rank's progress."""
         return self._socket is not None
 
     def started(self) -> None:
-        """The process is there. From now on a thread tells every second that it is alive."""
-        self.is_process(os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
+        """Report that the process is there. From now on a thread tells every second that it is alive."""
+        self.announce_process(os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
         if self._socket is not None:
             threading.Thread(target=self._keep_telling, name="alive", daemon=True).start()
 
-    def is_process(self, pid: int, local_rank: int) -> None:
-        """This rank is that process of its machine."""
+    def announce_process(self, pid: int, local_rank: int) -> None:
+        """Say which process of its machine this rank is."""
         self._send(is_="started", pid=pid, local_rank=local_rank)
 
     def watch(self, limit_s: int) -> None:
-        """From now on the run is ended when no rank begins a phase for ``limit_s`` seconds; 0: this one does not count."""
+        """Ask to end the run when no rank begins a phase for ``limit_s`` seconds; 0: this one does not count."""
         self._send(is_="watch", limit_s=limit_s)
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Report that a phase begins."""
         self._send(is_="phase", name=name)
 
     def training(self) -> None:
-        """The first step begins: from now on there is something to save."""
+        """Report that the first step begins: from now on there is something to save."""
         self._send(is_="training")
 
     def done(self) -> None:
-        """The last step was made and saved."""
+        """Report that the last step was made and saved."""
         self._send(is_="done")
 
     def failed(self, kind: str, text: str) -> None:
-        """The rank ends because of an error. ``kind``: USER, FAILURE or CONSEQUENCE."""
+        """Report the error that ends the rank. ``kind``: USER, FAILURE or CONSEQUENCE."""
         self._send(is_="failed", kind=kind, text=text[:_MAX_TEXT])
 
     def _keep_telling(self) -> None:

@@ -1,4 +1,4 @@
-"""What the process that started the ranks hears of them: which phase each is in, which stands still, how each ended."""
+"""Listen to the ranks in the process that started them: phases, standstill, and ends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RankReports:
         return any(rank.training for rank in self.ranks.values())
 
     def unfinished(self) -> list[int]:
-        """Ranks that have begun and have not reported that the run is done."""
+        """List ranks that have begun and have not reported the end of the run."""
         return sorted(number for number, rank in self.ranks.items() if not rank.done)
 
     def follow(self, stalled: Callable[[str, list[int]], None]) -> None:
@@ -106,15 +106,15 @@ class RankReports:
                         self._take(int(message["rank"]), message)
 
     def tick(self, seconds: float) -> tuple[str, list[int]] | None:
-        """So many seconds have passed. Returns a message and whom to blame when the run stands still."""
+        """Count so many seconds. Returns a message and whom to blame when the run stands still."""
         for rank in self.ranks.values():
             rank.since_phase_s += seconds
             rank.since_alive_s += seconds
             rank.gone_s = rank.gone_s + seconds if self._has_ended(rank.pid) else 0.0
         living = {number: rank for number, rank in self.ranks.items() if not rank.gone_s}
-        left = [n for n, rank in self.ranks.items() if rank.gone_s > _GONE_S and not rank.done]
-        if left and living and not self.failures:
-            return f"{_named(left)} ended in the middle of the run", left
+        ended = [n for n, rank in self.ranks.items() if rank.gone_s > _GONE_S and not rank.done]
+        if ended and living and not self.failures:
+            return f"{_name_ranks(ended)} ended in the middle of the run", ended
         watched = {number: rank for number, rank in living.items() if rank.limit_s}
         # A rank alone may have nothing to do for a while; once it is needed, the others stand still with it.
         if not watched or any(rank.since_phase_s < rank.limit_s for rank in watched.values()):
@@ -141,18 +141,18 @@ class RankReports:
 
 
 def _blame(ranks: dict[int, Rank]) -> tuple[str, list[int]]:
-    """Those that are not even alive; else those that have come least far."""
+    """Blame the ranks that are not even alive, else those that have come least far."""
     limit = f"for {max(rank.limit_s for rank in ranks.values())} s (trainer.watchdog_s)"
     silent = [number for number, rank in ranks.items() if rank.since_alive_s > _SILENT_S]
     if silent:
         verbs = "is stopped, or holds" if len(silent) == 1 else "are stopped, or hold"
-        return f"{_named(silent)} {verbs} Python's lock in a library: no progress {limit}", silent
+        return f"{_name_ranks(silent)} {verbs} Python's lock in a library: no progress {limit}", silent
     fewest = min(rank.phases for rank in ranks.values())
     behind = [number for number, rank in ranks.items() if rank.phases == fewest]
     if len(behind) < len(ranks):
-        return f"{_named(behind)} did not come to the end of a phase {limit}, the others wait", behind
+        return f"{_name_ranks(behind)} did not come to the end of a phase {limit}, the others wait", behind
     return f"no rank has begun a new phase {limit}", behind
 
 
-def _named(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -80,7 +80,7 @@ class Restorer:
 def _load_weights(model: RoleModel, directory: str) -> None:
     parameters = model.local_parameters() if model.adapter is None else model.adapter_parameters()
     if model.model is not None:  # what is not on the device is loaded into its copy on the host
-        parameters = [replace(held, tensor=model.model.movable.current(held.tensor)) for held in parameters]
+        parameters = [replace(each, tensor=model.model.movable.current(each.tensor)) for each in parameters]
     if model.adapter_geometry is not None:
         from rlhf_mcore.roles.adapters import load_adapters
 

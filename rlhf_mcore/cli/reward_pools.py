@@ -46,7 +46,7 @@ def check_environment(cfg: Config) -> None:
 
 
 def reward_pools(cfg: RewardConfig) -> Pools:
-    """What makes the workers of this rank. Collective over the world, where there is one.
+    """Choose the maker of this rank's workers. Collective over the world, where there is one.
 
     Without an address the first rank of each machine starts Ray there, and the others join it.
 
@@ -62,21 +62,21 @@ def reward_pools(cfg: RewardConfig) -> Pools:
     from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
     from rlhf_mcore.rollout.remote.head import SETTINGS
 
-    def connected(address: str | None) -> Cluster:
+    def connect(address: str | None) -> Cluster:
         cluster = Cluster(address, 1, key=KEY)
         with ThreadPoolExecutor(1) as thread:  # on the main thread Ray would set signal handlers
             thread.submit(cluster.connect).result()
         return cluster
 
     if not dist.is_initialized():
-        return RayPools(connected(cfg.ray.address).problem, cfg.ray.cpus_per_worker)
+        return RayPools(connect(cfg.ray.address).problem, cfg.ray.cpus_per_worker)
     starts = cfg.ray.address is None and os.environ.get("LOCAL_RANK", "0") == "0"
-    own = on_every_rank(lambda: connected(None) if starts else None)
+    own = on_every_rank(lambda: connect(None) if starts else None)
     machine = os.environ.get("GROUP_RANK", "0")
-    told = all_gather_json([machine, own.joined, os.environ[TOKEN_VARIABLE]] if own is not None else [])
+    addresses = all_gather_json([machine, own.joined, os.environ[TOKEN_VARIABLE]] if own is not None else [])
     address = cfg.ray.address
     if own is None and address is None:
         os.environ.update(SETTINGS)  # with which the first rank has started it, on the loopback
-        address, os.environ[TOKEN_VARIABLE] = next(entry[1:] for entry in told if entry[:1] == [machine])
-    cluster = on_every_rank(lambda: own or connected(address))
+        address, os.environ[TOKEN_VARIABLE] = next(entry[1:] for entry in addresses if entry[:1] == [machine])
+    cluster = on_every_rank(lambda: own or connect(address))
     return RayPools(cluster.problem, cfg.ray.cpus_per_worker)

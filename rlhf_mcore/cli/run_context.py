@@ -61,5 +61,5 @@ class Data(Generic[T]):
     held_out: list[T]
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
-        """Texts of responses without special tokens."""
+        """Decode texts of responses without special tokens."""
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint whose files are intact is one that a run can have saved."""
+"""Judge a checkpoint whose files are intact: a run must be able to have saved it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def build_checkpointer(
     lengths: ExpectedLengths | None = None,
     room: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RunCheckpointer:
-    """Build what saves the run from here on, and restore what it begins with. Collective over the world.
+    """Build the savers of the run, and restore its beginning. Collective over the world.
 
     ``holders`` are the objects with a state, beside models and sampler; ``ahead`` is what is sampled for coming steps, on the first
     rank; ``lengths`` are those of the responses so far; others leave the device while ``room`` is entered.
@@ -121,9 +121,9 @@ def _role_files(run: RunContext, saved: SavedModel) -> RoleFiles:
 def _build_triggers(run: RunContext, sampler: Sampler) -> Triggers:
     """Build what decides when to save, for the first rank."""
     cfg = run.cfg
-    left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
+    remaining_s = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
     # From here on only the monotonic clock counts: the wall clock may be set during the run.
-    ends = None if left is None else time.monotonic() + left
+    ends = None if remaining_s is None else time.monotonic() + remaining_s
     return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run.directory, ends, num_epochs=lambda: sampler.num_epochs)
 
 
@@ -191,7 +191,7 @@ class _Housekeeping:
             self._record.on_save(step, checkpoint_path(self._run, step))
 
     def at_end(self) -> None:
-        """A run that is done waits for its archives; one that is stopped does not, the next one packs them."""
+        """Wait for the archives of a run that is done. One that is stopped does not wait: the next one packs them."""
         if self._archiver is not None:
             self._archiver.close()
             for line in self._archiver.take_notes():

@@ -49,7 +49,8 @@ HELD = (signal.SIGUSR1, signal.SIGUSR2)
 FORWARDED = (*HELD, signal.SIGTERM)  # to the ranks
 LINES, MAX_LINE, MAX_TAIL_BYTES = 20, 200, 1 << 16  # of a killed rank's log
 ENDING = ("SIGHUP", "SIGQUIT")
-INTERRUPTED_IN = {  # what Ctrl-C means that comes before a first step
+# What a Ctrl-C before the first step means.
+INTERRUPTED_IN = {
     "rlhf_mcore.cli.train": "ended before the first step, nothing was to be saved",
     "rlhf_mcore.commands.evaluate.command": "what is scored is kept, the same command continues",
 }
@@ -66,10 +67,10 @@ def main(argv: Sequence[str]) -> int:
     agent.handle_signals()
     is_shown, argv = SHOWN in argv, [word for word in argv if word not in (SHOWN, UNSAVED)]
 
-    def shown(what: str) -> contextlib.AbstractContextManager[object]:
+    def show(what: str) -> contextlib.AbstractContextManager[object]:
         return working(what, console=Console()) if is_shown else contextlib.nullcontext()
 
-    with shown("importing torchrun"):
+    with show("importing torchrun"):
         from rlhf_mcore.cli import bound_rendezvous, forked_ranks
 
         bound_rendezvous.register()
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args([f"--signals-to-handle={','.join(ENDING)}", *argv])
     agent.module = args.training_script
-    with shown("importing Megatron-core and the engine"):
+    with show("importing Megatron-core and the engine"):
         are_forks = forked_ranks.preload(agent.module, args.training_script_args)
     if are_forks:
         forked_ranks.fork_ranks()
@@ -117,7 +118,7 @@ class Agent:
         """Take the signals that torchrun is not to take, from now on."""
         signal.signal(signal.SIGINT, self._interrupt)
         signal.signal(signal.SIGTERM, self._terminate)
-        forward_held()
+        forward_signals()
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Print what ended the run, once. Returns the exit code.
@@ -128,19 +129,18 @@ class Agent:
         self.reports.read()
         own = [entry for entry in self.reports.failures if entry.kind != CONSEQUENCE]
         explained = {entry.rank for entry in self.reports.failures if entry.kind == CONSEQUENCE}
-        rank, failure = first_failure({n: found for n, found in failures.items() if n not in explained} or failures)
+        rank, failure = first_failure({n: each for n, each in failures.items() if n not in explained} or failures)
         if own:
             self._say(own[0].text, own[0].rank)
-            return (
-                USER_ERROR if own[0].kind == USER else FAILED
-            )  # torchrun may have ended it before it came to its own exit
+            # By its own report: torchrun may have ended the rank before its own exit.
+            return USER_ERROR if own[0].kind == USER else FAILED
         if failure.exitcode in (REQUEUE, STOPPED):
             return failure.exitcode
         reported = {entry.rank: entry.text for entry in self.reports.failures}
         if rank not in reported:
             self._say(f"rank {rank} {_how(failure.exitcode)}{self._full_disks()}", rank, failure.local_rank, tail=True)
-        elif left := [number for number in self.reports.unfinished() if number not in failures]:
-            self._say(_LEFT.format(left[0]), left[0])
+        elif unfinished := [number for number in self.reports.unfinished() if number not in failures]:
+            self._say(_LEFT.format(unfinished[0]), unfinished[0])
         else:
             self._say(reported[rank], rank)
         return of_process(failure.exitcode)
@@ -165,11 +165,11 @@ class Agent:
         os._exit(FAILED)
 
     def log_of(self, rank: int, local_rank: int | None = None) -> Path | None:
-        """Where a rank's stderr goes, if that is a file."""
+        """Return the file of a rank's stderr, if it goes to one."""
         if local_rank is None:
             local_rank = self.reports.ranks[rank].local_rank
-        found = list(self.log_dir.glob(f"*/attempt_*/{local_rank}/stderr.log")) if self.log_dir else []
-        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+        logs = list(self.log_dir.glob(f"*/attempt_*/{local_rank}/stderr.log")) if self.log_dir else []
+        return max(logs, key=lambda path: path.stat().st_mtime, default=None)
 
     def _full_disks(self) -> str:
         return full_disks_here() or full_disks([self.log_dir] if self.log_dir else [])
@@ -211,12 +211,12 @@ _LEFT = "rank {} ended with exit code 0 before the run was done; does code that 
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The worker that failed first, with its rank. Those that torchrun ended because of it (by SIGTERM) are not the cause."""
+    """Find the worker that failed first, with its rank. Those that torchrun ended because of it (by SIGTERM) are not the cause."""
     causes = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
     return min((causes or failures).items(), key=lambda item: item[1].timestamp)
 
 
-def forward_held() -> None:
+def forward_signals() -> None:
     """Forward SIGUSR1 and SIGUSR2 to the workers from now on; one that comes before there is a worker waits for it.
 
     They are blocked here, and a worker inherits that: a signal that comes while it is still starting waits until the
@@ -235,7 +235,7 @@ def forward_held() -> None:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of what a rank has written to stderr, without what a terminal would take for a command."""
+    """Return the end of a rank's stderr, without commands to a terminal."""
     try:
         with log.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - MAX_TAIL_BYTES, 0))

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preload(argv: Sequence[str]) -> None:
-    """Import what a rank with these arguments will, in the process that it is to be a fork of."""
+    """Import the modules of a rank with these arguments, in the process that it will be forked from."""
     from rlhf_mcore.config.engine_kinds import engine_kind
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.platform import eager_imports
@@ -84,7 +84,10 @@ def _run_rank(cfg: Config, announced: int = 0) -> int:
 
 
 def quiet() -> None:
-    """The libraries' import-time notes on absent kernels would drown the display of a run. RLHF_MCORE_DEBUG keeps them."""
+    """Silence the libraries' import-time notes on absent kernels: they would drown the display of a run.
+
+    RLHF_MCORE_DEBUG keeps them.
+    """
     if "RLHF_MCORE_DEBUG" not in os.environ:
         warnings.filterwarnings("ignore")
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)

@@ -44,7 +44,7 @@ from rlhf_mcore.types import Prompt
 
 
 def build_trainer(run: RunContext) -> Trainer:
-    """The trainer of a run, resumed where it begins after a checkpoint. Collective over the world.
+    """Build the trainer of a run, resumed where it begins after a checkpoint. Collective over the world.
 
     Raises:
         ConfigError: what only the loaded data and the built models can show; raised on every rank.
@@ -145,7 +145,7 @@ def _build_evaluator(
 
 
 def _with_offload(run: RunContext) -> Config:
-    """The configuration with ``offload`` of every model decided for the devices at hand. Collective over the world."""
+    """Decide ``offload`` of every model for the devices at hand, and return that configuration. Collective over the world."""
     smallest = min(all_gather_json(run.platform.memory_bytes() or 0))
     if not smallest:
         return run.cfg
@@ -174,7 +174,7 @@ def note_kernels(run: RunContext, trained: TrainedModel) -> None:
 def load_data(
     run: RunContext, load: Callable[[RunContext, PreTrainedTokenizerBase], tuple[list[T], list[T]]]
 ) -> Data[T]:
-    """What ``load`` finds to learn from and to evaluate on. All that may be wrong with it is found before a model is built."""
+    """Load the examples to learn from and to evaluate on. All their mistakes are reported before a model is built."""
     cfg = run.cfg
 
     def read() -> Data[T]:
@@ -215,6 +215,6 @@ def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> Sampler:
     size, seed, shuffle = cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle
     if cfg.data.weights is None:
         return PromptSampler(len(prompts), size, seed, shuffle)
-    held = Counter(prompt.file for prompt in prompts)
-    sizes = [held[number] for number in range(len(cfg.data.train))]
+    rows_by_file = Counter(prompt.file for prompt in prompts)
+    sizes = [rows_by_file[number] for number in range(len(cfg.data.train))]
     return WeightedSampler(sizes, cfg.data.weights, size, seed, shuffle)

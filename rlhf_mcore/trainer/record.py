@@ -26,7 +26,7 @@ from rlhf_mcore.types import Score, Trajectory
 if TYPE_CHECKING:
     from rlhf_mcore.trainer.profiler import StepProfiler
 
-MAX_HEARD = 5  # warnings of a rank in a step that are shown
+MAX_WARNINGS = 5  # warnings of a rank in a step that are shown
 RECENT = 100  # steps whose figures are in a checkpoint
 LOSSES = ("loss/total", "loss/sft", "loss/reward_model")  # of the model that a run trains; each kind of run has one
 CLOCK, SPEED = "timing/unix_time", "timing/tokens_per_s"
@@ -194,7 +194,7 @@ class RunRecord:
 
     def _show_heard(self) -> None:
         """Show what other ranks have warned of."""
-        heard, self.heard[:] = self.heard[:MAX_HEARD], []
+        heard, self.heard[:] = self.heard[:MAX_WARNINGS], []
         for rank, texts in enumerate(gather_json(heard)):
             for text in texts:
                 if self.console is not None:

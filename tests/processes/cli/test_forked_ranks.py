@@ -104,7 +104,7 @@ def test_a_signal_in_the_middle_of_a_fork_meets_the_handler_that_is_set_there() 
     heard: list[str] = []
     before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("the agent's"))
     try:
-        with forked_ranks._held_signals():
+        with forked_ranks._block_signals():
             signal.raise_signal(signal.SIGUSR2)
             signal.signal(signal.SIGUSR2, lambda *_: heard.append("the rank's"))
             assert heard == []

@@ -140,8 +140,8 @@ with SignalRequests().listening() as requests:
 """
 HOLDER = f"""
 import subprocess, sys, time
-from rlhf_mcore.cli.torchrun import forward_held
-forward_held()
+from rlhf_mcore.cli.torchrun import forward_signals
+forward_signals()
 subprocess.run([sys.executable, "-c", {WORKER_THAT_LISTENS_LATE!r}], check=True)
 """
 

@@ -52,7 +52,7 @@ def test_fault_37_the_launcher_is_told_where_no_file_can_be_written(monkeypatch:
     reports = RankReports(lambda _pid: False)
     for name, value in {**reports.environment, "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    exit_codes.Reporter().is_process(os.getpid(), 1)
+    exit_codes.Reporter().announce_process(os.getpid(), 1)
     monkeypatch.setattr("sys.stderr", FullLog())
     assert exit_codes.report(RuntimeError("the cause")) == 1
     reports.read(1.0)

@@ -22,7 +22,7 @@ def pair(*ranks: int, gone: tuple[int, ...] = ()) -> tuple[RankReports, list[Rep
     reports = RankReports(has_ended=lambda pid: pid in gone)
     made = [Reporter({**reports.environment, "RANK": str(rank)}) for rank in ranks]
     for rank, reporter in zip(ranks, made, strict=True):
-        reporter.is_process(1000 + rank, rank)
+        reporter.announce_process(1000 + rank, rank)
     reports.read(1.0)
     return reports, made
 

@@ -11,7 +11,7 @@ import pytest
 from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
-from rlhf_mcore.trainer.record import MAX_HEARD, RunRecord
+from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
 from rlhf_mcore.types import Score
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt, trajectory
@@ -161,7 +161,7 @@ def test_what_other_ranks_warn_of_is_shown_after_every_kind_of_step() -> None:
 
     run_ranks(2, rank)
     warned = [line for line in log.lines if line[0] == "warning"]
-    assert warned == [("warning", 1, f"slow disk {number}") for number in range(MAX_HEARD)]
+    assert warned == [("warning", 1, f"slow disk {number}") for number in range(MAX_WARNINGS)]
 
 
 @pytest.mark.usefixtures("world")
