@@ -37,8 +37,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import Timing, report, timed
+from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.transfer import Gatherer, load
+from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.describe import describe_sources
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.reload import keep_loading_layout

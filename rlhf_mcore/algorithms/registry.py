@@ -16,7 +16,7 @@ from rlhf_mcore.algorithms.interfaces import (
     PolicyLoss,
 )
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import is_file_spec, load_function
+from rlhf_mcore.config.function_names import is_file_spec
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import AlgorithmConfig
@@ -30,6 +30,9 @@ def find_advantage_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ConfigError: an unknown name, or a file that is missing, broken or without the function.
     """
+    if name not in ADVANTAGE_ESTIMATORS:
+        import rlhf_mcore.algorithms.returns  # noqa: F401  # what is relative to a group has no use for it
+
     function = _find(ADVANTAGE_ESTIMATORS, name, "algorithm.advantage")
     return _with_checks(function, name) if is_file_spec(name) else function
 
@@ -41,6 +44,8 @@ def find_policy_loss(name: str) -> PolicyLoss:
 
 def _find(table: dict[str, F], name: str, key: str) -> F:
     if is_file_spec(name):
+        from rlhf_mcore.config.user_functions import load_function
+
         return load_function(name, key)  # type: ignore[return-value]
     if name not in table:
         raise ConfigError(f"{key}={name!r} is unknown; choose one of: {', '.join(table)}, or path/to/file.py:name")

@@ -203,7 +203,7 @@ def _trace(cfg: Config, shapes: Shapes, engine: Engine) -> EngineMap | None:
 def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
     gatherer = None
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
-        from rlhf_mcore.bridge.files.transfer import Gatherer
+        from rlhf_mcore.bridge.files.gather import Gatherer
 
         model = actor.model.model
         assert model is not None, "config.validate keeps actor.ranks from these"

@@ -34,7 +34,7 @@ def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An advantage estimator (``algorithms/advantages.py``)."""
+    """An advantage estimator (``algorithms/advantages.py``, ``algorithms/returns.py``)."""
 
     compares_group: bool = False  # the responses to one prompt with each other: needs two of them
     needs_values: bool = False  # of a critic

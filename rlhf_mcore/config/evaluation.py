@@ -22,7 +22,7 @@ from rlhf_mcore.config.rules.reward import reward_problems
 from rlhf_mcore.config.rules.rollout import sharding_problems
 from rlhf_mcore.config.rules.trainer import microbatch_problems
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
+from rlhf_mcore.config.tokenizer_match import token_problems, tokenizer_size
 from rlhf_mcore.config.validate import choice_problems, range_problems
 from rlhf_mcore.foreign import INDEX, read_json
 

@@ -10,7 +10,6 @@ from os.path import exists, isdir, isfile
 from pathlib import Path, PurePosixPath
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
-from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.families.sizes import size
@@ -66,6 +65,8 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     """
     prefix = f"{field}={path}"
     if not isdir(path):
+        from rlhf_mcore.config.hub_ids import absent_hint
+
         where = "is not a directory" if exists(path) else f"does not exist (looked from {Path.cwd()})"
         return None, [f"{prefix} {where}; give the path of a Hugging Face model directory{absent_hint(path)}"]
     problems: list[str] = [FileProblem(problem) for problem in _weight_problems(Path(path), prefix)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.function_names import is_file_spec
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.rules.alarms import alarm_problems
@@ -43,8 +44,8 @@ from rlhf_mcore.config.rules.trainer import (
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.key import Choices, Range
-from rlhf_mcore.config.tokenizer_files import own_tokenizer_problems
-from rlhf_mcore.config.user_functions import function_problems, is_file_spec
+from rlhf_mcore.config.tokenizer_match import own_tokenizer_problems
+from rlhf_mcore.config.user_functions import function_problems
 
 
 def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = True) -> None:

@@ -19,7 +19,6 @@ from rlhf_mcore.config.data_rows import (
     require_column,
 )
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.user_functions import load_function
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.tokenizer import token_ids
@@ -189,7 +188,11 @@ def left_out(field: str, dropped: int, total: int, limit: str) -> str:
 
 def load_transform(spec: str | None) -> Transform | None:
     """Return the function that ``data.transform`` names, None if it is not set."""
-    return None if spec is None else load_function(spec, "data.transform")
+    if spec is None:
+        return None
+    from rlhf_mcore.config.user_functions import load_function
+
+    return load_function(spec, "data.transform")
 
 
 def transformed_rows(file: Path, limits: RowLimits, transform: Transform | None) -> Iterator[tuple[str, Row | None]]:

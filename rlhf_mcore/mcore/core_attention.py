@@ -14,9 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rlhf_mcore.mcore.fixed_order import attend_in_fixed_order
 from rlhf_mcore.mcore.packed import PackedSequences
-from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_one
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -64,6 +62,8 @@ class SDPACoreAttention(torch.nn.Module):
         """Return [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
         cp = 1 if self._group is None else self._group.size()
         if self._group is not None:
+            from rlhf_mcore.parallel.context import gather_context, order_of_one
+
             order = None if packed_seq_params is None else packed_seq_params.order
             if order is None:
                 order = order_of_one(len(query) * cp, cp, query.device)
@@ -113,6 +113,8 @@ class SDPACoreAttention(torch.nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._group is None:
             return self._attend_last(q, k, v)
+        from rlhf_mcore.parallel.context import chunks_of
+
         parts = []
         for part, number in zip(q.chunk(2, dim=2), chunks_of(self._group.rank(), self._group.size()), strict=True):
             end = (number + 1) * part.size(2)
@@ -131,7 +133,9 @@ class SDPACoreAttention(torch.nn.Module):
             scale = scale or q.size(-1) ** -0.5
             q, k, v = _with_sinks(q, k, v, sinks / scale)
             mask = mask if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
-        attend = attend_in_fixed_order if self.in_fixed_order else F.scaled_dot_product_attention
+        attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+        if self.in_fixed_order:
+            from rlhf_mcore.mcore.fixed_order import attend_in_fixed_order as attend
         out = attend(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares)
         return out if sinks is None else out[:, :, 1:]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from rlhf_mcore.data.collate import last_positions, sequence_ids, sequence_sizes
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.packed import PackedSequences
-from rlhf_mcore.parallel.context import local_places, order_of_ranks
 from rlhf_mcore.parallel.logprobs import Subsets
 from rlhf_mcore.parallel.ragged import take_tokens
 from rlhf_mcore.platform import Platform
@@ -55,6 +54,8 @@ class PassInputs:
         if microbatch.cu_seqlens is not None:
             derived["borders"] = microbatch.cu_seqlens
         if (cp := self.groups.layout.cp) > 1:
+            from rlhf_mcore.parallel.context import order_of_ranks
+
             derived["order"] = order_of_ranks(sequence_sizes(microbatch), cp)
         if self.with_padding:
             derived["padding"] = self._padding(microbatch)
@@ -80,7 +81,11 @@ class PassInputs:
     def of_rank(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """Return of [b, T] values of a microbatch those at this context-parallel rank's places: [b, T / cp]."""
         cp = self.groups.layout.cp
-        return values if cp == 1 else values[:, local_places(sequence_sizes(microbatch), self.groups.cp_rank, cp)]
+        if cp == 1:
+            return values
+        from rlhf_mcore.parallel.context import local_places
+
+        return values[:, local_places(sequence_sizes(microbatch), self.groups.cp_rank, cp)]
 
     def counted(self, microbatch: Microbatch) -> Tensor | None:
         """Return the places [n] int64 of tokens with logits among this rank's tokens, on the host; None: all tokens have some."""

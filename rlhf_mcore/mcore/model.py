@@ -25,14 +25,11 @@ from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
-from rlhf_mcore.mcore.stages import StageMessages
 from rlhf_mcore.mcore.weights import adapter_parameters, local_parameters, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
-from rlhf_mcore.parallel.context import gather_context
 from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
-from rlhf_mcore.residency.parts import Gradients, Part
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable
 from rlhf_mcore.types import Microbatch
 
@@ -120,6 +117,10 @@ class MegatronModel:
         ``by_layer``: in a pass the layers of a frozen model come one by one, for every microbatch.
         """
         self.movable.sharing = sharing
+        if not kinds:
+            return
+        from rlhf_mcore.residency.parts import Gradients, Part
+
         if GRADIENTS in kinds:
             self.movable.add(GRADIENTS, Gradients(f"{name} {GRADIENTS}", self.chunks, self.platform))
         if OPTIMIZER in kinds:
@@ -289,6 +290,8 @@ class MegatronModel:
         """Gather [b, T] from all context-parallel ranks, which then compute the same loss. A rank's gradient is that of its places."""
         if self.groups.layout.cp == 1:
             return values
+        from rlhf_mcore.parallel.context import gather_context
+
         order = (microbatch.placed or self._inputs.derive(microbatch))["order"].to(values.device)
         return gather_context(values.t(), order, self.groups.collection.cp, sums_gradient=False).t()
 
@@ -298,7 +301,11 @@ class MegatronModel:
         layout, pgs = self.groups.layout, self.groups.collection
         self.config.finalize_model_grads_func = partial(_finalize, self.mtp is not None)
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
-        communicator = StageMessages(self.groups, self.config, microbatches) if layout.pp > 1 else None
+        communicator = None
+        if layout.pp > 1:
+            from rlhf_mcore.mcore.stages import StageMessages
+
+            communicator = StageMessages(self.groups, self.config, microbatches)
         with self._inputs.place(microbatches), use_groups(self.groups, self.platform):
             return schedule(
                 forward_step_func=partial(self._forward_step, on_outputs),

@@ -11,7 +11,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from rlhf_mcore.mcore.sums import Sum
 from rlhf_mcore.platform import cpu_kernels
 
 
@@ -56,6 +55,8 @@ class ProjectionNorm(torch.nn.Module):
         wide, held, ranks = x.float(), x.size(-2), self._group.size()
         squares = wide.pow(2).sum((-2, -1), keepdim=True)
         if ranks > 1:  # a head that several ranks have is counted as often
+            from rlhf_mcore.mcore.sums import Sum
+
             squares = Sum.apply(squares, self._group) * (self.num_heads / (held * ranks))
         normed = wide * torch.rsqrt(squares / self.weight.numel() + self.eps)
         first = self._group.rank() * self.num_heads // ranks

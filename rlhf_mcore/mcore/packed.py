@@ -14,8 +14,6 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlhf_mcore.parallel.context import chunks_of
-
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -50,6 +48,8 @@ class PackedSequences(PackedSeqParams):
             sees, and the places of these tokens [sum(sizes) * (2 * cp + 1) / (2 * cp)] among all.
         """
         if self.seen is None:
+            from rlhf_mcore.parallel.context import chunks_of
+
             begins, total = self.cu_seqlens_q[:-1], sum(self.sizes) // (2 * cp) * (2 * cp + 1)
             chunk = self.cu_seqlens_q.diff() // (2 * cp)
             counts = torch.stack([(number + 1) * chunk for number in chunks_of(rank, cp)], dim=1).flatten()

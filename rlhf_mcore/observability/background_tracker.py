@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import find_trackers
 from rlhf_mcore.config.show import without_secrets
-from rlhf_mcore.observability.trackers import TrackedRun
 
 if TYPE_CHECKING:
+    from rlhf_mcore.observability.trackers import TrackedRun
     from rlhf_mcore.protocols import Tracker
 
 MAX_WAITING = 10_000  # steps that a slow tracker may be behind

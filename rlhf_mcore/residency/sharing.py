@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -14,7 +14,9 @@ from torch.nn import Module
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, Sleeper
 from rlhf_mcore.residency.ledger import ENGINE_CACHE, ENGINE_WEIGHTS, OPTIMIZER, WEIGHTS, Ledger
-from rlhf_mcore.residency.parts import Part
+
+if TYPE_CHECKING:
+    from rlhf_mcore.residency.parts import Part
 
 _OF_ENGINES = dict(zip(MEMORY, (ENGINE_WEIGHTS, ENGINE_CACHE), strict=True))
 
@@ -138,6 +140,8 @@ class Movable:
 
     def add_layers(self, name: str, layers: Sequence[Module]) -> None:
         """Move layers that run one after the other separately. While one runs the next is copied; afterwards it leaves."""
+        from rlhf_mcore.residency.parts import Part
+
         assert self.sharing is not None
         first, platform = len(self.layers), self.sharing.platform
         for layer in layers:

@@ -48,7 +48,7 @@ class RunState:
         more = {"recent": list(self.recent()), "inputs": self.inputs}
         waiting = {}
         if self.ahead is not None:
-            from rlhf_mcore.data.episodes import encode_trajectories
+            from rlhf_mcore.data.trajectory_files import encode_trajectories
 
             waiting[ROLLOUTS] = encode_trajectories(self.ahead.finished())
         return {

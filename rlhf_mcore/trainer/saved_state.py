@@ -12,7 +12,7 @@ from rlhf_mcore.checkpoint.formats import migrate
 from rlhf_mcore.checkpoint.layout import DATALOADER, ROLLOUTS, TRAINER_STATE, step_of
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.episodes import decode_trajectories
+from rlhf_mcore.data.trajectory_files import decode_trajectories
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.trainer.run_state import RunState
 

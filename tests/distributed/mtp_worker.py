@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.saved_model import check_saved_model
-from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import RecomputeConfig

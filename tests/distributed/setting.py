@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 warnings.filterwarnings("ignore")
 
 from rlhf_mcore.bridge.files.export import Exporter  # noqa: E402
+from rlhf_mcore.bridge.files.gather import Gatherer  # noqa: E402
 from rlhf_mcore.bridge.files.hf_files import HFReader  # noqa: E402
-from rlhf_mcore.bridge.files.transfer import Gatherer, load  # noqa: E402
+from rlhf_mcore.bridge.files.transfer import load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
 from rlhf_mcore.mcore.build import BuildOptions, build_model  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402

@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.mxfp4 import BLOCKS, GROUP, SCALES, dequantise
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import COMPANIONS
 from rlhf_mcore.foreign import INDEX as INDEX_LIMITS
@@ -25,6 +24,8 @@ from rlhf_mcore.foreign import read_bytes, read_json, shorten
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
+GROUP = 32  # values in mxfp4 that share an exponent
+BLOCKS, SCALES = "_blocks", "_scales"  # what is added to the name of a tensor in mxfp4
 _REMEDY = "Download or export the model again."
 
 
@@ -111,6 +112,8 @@ class HFReader:
         """Read a rectangle of a tensor in the file's dtype, or in bf16 where the file has mxfp4."""
         if name not in self._packed:
             return self._handle(name).get_slice(name)[where]
+        from rlhf_mcore.bridge.files.mxfp4 import dequantise
+
         *outer, rows, columns = where
         first, end, _ = rows.indices(self.shape(name)[-2])
         groups = slice(first // GROUP, -(-end // GROUP))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP = 32  # values that share an exponent
-BLOCKS, SCALES = "_blocks", "_scales"  # what is added to a tensor's name
 # Twice the values, and one more than the bias of the exponents: half of the largest power of two is still a number in bf16.
 _TWICE = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 _BIAS_OF_HALVES = 128

@@ -1,27 +1,15 @@
-"""Moving weights between Hugging Face coordinates and a rank's Megatron tensors, through the rules.
-
-`load` reads only this rank's rectangles. `gather` is the plain way to full tensors, one at a time: it stays as the baseline that the
-planned bridge is measured against.
-"""
+"""Loads a rank's rectangles of a Hugging Face directory into its Megatron tensors, through the rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
-from math import prod
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from collections.abc import Callable, Sequence
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.map.pieces import Piece, view
-from rlhf_mcore.bridge.map.rules import find_rule, hf_shapes, pieces
+from rlhf_mcore.bridge.map.pieces import view
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import WEIGHT_DTYPES
-from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
-from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.parallel.layout import is_expert
+from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 
 
 def load(
@@ -64,87 +52,3 @@ def _check_tensor(reader: HFReader, name: str, expected: tuple[int, ...]) -> Non
             f"{reader.directory}: tensor {name} has dtype {dtype}, not one of {', '.join(WEIGHT_DTYPES)}: quantised or "
             "converted weights cannot be trained. Use the unquantised model."
         )
-
-
-class Gatherer:
-    """Yields full tensors under Hugging Face names on every rank of a model. Collective.
-
-    Tensor-parallel parts are all-gathered within each pipeline stage, experts over ``expert_group`` (expert tensor and expert
-    parallel), and the result is broadcast to the other stages.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[LocalParameter],
-        geometry: ModelGeometry,
-        tp_group: dist.ProcessGroup,
-        pp_group: dist.ProcessGroup,
-        expert_group: dist.ProcessGroup | None = None,
-    ):
-        self._geometry = geometry
-        self._tp, self._pp = tp_group, pp_group
-        self._tp_shards = [Shard(rank, tp_group.size()) for rank in range(tp_group.size())]
-        self._experts = expert_group
-        mine = next((astuple(p.shard) for p in parameters if is_expert(p.name)), None)
-        assert mine is None or expert_group is not None, "experts are gathered over a group of their own"
-        # A stage without experts receives those of others, which are shared among the ranks of a stage as they would be in this.
-        mine = next((shard for shard in all_gather_json(mine, pp_group) if shard), None)
-        self._expert_shards = [Shard(*s) for s in all_gather_json(mine, expert_group) if s] if expert_group else []
-        self._local = {parameter.name: parameter.tensor for parameter in parameters}
-        types = {p.name: str(p.tensor.dtype).removeprefix("torch.") for p in parameters}
-        stages = all_gather_json(types, pp_group)
-        self._dtypes = {name: getattr(torch, dtype) for by_name in stages for name, dtype in by_name.items()}
-        # A tied embedding has two owners under pipeline parallelism; the first stage's is used.
-        self._owner: dict[str, int] = {}
-        for stage, names in enumerate(stages):
-            for name in names:
-                self._owner.setdefault(name, stage)
-        # Parameters with parts of the same tensors: experts of a layer, where one tensor has them all.
-        self._together: dict[tuple[str, int], list[str]] = {}
-        for name in self._owner:
-            rule, layer, _ = find_rule(geometry, name)
-            self._together.setdefault((rule.mcore, layer) if rule.kind == "stacked" else (name, 0), []).append(name)
-        self._shapes = hf_shapes(geometry)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        done: set[str] = set()
-        for names in self._together.values():
-            shards = self._expert_shards if is_expert(names[0]) else self._tp_shards
-            by_name = {name: [pieces(name, self._geometry, shard) for shard in shards] for name in names}
-            targets = dict.fromkeys(piece.hf_name for by_rank in by_name.values() for parts in by_rank for piece in parts)
-            if done.issuperset(targets):
-                continue
-            done.update(targets)
-            yield from self._gather(by_name, list(targets)).items()
-
-    def _gather(self, by_name: dict[str, list[list[Piece]]], targets: list[str]) -> dict[str, Tensor]:
-        """Gather whole tensors. ``by_name``: pieces of parameters of one stage by rank."""
-        first, like = next(iter(by_name)), next(iter(self._local.values()))
-        stage, dtype = self._owner[first], self._dtypes[first]
-        full = {target: like.new_empty(self._shapes[target], dtype=dtype) for target in targets}
-        if self._pp.rank() == stage:
-            group = self._experts if is_expert(first) else self._tp
-            for name, by_rank in by_name.items():
-                for rank_pieces, part in zip(by_rank, self._parts(self._local[name], by_rank, group), strict=True):
-                    for piece in rank_pieces:
-                        full[piece.hf_name][piece.slices] = view(part, piece)
-        if self._pp.size() > 1:
-            for target in targets:
-                dist.broadcast(full[target], group=self._pp, group_src=stage)
-        return full
-
-    def _parts(self, local: Tensor, by_rank: list[list[Piece]], group: dist.ProcessGroup | None) -> list[Tensor]:
-        if len(by_rank) == 1:
-            return [local]
-        if len({(piece.hf_name, piece.start) for rank_pieces in by_rank for piece in rank_pieces}) == len(by_rank[0]):
-            return [local] * len(by_rank)  # replicated: every rank holds the same
-        if self._geometry.adapter is not None:  # ranks have as many rows of B as of the matrices with adapters
-            counts = [sum(prod(piece.shape) for piece in rank_pieces) for rank_pieces in by_rank]
-            padded = local.new_zeros(max(*counts, local.numel()))
-            padded[: local.numel()] = local.flatten()
-            flat = [torch.empty_like(padded) for _ in by_rank]
-            dist.all_gather(flat, padded, group=group)
-            return [part[:count] for part, count in zip(flat, counts, strict=True)]
-        parts = [torch.empty_like(local) for _ in by_rank]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        return parts

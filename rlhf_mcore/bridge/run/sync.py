@@ -32,7 +32,7 @@ from rlhf_mcore.platform.wrapped_layers import SLOTS
 from rlhf_mcore.protocols import LiveWeights, SyncMismatch, SyncStats, WeightTarget
 
 if TYPE_CHECKING:
-    from rlhf_mcore.bridge.files.transfer import Gatherer
+    from rlhf_mcore.bridge.files.gather import Gatherer
 
 
 @dataclass(slots=True)

@@ -25,11 +25,11 @@ from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, 
 from rlhf_mcore.commands.evaluate.weights import DirectoryWeights, ShardedWeights, open_weights, weight_sketches
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
+from rlhf_mcore.config.function_names import OwnFunction
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact
-from rlhf_mcore.config.tokenizer_files import token_problems
+from rlhf_mcore.config.tokenizer_match import token_problems
 from rlhf_mcore.config.tool_schemas import read_tools
-from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console

@@ -17,7 +17,7 @@ from rlhf_mcore.platform import current_platform
 from rlhf_mcore.platform.wrapped_layers import base_layers
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine
-from rlhf_mcore.rollout.vllm import cpu, masks
+from rlhf_mcore.rollout.vllm import cpu
 from rlhf_mcore.rollout.vllm.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
 from rlhf_mcore.types import Completion, Request
 
@@ -82,6 +82,8 @@ class VLLMEngine(LiveEngine):
 
             self._named = {"lora_request": adapters.open_slots(self._worker().model_runner, model.adapters)}
         if self._records:
+            from rlhf_mcore.rollout.vllm import masks
+
             masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if not self._on_cuda:
             cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
@@ -142,6 +144,11 @@ class VLLMEngine(LiveEngine):
 
         if self._asleep:
             raise RuntimeError("the rollout engine sleeps: call wake() before it generates")
+        extra: list[dict[str, Any] | None] = [None] * len(requests)
+        if self._records:
+            from rlhf_mcore.rollout.vllm import masks
+
+            extra = [masks.extra_args(request) for request in requests]
         params = [
             SamplingParams(
                 temperature=request.sampling.temperature,
@@ -152,9 +159,9 @@ class VLLMEngine(LiveEngine):
                 stop_token_ids=self._stops,
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
-                extra_args=masks.extra_args(request),
+                extra_args=more,
             )
-            for request, limit in zip(requests, limits, strict=True)
+            for request, limit, more in zip(requests, limits, extra, strict=True)
         ]
         tokens = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         if (
@@ -169,6 +176,8 @@ class VLLMEngine(LiveEngine):
 
     def _step(self) -> list[Completion]:
         if self._records and self._on_cuda:
+            from rlhf_mcore.rollout.vllm import masks
+
             masks.record_where_wanted(self._llm.llm_engine, self._worker().model_runner, self._in_flight)
         return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
 
@@ -184,7 +193,11 @@ class VLLMEngine(LiveEngine):
                 "a request that was not made" if in_flight is None else f"another prompt than that of {in_flight.request.name}"
             )
             raise RuntimeError(f"the engine answered {name}")
-        [drawn] = output.outputs
+        [drawn], support = output.outputs, None
+        if in_flight.request.sampling.records_support:
+            from rlhf_mcore.rollout.vllm.masks import support_of
+
+            support = support_of(drawn)
         token_ids = list(drawn.token_ids)
         logprobs = [record[token].logprob for token, record in zip(token_ids, drawn.logprobs or [], strict=False)]
         return Completion(
@@ -194,7 +207,7 @@ class VLLMEngine(LiveEngine):
             tuple(in_flight.versions),
             drawn.finish_reason,
             num_cached=output.num_cached_tokens or 0,
-            support=masks.support_of(drawn) if in_flight.request.sampling.records_support else None,
+            support=support,
         )
 
     def _end(self, request_ids: Sequence[int]) -> None:
@@ -428,6 +441,8 @@ def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on
             "it (actor.offload, reference.offload)"
         )
     if "requires Model Runner V2" in message:
+        from rlhf_mcore.rollout.vllm import masks
+
         return masks.not_recorded(cfg.sampling, options["model"])
     if "MoE backend supports the deployment" in message:
         return (

@@ -13,16 +13,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.algorithms.advantages import (
-    gae,
-    group_relative,
-    grpo,
-    reinforce,
-    reinforce_plus_plus,
-    rloo,
-    whiten,
-)
+from rlhf_mcore.algorithms.advantages import group_relative, grpo, rloo, whiten
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from rlhf_mcore.algorithms.returns import gae, reinforce, reinforce_plus_plus
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.shaping import token_rewards
 from rlhf_mcore.config.schema import AlgorithmConfig

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import rlhf_mcore.algorithms.returns  # noqa: F401  # its estimators are in the table
 from rlhf_mcore.algorithms.interfaces import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,

@@ -12,9 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_mcore.algorithms.advantages import gae, grpo, reinforce, rloo
+from rlhf_mcore.algorithms.advantages import grpo, rloo
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rlhf_mcore.algorithms.registry import find_policy_loss
+from rlhf_mcore.algorithms.returns import gae, reinforce
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.turns import OwnedTurns
 from rlhf_mcore.algorithms.value_loss import value_loss

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.transfer import Gatherer
+from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import sync
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations

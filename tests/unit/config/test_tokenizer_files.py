@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.tokenizer_files import growth_problems, tokenizer_difference
+from rlhf_mcore.config.tokenizer_files import growth_problems
+from rlhf_mcore.config.tokenizer_match import tokenizer_difference
 from tests.unit.config.checking import check, only
 
 VOCAB = {"a": 0, "b": 1, "ab": 2, "<end>": 3}

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.expected_kernels import expected_kernels
-from rlhf_mcore.mcore import core_attention, delta_net
+from rlhf_mcore.mcore import delta_net
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet, share_heads
@@ -31,6 +31,7 @@ from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.mcore.weights import unwrap
+from rlhf_mcore.parallel import context
 from rlhf_mcore.parallel.context import local_places, order_of_ranks
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
@@ -119,7 +120,7 @@ def test_one_kernel_is_the_loop_over_sequences_in_value_and_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The tokens of the other ranks are known: what is gathered is all of them.
-    monkeypatch.setattr(core_attention, "gather_context", lambda x, order, group, sums_gradient: x)
+    monkeypatch.setattr(context, "gather_context", lambda x, order, group, sums_gradient: x)
     group = SimpleNamespace(size=lambda: cp, rank=lambda: rank)
     config = attention_config(window_size=None if window is None else (window - 1, 0))
     order = order_of_ranks(SIZES, cp) if cp > 1 else None

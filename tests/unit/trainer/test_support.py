@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories, episode, flat_support
+from rlhf_mcore.data.episodes import episode, flat_support
 from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.parallel.ragged import split_tokens
 from rlhf_mcore.parallel.rows import move_rows
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule

@@ -1,0 +1,128 @@
+"""Advantages of sums over the tokens, or the turns, that follow: one function per paper, registered as those of ``advantages``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf_mcore.algorithms.advantages import whiten
+from rlhf_mcore.algorithms.interfaces import AdvantageInputs, Advantages, advantage_estimator
+from rlhf_mcore.algorithms.turns import OwnedTurns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_mcore.config.schema import AlgorithmConfig
+
+
+@advantage_estimator("gae")
+def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16).
+
+    A_t = sum_k (gamma lam)^k delta_{t+k},   delta_t = r_t + gamma V_{t+1} - V_t,   returns_t = A_t + V_t
+
+    over the trainable tokens of a response. Other tokens between them (a tool's output) are skipped, and gamma is multiplied by
+    ``turn_gamma`` there. With ``turn_credit`` the steps are turns, with V before the first token of a turn, the sum of its rewards
+    and ``turn_gamma`` as gamma (Li et al. 2025, Turn-PPO, arXiv 2512.17008). After the last token V is 0, but with
+    ``bootstrap_truncated`` it is ``bootstrap_values`` if the token limit ended the response (Pardo et al. 2018, arXiv 1712.00378).
+    ``whiten_advantages`` normalises the advantages over all tokens, but not ``returns``.
+
+    ``critic_lam`` is the lam of the returns, and ``lam_alpha`` makes that of the advantages 1 - 1 / (alpha l) for a response of l
+    steps, at least 0 (VAPO, Yue et al. 2025, arXiv 2504.05118, sections 4.1 and 4.2).
+    """
+    assert inputs.old_values is not None, "gae needs the critic's values"
+    ends = torch.zeros_like(inputs.truncated, dtype=torch.float64)  # [B]
+    if cfg.bootstrap_truncated:
+        assert inputs.bootstrap_values is not None, (
+            "a truncated response needs the value of the state it was cut off in"
+        )
+        ends = torch.where(inputs.truncated, inputs.bootstrap_values.double(), ends)
+    values = torch.where(inputs.loss_mask, inputs.old_values.double(), 0)
+    advantages, returns = _lambda_advantages(inputs, values, ends, cfg, cfg.lam, cfg.lam_alpha)
+    if cfg.critic_lam is not None:
+        _, returns = _lambda_advantages(inputs, values, ends, cfg, cfg.critic_lam)
+    if cfg.whiten_advantages:
+        advantages = whiten(advantages, inputs.loss_mask, inputs.rows)
+    return Advantages(advantages.float(), returns.float())
+
+
+@advantage_estimator("reinforce")
+def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Discounted sum of the rewards from a token on (Williams 1992), A_t = sum_k gamma^k r_{t+k}; see ``whiten_advantages``.
+
+    Turns are handled as in :func:`gae`.
+    """
+    advantages = _discount_rewards(inputs, cfg)
+    if cfg.whiten_advantages:
+        advantages = whiten(advantages, inputs.loss_mask, inputs.rows)
+    return Advantages(advantages.float())
+
+
+@advantage_estimator("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): :func:`reinforce`, normalised over all tokens of the step."""
+    advantages = reinforce(inputs, cfg).advantages if cfg.whiten_advantages else _discount_rewards(inputs, cfg)
+    return Advantages(whiten(advantages, inputs.loss_mask, inputs.rows).float())
+
+
+def _discount_rewards(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Tensor:
+    """Compute the discounted sum of the rewards from each token on: [N] float64."""
+    zeros = torch.zeros(inputs.rewards.shape, dtype=torch.float64)
+    ends = torch.zeros_like(inputs.truncated, dtype=torch.float64)
+    return _lambda_advantages(inputs, zeros, ends, cfg, lam=1.0)[0]
+
+
+def _lambda_advantages(
+    inputs: AdvantageInputs,
+    values: Tensor,
+    ends: Tensor,
+    cfg: AlgorithmConfig,
+    lam: float,
+    alpha: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages and returns [N] float64 by the recursion over tokens, or turns, of each row; zero outside the mask.
+
+    ``values`` [N] are V(state before a token), ``ends`` [B] V(state after the last token). ``turn_gamma`` is not applied there.
+    With ``alpha``, lam is 1 - 1 / (alpha times the steps of a row).
+    """
+    turns = OwnedTurns.of(inputs.loss_mask, inputs.rows)
+    values = values[turns.tokens]
+    if cfg.turn_credit:
+        rewards, values, rows = turns.sums(inputs.rewards), values[turns.first], turns.rows
+        gammas = torch.ones(len(rows), dtype=torch.float64)
+        gammas[turns.has_next] = cfg.turn_gamma
+    else:
+        rewards, rows = inputs.rewards[turns.tokens].double(), inputs.rows.token_rows[turns.tokens]
+        gammas = torch.full_like(rewards, cfg.gamma, dtype=torch.float64)
+        gammas[turns.last[turns.has_next]] *= cfg.turn_gamma
+    lams = torch.full_like(gammas, lam)
+    if alpha is not None:
+        lams = (1 - 1 / (alpha * rows.bincount()[rows].double())).clamp(min=0)
+    of_steps = _sum_deltas(rewards, values, rows, ends, gammas, lams)
+    if cfg.turn_credit:
+        of_steps, values = of_steps[turns.of_token], values[turns.of_token]
+    advantages = torch.zeros(inputs.rewards.shape, dtype=torch.float64)
+    returns = advantages.clone()
+    advantages[turns.tokens], returns[turns.tokens] = of_steps, of_steps + values
+    return advantages, returns
+
+
+def _sum_deltas(rewards: Tensor, values: Tensor, rows: Tensor, ends: Tensor, gammas: Tensor, lams: Tensor) -> Tensor:
+    """Compute A_k = delta_k + gamma_k lam_k A_{k+1} over the steps [K] of each row, from the right, in float64. ``rows`` ascends."""
+    decays = gammas * lams
+    rows, sizes = rows.unique_consecutive(return_counts=True)
+    # Longest rows first: those that still have a step k from their end are always the first ones.
+    order = sizes.argsort(descending=True, stable=True)
+    last = (sizes.cumsum(0) - 1)[order]
+    # How many rows have more than k steps, by k.
+    num_longer = sizes.bincount().flip(0).cumsum(0).flip(0)[1:].tolist()
+    next_values, advantages = ends[rows[order]], torch.zeros(len(rows), dtype=torch.float64)
+    result = torch.zeros_like(rewards)
+    for step, count in enumerate(num_longer):
+        at = last[:count] - step
+        delta = rewards[at] + gammas[at] * next_values[:count] - values[at]
+        advantages[:count] = delta + decays[at] * advantages[:count]
+        next_values[:count] = values[at]
+        result[at] = advantages[:count]
+    return result
