@@ -16,6 +16,7 @@ from rlhf_mcore.families.adapters import B, base_name, hf_module
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.platform import current_platform
 
+ROWS = 32768  # of a product at a time: a vocabulary has many more, and its product in fp32 would be twice the weight
 ADAPTERS = ("base_model.*",)  # for ``sync(only=...)``: A and B under the names of PEFT
 
 
@@ -119,8 +120,11 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, where: Sequence[Block], scale: f
     """
     merged, dtype, rank = weight.clone(), _product_dtype(a), b.shape[1]
     for block in where:
-        product = b[block.b_row : block.b_row + block.count].to(dtype) @ a[block.a_row : block.a_row + rank].to(dtype)
-        merged[block.row : block.row + block.count] += (product * scale).to(weight.dtype)
+        columns = a[block.a_row : block.a_row + rank].to(dtype)
+        for first in range(0, block.count, ROWS):
+            count = min(ROWS, block.count - first)
+            product = b[block.b_row + first : block.b_row + first + count].to(dtype) @ columns
+            merged[block.row + first : block.row + first + count] += (product * scale).to(weight.dtype)
     return merged
 
 

@@ -99,7 +99,11 @@ def test_a_rank_sends_its_part_of_merged_matrices(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_embedding_and_an_output_layer_are_merged(size: int, dtype: torch.dtype) -> None:
+def test_an_embedding_and_an_output_layer_are_merged(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of the vocabulary."""
+    monkeypatch.setattr("rlhf_mcore.bridge.run.merged.ROWS", 3)
     test_a_rank_sends_its_part_of_merged_matrices(
         replace(MODEL, tied_embeddings=False), [Shard(rank, size) for rank in range(size)], ("embed_tokens", "lm_head"), dtype
     )
