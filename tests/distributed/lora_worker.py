@@ -70,28 +70,31 @@ OF_PEFT = ("qwen3", "qwen2", "qwen3_ends", "qwen3_pissa")
 BEGINNINGS = ("zero", "grown")  # what B is before the update
 
 
-def main(directory: Path) -> None:
+def cases(name: str) -> list[tuple[str, str]]:
+    """Layouts with what B is before the update; zero in one of them, since where it is zero A learns nothing."""
+    return [(layout, "grown") for layout in CASES[name]] + [(CASES[name][0], "zero")]
+
+
+def main(directory: Path, name: str) -> None:
     platform, groups = start(), dict[str, ModelGroups]()
-    findings: dict[str, Any] = {"oracle": {}, "updates": {}, "recompute": {}, "dropout": {}, "initial": {}}
-    for name, layouts in CASES.items():
-        path = directory / name
-        if dist.get_rank() == 0:
-            models.make(name.removesuffix("_ends").removesuffix("_pissa"), path)
-            for beginning in BEGINNINGS:
-                findings["oracle"][f"{name}/{beginning}"] = oracle(name, path, beginning)
-        dist.barrier()
-        for layout in layouts:
-            made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
-            for beginning in BEGINNINGS:
-                findings["updates"][f"{name}/{layout}/{beginning}"] = update(name, path, made, platform, beginning)
-    path = directory / "qwen3"
-    for kind, recompute in RECOMPUTE.items():
-        found = update("qwen3", path, groups_of("tp2_pp2", groups), platform, "grown", recompute)
-        findings["recompute"][kind] = found
-    for layout in ("tp2_dp2", "tp2_dp2_sp"):
-        findings["dropout"][layout] = dropped(path, groups_of(layout, groups), platform)
-    for layout in ("dp4", "tp2_pp2"):
-        findings["initial"][layout] = initial(path, groups_of(layout, groups), platform)
+    findings: dict[str, Any] = {"oracle": {}, "updates": {}}
+    path = directory / name
+    if dist.get_rank() == 0:
+        models.make(name.removesuffix("_ends").removesuffix("_pissa"), path)
+        findings["oracle"] = {beginning: oracle(name, path, beginning) for beginning in BEGINNINGS}
+    dist.barrier()
+    for layout, beginning in cases(name):
+        made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
+        findings["updates"][f"{layout}/{beginning}"] = update(name, path, made, platform, beginning)
+    if name == "qwen3":
+        findings["recompute"] = {
+            kind: update(name, path, groups_of("tp2_pp2", groups), platform, "grown", recompute)
+            for kind, recompute in RECOMPUTE.items()
+        }
+        findings["dropout"] = {
+            layout: dropped(path, groups_of(layout, groups), platform) for layout in ("tp2_dp2", "tp2_dp2_sp")
+        }
+        findings["initial"] = {layout: initial(path, groups_of(layout, groups), platform) for layout in ("dp4", "tp2_pp2")}
     finish(findings, directory)
 
 

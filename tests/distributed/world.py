@@ -47,14 +47,14 @@ class World:
         self._output: IO[str] | None = None
         self._num_starts = self._num_requests = 0
 
-    def run(self, worker: str, directory: Path, timeout_s: int = 560) -> Any:
-        """Have ``tests.distributed.<worker>.main(directory)`` run on all ranks. Returns the findings of the first."""
+    def run(self, worker: str, directory: Path, *arguments: str, timeout_s: int = 560) -> Any:
+        """Have ``tests.distributed.<worker>.main(directory, *arguments)`` run on all ranks. Returns the findings of the first."""
         if self._process is None or self._process.poll() is not None:
             self._restart()
         assert self._process is not None and self._output is not None
         request = self._requests / f"{self._num_requests}.json"
         self._num_requests += 1
-        _write(request, {"worker": worker, "directory": str(directory)})
+        _write(request, {"worker": worker, "directory": str(directory), "arguments": arguments})
         findings, end = directory / "findings.json", time.monotonic() + timeout_s
         while not findings.exists():
             if self._process.poll() is not None or time.monotonic() > end:
