@@ -92,7 +92,7 @@ def test_the_keys_that_a_run_which_resumes_cannot_change() -> None:
         "model.dtype",
         "rollout.placement",
         "actor.freeze",
-        *(f"actor.lora.{name}" for name in ("rank", "alpha", "targets", "use_rslora", "use_dora")),
+        *(f"actor.lora.{name}" for name in ("rank", "alpha", "targets", "init", "use_rslora", "use_dora")),
         "actor.mtp.mode",
         "actor.optimizer.name",
         "critic.optimizer.name",
