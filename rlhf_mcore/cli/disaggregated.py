@@ -35,8 +35,8 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.control import listening
 from rlhf_mcore.rollout.remote.fleet import Fleet
+from rlhf_mcore.rollout.remote.fleet_state import FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineOrder
-from rlhf_mcore.rollout.remote.parts import FleetPlan
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
 from rlhf_mcore.trainer.exchange import RowExchange

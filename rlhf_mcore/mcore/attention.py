@@ -38,8 +38,8 @@ class OutputGate(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, output_gate: bool = False, **kwargs: Any) -> Any:
         *qkv, gate = super().get_query_key_value_tensors(*args, output_gate=True, **kwargs)
-        held, rank = qkv[0].size(2), self.pg_collection.tp.rank()
-        parts = gate.split(held, dim=2)
+        num_heads, rank = qkv[0].size(2), self.pg_collection.tp.rank()
+        parts = gate.split(num_heads, dim=2)
         return (*qkv, parts[rank % len(parts)])
 
 
@@ -56,12 +56,12 @@ class ProjectionNorms(SelfAttention):
 
 def add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family) -> None:
     """Add the parts that a family has to a specification of Megatron's attention."""
-    wanted = {
+    parts_by_presence = {
         OwnRotation: family.windows is not None,
         OutputGate: config.attention_output_gate,
         ProjectionNorms: family.norm_of_projections,
     }
-    if parts := tuple(part for part, is_wanted in wanted.items() if is_wanted):
+    if parts := tuple(part for part, is_wanted in parts_by_presence.items() if is_wanted):
         assert attention.module is SelfAttention, f"{attention.module.__name__} takes no parts"
         attention.module = _compose(parts)
     if family.norm_of_projections:

@@ -46,8 +46,8 @@ class SDPACoreAttention(torch.nn.Module):
         self._window = config.window_size[0] + 1 if has_window else None
         self.softmax_offset = None
         if config.softmax_type == "learnable":
-            held = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = torch.nn.Parameter(torch.empty(held, dtype=config.params_dtype))
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -141,7 +141,7 @@ class SDPACoreAttention(torch.nn.Module):
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a token in front of [b, heads, s, d] that all see, of value zero, whose products with queries are ``sinks`` [heads].
+    """Put a token of value zero in front of [b, heads, s, d]. All see it, and its products with queries are ``sinks`` [heads].
 
     So a head's weights add up to less than one by what it gives to its sink, as OpenAI 2025 (arXiv 2508.10925) has it, in any kernel.
     """

@@ -145,8 +145,8 @@ class GatedDeltaNet(torch.nn.Module):
         batch, packed = mixed.size(1), packed_seq_params
         sizes = [len(mixed) * cp] if packed is None else list(packed.sizes)
         if cp > 1:
-            known = None if packed is None else packed.order
-            order = order_of_one(sum(sizes), cp, mixed.device) if known is None else known
+            packed_order = None if packed is None else packed.order
+            order = order_of_one(sum(sizes), cp, mixed.device) if packed_order is None else packed_order
             columns = [self._columns(heads, mixed.device) for heads in self._shares]
             by_rank = mixed.index_select(-1, torch.cat(columns))
             mixed = to_parts(by_rank, [len(each) for each in columns], order, self._cp)
@@ -177,13 +177,13 @@ class GatedDeltaNet(torch.nn.Module):
         key_size, value_size = keys * self.key_dim, values * self.value_dim
         channels = 2 * key_size + value_size
         qkv, gate, beta, alpha = mixed.split([channels, value_size, values, values], dim=-1)
-        kernels, held = self.conv1d.weight.squeeze(1), slice(mine.values.start, mine.values.stop)
+        kernels, local = self.conv1d.weight.squeeze(1), slice(mine.values.start, mine.values.stop)
         if self._cp.size() > 1:
             kernels = kernels.index_select(0, self._columns(mine, kernels.device)[:channels])
         qkv = F.silu(causal_convolution(qkv, kernels, lengths)) if fla is None else fla.convolve(qkv, kernels)
         query, key, value = qkv.split([key_size, key_size, value_size], dim=-1)
         q, k = (x.unflatten(-1, (keys, self.key_dim)) for x in (query, key))
-        decay = -self.A_log[held].float().exp() * F.softplus(alpha.float() + self.dt_bias[held].float())
+        decay = -self.A_log[local].float().exp() * F.softplus(alpha.float() + self.dt_bias[local].float())
         v, beta = value.unflatten(-1, by_head := (values, self.value_dim)), beta.float().sigmoid()
         if fla is None:
             q, k = (mine.repeat_keys(_unit(x)) for x in (q, k))

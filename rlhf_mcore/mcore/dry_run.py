@@ -1,7 +1,7 @@
 """One rank's real forward, backward and optimizer step without weights, devices or other ranks, and the bytes that they allocate.
 
 Megatron's own model, schedule and optimizer run on fake tensors (shapes without data) in a fake world, whose collectives return at
-once. What a fake tensor cannot tell is answered so that every token has an equal share: experts get equally many, losses are finite.
+once. A fake tensor has no values. Where one is asked for, every token counts alike: experts get equally many, losses are finite.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._copies = copies_per_token
-        self._known: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._seen: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,17 +74,17 @@ class LiveBytes(TorchDispatchMode):
             return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is _ATEN.masked_select.default and isinstance(args[0], FakeTensor):
             experts, tokens = args[1].shape
-            made = args[0].new_empty(tokens * min(self._copies, experts))
+            result = args[0].new_empty(tokens * min(self._copies, experts))
         else:
-            made = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(made):
+            result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
             if isinstance(tensor, FakeTensor):
                 self._count(tensor.untyped_storage())
-        return made
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self._known:
-            self._known.add(storage)
+        if storage not in self._seen:
+            self._seen.add(storage)
             size = storage.nbytes()
             self.live += size
             self.peak = max(self.peak, self.live)
@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """A process group of ``size`` ranks of which this process is one; what the others would send is undefined."""
+    """Make a process group of ``size`` ranks of which this process is one. Messages of the others are undefined."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -144,12 +144,12 @@ def dry_run(
 
 
 def flat_buffers(chunk: Any) -> list[Any]:
-    """Megatron's buffers of a chunk that is trained, those of experts too."""
+    """List Megatron's buffers of a chunk that is trained, those of experts too."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _of_this_rank(value: list[Any], group: dist.ProcessGroup) -> list[Any]:
-    """The others hold no part of a matrix."""
+    """Select this rank's part of a matrix: the others hold none."""
     return [value if rank == group.rank() else [] for rank in range(group.size())]
 
 
@@ -170,7 +170,7 @@ def _scattered(
 
 
 def _stand_in(chunk: torch.nn.Module) -> None:
-    """Where a GPU has a kernel, what it keeps for the backward pass is kept, and not what plain torch would."""
+    """Replace plain torch where a GPU has a kernel: the kernel's memory for the backward pass is kept."""
     for module in chunk.modules():
         if isinstance(module, mlp.MLP):  # experts have a config of their own
             module.config.bias_activation_fusion = True
@@ -183,23 +183,23 @@ def _stand_in(chunk: torch.nn.Module) -> None:
 
 
 def _norm(weight: Tensor, x: Tensor) -> Tensor:
-    made: Tensor = _Norm.apply(x, weight)
-    return made
+    result: Tensor = _Norm.apply(x, weight)
+    return result
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    made: Tensor = _Attention.apply(query, key, value)
-    return made
+    result: Tensor = _Attention.apply(query, key, value)
+    return result
 
 
 def _swiglu(x: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
-    made: Tensor = _Swiglu.apply(x, None)
-    return made
+    result: Tensor = _Swiglu.apply(x, None)
+    return result
 
 
 def _weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *args: Any) -> Tensor:
-    made: Tensor = _Swiglu.apply(x, weights)
-    return made
+    result: Tensor = _Swiglu.apply(x, weights)
+    return result
 
 
 class _Swiglu(torch.autograd.Function):
@@ -246,7 +246,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _balanced(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> NDArray[np.int64]:
-    """Every expert gets equally many tokens, which need not be counted."""
+    """Deal equally many tokens to every expert. They need not be counted."""
     tokens, experts = routing_map.shape
     copies = tokens * dispatcher.config.moe_router_topk
     share, local = copies // experts, dispatcher.num_local_experts

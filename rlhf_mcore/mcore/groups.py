@@ -56,7 +56,7 @@ class GroupPool:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._timeout = timeout
-        self._known: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def group_of(self, enumeration: list[list[int]]) -> dist.ProcessGroup | None:
         """Return this rank's group of an enumeration of disjoint groups; None if it is in none. Collective over the world."""
@@ -64,11 +64,11 @@ class GroupPool:
         # new_subgroups_by_enumeration gives every rank of the world a group, or an error: the others get one each.
         alone = [[rank] for rank in range(dist.get_world_size()) if rank not in named]
         key = tuple(sorted(map(tuple, enumeration + alone)))
-        if key not in self._known:
-            self._known[key], _ = dist.new_subgroups_by_enumeration(
+        if key not in self._groups:
+            self._groups[key], _ = dist.new_subgroups_by_enumeration(
                 [list(ranks) for ranks in key], timeout=self._timeout
             )
-        return self._known[key] if dist.get_rank() in named else None
+        return self._groups[key] if dist.get_rank() in named else None
 
 
 def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> ModelGroups | None:

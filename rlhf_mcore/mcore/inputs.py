@@ -29,9 +29,9 @@ class PassInputs:
     @contextmanager
     def place(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
         """Keep the fields of microbatches, and what is derived of them, on the device within this block (``placed``)."""
-        wanted = [{**microbatch.fields, **self.derive(microbatch)} for microbatch in microbatches]
-        copies = iter(self.platform.to_device([tensor for tensors in wanted for tensor in tensors.values()]))
-        for microbatch, tensors in zip(microbatches, wanted, strict=True):
+        fields = [{**microbatch.fields, **self.derive(microbatch)} for microbatch in microbatches]
+        copies = iter(self.platform.to_device([tensor for tensors in fields for tensor in tensors.values()]))
+        for microbatch, tensors in zip(microbatches, fields, strict=True):
             microbatch.placed = {name: next(copies) for name in tensors}
         try:
             yield

@@ -41,7 +41,7 @@ class WholeLinear(torch.nn.Module):
 
 
 class LatentAttention(LayersOfSpec, MLASelfAttention):
-    """Megatron's layer, whose projections to latents are whole on every rank, and whose rotated keys get their full gradient.
+    """Megatron's layer with whole projections to latents on every rank, and with the full gradient of its rotated keys.
 
     Megatron's own local spec splits these projections and gathers what they return, as Hugging Face tensors never are. All heads share
     the rotated part of the keys, and a rank has some of the heads: its gradient is a part of the sum over ranks. With sequence

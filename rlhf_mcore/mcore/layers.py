@@ -96,7 +96,7 @@ def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
 
 
 def _place_norms(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:
-    """Norm what comes out of attention and MLP, instead of what goes in or too, where a family does."""
+    """Norm the outputs of attention and MLP, instead of their inputs or too, where a family does."""
     if family.norms == "outputs":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if family.norms != "inputs":

@@ -237,9 +237,9 @@ class MegatronModel:
 
         Collective over the model's ranks.
         """
-        held = [(r.balance_weight, r.balance_sum) for r in self._routers() if isinstance(r.balance_sum, Tensor)]
-        sums = torch.stack([value for _, value in held]).tolist() if held else []
-        local = sum(weight * value for (weight, _), value in zip(held, sums, strict=True))
+        terms = [(r.balance_weight, r.balance_sum) for r in self._routers() if isinstance(r.balance_sum, Tensor)]
+        sums = torch.stack([value for _, value in terms]).tolist() if terms else []
+        local = sum(weight * value for (weight, _), value in zip(terms, sums, strict=True))
         return reduce_sums({"balance": local}, self.groups.collection.intra_dist_opt)["balance"]
 
     def logprobs_and_entropy(

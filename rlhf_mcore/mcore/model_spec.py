@@ -87,16 +87,16 @@ def load_spec(
         own = _rotary(hf, _WINDOW)[0] if _WINDOW in hf.rope_parameters else None
     except ConfigError:
         raise
-    except Exception as error:  # of whatever kind: a key that only transformers reads is not what it expects
+    except Exception as error:  # of whatever kind: transformers checks keys that we do not read
         reason = shorten(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"{field}={path}: transformers does not take config.json ({reason}); export the model again"
         ) from error
     family, _ = ARCHITECTURES[hf.architectures[0]]
-    found = Fields(hf.to_dict(), f"{field}={path}: config.json", "export the model again")
-    geometry = family.geometry(found, head)
+    fields = Fields(hf.to_dict(), f"{field}={path}: config.json", "export the model again")
+    geometry = family.geometry(fields, head)
     _check_rotated(hf, geometry, inv_freq, f"{field}={path}")
-    return ModelSpec(geometry, hf, family.megatron_settings(found), inv_freq, rope_scale, own)
+    return ModelSpec(geometry, hf, family.megatron_settings(fields), inv_freq, rope_scale, own)
 
 
 def _check_rotated(hf: PretrainedConfig, geometry: ModelGeometry, inv_freq: torch.Tensor, where: str) -> None:
@@ -154,7 +154,7 @@ def transformer_config(
     latent, family = isinstance(spec.geometry.attention, LatentSizes), FAMILIES[spec.geometry.family]
     settings: dict[str, Any] = {"add_bias_linear": False, **spec.megatron}
     if latent:
-        # It asks for norms that are parts of fused layers. Of norms that stand alone it would sum gradients that are whole already.
+        # It asks for norms within fused layers. Gradients of norms that stand alone are whole already, and would be summed again.
         settings["qk_layernorm"] = fused
     if fused and groups.layout.cp > 1 and family.windows is not None:
         settings["cp_comm_type"] = "a2a"  # the ring of Transformer Engine's default takes neither windows nor sinks
@@ -233,7 +233,7 @@ def _parallelism(groups: ModelGroups, dtype: str) -> dict[str, Any]:
 
 
 class UnevenStages(PipelineParallelLayerLayout):
-    """Megatron's table of which stage has which layers, as one rank asks it.
+    """Megatron's table of the layers of each stage, as one rank asks it.
 
     Megatron-core 0.16 asks its globals for the pipeline rank, and for whether the pipeline is interleaved: where the latter is not
     set, all chunks silently get the layers of the first one. This table knows both itself.
@@ -294,7 +294,7 @@ def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
 
 
 def fused_kernels(spec: ModelSpec) -> dict[str, bool]:
-    """Choose the kernels of CUDA that compute what Megatron's plain code does, as far as they are installed."""
+    """Choose CUDA's kernels for Megatron's plain code, as far as they are installed."""
     permutes = ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs", "fused_unpermute")
     # Of packed sequences the fused rotation leaves out yarn's factor, and how pairs are told apart, without a word.
     latent = isinstance(spec.geometry.attention, LatentSizes)

@@ -62,19 +62,19 @@ class MomentumSteps:
     """Steps of the ranges ``held``, which no other optimizer steps then. With ``exchange`` they are Muon's, else SGD's."""
 
     def __init__(self, held: Sequence[Stepped], momentum: float, exchange: MatrixExchange | None):
-        self._held, self._momentum, self._exchange = held, momentum, exchange
+        self._stepped, self._momentum, self._exchange = held, momentum, exchange
 
     def step(self) -> None:
-        """One update by the gradients, which are taken away. Collective over the model's ranks with ``exchange``."""
+        """Make one update by the gradients, which are taken away. Collective over the model's ranks with ``exchange``."""
         updates = []
-        for one in self._held:
+        for one in self._stepped:
             grad, one.tensor.grad = one.tensor.grad, None
             assert grad is not None
             moving = one.state["momentum"].mul_(self._momentum).add_(grad)
             updates.append(grad.add(moving, alpha=self._momentum) if self._exchange else moving)  # Nesterov's
         if self._exchange is not None:
             self._exchange(updates)
-        for one, update in zip(self._held, updates, strict=True):
+        for one, update in zip(self._stepped, updates, strict=True):
             lr, decay = one.group["lr"], one.group["weight_decay"]
             one.tensor.mul_(1 - lr * decay).add_(update, alpha=-lr)
             one.state["step"] += 1
@@ -82,12 +82,12 @@ class MomentumSteps:
 
 @dataclass(slots=True)
 class _Bucket:
-    """What is exchanged at a time."""
+    """Matrices that are exchanged together."""
 
     sent: list[tuple[int, MatrixPart]]  # this rank's ranges and their parts, by owner
     given: list[int]  # elements for each rank
     taken: list[int]  # elements from each rank
-    pieces: list[tuple[str, slice, slice]]  # of the matrices that this rank owns, in the order in which they come
+    pieces: list[tuple[str, slice, slice]]  # of this rank's own matrices, in the order of arrival
     owned: dict[str, tuple[int, int]]
 
 
@@ -110,21 +110,21 @@ class MatrixExchange:
         self._buckets = []
         for names in _buckets(shapes, _BUCKET * len(everyones)):
             own = sorted(((n, p) for n, p in mine if p.name in names), key=lambda sent: owners[sent[1].name])
-            given, taken = [0] * len(everyones), [0] * len(everyones)
+            num_given, num_taken = [0] * len(everyones), [0] * len(everyones)
             for _, part in own:
-                given[owners[part.name]] += part.numel
+                num_given[owners[part.name]] += part.numel
             pieces = []
             for rank, parts in enumerate(everyones):
                 for name, _, start, extent in parts:
                     if name in names and owners[name] == dist.get_rank(group):
-                        taken[rank] += extent[0] * extent[1]
+                        num_taken[rank] += extent[0] * extent[1]
                         down, across = (slice(s, s + e) for s, e in zip(start, extent, strict=True))
                         pieces.append((name, down, across))
             owned = {name: shapes[name] for name, *_ in pieces}
-            self._buckets.append(_Bucket(own, given, taken, pieces, owned))
+            self._buckets.append(_Bucket(own, num_given, num_taken, pieces, owned))
 
     def __call__(self, flats: Sequence[Tensor]) -> None:
-        """In place. Collective over the group."""
+        """Replace the ranges in place. Collective over the group."""
         for bucket in self._buckets:
             parts = [part.of(flats[number]).reshape(-1).to(self._dtype) for number, part in bucket.sent]
             came = self._travel(parts, bucket.given, bucket.taken)
@@ -149,7 +149,7 @@ class MatrixExchange:
         return [matrices[name][down, across].numel() for name, down, across in bucket.pieces]
 
     def _travel(self, parts: Sequence[Tensor], given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """As bytes: gloo knows no bf16."""
+        """Exchange parts as bytes: gloo knows no bf16."""
         empty = torch.empty(0, dtype=self._dtype, device=self._device)
         sent = torch.cat([empty, *parts]).view(torch.uint8)
         came = torch.empty(sum(taken) * self._dtype.itemsize, dtype=torch.uint8, device=self._device)
@@ -159,7 +159,7 @@ class MatrixExchange:
 
 
 def _owners(shapes: dict[str, tuple[int, int]], holders: dict[str, list[int]], num_ranks: int) -> dict[str, int]:
-    """For each matrix one of the ranks that hold a part of it, so that all have about equally much to compute."""
+    """Choose for each matrix one of the ranks that hold a part of it, so that all have about equally much to compute."""
     loads, owners = [0] * num_ranks, {}
     cost = {name: max(shape) * min(shape) ** 2 for name, shape in shapes.items()}
     for name in sorted(shapes, key=lambda name: (-cost[name], name)):
@@ -169,13 +169,13 @@ def _owners(shapes: dict[str, tuple[int, int]], holders: dict[str, list[int]], n
 
 
 def _buckets(shapes: dict[str, tuple[int, int]], limit: int) -> list[set[str]]:
-    """Matrices of about ``limit`` elements together, the same on all ranks."""
-    found: list[set[str]] = []
+    """Group matrices of about ``limit`` elements together, the same on all ranks."""
+    groups: list[set[str]] = []
     size = limit
     for name, (rows, columns) in sorted(shapes.items()):
         if size >= limit:
-            found.append(set())
+            groups.append(set())
             size = 0
-        found[-1].add(name)
+        groups[-1].add(name)
         size += rows * columns
-    return found
+    return groups

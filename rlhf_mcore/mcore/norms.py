@@ -52,19 +52,19 @@ class ProjectionNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(num_heads * config.kv_channels, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide, held, ranks = x.float(), x.size(-2), self._group.size()
+        wide, num_local, ranks = x.float(), x.size(-2), self._group.size()
         squares = wide.pow(2).sum((-2, -1), keepdim=True)
         if ranks > 1:  # a head that several ranks have is counted as often
             from rlhf_mcore.mcore.sums import Sum
 
-            squares = Sum.apply(squares, self._group) * (self.num_heads / (held * ranks))
+            squares = Sum.apply(squares, self._group) * (self.num_heads / (num_local * ranks))
         normed = wide * torch.rsqrt(squares / self.weight.numel() + self.eps)
         first = self._group.rank() * self.num_heads // ranks
-        return self.weight.view(self.num_heads, -1)[first : first + held] * normed.to(x.dtype)
+        return self.weight.view(self.num_heads, -1)[first : first + num_local] * normed.to(x.dtype)
 
 
 class NormedAdd(torch.nn.Module):
-    """What adds the output of attention or of an MLP to the residual, in Megatron's form, with a norm of that output."""
+    """Adds the output of attention or of an MLP to the residual, in Megatron's form, with a norm of that output."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Of one update, the same on every rank of the model.
+    """The outcome of one update, the same on every rank of the model.
 
     ``grad_norm`` is that before clipping, NaN when the loss scaler found an overflow. ``finite`` is false when the gradient was NaN or
-    infinite without a loss scaler having asked for it. ``norm_alone`` is that of the parameters whose gradient is clipped by itself.
+    infinite without a loss scaler having asked for it. ``norm_alone`` is of the parameters that are clipped by themselves.
     """
 
     updated: bool
@@ -108,11 +108,11 @@ class Optimizer:
         if cfg.name != "adamw":
             from rlhf_mcore.mcore.momentum import MatrixExchange, MomentumSteps  # AdamW is Megatron's
 
-            held = list(self._stepped_by_momentum(cfg.name, locate))
+            ranges = list(self._ranges_with_momentum(cfg.name, locate))
             kind = torch.float32 if config.params_dtype == torch.float32 else torch.bfloat16
             whole = groups.collection.intra_dist_opt
-            exchange = MatrixExchange(held, whole, kind, platform.device()) if cfg.name == "muon" else None
-            self._momentum = MomentumSteps(held, cfg.momentum, exchange)
+            exchange = MatrixExchange(ranges, whole, kind, platform.device()) if cfg.name == "muon" else None
+            self._momentum = MomentumSteps(ranges, cfg.momentum, exchange)
 
     def read_in_thread(self, read: Callable[[], None]) -> Future[None]:
         """Let ``read`` copy the state while the run continues: what would change it waits (:meth:`wait_for_reader`)."""
@@ -123,13 +123,13 @@ class Optimizer:
         return self._reader
 
     def wait_for_reader(self) -> None:
-        """The state may be changed or moved from here on."""
+        """Wait until the state may be changed or moved."""
         if self._reader is not None:
             wait([self._reader])  # what went wrong is for who reads
             self._reader = None
 
     def step(self, lr: float) -> StepOutcome:
-        """One update, unless the gradient is not finite: then nothing is changed. Collective over the model's ranks."""
+        """Make one update, unless the gradient is not finite: then nothing is changed. Collective over the model's ranks."""
         self.wait_for_reader()
         for group in self.megatron.param_groups:
             group["lr"] = lr
@@ -140,7 +140,7 @@ class Optimizer:
             if not all(map(math.isfinite, norms)):
                 return StepOutcome(False, norms[0], finite=False)
             for part in self._parts():
-                for parameters, norm in zip(self._clipped_together(part), norms, strict=True):
+                for parameters, norm in zip(self._split_by_clipping(part), norms, strict=True):
                     if parameters and part.config.clip_grad > 0.0:
                         clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
             if self._momentum is not None:
@@ -149,20 +149,20 @@ class Optimizer:
             return StepOutcome(updated, norms[0], norm_alone=norms[-1])
 
     def _norms(self) -> list[float]:
-        """Norms of the gradient, of parameters that are clipped together. Collective over the model's ranks."""
+        """Compute norms of the gradient, of parameters that are clipped together. Collective over the model's ranks."""
         if not self._clips_alone:
             return [float(self.megatron.get_grad_norm())]
         counted: list[list[Tensor]] = [[], []]
         for part in self._parts():
             grads = part.get_main_grads_for_grad_norm()
-            for number, parameters in enumerate(self._clipped_together(part)):
+            for number, parameters in enumerate(self._split_by_clipping(part)):
                 mine = {id(parameter.grad) for parameter in parameters}
                 counted[number] += [grad for grad in grads if id(grad) in mine]
         group = self._groups.collection.intra_dist_opt
         return [float(get_grad_norm_fp32(grads, grad_stats_parallel_group=group)) for grads in counted]
 
-    def _clipped_together(self, part: DistributedOptimizer) -> list[list[Tensor]]:
-        """What the optimizer steps: all of it, or what is clipped with the rest, and what is clipped by itself."""
+    def _split_by_clipping(self, part: DistributedOptimizer) -> list[list[Tensor]]:
+        """Split the stepped tensors by clipping: all of them, or those that are clipped together and those that are clipped alone."""
         if not self._clips_alone:
             return [part.get_parameters()]
         alone = {id(stepped) for param, stepped in _stepped(part) if getattr(param, "is_clipped_alone", False)}
@@ -171,41 +171,41 @@ class Optimizer:
             parts[id(parameter) in alone].append(parameter)
         return parts
 
-    def _stepped_by_momentum(self, name: str, locate: Locate) -> Iterator[Stepped]:
-        """All ranges with SGD, those of matrices with Muon."""
+    def _ranges_with_momentum(self, name: str, locate: Locate) -> Iterator[Stepped]:
+        """Select all ranges with SGD, those of matrices with Muon."""
         from rlhf_mcore.mcore.momentum import Stepped
 
         groups = {
             id(p): group for part in self._parts() for group in part.optimizer.param_groups for p in group["params"]
         }
         for part, parameter, span, stepped in self._ranges():
-            found = locate(parameter.name, parameter.shard, span.start, span.stop) if name == "muon" else []
-            if found or name == "sgd":
-                yield Stepped(stepped, part.optimizer.state[stepped], groups[id(stepped)], found)
+            matrices = locate(parameter.name, parameter.shard, span.start, span.stop) if name == "muon" else []
+            if matrices or name == "sgd":
+                yield Stepped(stepped, part.optimizer.state[stepped], groups[id(stepped)], matrices)
 
     def _ranges(self) -> Iterator[tuple[DistributedOptimizer, LocalParameter, range, Tensor]]:
-        """The optimizer, the local parameter, which of its elements this rank steps, and the flat fp32 tensor of these."""
+        """List the optimizer, the local parameter, which of its elements this rank steps, and the flat fp32 tensor of these."""
         local = {_place(one.tensor): one for one in self._parameters()}
         for part in self._parts():
             for param, stepped in _stepped(part):
-                held = part._get_model_param_range_map(param)["param"]
-                yield part, local[_place(param)], range(held.start, held.end), stepped
+                ranges = part._get_model_param_range_map(param)["param"]
+                yield part, local[_place(param)], range(ranges.start, ranges.end), stepped
 
     def shards(self) -> list[StateShard]:
-        """Views of this rank's part of the state: live ones, or of the host's copy where the state is not on the device.
+        """View this rank's part of the state: live ones, or of the host's copy where the state is not on the device.
 
         With 16-bit parameters the fp32 weights that Adam steps are ``master``. With fp32 parameters Adam steps the parameters
         themselves, so there is no ``master``. Moments that do not exist yet (before the first update) are made, as zeros.
         """
-        found = []
+        views = []
         for part, parameter, span, stepped in self._ranges():
             tensors = _tensors(part.optimizer, parameter.tensor, stepped)
             current = {kind: self._movable.current(tensor) for kind, tensor in tensors.items()}
-            found.append(StateShard(parameter.name, parameter.shard, span.start, span.stop, current))
-        return found
+            views.append(StateShard(parameter.name, parameter.shard, span.start, span.stop, current))
+        return views
 
     def is_finite(self) -> bool:
-        """Whether the weights that this rank steps, their masters and their moments hold no NaN and no infinity. Local.
+        """Tell whether the weights that this rank steps, their masters and their moments hold no NaN and no infinity. Local.
 
         One fused pass over the state: a norm is not finite if an element is not. A norm may also overflow: then every element
         is checked.
@@ -218,21 +218,22 @@ class Optimizer:
         return math.isfinite(get_total_norm(tensors)) or all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def unrounded_masters(self) -> list[str]:
-        """Names of 16-bit parameters of which some element on this rank is not its fp32 master, rounded.
+        """Name 16-bit parameters that are not everywhere on this rank their fp32 master, rounded.
 
         The optimizer keeps it so after every update; after loading, it shows that weights and state belong together.
         """
         local = self._flat_weights()
-        found = []
+        names = []
         for shard in self.shards():
             if (master := shard.tensors.get("master")) is not None:
                 weights = local[shard.name][shard.start : shard.stop]
                 if not torch.equal(master.to(weights), weights):
-                    found.append(shard.name)
-        return found
+                    names.append(shard.name)
+        return names
 
     def scalars(self) -> dict[str, Any]:
-        """The number of updates that Adam has made, and the state of the loss scaler (null without one). Plain JSON values.
+        """Return the number of updates that Adam has made, and the state of the loss scaler (null without one). Plain JSON
+        values.
 
         Numbers are the same on every rank; a rank that holds no state has ``step`` 0.
         """
@@ -265,7 +266,7 @@ class Optimizer:
                 scaler._hysteresis_tracker = scale["hysteresis_tracker"]
 
     def _flat_weights(self) -> dict[str, Tensor]:
-        """The weights by name, wherever they are."""
+        """Return the weights by name, wherever they are."""
         return {one.name: self._movable.current(one.tensor).view(-1) for one in self._parameters()}
 
     def _parameters(self) -> list[LocalParameter]:
@@ -273,7 +274,10 @@ class Optimizer:
         return [*local_parameters(self._chunks, layout), *adapter_parameters(self._chunks, layout)]
 
     def _parts(self) -> list[DistributedOptimizer]:
-        """Experts have an optimizer of their own, beside that of the rest. One without parameters on this rank is left out."""
+        """List the optimizers: experts have one of their own, beside that of the rest.
+
+        One without parameters on this rank is left out.
+        """
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
         assert all(isinstance(part, DistributedOptimizer) for part in parts)
         return [part for part in parts if not part.is_stub_optimizer]
@@ -281,17 +285,17 @@ class Optimizer:
 
 @contextmanager
 def aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
-    """Parameter groups are aligned over the ranks of the model: Megatron would do it over the whole world, and by pickles.
+    """Align parameter groups over the ranks of the model: Megatron would do it over the whole world, and by pickles.
 
     Only the module of Megatron that does it sees other collectives, and only within this block.
     """
 
     def tuples(value: Any) -> Any:
-        """Lists that JSON has made of tuples."""
+        """Turn lists that JSON has made of tuples back into tuples."""
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
-    def gather(found: list[Any], keys: list[Any]) -> None:
-        found[:] = [tuples(part) for part in all_gather_json(keys, group)]
+    def gather(output: list[Any], keys: list[Any]) -> None:
+        output[:] = [tuples(part) for part in all_gather_json(keys, group)]
 
     before = megatron_optimizer.torch
     collectives = ModuleView(before.distributed, {"all_gather_object": gather, "get_world_size": group.size})
@@ -303,7 +307,7 @@ def aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where a parameter is, also while there is no memory behind it."""
+    """Tell parameters apart by their place, also while there is no memory behind it."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
@@ -332,7 +336,9 @@ def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dic
 
 
 def _counts_per_parameter(adam: torch.optim.Optimizer) -> bool:
-    """torch's Adam counts its steps in the state of each parameter, the fused ones of Transformer Engine and apex by group."""
+    """Tell whether steps are counted by parameter, as torch's Adam does; the fused ones of Transformer Engine and apex count by
+    group.
+    """
     return isinstance(adam, torch.optim.Adam)
 
 

@@ -1,4 +1,4 @@
-"""Fields of Megatron's configuration classes that a user sets beside ours (``actor.megatron``), and what they need of the machine."""
+"""Apply a user's fields of Megatron's configuration classes (``actor.megatron``), and check their needs of the machine."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Overrides:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, kind: type[T], **ours: Any) -> T:
-        """An instance of one of Megatron's classes: our fields, then those of the user that it has.
+        """Build an instance of one of Megatron's classes: our fields, then those of the user that it has.
 
         Raises:
             ConfigError: Megatron refuses the user's.
         """
         hints = get_type_hints(kind) if self.values else {}
         names = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-        theirs = {name: _typed(hints[name], value) for name, value in self.values.items() if name in names}
+        theirs = {name: _to_typed(hints[name], value) for name, value in self.values.items() if name in names}
         try:
             return kind(**{**ours, **theirs})
         except Exception as error:  # its classes raise what they like
@@ -111,12 +111,12 @@ class Overrides:
             raise ConfigError.many(problems)
 
     def _problems(self, platform: Platform) -> Iterator[str]:
-        wanted = {name: module for name, module in _KERNELS.items() if self.wants(name)}
+        needed = {name: module for name, module in _KERNELS.items() if self.wants(name)}
         if self.values.get("moe_token_dispatcher_type") == "flex":
-            wanted["moe_token_dispatcher_type"] = "deep_ep"
+            needed["moe_token_dispatcher_type"] = "deep_ep"
         if self.values.get("attention_backend", "auto") != "auto":
-            wanted["attention_backend"] = TE
-        for name, module in wanted.items():
+            needed["attention_backend"] = TE
+        for name, module in needed.items():
             shown = f"{self.key}.{name}={self.values[name]}"
             if platform.name == "cpu":
                 yield f"{shown} needs CUDA, and this run is on the CPU; remove it"
@@ -124,8 +124,8 @@ class Overrides:
                 yield f"{shown} needs {_PACKAGES[module]}, which is not installed; remove it, or install that"
 
 
-def _typed(hint: Any, value: Any) -> Any:
-    """A plain value as Megatron has it: types of torch and enumerations by name, tuples written as lists."""
+def _to_typed(hint: Any, value: Any) -> Any:
+    """Convert a plain value for Megatron: types of torch and enumerations by name, tuples written as lists."""
     if value in DTYPES and "dtype" in str(hint):
         return DTYPES[value]
     if hint is AttnBackend:

@@ -39,12 +39,12 @@ class PackedSequences(PackedSeqParams):
         return cls("thd", borders, borders, padded, padded, max(sizes), max(sizes), sizes=sizes, order=order)
 
     def seen_by_chunks(self, rank: int, cp: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which tokens the two chunks of each sequence that a context-parallel rank has attend to, under a causal mask.
+        """Return the tokens that a context-parallel rank's two chunks of each sequence attend to, under a causal mask.
 
         Computed on the device, where the host need not wait for it.
 
         Returns:
-            The borders [2 * num_sequences + 1] int32 of the rank's chunks back to back, those of the tokens that each of them
+            The borders [2 * num_sequences + 1] int32 of the rank's chunks back to back, the borders of the tokens that each chunk
             sees, and the places of these tokens [sum(sizes) * (2 * cp + 1) / (2 * cp)] among all.
         """
         if self.seen is None:
@@ -76,7 +76,7 @@ def rotate_packed() -> None:
     def rotate(
         t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *turns: bool, cp_group: Any = None, **kinds: Any
     ) -> Tensor:
-        """``t`` [N, heads, dim]; ``freqs`` [longest, 1, 1, dim]."""
+        """Rotate ``t`` [N, heads, dim]; ``freqs`` [longest, 1, 1, dim]."""
         if (places := getattr(cu_seqlens, "places", None)) is None:
             return plain(t, cu_seqlens, freqs, *turns, cp_group=cp_group, **kinds)
         angles = freqs.index_select(0, places)

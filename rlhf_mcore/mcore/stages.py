@@ -1,4 +1,4 @@
-"""Stages of a pipeline: what they send each other, whose shapes every one of them knows."""
+"""Send activations between stages of a pipeline. Every stage knows their shapes."""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ def global_names(chunk: GPTModel) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, tensor in itertools.chain(chunk.named_parameters(), _state_buffers(chunk)):
         if name == EMBEDDING and not chunk.pre_process:
             yield name, EMBEDDING_COPY, tensor
-        elif found := re.match(rf"mtp\.layers\.(\d+)\.(?:{MTP_INNER}\.)?", name):
-            number = chunk.config.num_layers + int(found.group(1))
-            yield name, f"decoder.layers.{number}.{name[found.end() :]}", tensor
+        elif match := re.match(rf"mtp\.layers\.(\d+)\.(?:{MTP_INNER}\.)?", name):
+            number = chunk.config.num_layers + int(match.group(1))
+            yield name, f"decoder.layers.{number}.{name[match.end() :]}", tensor
         else:
             yield name, _global_name(name, numbers), tensor
 

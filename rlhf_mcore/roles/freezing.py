@@ -22,13 +22,13 @@ def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]
     Raises:
         ConfigError: a pattern matches no tensor, or the patterns match all.
     """
-    known = list(hf_shapes(geometry, trained=True))
+    names = list(hf_shapes(geometry, trained=True))
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"actor.freeze: {pattern!r} is no tensor of the model; correct it. There are {shortened(known, 8)}"
+                f"actor.freeze: {pattern!r} is no tensor of the model; correct it. There are {shortened(names, 8)}"
             )
-    trained = [name for name in known if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    trained = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not trained:
         raise ConfigError(f"actor.freeze={list(patterns)} leaves nothing to train; remove some")
     return trained

@@ -11,7 +11,7 @@ from rlhf_mcore.mcore.momentum import Locate, MatrixPart
 
 
 def matrices_of(geometry: ModelGeometry) -> Locate:
-    """Return a function that locates the matrices that Muon orthogonalises: Hugging Face's 2-d tensors within layers.
+    """Return a function that locates the matrices for Muon to orthogonalise: Hugging Face's 2-d tensors within layers.
 
     In a stack of experts' matrices each expert has its own.
     """

@@ -97,14 +97,14 @@ class RoleModel:
         lengths = batch.lengths.numpy()
         shares = [self._deal(batch.lengths, part, rows_per_unit) for part in parts]
         by_replica = [np.array([r for share in shares for r in share[dp]], np.int64) for dp in range(self.layout.dp)]
-        wanted: list[Rows] = [NO_ROWS] * dist.get_world_size()
+        rows_by_rank: list[Rows] = [NO_ROWS] * dist.get_world_size()
         for rank in self.layout.ranks:
-            wanted[rank] = by_replica[self.layout.coordinates(rank)["dp"]]
+            rows_by_rank[rank] = by_replica[self.layout.coordinates(rank)["dp"]]
         tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
         owners = batch.owners.numpy()
-        moved = move_rows({"token_ids": batch.token_ids, **tensors}, lengths, owners, wanted)
+        moved = move_rows({"token_ids": batch.token_ids, **tensors}, lengths, owners, rows_by_rank)
         ragged = {
-            name: move_ragged(field, lengths, owners, wanted)
+            name: move_ragged(field, lengths, owners, rows_by_rank)
             for name, field in sorted(fields.items())
             if isinstance(field, Ragged)
         }

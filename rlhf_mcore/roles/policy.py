@@ -200,8 +200,8 @@ class Actor:
 
     def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
         """Return logprobs [N] fp32 of the update's forward pass, in the form of ``compute_logprobs``. Collective over the world."""
-        kept = self._objective.kept
-        values, microbatches = [values for values, _ in kept], [microbatch for _, microbatch in kept]
+        passes = self._objective.kept
+        values, microbatches = [values for values, _ in passes], [microbatch for _, microbatch in passes]
         drawn = self.model.tokens_of_update(batch, values, microbatches, shape=() if batch.support is None else (2,))
-        kept.clear()
+        passes.clear()
         return keep_logprobs(batch, drawn)

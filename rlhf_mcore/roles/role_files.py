@@ -62,7 +62,7 @@ class RoleFiles:
     def snapshot(self) -> Callable[[Path], list[Path]]:
         """Copy everything into host memory, which is kept for the next snapshot. Collective over the world.
 
-        Only weights that are joined from those of several ranks or columns are copied here, and those that leave the device. The
+        Weights that leave the device are copied here, and so are weights joined from several ranks or columns. The
         others and the state of the optimizer, most of the bytes, are copied by a thread while the run continues: the next update
         waits for it, after evaluation and generation.
 
@@ -71,10 +71,10 @@ class RoleFiles:
         model, optimizer = self._role.model, self._optimizer
         stays = optimizer is not None and model is not None and WEIGHTS not in model.movable.parts
         with self._role.on_device():
-            kept, copy_weights = self._exporter.snapshot()
+            weights, copy_weights = self._exporter.snapshot()
             if not stays:
                 copy_weights()
-        images, copies = [(image, "") for image in kept], [copy_weights] if stays else []
+        images, copies = [(image, "") for image in weights], [copy_weights] if stays else []
         state = self._build_state()
         if state.described:
             if self._image is None or self._image.layout.header != state.layout.header:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
+from rlhf_mcore.bridge.files.file_parts import Part, assembled_bytes, parts_of, plan_parts, spans, unfinished_parts
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, SINGLE, companion_files, copy_companions
-from rlhf_mcore.bridge.files.parts import Part, assembled_bytes, parts_of, plan_parts, spans, unfinished_parts
 from rlhf_mcore.bridge.files.tensor_files import (
     FileImage,
     FileLayout,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.rollout.remote.parts import FleetEngine, Share
+from rlhf_mcore.rollout.remote.fleet_state import FleetEngine, Share
 
 if TYPE_CHECKING:
     from rlhf_mcore.types import Completion, Request

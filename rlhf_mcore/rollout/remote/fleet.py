@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
 from rlhf_mcore.rollout.remote.backlog import FreeBacklog, OpenRequests, SharedBacklog
-from rlhf_mcore.rollout.remote.host import Meeting, Report
-from rlhf_mcore.rollout.remote.parts import (
+from rlhf_mcore.rollout.remote.fleet_state import (
     REMEDY,
     EnginesLost,
     EngineStatus,
     FleetEngine,
     FleetPlan,
 )
+from rlhf_mcore.rollout.remote.host import Meeting, Report
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:

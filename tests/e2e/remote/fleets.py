@@ -15,8 +15,8 @@ from rlhf_mcore.protocols import GroupSpec
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.fleet import Fleet
+from rlhf_mcore.rollout.remote.fleet_state import FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineOrder
-from rlhf_mcore.rollout.remote.parts import FleetPlan
 from rlhf_mcore.types import Request, Sampling
 
 MAX_MODEL_LEN = 160

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.fleet import Fleet
-from rlhf_mcore.rollout.remote.parts import EnginesLost
+from rlhf_mcore.rollout.remote.fleet_state import EnginesLost
 from tests.commands import descendants
 from tests.e2e.remote.fleets import collected, plan, publish, requests, running
 from tests.e2e.rollout.tiny import save_model

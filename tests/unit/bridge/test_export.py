@@ -16,8 +16,8 @@ from benchmarks.models import Model, trainer_layout
 from rlhf_mcore.bridge.files import tensor_files
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.file_parts import assembled_bytes, parts_of, plan_parts
 from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
-from rlhf_mcore.bridge.files.parts import assembled_bytes, parts_of, plan_parts
 from rlhf_mcore.bridge.files.tensor_files import cut_into_shards
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes

@@ -12,7 +12,7 @@ import pytest
 from rlhf_mcore.commands.rollouts.command import main
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.rollout.remote import control
-from rlhf_mcore.rollout.remote.parts import EngineStatus
+from rlhf_mcore.rollout.remote.fleet_state import EngineStatus
 
 TABLE = """\
 engine  state     weights  requests  tokens drawn  failures

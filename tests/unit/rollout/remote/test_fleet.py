@@ -12,8 +12,8 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
 from rlhf_mcore.rollout.remote.fleet import Fleet
+from rlhf_mcore.rollout.remote.fleet_state import EnginesLost, FleetPlan
 from rlhf_mcore.rollout.remote.host import Location, Meeting, Report
-from rlhf_mcore.rollout.remote.parts import EnginesLost, FleetPlan
 from rlhf_mcore.types import Completion, EngineWork, Request, Sampling
 from tests.messages import refused
 

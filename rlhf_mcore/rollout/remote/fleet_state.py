@@ -1,4 +1,4 @@
-"""What a fleet of engines is made of, and what it tells of an engine."""
+"""Describe the engines of a fleet: plan, state, requests, and errors."""
 
 from __future__ import annotations
 
