@@ -21,6 +21,7 @@ from rlhf_mcore.config.schema import (
     ActorConfig,
     Config,
     CriticConfig,
+    LoraConfig,
     RecomputeConfig,
     ReferenceConfig,
     RewardModelConfig,
@@ -167,11 +168,12 @@ class ModelBuilder:
             options = replace(
                 options, freeze=partial(freeze, geometry=spec.geometry, layout=layout, patterns=cfg.freeze)
             )
-        sizes = adapter_sizes(cfg.lora) if isinstance(cfg, ActorConfig) else None
+        sizes = adapter_sizes(cfg.lora)
         if sizes is None:
             model = self._model(spec, path, layout, options, saved_as)
         else:
-            model = self._with_adapters(spec, path, layout, options, replace(spec.geometry, adapter=sizes), saved_as)
+            adapters = replace(spec.geometry, adapter=sizes)
+            model = self._with_adapters(spec, path, layout, options, adapters, cfg.lora, saved_as)
         if model is not None:
             if cfg.optimizer.name == "muon":
                 from rlhf_mcore.roles.matrices import matrices_of
@@ -202,15 +204,16 @@ class ModelBuilder:
         layout: ParallelLayout,
         options: BuildOptions,
         adapters: ModelGeometry,
+        lora: LoraConfig,
         saved_as: str,
     ) -> MegatronModel | None:
-        """Build a model of ``path`` whose adapters are new ones, those of ``actor.lora.path``, or a checkpoint's of ``saved_as``."""
+        """Build a model of ``path`` whose adapters are new ones, those of ``lora.path``, or a checkpoint's of ``saved_as``."""
         from rlhf_mcore.roles.adapters import add_adapters, initialize, load_adapters
 
-        lora = self.cfg.actor.lora
+        role = "critic" if lora is self.cfg.critic.lora else "actor"
         if options.layer_spec == "auto":  # Transformer Engine's layers take no adapters
             options = replace(options, layer_spec="local")
-        add = partial(add_adapters, geometry=adapters, layout=layout, dropout=lora.dropout)
+        add = partial(add_adapters, geometry=adapters, layout=layout, dropout=lora.dropout, role=role)
         model = self._model(spec, path, layout, replace(options, add_adapters=add), None)
         parameters = model.adapter_parameters() if model is not None else []
         source = self.weights.get(saved_as) or lora.path
@@ -225,7 +228,7 @@ class ModelBuilder:
             if source is None:
                 initialize(parameters, adapters, self.cfg.seed)
             else:
-                load_adapters(parameters, adapters, source)
+                load_adapters(parameters, adapters, source, f"{role}.lora")
 
         on_every_rank(fill)
         return model

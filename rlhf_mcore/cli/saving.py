@@ -165,7 +165,7 @@ def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) ->
             world_group(),
             bucket_bytes=cfg.bridge.bucket_bytes,
             adapters_of=None if adapters is None else os.path.abspath(saved.path),
-            dropout=cfg.actor.lora.dropout,
+            dropout=(cfg.critic if saved.name == "critic" else cfg.actor).lora.dropout,
             config_updates=spec.config_updates | (carried.config_updates if carried is not None else {}),
             carried=carried,
         )

@@ -14,9 +14,9 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.hub_ids import absent_hint
-from rlhf_mcore.config.model_files import WEIGHT_DTYPES, read_header
+from rlhf_mcore.config.model_files import WEIGHT_DTYPES, read_geometry, read_header
 from rlhf_mcore.families import hf_shapes
-from rlhf_mcore.families.adapters import ALL_LINEAR, EMBEDDING, OUTPUT, base_copies, hf_module, hf_names
+from rlhf_mcore.families.adapters import ALL_LINEAR, EMBEDDING, OUTPUT, base_copies, hf_module, hf_names, whole_tensors
 from rlhf_mcore.foreign import Fields, read_json, shorten
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
@@ -36,7 +36,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the weights of the base
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
-    "modules_to_save": ([],),
+    "modules_to_save": ([], ["score"], ["classifier", "score"], ["score", "classifier"]),  # PEFT's, with a head for scores
     "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
@@ -54,6 +54,7 @@ class AdapterSettings:
     use_rslora: bool
     base: str
     modules: tuple[str, ...] | None
+    head: str  # of the model: lm | token | sequence
 
 
 def holds_adapter(directory: str | Path) -> bool:
@@ -81,6 +82,7 @@ def read_settings(directory: str | Path) -> AdapterSettings:
         fields.flag("use_rslora", default=False),
         fields.text("base_model_name_or_path", default=""),
         _modules(fields),
+        next((head for head, task in _TASKS.items() if task == fields.content.get("task_type")), "lm"),
     )
 
 
@@ -114,7 +116,7 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
         raise ConfigError(f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True")
     possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
     header = read_header(path)
-    names = set(header) - {"__metadata__", *base_copies()}
+    names = set(header) - {"__metadata__", *base_copies(), *whole_tensors(model)}
     known = {name: module for module in possible for name in hf_names(module)}
     if unknown := sorted(names - known.keys()):
         raise ConfigError(
@@ -196,9 +198,18 @@ def start_problems(directory: str, wanted: ModelGeometry, field: str) -> Iterato
             yield from (f"{field}.path: {problem}" for problem in error.problems)
 
 
+def adapted_model(directory: str | Path, base: str | Path) -> ModelGeometry:
+    """Return the geometry of the model in ``base`` with the head that a directory's adapters were trained with.
+
+    Raises:
+        ConfigError: one of both has no sizes, or is damaged.
+    """
+    return read_geometry(base, read_settings(directory).head)
+
+
 def adapted_modules(adapters: ModelGeometry) -> list[str]:
     """List the Hugging Face modules that have an adapter, in the order of the network."""
-    return list(dict.fromkeys(map(hf_module, hf_shapes(adapters))))
+    return list(dict.fromkeys(hf_module(name) for name in hf_shapes(adapters) if name not in whole_tensors(adapters)))
 
 
 def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, ...]:
@@ -233,7 +244,7 @@ def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> 
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": None if adapters.head == "lm" else ["score"],
         "rank_pattern": {},
         "alpha_pattern": {},
     }

@@ -55,7 +55,12 @@ def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeomet
         )
     family, own = ARCHITECTURES[name]
     geometry = family.geometry(hf_config, own)
-    return geometry if head is None else replace(geometry, head=head, tied_embeddings=geometry.tied_embeddings and head == "lm")
+    return geometry if head is None else with_head(geometry, head)
+
+
+def with_head(geometry: ModelGeometry, head: str) -> ModelGeometry:
+    """Return the geometry of the same model with another head, which shares no weight with the embedding."""
+    return replace(geometry, head=head, tied_embeddings=geometry.tied_embeddings and head == "lm")
 
 
 def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tuple[ModelGeometry | None, list[str]]:
@@ -154,7 +159,10 @@ def _read(file: Path, prefix: str, limits: Limits) -> Fields:
     try:
         return read_json(file, limits=limits, where=f"{prefix}: {file.name}", remedy=_REMEDY)
     except MissingFile as error:
-        raise ConfigError(f"{prefix} has no {file.name}; it is not a Hugging Face model directory") from error
+        cure = "it is not a Hugging Face model directory"
+        if isfile(file.parent / "adapter_config.json"):
+            cure = "it holds adapters: write a whole model with rlhf-mcore convert --from hf --to hf --merge, and name that"
+        raise ConfigError(f"{prefix} has no {file.name}; {cure}") from error
 
 
 def tensor_names(folder: Path) -> set[str] | None:

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 from rlhf_mcore.families.base import DECODER, HIDDEN, ONE, VOCAB, Family, Rule
+from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import ModelGeometry
 
 Shapes = dict[str, tuple[int, ...]]
@@ -93,9 +95,10 @@ def end_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[list
     first, last = outer_rules(geometry, tied_head=tied_head)
     if geometry.adapter is None:
         return [first], last
-    from rlhf_mcore.families.adapters import adapter_rules
+    from rlhf_mcore.families.adapters import adapter_rules, whole_rules
 
-    return adapter_rules(first, geometry, 0), [derived for rule in last for derived in adapter_rules(rule, geometry, 0)]
+    derived = [adapter_rules(rule, geometry, 0) or whole_rules(rule, geometry) for rule in last]
+    return adapter_rules(first, geometry, 0), [rule for rules in derived for rule in rules]
 
 
 def layer_rules(geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
@@ -132,6 +135,20 @@ def has_expert_bias(geometry: ModelGeometry) -> bool:
     from rlhf_mcore.families.mixture import EXPERT_BIAS
 
     return any(rule in FAMILIES[geometry.family].rules for rule in EXPERT_BIAS)
+
+
+def head_fields(architecture: str, head: str, *, has_mtp: bool) -> dict[str, Any]:
+    """Return the keys of config.json that say that a model has a scalar head in the place of its own; none for a language model."""
+    if head == "lm":
+        return {}
+    labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return {
+        "architectures": [architecture_name(architecture, head)],
+        # MTP layers predict tokens, and a scalar head has no use for them.
+        **({MTP_KEY: 0} if has_mtp else {}),
+        **labels,
+        **({"classifier_dropout": 0.0} if head == "token" else {}),
+    }
 
 
 def architecture_name(architecture: str, head: str) -> str:

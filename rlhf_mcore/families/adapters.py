@@ -10,6 +10,7 @@ Hugging Face matrices in one weight. Each of them has its own A and B. The As of
   embedding transposed and exchanged: its ``lora_embedding_A`` [r, vocabulary] is the transposed B here.
 
 A geometry with ``adapter`` is that of the adapters alone: its rules, names and shapes are those of A and B, not those of the model.
+The head of a critic or a reward model is trained whole beside them (PEFT's ``modules_to_save``), and is one of them there.
 """
 
 from __future__ import annotations
@@ -103,6 +104,24 @@ def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]
         )
         for side, kind in zip((A, B), _EMBEDDING_KINDS if is_embedding else _KINDS[rule.kind], strict=True)
     ]
+
+
+def is_trained_whole(name: str, geometry: ModelGeometry) -> bool:
+    """Tell whether a Megatron parameter of a model is trained itself, beside its adapters: a head that gives one number per token."""
+    return geometry.head != "lm" and name in ("output_layer.weight", "output_layer.bias")
+
+
+def whole_rules(rule: Rule, geometry: ModelGeometry) -> list[Rule]:
+    """Derive the rule, under PEFT's names, of a weight that is trained whole; none for others."""
+    if not is_trained_whole(rule.mcore, geometry):
+        return []
+    return [replace(rule, tensors={_HF_PREFIX + name: dims for name, dims in rule.tensors.items()})]
+
+
+def whole_tensors(geometry: ModelGeometry) -> dict[str, str]:
+    """Map the names under which PEFT saves the tensors of such a head to those of the model."""
+    names = {"lm": (), "sequence": ("score.weight",), "token": ("score.weight", "score.bias")}[geometry.head]
+    return {_HF_PREFIX + name: name for name in names}
 
 
 def is_target(module: str, geometry: ModelGeometry) -> bool:

@@ -89,7 +89,7 @@ class MegatronModel:
         return local_parameters(self.chunks, self.groups.layout)
 
     def adapter_parameters(self) -> list[LocalParameter]:
-        """List the matrices A and B of the model's adapters on this rank; none without adapters."""
+        """List what is trained of a model with adapters on this rank: A and B, and a scalar head; none without adapters."""
         return adapter_parameters(self.chunks, self.groups.layout) if self.adapters is not None else []
 
     def adapters_off(self) -> AbstractContextManager[None]:

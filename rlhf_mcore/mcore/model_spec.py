@@ -24,7 +24,7 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.expected_kernels import APEX
-from rlhf_mcore.families import ARCHITECTURES, FAMILIES, architecture_name
+from rlhf_mcore.families import ARCHITECTURES, FAMILIES, head_fields
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.geometry import LatentSizes, ModelGeometry
@@ -52,18 +52,8 @@ class ModelSpec:
     @property
     def config_updates(self) -> dict[str, Any]:
         """Keys of a saved config.json that differ from the one the model came from: those of the head."""
-        head = self.geometry.head
-        if head == "lm":
-            return {}
-        labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-        name = architecture_name(self.hf_config.architectures[0], head)
-        return {
-            "architectures": [name],
-            # MTP layers predict tokens, and a scalar head has no use for them.
-            **({MTP_KEY: 0} if getattr(self.hf_config, MTP_KEY, 0) else {}),
-            **labels,
-            **({"classifier_dropout": 0.0} if head == "token" else {}),
-        }
+        has_mtp = bool(getattr(self.hf_config, MTP_KEY, 0))
+        return head_fields(self.hf_config.architectures[0], self.geometry.head, has_mtp=has_mtp)
 
 
 def load_spec(

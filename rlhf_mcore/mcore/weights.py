@@ -49,15 +49,18 @@ def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) 
 
 
 def adapter_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
-    """List the matrices A and B of a model's adapters on this rank."""
-    return [one for one in _all_parameters(chunks, layout) if one.name.endswith(_ADAPTER)]
+    """List what a model with adapters trains on this rank: their matrices A and B, and the weights that are trained beside them."""
+    return list(_all_parameters(chunks, layout, trained=True))
 
 
-def _all_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> Iterator[LocalParameter]:
+def _all_parameters(
+    chunks: Iterable[torch.nn.Module], layout: ParallelLayout, *, trained: bool = False
+) -> Iterator[LocalParameter]:
     rank = dist.get_rank()
     for chunk in map(unwrap, chunks):
         for name, full_name, tensor in global_names(chunk):
-            yield LocalParameter(full_name, tensor.data, layout.shard_of(name, rank))
+            if tensor.requires_grad or not trained:
+                yield LocalParameter(full_name, tensor.data, layout.shard_of(name, rank))
 
 
 def global_names(chunk: GPTModel) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -120,7 +120,13 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         own_dtype = _dtype(critic.dtype, dtype)
         parts = offloaded_parts(critic.offload)
         name, how = critic.optimizer.name, critic.recompute
-        roles.append(PlannedRole("critic", geometry, own, True, own_dtype, how, parts, epochs, updates, optimizer=name))
+        critic_sizes = adapter_sizes(critic.lora)
+        learns = None if critic_sizes is None else replace(geometry, adapter=critic_sizes)
+        roles.append(
+            PlannedRole(
+                "critic", geometry, own, True, own_dtype, how, parts, epochs, updates, optimizer=name, adapters=learns
+            )
+        )
     if reward.path is not None:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
         geometry = read_geometry(reward.path, "sequence")

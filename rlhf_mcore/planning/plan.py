@@ -24,7 +24,7 @@ from rlhf_mcore.planning.inputs import (
     workload,
 )
 from rlhf_mcore.planning.memory import GENERATE, SYNC, PhaseMemory, kv_tokens, phases, pinned_bytes, state_tokens
-from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, num_devices, plan_sync
+from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, later_bytes, num_devices, plan_sync
 from rlhf_mcore.planning.timing import phase_seconds
 from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, state_bytes
 
@@ -61,6 +61,7 @@ class RunPlan:
     engine_devices: int = 0  # beside the trainer's, which are ``world_size``
     state_tokens: int = 0  # of cache, as much as which a sequence's gated delta nets take
     samples_ahead: bool = False  # trainer.max_staleness: responses are drawn while the trainer learns
+    later_sync_bytes: int | None = None  # that each engine needs at every sync but the first; None: all are alike
 
     @property
     def step_s(self) -> float:
@@ -107,6 +108,7 @@ def make_plan(
         num_devices(cfg, world_size) - world_size,
         state_tokens(inputs) if generates else 0,
         generates and cfg.trainer.max_staleness > 0,
+        later_bytes(cfg, roles[0]) if generates else None,
     )
 
 

@@ -95,6 +95,8 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
             f"{gib(sync.received_total)} in all, {gib(sync.local_total)} stay where they are; "
             f"{sync.num_buckets} buckets, {gib(sync.buffers)} GiB of buffers"
         )
+    if plan.later_sync_bytes is not None:
+        yield f"later syncs {plan.later_sync_bytes / 2**20:.1f} MiB to each engine: what adapters change"
     saved = sum(role.checkpoint_bytes for role in plan.roles)
     yield from _wrapped(f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB")
     if not plan.kv_tokens:

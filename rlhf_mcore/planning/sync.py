@@ -17,11 +17,14 @@ from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
+from rlhf_mcore.config.adapter_files import adapted_modules
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.implied import sends_adapters
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
 from rlhf_mcore.geometry import LatentSizes, ModelGeometry, Shard
+from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engine_tp, engines_apart, num_engines
 from rlhf_mcore.planning.weights import BYTES
 
@@ -210,6 +213,19 @@ def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, as
         plan.num_buckets,
         seconds,
     )
+
+
+def later_bytes(cfg: Config, actor: PlannedRole) -> int | None:
+    """Count the bytes that each engine needs at the second sync and later, of a run with adapters; None without any.
+
+    They are A and B, or the whole weights that have some, with these merged in.
+    """
+    if actor.adapters is None:
+        return None
+    if sends_adapters(cfg, actor.geometry):
+        return num_parameters(actor.adapters) * BYTES[actor.dtype]
+    shapes = hf_shapes(actor.geometry)
+    return sum(prod(shapes[f"{module}.weight"]) for module in adapted_modules(actor.adapters)) * BYTES[actor.dtype]
 
 
 def num_devices(cfg: Config, world_size: int) -> int:

@@ -16,13 +16,14 @@ from math import lcm, prod
 
 from rlhf_mcore.bridge.map.rules import holds_matrices, is_padded, layer_names, pieces
 from rlhf_mcore.families import end_rules, layer_rules
-from rlhf_mcore.geometry import ModelGeometry, Shard
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import PlannedRole
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FP32 = 4
+_NO_LAYER = AdapterSizes(1, 1.0, ())  # adapters of none, beside which a head is trained whole
 _PARAMETER_START, _BUCKET_END = 64, 128
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # Modules of a layer in the order in which Megatron makes them.
@@ -94,7 +95,9 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
         return StateBytes(0)
     if role.adapters is not None:
         learned = state_bytes(replace(role, geometry=role.adapters, adapters=None), rank)
-        return replace(learned, weights=learned.weights + _frozen_bytes(role, rank))
+        # A head that is trained whole is in the buffers alone.
+        whole = _frozen_bytes(replace(role, geometry=replace(role.adapters, adapter=_NO_LAYER)), rank)
+        return replace(learned, weights=learned.weights + _frozen_bytes(role, rank) - whole)
     if role.trained:
         numel, owned, matrices = _buffers(role.geometry, role.layout, rank)
         masters = 0 if role.dtype == "fp32" else _FP32 * owned  # fp32 weights are their own masters

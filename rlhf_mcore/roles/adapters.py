@@ -18,7 +18,7 @@ from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.adapter_files import check_same
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.families.adapters import EMBEDDING, B, base_name, hf_module
+from rlhf_mcore.families.adapters import EMBEDDING, B, base_name, hf_module, is_trained_whole
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.ends import require_gradient
 from rlhf_mcore.mcore.lora import Adapters, MatrixRows
@@ -27,9 +27,15 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 
 
 def add_adapters(
-    chunks: Sequence[torch.nn.Module], geometry: ModelGeometry, layout: ParallelLayout, dropout: float
+    chunks: Sequence[torch.nn.Module],
+    geometry: ModelGeometry,
+    layout: ParallelLayout,
+    dropout: float,
+    role: str = "actor",
 ) -> Adapters:
-    """Freeze this rank's model, which has no wrapper for training yet, and add its adapters. ``geometry``: of the adapters.
+    """Freeze this rank's model, which has no wrapper for training yet, and add its adapters. A scalar head stays trained.
+
+    ``geometry`` is that of the adapters, ``role`` the group of the configuration, for messages.
 
     Raises:
         ConfigError: a layer takes no adapter, or this rank has no layer with one.
@@ -51,16 +57,19 @@ def add_adapters(
                 matrices = _matrices(full_name, geometry, layout, rank)
                 if not matrices:
                     raise ConfigError(
-                        f"actor.lora.targets={shortened(geometry.adapter.targets)}: a tensor-parallel rank has no row of what they "
-                        f"name in {full_name}, where queries, keys and values are joined; name all, or lower actor.layout.tp"
+                        f"{role}.lora.targets={shortened(geometry.adapter.targets)}: a tensor-parallel rank has no row of what they "
+                        f"name in {full_name}, where queries, keys and values are joined; name all, or lower {role}.layout.tp"
                     )
                 adapters.add(module, matrices, num_a, full_name)
                 count += 1
+        if geometry.head != "lm" and hasattr(chunk, "output_layer"):
+            chunk.output_layer.requires_grad_(True)
+            count += 1
         if hasattr(chunk, "embedding"):
             require_gradient(chunk.embedding)
     if not count:
         raise ConfigError(
-            f"actor.lora.targets={shortened(geometry.adapter.targets)} leaves a pipeline stage without adapters; name more layers"
+            f"{role}.lora.targets={shortened(geometry.adapter.targets)} leaves a pipeline stage without adapters; name more layers"
         )
     return adapters
 
@@ -96,6 +105,8 @@ def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, se
     """
     shapes = hf_shapes(geometry)
     for parameter in parameters:
+        if is_trained_whole(parameter.name, geometry):
+            continue  # it begins as the model has it
         if base_name(parameter.name)[1] == B:
             parameter.tensor.zero_()  # also the padding of a vocabulary
             continue

@@ -62,7 +62,7 @@ class RoleModel:
         return self.adapter_geometry or self.spec.geometry
 
     def adapter_parameters(self) -> list[LocalParameter]:
-        """Return this rank's parameters of the adapters; none without any."""
+        """Return this rank's parameters of the adapters, and of a scalar head beside them; none without adapters."""
         return self.model.adapter_parameters() if self.model is not None else []
 
     def adapters_off(self) -> AbstractContextManager[None]:

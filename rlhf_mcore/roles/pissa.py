@@ -21,7 +21,7 @@ from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.adapter_files import adapted_modules
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.families.adapters import EMBEDDING, hf_module, hf_names
+from rlhf_mcore.families.adapters import EMBEDDING, hf_module, hf_names, is_trained_whole
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.platform import current_platform
@@ -62,6 +62,8 @@ def begin_with_principal(
     factors = on_every_rank(decompose)
     held: dict[str, list[tuple[Tensor, Piece]]] = {}
     for parameter in parameters:
+        if is_trained_whole(parameter.name, geometry):
+            continue
         parameter.tensor.zero_()  # the padding of a vocabulary
         for piece in pieces(parameter.name, geometry, parameter.shard):
             held.setdefault(hf_module(piece.hf_name), []).append((parameter.tensor, piece))

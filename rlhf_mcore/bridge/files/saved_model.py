@@ -17,7 +17,7 @@ from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_IND
 from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars, value_problem
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.adapter_files import base_model, holds_adapter
+from rlhf_mcore.config.adapter_files import adapted_model, base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import WEIGHT_DTYPES, read_config, read_geometry
 from rlhf_mcore.families.mtp import num_mtp_layers
@@ -43,7 +43,7 @@ def check_saved_model(weights: Path, training: Path | None, *, values: bool = Tr
     if holds_adapter(weights):
         from rlhf_mcore.bridge.files.adapter_files import open_adapters
 
-        reader, geometry = open_adapters(weights, read_geometry(base_model(weights, base)))
+        reader, geometry = open_adapters(weights, adapted_model(weights, base_model(weights, base)))
     else:
         geometry = _trained_geometry(weights, training)
         reader = _open_weights(weights, geometry)

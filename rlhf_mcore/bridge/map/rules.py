@@ -145,8 +145,11 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
     """
     if geometry.adapter is None:
         return _find_rule(geometry.family, geometry.head, name)
-    from rlhf_mcore.families.adapters import A, adapter_rules, base_name
+    from rlhf_mcore.families.adapters import A, adapter_rules, base_name, is_trained_whole, whole_rules
 
+    if is_trained_whole(name, geometry):
+        rule, layer, expert = _find_rule(geometry.family, geometry.head, name)
+        return whole_rules(rule, geometry)[0], layer, expert
     weight, side = base_name(name)
     rule, layer, expert = _find_rule(geometry.family, geometry.head, weight)
     if not (rules := adapter_rules(rule, geometry, layer)):

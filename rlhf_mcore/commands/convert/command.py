@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 
 FORMATS = ("checkpoint", "hf", "megatron", "fsdp")
 TARGETS = ("hf", "megatron")
-ROLES = ("actor", "critic")
+ROLES = ("actor", "critic", "reward")
 DTYPES = ("fp32", "bf16", "fp16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

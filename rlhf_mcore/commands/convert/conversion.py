@@ -30,17 +30,18 @@ from rlhf_mcore.bridge.files.formats.convert import (
 )
 from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
+from rlhf_mcore.bridge.files.hf_files import copy_companions
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import row_runs
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.progress import progress_bar, working
 from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_model, holds_adapter
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_model, base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geometry
-from rlhf_mcore.families import FAMILIES
-from rlhf_mcore.families.mtp import mtp_tensors
+from rlhf_mcore.config.model_files import architecture, is_dequantised, read_config, read_geometry
+from rlhf_mcore.families import FAMILIES, head_fields
+from rlhf_mcore.families.mtp import mtp_tensors, num_mtp_layers
 from rlhf_mcore.families.sizes import rope_type
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.geometry import ModelGeometry
@@ -110,6 +111,8 @@ def run(request: Conversion) -> Converted | None:
             _copy_adapters(request, cleanup)
             return None
         companions = _companions(request)
+        if request.merge:
+            companions = _with_head(_root(request), companions, cleanup)
         geometry = read_geometry(companions)
         return _convert(request, companions, geometry, console, cleanup)
 
@@ -198,7 +201,7 @@ def _copy_adapters(request: Conversion, cleanup: ExitStack) -> None:
     asked = {"--dtype": request.dtype, "--average": request.average, "--to megatron": request.target_format == "megatron"}
     if given := [name for name, value in asked.items() if value]:
         raise ConfigError(f"{given[0]}: {root} holds adapters, which are copied as they are; add --merge")
-    model = read_geometry(request.hf_config or base_model(root))
+    model = adapted_model(root, request.hf_config or base_model(root))
     if request.source_format == "checkpoint":
         [root] = _checked_models(request, [request.source], cleanup)
     reader, _ = open_adapters(root, model)
@@ -247,9 +250,21 @@ def _companions(request: Conversion) -> Path:
     return directory
 
 
+def _with_head(adapters: Path, base: Path, cleanup: ExitStack) -> Path:
+    """Return a directory with the config.json of ``base`` under the head that its adapters were trained with: itself, or a copy."""
+    geometry = adapted_model(adapters, base)
+    if geometry == read_geometry(base):
+        return base
+    hf_config = read_config(base, str(base))
+    fields = head_fields(architecture(hf_config), geometry.head, has_mtp=bool(num_mtp_layers(hf_config)))
+    companions = Path(cleanup.enter_context(TemporaryDirectory(prefix="rlhf-mcore-convert-")))
+    copy_companions([base], companions, main_dtype(HFSource(base, base).types), fields)
+    return companions
+
+
 def _open(request: Conversion, path: Path, companions: Path, geometry: ModelGeometry) -> ModelSource:
     if request.merge:
-        return AdaptedSource(path, companions, geometry)
+        return AdaptedSource(path, request.hf_config or Path(base_model(_root(request))), geometry, companions)
     if request.source_format == "megatron":
         return torch_dist.open_torch_dist(
             torch_dist.find_checkpoint(path), companions, geometry, check=request.check_records

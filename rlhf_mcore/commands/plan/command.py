@@ -77,7 +77,7 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
     from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.validate import validate
     from rlhf_mcore.planning.plan import as_json, make_plan
-    from rlhf_mcore.planning.report import as_text, refusal
+    from rlhf_mcore.planning.report import as_text, gib, refusal
 
     world_size = args.world_size if args.world_size is not None else default_world_size(cfg)
     if world_size < 1:
@@ -85,12 +85,15 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
     validate(cfg, world_size, check_files=False)
     cfg = resolve(cfg)
     plan = make_plan(cfg, world_size, gpu, assumed)
-    suggestions = None
+    suggestions, adapters = None, None
     if args.suggest:
         with working("trying layouts"):
             suggestions = _suggestions(cfg, world_size, gpu, assumed, fits=plan.fits)
+            if not plan.fits and not any(entry["world_size"] == world_size for entry in suggestions):
+                adapters = _adapters(cfg, world_size, gpu, assumed)
     if args.json:
-        say(json.dumps(as_json(plan) | ({} if suggestions is None else {"suggestions": suggestions}), indent=1))
+        found = {} if suggestions is None else {"suggestions": suggestions}
+        say(json.dumps(as_json(plan) | found | ({} if adapters is None else {"adapters": adapters}), indent=1))
     else:
         say(as_text(plan))
         if args.trace:
@@ -102,6 +105,11 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
                 table = traced(cfg, world_size, update.rank, plan.dtype, assumed)
             say(f"\n{table}")
         _print_suggestions(suggestions)
+        if adapters is not None:
+            say(
+                f"\nwith low-rank adapters {world_size} processes are enough: {' '.join(adapters['overrides'])} takes "
+                f"{gib(adapters['needed'])} of {gib(adapters['available'])} GiB (docs/lora.md)"
+            )
     if plan.fits:
         return exit_codes.DONE
     hint = "" if args.suggest else "\nLayouts that fit: add --suggest."
@@ -123,6 +131,17 @@ def _suggestions(
         {"world_size": world, "overrides": list(layout.overrides), "step_s": layout.plan.step_s}
         for world, layout in suggestions
     ]
+
+
+def _adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> dict[str, Any] | None:
+    """Describe a run with adapters that fits where none does that trains all weights; None if there is none."""
+    from rlhf_mcore.commands.plan.suggest import with_adapters
+
+    if (trained := with_adapters(cfg, world_size, gpu, assumed)) is None:
+        return None
+    overrides, suggestion = trained
+    fullest = max(suggestion.plan.phases, key=lambda phase: phase.total / phase.available)
+    return {"overrides": list(overrides), "needed": fullest.total, "available": fullest.available}
 
 
 def _print_suggestions(suggestions: list[dict[str, Any]] | None) -> None:

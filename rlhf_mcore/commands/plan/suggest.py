@@ -22,6 +22,7 @@ CONTEXTS = (1, 2, 4, 8)  # tried where microbatches, which hold whole sequences,
 LONG_TOKENS = 16384
 SHARES = (0.3, 0.5, 0.7, 0.85)
 _ENGINE_PHASES = (GENERATE, SYNC)
+ADAPTER_RANK = 8  # where adapters are suggested; see docs/lora.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,29 @@ def smallest_world(
         if suggestions:
             return world_size * factor, suggestions[0]
     return None
+
+
+def with_adapters(
+    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None
+) -> tuple[tuple[str, ...], Suggestion] | None:
+    """Return the overrides that train adapters where all weights were to be trained, and the fastest layout that fits with them.
+
+    None where the run trains adapters already, or where nothing fits with them either.
+    """
+    overrides, candidate = [], cfg
+    if cfg.actor.lora.rank is None:
+        # The reference is the actor without adapters then, and has no weights to move.
+        candidate = replace(
+            candidate,
+            actor=replace(cfg.actor, lora=replace(cfg.actor.lora, rank=ADAPTER_RANK)),
+            reference=replace(cfg.reference, offload=None),
+        )
+        overrides.append(f"actor.lora.rank={ADAPTER_RANK}")
+    if needs_critic(cfg) and cfg.critic.lora.rank is None:
+        candidate = replace(candidate, critic=replace(cfg.critic, lora=replace(cfg.critic.lora, rank=ADAPTER_RANK)))
+        overrides.append(f"critic.lora.rank={ADAPTER_RANK}")
+    suggestions = suggest(candidate, world_size, gpu, 1, assumed) if overrides else []
+    return ((*overrides, *suggestions[0].overrides), suggestions[0]) if suggestions else None
 
 
 def _rank(suggestion: Suggestion) -> tuple[float, int]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from rlhf_mcore.config.derive import balanced_stages, default_world_size
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.implied import RoleLayout, needs_critic, role_layouts
-from rlhf_mcore.config.model_files import inspect_model
+from rlhf_mcore.config.model_files import inspect_model, with_head
+from rlhf_mcore.config.rules.lora import layer_problems
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED, has_expert_bias
@@ -75,6 +76,7 @@ def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
         geometry, _ = inspect_model(path, key, ("lm", "token"))
         if geometry is not None:
             yield from balance_problems("critic", cfg.critic.moe, geometry, key)
+            yield from layer_problems(cfg.critic.lora, "critic.lora", with_head(geometry, "token"))
     if cfg.reward.model.path is not None:
         path, layout = cfg.reward.model.path, cfg.reward.model.layout
         yield from model_problems("reward.model.path", path, ("sequence",), "reward.model", layout, actor)

@@ -8,43 +8,27 @@ from dataclasses import fields, replace
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.implied import adapter_sizes
+from rlhf_mcore.config.implied import adapter_sizes, needs_critic
+from rlhf_mcore.config.model_files import with_head
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, LoraConfig
+from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LoraConfig
 from rlhf_mcore.config.schema.key import Choices, description_of
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.geometry import ModelGeometry
 
 
 def lora_problems(cfg: Config) -> Iterator[str]:
-    """Problems with ``actor.lora`` and what it does not go together with."""
-    lora, default = cfg.actor.lora, LoraConfig()
-    if lora.rank is None:
-        for item in fields(lora):
-            value, allowed = getattr(lora, item.name), description_of(item).allowed
-            is_misspelled = isinstance(allowed, Choices) and not allowed.holds(value)  # which is another problem
-            if value != getattr(default, item.name) and not is_misspelled:
-                yield f"actor.lora.{item.name}={value} has no effect with actor.lora.rank=null; set that, or remove it"
+    """Problems with ``actor.lora`` and ``critic.lora``, and with what they do not go together with."""
+    yield from _role_problems(cfg, "actor", cfg.actor)
+    if needs_critic(cfg):
+        yield from _role_problems(cfg, "critic", cfg.critic)
+    if cfg.actor.lora.rank is None:
         return
-    name = f"actor.lora.rank={lora.rank}"
-    if not lora.targets:
-        yield "actor.lora.targets=[] leaves nothing to train; name linear layers, or all-linear"
-    if lora.init == "pissa":
-        yield from _pissa_problems(cfg)
-    if lora.use_dora:
-        yield "actor.lora.use_dora=True is not supported yet; set it to false"
-    if run_kind(cfg).head != "lm":
-        yield f"{name}: with algorithm.kind={cfg.algorithm.kind} a new head has to be trained too; set actor.lora.rank=null"
-    if cfg.model.layer_spec == "te":
-        yield f"{name} is not supported with the layers of Transformer Engine; set model.layer_spec=local, or auto"
+    name = f"actor.lora.rank={cfg.actor.lora.rank}"
     if cfg.actor.freeze:
         yield f"{name} freezes all weights of the model; set actor.freeze=[]"
     if cfg.actor.mtp.mode in MTP_TRAINED:
         yield f"{name} is not supported with actor.mtp.mode={cfg.actor.mtp.mode}; set that to keep"
-    if cfg.actor.moe.expert_bias_rate:
-        yield f"{name}: biases of experts stay as they are; set actor.moe.expert_bias_rate=0"
-    if cfg.actor.optimizer.name == "muon":
-        yield f"{name} is not supported with actor.optimizer.name=muon; set that to adamw"
     if run_kind(cfg).generates and cfg.bridge.method == "gather":
         yield f"{name}: bridge.method=gather sends the weights without adapters; set bridge.method=planned"
     if run_kind(cfg).generates and cfg.bridge.verify == "full":
@@ -53,17 +37,42 @@ def lora_problems(cfg: Config) -> Iterator[str]:
         yield from _reference_problems(cfg, name)
 
 
-def _pissa_problems(cfg: Config) -> Iterator[str]:
+def _pissa_problems(role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
     """Half of what adapters hold is fixed there, and half begins with the same values."""
-    if cfg.actor.lora.dropout:
-        yield f"actor.lora.init=pissa is not supported with actor.lora.dropout={cfg.actor.lora.dropout}; set that to 0"
-    if cfg.actor.lora.path is not None:
-        yield f"actor.lora.init=pissa has no effect with actor.lora.path={cfg.actor.lora.path}; remove one of them"
-    if cfg.actor.optimizer.weight_decay:
+    if group.lora.dropout:
+        yield f"{role}.lora.init=pissa is not supported with {role}.lora.dropout={group.lora.dropout}; set that to 0"
+    if group.lora.path is not None:
+        yield f"{role}.lora.init=pissa has no effect with {role}.lora.path={group.lora.path}; remove one of them"
+    if group.optimizer.weight_decay:
         yield (
-            f"actor.lora.init=pissa: actor.optimizer.weight_decay={cfg.actor.optimizer.weight_decay} would move what is fixed; set "
+            f"{role}.lora.init=pissa: {role}.optimizer.weight_decay={group.optimizer.weight_decay} would move what is fixed; set "
             "it to 0"
         )
+
+
+def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
+    """Problems with the adapters of one model. ``role`` is the name of its ``group``."""
+    lora, default, key = group.lora, type(group.lora)(), f"{role}.lora"
+    if lora.rank is None:
+        for item in fields(lora):
+            value, allowed = getattr(lora, item.name), description_of(item).allowed
+            is_misspelled = isinstance(allowed, Choices) and not allowed.holds(value)  # which is another problem
+            if value != getattr(default, item.name) and not is_misspelled:
+                yield f"{key}.{item.name}={value} has no effect with {key}.rank=null; set that, or remove it"
+        return
+    name = f"{key}.rank={lora.rank}"
+    if not lora.targets:
+        yield f"{key}.targets=[] leaves nothing to train; name linear layers, or all-linear"
+    if lora.init == "pissa":
+        yield from _pissa_problems(role, group)
+    if lora.use_dora:
+        yield f"{key}.use_dora=True is not supported yet; set it to false"
+    if cfg.model.layer_spec == "te":
+        yield f"{name} is not supported with the layers of Transformer Engine; set model.layer_spec=local, or auto"
+    if group.moe.expert_bias_rate:
+        yield f"{name}: biases of experts stay as they are; set {role}.moe.expert_bias_rate=0"
+    if group.optimizer.name == "muon":
+        yield f"{name} is not supported with {role}.optimizer.name=muon; set that to adamw"
 
 
 def _reference_problems(cfg: Config, name: str) -> Iterator[str]:
@@ -82,22 +91,29 @@ def _reference_problems(cfg: Config, name: str) -> Iterator[str]:
 
 
 def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """Targets that the model of ``geometry`` does not have, or that take no adapter, and adapters to begin with that are others."""
+    """Adapters of the actor that the model of ``geometry`` cannot have, or that its engine cannot add."""
     sizes = adapter_sizes(cfg.actor.lora)
+    if sizes is not None and sizes.targets and run_kind(cfg).generates and cfg.actor.lora.sync == "adapter":
+        kind = engine_kind(cfg.rollout.engine)
+        for problem in kind.adapter_problems(cfg, replace(geometry, adapter=sizes)):
+            yield f"actor.lora.sync=adapter: {problem}; set actor.lora.sync=merge"
+    yield from layer_problems(cfg.actor.lora, "actor.lora", with_head(geometry, run_kind(cfg).head))
+
+
+def layer_problems(lora: LoraConfig, field: str, geometry: ModelGeometry) -> Iterator[str]:
+    """Targets that a model does not have, or that take no adapter, and adapters to begin with that are others."""
+    sizes = adapter_sizes(lora)
     if sizes is None or not sizes.targets:
         return
     from rlhf_mcore.families.adapters import check_targets
 
-    if run_kind(cfg).generates and cfg.actor.lora.sync == "adapter":
-        kind = engine_kind(cfg.rollout.engine)
-        for problem in kind.adapter_problems(cfg, replace(geometry, adapter=sizes)):
-            yield f"actor.lora.sync=adapter: {problem}; set actor.lora.sync=merge"
+    adapters = replace(geometry, adapter=sizes)
     try:
-        check_targets(FAMILIES[geometry.family], replace(geometry, adapter=sizes), "actor.lora.targets")
+        check_targets(FAMILIES[geometry.family], adapters, f"{field}.targets")
     except ConfigError as error:
         yield str(error)
         return
-    if cfg.actor.lora.path is not None:
+    if lora.path is not None and lora.init != "pissa":  # which is another problem
         from rlhf_mcore.config.adapter_files import start_problems
 
-        yield from map(FileProblem, start_problems(cfg.actor.lora.path, replace(geometry, adapter=sizes), "actor.lora"))
+        yield from map(FileProblem, start_problems(lora.path, adapters, field))

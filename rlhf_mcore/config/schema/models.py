@@ -257,6 +257,13 @@ class LoraConfig(Group):
     )
     use_rslora: bool = key(False, "divide `alpha` by the root of `rank`", is_fixed=True)
     use_dora: bool = key(False, "not supported yet", is_fixed=True)
+    path: Optional[str] = key(None, "a directory of PEFT whose adapters are where training begins", null="new ones")
+
+
+@dataclass
+class ActorLoraConfig(LoraConfig):
+    """Those of the policy, which engines have to get."""
+
     sync: str = key(
         "auto",
         "how the engines get what was learned",
@@ -266,7 +273,6 @@ class LoraConfig(Group):
             adapter="A and B alone",
         ),
     )
-    path: Optional[str] = key(None, "a directory of PEFT whose adapters are where training begins", null="new ones")
 
 
 @dataclass
@@ -283,7 +289,7 @@ class ActorConfig(Group):
     recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
     moe: MoEConfig = group(MoEConfig)
     mtp: MTPConfig = group(MTPConfig)
-    lora: LoraConfig = group(LoraConfig, "low-rank adapters", "See [adapters](lora.md).")
+    lora: ActorLoraConfig = group(ActorLoraConfig, "low-rank adapters", "See [adapters](lora.md).")
     freeze: list[str] = key(
         [],
         "Hugging Face names, or patterns as `model.layers.0.*`, of weights that are not trained",
@@ -322,6 +328,7 @@ class CriticConfig(Group):
     optimizer: OptimizerConfig = group(lambda: OptimizerConfig(lr=1e-5), "its own")
     recompute: RecomputeConfig = group(RecomputeConfig)
     moe: MoEConfig = group(MoEConfig)
+    lora: LoraConfig = group(LoraConfig, "adapters of its own; the value head is trained whole", "See [adapters](lora.md).")
     megatron: Optional[dict[str, Any]] = key(None, "as `actor.megatron`", null="none")
     offload: str = key("auto", "as `actor.offload`", _OFFLOADS)
     value_clip: Optional[float] = key(

@@ -54,6 +54,23 @@ def test_suggestions_are_printed_as_overrides(run_yaml: str, capsys: pytest.Capt
     assert suggestions and suggestions[0]["world_size"] > 1
 
 
+def test_adapters_are_offered_where_nothing_else_fits(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """7B with all weights trained takes 18 bytes a parameter, more than one device has; the weights alone are 15 GB."""
+    assert plan.main([run_yaml, "--world-size", "1", "--suggest", "--json"]) == 2
+    offered = json.loads(capsys.readouterr().out)["adapters"]
+    assert offered["overrides"][0] == "actor.lora.rank=8"
+    assert 15.2e9 < offered["needed"] <= offered["available"]
+    assert plan.main([run_yaml, "--world-size", "1", *offered["overrides"], "--json"]) == 0
+    fitting = json.loads(capsys.readouterr().out)
+    assert max(phase["total"] for phase in fitting["phases"]) == offered["needed"]
+    assert fitting["later_sync_bytes"] < fitting["roles"][0]["parameters"]
+
+
+def test_adapters_are_not_offered_where_they_are_not_needed(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "8", "--suggest", "--json", "actor.layout.tp=2"]) == 0
+    assert "adapters" not in json.loads(capsys.readouterr().out)
+
+
 def test_numbers_of_the_device_can_be_set(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([run_yaml, "--world-size", "8", "--set", "memory_bytes=3e10"]) == 2
     assert plan.main([run_yaml, "--set", "bandwith=1"]) == 2

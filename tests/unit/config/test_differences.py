@@ -85,6 +85,7 @@ def test_the_keys_that_a_run_which_resumes_cannot_change() -> None:
     data = ("train", "shuffle", "prompt_key", "answer_key", "response_key", "chosen_key", "rejected_key")
     data += ("max_prompt_tokens", "overlong_prompts", "transform")
     algorithm = ("kind", "advantage", "policy_loss", "use_critic")
+    adapters = ("rank", "alpha", "targets", "init", "use_rslora", "use_dora")
     groups = {"data": data, "algorithm": algorithm}
     keys = {f"{group}.{name}" for group, names in groups.items() for name in names}
     keys |= {
@@ -92,7 +93,8 @@ def test_the_keys_that_a_run_which_resumes_cannot_change() -> None:
         "model.dtype",
         "rollout.placement",
         "actor.freeze",
-        *(f"actor.lora.{name}" for name in ("rank", "alpha", "targets", "init", "use_rslora", "use_dora")),
+        *(f"actor.lora.{name}" for name in adapters),
+        *(f"critic.lora.{name}" for name in adapters),
         "actor.mtp.mode",
         "actor.optimizer.name",
         "critic.optimizer.name",

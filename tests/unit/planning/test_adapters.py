@@ -61,3 +61,15 @@ def test_both_ends_have_parts_of_the_padded_vocabulary() -> None:
 def test_layers_may_differ() -> None:
     state = state_bytes(role(("model.layers.1.self_attn.o_proj",)), 0)
     assert state.gradients == 4 * 8 * (64 + 64)
+
+
+def test_a_scalar_head_is_trained_whole_beside_adapters_and_counted_once() -> None:
+    """64 weights and a bias, on the last of two stages; Megatron fills its buffer up to a multiple of 128 elements."""
+    value = replace(MODEL, head="token", tied_embeddings=False)
+    adapters = replace(value, adapter=AdapterSizes(8, 16.0, ("all-linear",)))
+    planned = PlannedRole("critic", value, ParallelLayout(2, pp=2), True, "bf16", adapters=adapters)
+    first, last = state_bytes(planned, 0), state_bytes(planned, 1)
+    assert (first.gradients, last.gradients) == (4 * ADAPTERS, 4 * (ADAPTERS + 128))
+    assert first.weights == 2 * (LAYER + 128 * 64 + ADAPTERS)
+    assert last.weights == 2 * (LAYER + 64 + ADAPTERS + 128)
+    assert checkpoint_bytes(planned) == (2 * ADAPTERS + 65) * (2 + 4 + 8)

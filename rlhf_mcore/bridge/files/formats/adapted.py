@@ -10,7 +10,8 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.formats.source import HFSource
 from rlhf_mcore.config.adapter_files import adapted_modules
-from rlhf_mcore.families.adapters import EMBEDDING, hf_names
+from rlhf_mcore.families import hf_shapes
+from rlhf_mcore.families.adapters import EMBEDDING, hf_names, whole_tensors
 from rlhf_mcore.geometry import ModelGeometry
 
 
@@ -20,16 +21,25 @@ class AdaptedSource:
     The values are those of PEFT's ``merge_and_unload`` on a CPU, bit for bit: B A in fp32, times the scale, added to the weight in
     fp32, rounded to the weight's dtype. One whole product is in memory at a time, because that of some rows may end in other bits.
 
+    Args:
+        model: the geometry of the base with the head that the adapters were trained with.
+        companions: with the config.json of that model; None: the base.
+
     Raises:
         ConfigError: the adapters are damaged, or are none of this model.
     """
 
-    def __init__(self, directory: Path, base: Path, model: ModelGeometry):
-        self.directory, self.companions = directory, base
+    def __init__(self, directory: Path, base: Path, model: ModelGeometry, companions: Path | None = None):
+        self.directory, self.companions = directory, companions or base
         self._base = HFSource(base, base)
-        self.types = self._base.types
         self._adapters, geometry = open_adapters(directory, model)
         assert geometry.adapter is not None
+        self.types = self._base.types
+        self._whole = {name: saved for saved, name in whole_tensors(model).items()}
+        if self._whole:  # the base may have another head
+            self.types = {name: found for name, found in self.types.items() if name in hf_shapes(model)}
+            dtype = self.types["model.embed_tokens.weight"][0]
+            self.types |= {name: (dtype, self._adapters.shape(saved)) for name, saved in self._whole.items()}
         self._scale = geometry.adapter.scale
         self._modules = {f"{module}.weight": module for module in adapted_modules(geometry)}
         self._product: tuple[str, Tensor] = ("", torch.empty(0))  # of the tensor that was read last
@@ -41,6 +51,9 @@ class AdaptedSource:
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Read rows of a tensor, with the adapters added."""
+        if name in self._whole:
+            rest = (slice(None),) * (len(self.types[name][1]) - 1)
+            return self._adapters.read(self._whole[name], (slice(first, first + count), *rest)).to(self.types[name][0])
         rows = self._base.read(name, first, count)
         if name not in self._modules:
             return rows
@@ -52,6 +65,8 @@ class AdaptedSource:
 
     def origin(self, name: str) -> str:
         """Name the files that a tensor is made of."""
+        if name in self._whole:
+            return self._adapters.shard(self._whole[name])
         origin = self._base.origin(name)
         return f"{origin} + {self._adapters.shard(hf_names(self._modules[name])[0])}" if name in self._modules else origin
 
