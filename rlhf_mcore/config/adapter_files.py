@@ -26,7 +26,7 @@ _TASKS = {"lm": "CAUSAL_LM", "token": "TOKEN_CLS", "sequence": "SEQ_CLS"}  # by 
 _ALL = (ALL_LINEAR, EMBEDDING, OUTPUT)
 _MAX_RANK, _MAX_ALPHA = 65536, 1e9
 _REMEDY = "use a plain LoRA adapter that PEFT has saved"
-# Settings that change what the tensors mean, and which of their values leave it as it is.
+# Settings that change the meaning of the tensors, with the values that do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),

@@ -1,4 +1,4 @@
-"""Say what is wrong with ``cfg.a.b = value``, and check values that were changed in place."""
+"""Explain mistakes in ``cfg.a.b = value``, and check values that were changed in place."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def assignment_problem(kind: type, name: str, value: Any) -> str:
             if key == "algorithm" and isinstance(value, str) and value in PRESETS
             else f"set one of its keys: {', '.join(f'{key}.{item.name}' for item in fields(hint))}"
         )
-        return f"{key}={_shown(value)}: {key} is a group, not a value; {other}"
+        return f"{key}={_show_value(value)}: {key} is a group, not a value; {other}"
     if callable(value) and key.startswith("reward."):
-        return f"{key}={_shown(value)} is not valid; give a function itself as rm.train(cfg, reward=...)"
-    return f"{key}={_shown(value)} is not valid; expected {type_name(hint)}"
+        return f"{key}={_show_value(value)} is not valid; give a function itself as rm.train(cfg, reward=...)"
+    return f"{key}={_show_value(value)} is not valid; expected {type_name(hint)}"
 
 
 def check_types(cfg: Config) -> None:
@@ -84,5 +84,5 @@ def _key_of(kind: type, name: str) -> str:
     return f"{owner}.{name}" if KEYS.get(owner) is kind or len(owners) > 1 else f"{owner}[].{name}"
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     return shorten(repr(value), 200)

@@ -1,7 +1,7 @@
 """Declare the names that a configuration may choose. The functions behind them are on higher floors, and take seconds to import.
 
 A name is declared here with what validation has to know of it, and its function is registered under it where it is defined:
-``registering`` refuses a name that is not declared, and a test finds one that is declared and not registered.
+``registering`` refuses an undeclared name, and a test finds a declared name without a function.
 """
 
 from __future__ import annotations

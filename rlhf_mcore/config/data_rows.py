@@ -1,6 +1,6 @@
 """Rows out of parquet and jsonl files, with bounds before memory is taken and errors that name the file and the line.
 
-Rows are checked here too, as far as that needs no tokenizer, so that a mistake is reported before any process has started.
+Rows are checked here too, as far as no tokenizer is needed: a mistake is reported before any process has started.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def checked_prompt(content: Any, place: str) -> str | list[dict[str, Any]]:
     """Check a prompt, and return a text, or messages without their null fields (parquet gives every message the fields of all).
 
     Raises:
-        ConfigError: it is neither, is empty, or has characters that break what comes later.
+        ConfigError: it is neither, is empty, or has characters that break later stages.
     """
     if isinstance(content, str):
         check_characters(content, place)
@@ -129,7 +129,7 @@ def checked_response(text: Any, place: str) -> str:
     """Check a response to learn from, and return it.
 
     Raises:
-        ConfigError: it is no text, is empty, or has characters that break what comes later.
+        ConfigError: it is no text, is empty, or has characters that break later stages.
     """
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(
@@ -179,7 +179,7 @@ def check_plain(value: Any, place: str) -> None:
 
 
 def check_characters(value: Any, place: str) -> None:
-    """Refuse texts with characters that break what comes later.
+    """Refuse texts with characters that break later stages.
 
     Raises:
         ConfigError: naming the character and its place.
@@ -296,17 +296,17 @@ def _batch_bytes(batch: Any, first_row: int, path: Path, limits: RowLimits) -> i
     """Compute the size of a batch with every text written out. No cell is beyond the limit."""
     total = 0
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        size = _written_out(column)
+        size = _num_bytes(column)
         total += size
         if size > limits.max_row_bytes:
             for row in range(len(column)):
-                if _written_out(column.slice(row, 1)) > limits.max_row_bytes:
+                if _num_bytes(column.slice(row, 1)) > limits.max_row_bytes:
                     place = f"{path}, row {first_row + row}, column {name!r}"
                     raise _beyond(place, "bytes", "max_row_bytes", limits.max_row_bytes)
     return total
 
 
-def _written_out(array: Any) -> int:
+def _num_bytes(array: Any) -> int:
     """Count the bytes of an array's values, with references to a dictionary followed."""
     import pyarrow
     from pyarrow import compute, types
@@ -318,9 +318,9 @@ def _written_out(array: Any) -> int:
         lengths = compute.binary_length(array.dictionary).cast(pyarrow.int64())
         return int(compute.sum(lengths.take(array.indices)).as_py() or 0)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return 8 * len(array) + _written_out(array.flatten())
+        return 8 * len(array) + _num_bytes(array.flatten())
     if types.is_struct(kind):
-        return sum(_written_out(child) for child in array.flatten())
+        return sum(_num_bytes(child) for child in array.flatten())
     return int(array.nbytes)
 
 

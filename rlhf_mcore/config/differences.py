@@ -1,4 +1,4 @@
-"""Compare the configuration of a checkpoint with that of the run that continues from it."""
+"""Compare a checkpoint's configuration with the one of the run that continues from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_mcore.config.schema import Config, RuleConfig
 
 # Continuing with another value would make a run that is neither the old one nor a new one.
 FIXED = frozenset(name for name, description in DESCRIPTIONS.items() if description.is_fixed)
-# What a release did that did not have the key yet, where that is not the key's default.
+# Values of keys in releases before the key, where they differ from its default.
 _BEFORE_THE_KEY = {
     "data.apply_chat_template": "false",
     "algorithm.bootstrap_truncated": True,
@@ -28,10 +28,10 @@ FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
 
 def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """(what cannot be changed, what has changed otherwise) between two configurations in YAML, a line for each key.
+    """Compare two configurations in YAML: (fixed keys that differ, other keys that differ), a line for each key.
 
-    A key that the release which wrote the saved one did not have counts as changed where its value now is not what that release did.
-    ``by_content``: keys that name files whose contents are compared; their paths may change.
+    A key may be younger than the saved configuration. It counts as changed where its value differs from the old behaviour.
+    ``by_content``: keys of files that are compared by their contents; their paths may change.
 
     Raises:
         ConfigError: the saved one is no configuration.
@@ -42,7 +42,7 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
         {key: value for key, value in tree.items() if key not in REMOVED or value != REMOVED[key].value}
         for tree in (before, now)
     )
-    for tree in (before, now):  # a rule that was saved by a release without some option has that option's default
+    for tree in (before, now):  # rules of an older release lack new options: they have their defaults
         if isinstance(rules := tree.get("reward.rules"), list):
             tree["reward.rules"] = [
                 {**asdict(RuleConfig()), **rule} if isinstance(rule, dict) else rule for rule in rules

@@ -1,4 +1,4 @@
-"""Hand a configuration that is read, checked and resolved from the process that starts a run to its ranks.
+"""Hand the resolved configuration from the process that starts a run to its ranks.
 
 The document lives in memory of the starter, as a file without a name: a kill leaves nothing behind, and other users cannot read the
 secrets in it. Ranks open it by the starter's process id, and import the schema, not what reads and checks files.

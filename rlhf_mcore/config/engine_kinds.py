@@ -59,13 +59,13 @@ class EngineKind:
         yield f"rollout.engine={self.name} gets whole weights, with the adapters added"
 
     def preload(self) -> None:
-        """Import what ``build`` will on a CPU, in a process that ranks are to be forks of."""
+        """Import the modules of ``build`` on a CPU, in a process that ranks will be forked from."""
 
     def prepare_process(self, *, deterministic: bool) -> None:
-        """Set what the engine's libraries read of the environment, in a process without a trainer, before ``build``."""
+        """Set the environment of the engine's libraries, in a process without a trainer, before ``build``."""
 
     def joining(self) -> AbstractContextManager[Any]:
-        """Enter this around what makes communicators with processes that have not run ``prepare_process``."""
+        """Enter this where communicators are made with processes that have not run ``prepare_process``."""
         return nullcontext()
 
     def build(self, cfg: RolloutConfig, model: EngineModel) -> Engine:
@@ -91,16 +91,16 @@ def discover() -> None:
 
 def engine_kind(name: str) -> EngineKind:
     """Return the declaration of an engine. A name that is no choice is validation's to refuse; until then it can do everything."""
-    return ENGINES.get(name) or _installed(name) or EngineKind(name)
+    return ENGINES.get(name) or _load_installed(name) or EngineKind(name)
 
 
 def is_engine(name: str) -> bool:
     """Return whether a name is an engine's."""
-    return name in ENGINES or _installed(name) is not None
+    return name in ENGINES or _load_installed(name) is not None
 
 
 @cache
-def _installed(name: str) -> EngineKind | None:
+def _load_installed(name: str) -> EngineKind | None:
     """Return what an installed package declares under this name."""
     [*points] = entry_points(group=ENTRY_POINTS, name=name)
     kind: EngineKind | None = points[0].load() if points else None
@@ -108,7 +108,7 @@ def _installed(name: str) -> EngineKind | None:
 
 
 def engine_packages() -> dict[str, tuple[str, ...]]:
-    """Return the packages that engines import, with the distributions that have them; a machine has one of each."""
+    """Return the packages of engines, with their distributions; a machine has one of each."""
     return {package: names for kind in ENGINES.values() for package, names in kind.packages.items()}
 
 

@@ -1,4 +1,4 @@
-"""``rlhf-mcore evaluate``: which directories a configuration means, and what is wrong with it for that purpose."""
+"""Find the directories that ``rlhf-mcore evaluate`` reads for a configuration, and check the configuration for it."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def _has_tokenizer(folder: str) -> bool:
 
 
 def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
-    """Check what evaluation needs, and only that: a configuration of a training run will do, and a shorter one too.
+    """Check the needs of evaluation, and nothing else: a configuration of a training run will do, and a shorter one too.
 
     Raises:
-        ConfigError: with every problem that was found.
+        ConfigError: with every problem.
     """
     out_of_range = list(range_problems(cfg))
     problems = [*choice_problems(cfg), *out_of_range, *reward_problems(cfg)]

@@ -1,7 +1,7 @@
-"""Digests a function that was given from Python: its code, and what of the user's own that code reads.
+"""Digest a function that was given from Python: its code, and the user's own values that the code reads.
 
 A notebook's cells define helpers, constants and classes beside the function, and a change of any of them makes another reward. Code of
-installed packages counts by its name. What the code itself changes (a counter, a list that it appends to) does not count: it differs
+installed packages counts by its name. A value that the code itself changes (a counter, a growing list) does not count: it differs
 from run to run of the same function.
 """
 
@@ -76,7 +76,7 @@ class _Describer:
             return name, hashlib.sha256(array()).hexdigest() if callable(array) and value is not kind else ""
         if isinstance(value, type):
             return "class", value.__qualname__, [self.describe(base) for base in value.__bases__], self._members(value)
-        changed = {name for member in _functions_of(kind) for name in _stored(member.__code__) | _mutated(member)}
+        changed = {name for member in _functions_of(kind) for name in _stored_attributes(member.__code__) | _mutated_names(member)}
         attributes = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in changed}
         return "object", self.describe(kind), self.describe(attributes)
 
@@ -86,7 +86,7 @@ class _Describer:
         return [(name, self.describe(getattr(item, "__func__", item))) for name, item in members.items()]
 
     def _function(self, function: FunctionType) -> Any:
-        changed = _mutated(function)
+        changed = _mutated_names(function)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         closure = {name: _content(cell) for name, cell in cells.items() if name not in changed}
         read = {name for code in _codes(function.__code__) for name in code.co_names} - changed
@@ -107,7 +107,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _mutated(function: FunctionType) -> set[str]:
+def _mutated_names(function: FunctionType) -> set[str]:
     """List the names outside of the function that its code changes, as far as its instructions show."""
     names: set[str] = set()
     for code in _codes(function.__code__):
@@ -128,7 +128,7 @@ def _line(instruction: dis.Instruction) -> int | None:
     return instruction.positions.lineno if instruction.positions is not None else None
 
 
-def _stored(code: CodeType) -> set[str]:
+def _stored_attributes(code: CodeType) -> set[str]:
     """List the attributes that a method assigns. ``__init__`` makes them, so it does not count."""
     if code.co_name == "__init__":
         return set()

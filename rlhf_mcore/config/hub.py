@@ -1,8 +1,7 @@
 """Ids of the Hugging Face hub (``Qwen/Qwen3-1.7B``) in the place of directories and data files.
 
 An id is taken from the local cache, and downloaded where that may be (``HF_HUB_OFFLINE`` is not 1). It becomes the path of one
-snapshot, whose name has the commit in it, so a configuration that is written down names its revision. ``ORG/NAME@REVISION``
-chooses one.
+snapshot. Its name has the commit in it, so a saved configuration names its revision. ``ORG/NAME@REVISION`` chooses one.
 Only weights in safetensors, JSON, tokenizers and templates are downloaded: nothing that is executed.
 """
 
@@ -47,7 +46,7 @@ def is_offline() -> bool:
 def localize(cfg: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS), *, download: bool = True) -> dict[str, Any]:
     """Put paths of this machine in the place of ids, in ``cfg``. Returns what was set, by key.
 
-    A run that continues takes the revisions that it began with. An id that is not here, and may not be downloaded, stays.
+    A run that continues keeps its revisions. An id that is not here, and may not be downloaded, stays.
 
     Raises:
         ConfigError: it cannot be downloaded, is of a kind that is not used, or has no such files.
@@ -100,7 +99,7 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def _pinned(wanted: HubId, begun: Mapping[tuple[str, str], str]) -> HubId:
+def _pin(wanted: HubId, begun: Mapping[tuple[str, str], str]) -> HubId:
     commit = begun.get((wanted.kind, wanted.repo)) if wanted.revision == "main" else None
     return wanted if commit is None else HubId(wanted.kind, wanted.repo, commit, wanted.config, wanted.split)
 
@@ -119,7 +118,7 @@ def local_model(
     hub_id = model_id(path) if path is not None else None
     if hub_id is None:
         return None
-    hub_id = _pinned(hub_id, begun)
+    hub_id = _pin(hub_id, begun)
     is_whole = _has_tokenizer if key == "model.tokenizer_path" else _has_weights
     snapshot = hub_id.cached()
     if snapshot is not None and is_whole(snapshot):
@@ -183,7 +182,7 @@ def _local_files(path: str, key: str, begun: Mapping[tuple[str, str], str], may_
     hub_id = data_id(path)
     if hub_id is None:
         return None
-    hub_id = _pinned(hub_id, begun)
+    hub_id = _pin(hub_id, begun)
     snapshot = hub_id.cached()
     if snapshot is not None:
         names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if file.is_file()]

@@ -16,7 +16,7 @@ MAX_REFERENCES = 200  # of one value, those of the values that it refers to incl
 
 
 class Interpolated(NamedTuple):
-    """The resolvers that a value calls and the keys that it refers to, as they are written, nested ones included."""
+    """The resolvers and the keys in a value, as they are written, nested ones included."""
 
     resolvers: set[str]
     references: list[str]

@@ -75,12 +75,12 @@ def _setting_problems(setting: Setting) -> Iterator[str]:
 
         if forbidden := sorted(examine(setting.value).resolvers.difference(ALLOWED_RESOLVERS)):
             yield (
-                f"{setting.place}: {setting.key}={_shown(setting)} uses the resolver {', '.join(forbidden)}; "
+                f"{setting.place}: {setting.key}={_show_value(setting)} uses the resolver {', '.join(forbidden)}; "
                 f"only ${{other.key}} and ${{{ALLOWED_RESOLVERS[0]}:NAME}} are allowed"
             )
     except (TypeError, ValueError, OverflowError) as error:
         reason = f" ({_first_line(error)})" if str(error) else ""
-        yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid; expected {type_name(KEYS[setting.key])}{reason}"
+        yield f"{setting.place}: {setting.key}={_show_value(setting)} is not valid; expected {type_name(KEYS[setting.key])}{reason}"
 
 
 def _merge_settings(settings: Sequence[Setting]) -> dict[str, Any]:
@@ -107,14 +107,14 @@ def _resolve(cfg: Config, values: dict[str, Any], settings: dict[str, Setting]) 
     for key, setting in settings.items():
         if count_references(key, references, counts) > MAX_REFERENCES:
             problems.append(
-                f"{setting.place}: {key}={_shown(setting)} refers to more than {MAX_REFERENCES} values, those that they "
+                f"{setting.place}: {key}={_show_value(setting)} refers to more than {MAX_REFERENCES} values, those that they "
                 "refer to included; write them out"
             )
     if problems:
         return problems
     tree = Tree(asdict(cfg), {key: values[key] for key in settings})
     for key in resolution_order(references):
-        shown = f"{settings[key].place}: {key}={_shown(settings[key])}"
+        shown = f"{settings[key].place}: {key}={_show_value(settings[key])}"
         try:
             value = tree.resolve(key)
         except ValueError as error:
@@ -253,7 +253,7 @@ def _from_environment(value: Any, written: Any) -> Any:
     return value
 
 
-def _shown(setting: Setting) -> str:
+def _show_value(setting: Setting) -> str:
     return shorten(repr(setting.value), 200)
 
 

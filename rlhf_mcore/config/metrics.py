@@ -1,4 +1,4 @@
-"""Every metric that a run writes: what it means, its unit, and what is healthy. docs/metrics.md and ``rlhf-mcore metrics`` show it.
+"""Describe every metric of a run: its meaning, its unit, and its healthy range. docs/metrics.md and ``rlhf-mcore metrics`` show it.
 
 Names are the same in metrics.jsonl, in trackers, on the console and in the report. ``<...>`` in a name stands for a part that differs.
 """

@@ -66,7 +66,7 @@ def with_head(geometry: ModelGeometry, head: str) -> ModelGeometry:
 def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tuple[ModelGeometry | None, list[str]]:
     """Return the sizes of the model in directory ``path`` (None if they cannot be known), and the problems of the directory.
 
-    ``field`` is the config key that names the directory, ``heads`` the kinds of head that it may have.
+    ``field`` is the directory's config key. ``heads`` are the kinds of head that it may have.
     """
     prefix = f"{field}={path}"
     if not isdir(path):

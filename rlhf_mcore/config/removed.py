@@ -1,6 +1,6 @@
-"""Keys that are no more: a setting of one is accepted for one release, with a warning that names what to do.
+"""Keys that are no more. A setting of one is accepted for one release, with a warning and a remedy.
 
-A configuration that an earlier release has written down holds all of them; where its value is what holds now, nothing is said.
+A configuration that an earlier release has written down holds all of them; where its value still holds, nothing is said.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GROUPS = ("reward.alarm",)  # that had such keys and no others
 
 
 def warn_of(key: str, value: Any, place: str = "") -> None:
-    """Print that a removed key has no effect, unless its value is what holds now."""
+    """Warn that a removed key has no effect, unless its value still holds."""
     was = REMOVED[key]
     if value != was.value:
         where = f"{place}: " if place else ""

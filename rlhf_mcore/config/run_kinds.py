@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
 
-# What only a run looks at that generates: beginnings of keys.
+# Beginnings of keys that are read by generating runs alone.
 _GENERATION = (
     "rollout.",
     "bridge.",
@@ -27,7 +27,7 @@ class RunKind:
 
     name: str  # of algorithm.kind
     purpose: str  # for the documentation
-    generates: bool  # it learns from responses that engines draw and that are scored; false: from responses in its data
+    generates: bool  # it learns from responses of engines, with scores; false: from responses in its data
     head: str  # of the model it trains: lm | sequence
     starting_heads: tuple[str, ...]  # of what model.path may name
     saved_as: str  # the model's directory in a checkpoint

@@ -132,7 +132,7 @@ class SettingReader:
         self.problems.append(problem + (hint(key[:100], holds_keys=holds_keys) if suggest else "correct or remove it"))
 
     def _take_leaf(self, document: Document, key: str, node: yaml.Node) -> None:
-        node = _written_out(node, KEYS[key])
+        node = _write_out(node, KEYS[key])
         unknown = list(_unknown_item_keys(document, key, node))
         if unknown:
             self.problems.extend(unknown)
@@ -146,8 +146,8 @@ class SettingReader:
         self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
 
 
-def _written_out(node: yaml.Node, hint: Any) -> yaml.Node:
-    """Write out a list: the brackets that a single item may leave out, and the ``name:`` that its rules may leave out.
+def _write_out(node: yaml.Node, hint: Any) -> yaml.Node:
+    """Write out a list, with the brackets of a single item and the ``name:`` of its rules that users may leave out.
 
     A reference to another key (``${data.train}``) may stand for the whole list.
     """
@@ -163,7 +163,7 @@ def _written_out(node: yaml.Node, hint: Any) -> yaml.Node:
         is_single = not isinstance(node, yaml.MappingNode) or is_dataclass(item)
         return yaml.SequenceNode("tag:yaml.org,2002:seq", named, node.start_mark) if is_single else node
     if dict in kinds and isinstance(node, yaml.MappingNode):
-        pairs = [(name, _written_out(value, get_args(kinds[dict])[1])) for name, value in node.value]
+        pairs = [(name, _write_out(value, get_args(kinds[dict])[1])) for name, value in node.value]
         return yaml.MappingNode(node.tag, pairs, node.start_mark)
     return node
 

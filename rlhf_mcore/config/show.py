@@ -1,8 +1,8 @@
-"""A configuration as YAML, for ``--print-config`` and the run directory, and texts for people, with secrets taken out.
+"""Write a configuration as YAML, for ``--print-config`` and the run directory, and texts for people, without secrets.
 
-A secret is known by its key (``api_key``, ``headers``, the arguments of ``command``), by its origin (a value that ``${oc.env:NAME}``
-gave is shown as it was written), by where it stands (logins and queries of addresses, what follows "Bearer"), and, in any other text,
-by being the value of an environment variable with the name of a secret.
+A secret is known by its key (``api_key``, ``headers``, the arguments of ``command``), by its origin (a value of ``${oc.env:NAME}``
+is shown as it was written), or by its place (logins and queries of addresses, the word after "Bearer"). In any other text it is
+known as the value of an environment variable with the name of a secret.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _SECRET_KEY = re.compile(
     r"(api|access|private|secret|auth)_?key)$"
 )
 _WORD_ENDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]+")  # of apiKey, X-Api-Key
-_ARGUMENTS = "command"  # a key whose first item is a program, and whose others may be anything
+_ARGUMENTS = "command"  # a list: a program, then arguments of any kind
 _SECRET_VARIABLE = re.compile(r"(^|_)(tokens?|password|passwd|secrets?|credentials?)(_|$)|key$", re.IGNORECASE)
-_IN_TEXT = (  # what of a text is kept in front, and what is hidden
+# What is hidden in a text, and the part of the match that stays.
+_IN_TEXT = (
     (re.compile(r"(://)[^/\s?#]+(?=@)"), r"\1"),  # a login
     (re.compile(r"(://[^\s?#'\"<>]*\?)[^\s#'\"<>]+"), r"\1"),  # a query
     (re.compile(r"(://[^\s#'\"]*#)[^\s'\"<>]*=[^\s'\"]*"), r"\1"),  # a fragment with a value
@@ -39,7 +40,7 @@ _SHORTEST = 6  # characters of a variable's value that is looked for in texts; s
 
 
 class FromEnvironment(str):
-    """A value that came from the environment, and the interpolation that it was written as, which is all that is shown of it."""
+    """A value from the environment. Only the interpolation in its place is shown."""
 
     shown: str
 
@@ -129,8 +130,8 @@ def _hide(value: Any, *, numbers: bool) -> Any:
 
 
 def _hide_in_text(text: str) -> str:
-    for pattern, kept in _IN_TEXT:
-        text = pattern.sub(rf"{kept}{REDACTED}", text)
+    for pattern, front in _IN_TEXT:
+        text = pattern.sub(rf"{front}{REDACTED}", text)
     return text
 
 

@@ -1,6 +1,6 @@
-"""All checks that need more than one field, or a look at the files that the fields name. No process has started yet.
+"""Check fields against each other, and the files that they name. No process has started yet.
 
-Every problem names the field, its value and the remedy, and all of them are reported at once. What a key may be is in its
+Every problem names the field, its value and the remedy, and all of them are reported at once. The values of a key are in its
 description (``schema.key``).
 """
 
@@ -149,7 +149,7 @@ def _is_misspelled(key: str, value: Any) -> bool:
 
 
 def _allowed_values(cfg: Config) -> Iterator[tuple[str, Any, Range | Choices]]:
-    """List every key that the run reads and that has bounds in its description."""
+    """List every key that the run reads and whose values are bounded."""
     kind = run_kind(cfg)
     for key, description in DESCRIPTIONS.items():
         if not kind.reads(key):

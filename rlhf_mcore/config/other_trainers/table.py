@@ -51,8 +51,7 @@ class Joint:
 class Table:
     """Everything known about another trainer's configuration.
 
-    ``defaults``: what they take for keys that are not given and whose default is not ours. ``reasons``: beginnings of keys that have
-    no counterpart, and why.
+    ``defaults``: their values for absent keys, where ours differ. ``reasons``: beginnings of keys without a counterpart, and why.
     """
 
     name: str
@@ -72,7 +71,7 @@ class Migration:
     lost: dict[str, tuple[Any, str]] = field(default_factory=dict)  # key -> value, reason
     notes: list[str] = field(default_factory=list)  # what is left to do
     decisions: list[str] = field(default_factory=list)  # what had to be decided to read a script
-    stand_ins: dict[str, str] = field(default_factory=dict)  # keys of ours that come close to what is lost -> why it is
+    stand_ins: dict[str, str] = field(default_factory=dict)  # our nearest keys for lost ones -> why they are lost
 
 
 def apply(table: Table, given: Values) -> Migration:

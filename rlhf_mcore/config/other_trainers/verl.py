@@ -210,9 +210,8 @@ def logger(names: Any) -> list[str]:
     names = [names] if isinstance(names, str) else names
     trackers = [str(name) for name in names if name in TRACKERS]
     if foreign := sorted(set(map(str, names)) - {"console", "file", *TRACKERS}):
-        raise Lost(
-            f"{', '.join(foreign)} is not written to; there are: {', '.join(TRACKERS)}", {"logging.trackers": trackers}
-        )
+        reason = f"{', '.join(foreign)} is not written to; there are: {', '.join(TRACKERS)}"
+        raise Lost(reason, {"logging.trackers": trackers})
     return trackers
 
 

@@ -91,11 +91,11 @@ def _correction_problems(cfg: Config) -> Iterator[str]:
     prefix = "algorithm.rollout_correction."
     mode = correction_mode(cfg)
     masks = {"mask_low": low, "mask_high": high, "veto": correction.veto}
-    given = {key: value for key, value in masks.items() if value is not None}
-    if mode == "off" and given:
-        key, value = next(iter(given.items()))
+    bounds = {key: value for key, value in masks.items() if value is not None}
+    if mode == "off" and bounds:
+        key, value = next(iter(bounds.items()))
         yield f"{prefix}{key}={value:g} has no effect with {prefix}mode=off; choose token, sequence or geometric"
-    if mode == "geometric" and not given:
+    if mode == "geometric" and not bounds:
         yield f"{prefix}mode=geometric leaves out nothing; set {prefix}mask_low, mask_high or veto"
     if low is not None and high is not None and low >= high:
         yield f"{prefix}mask_low={low:g} is not below {prefix}mask_high={high:g}; lower it"

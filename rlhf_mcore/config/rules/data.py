@@ -67,7 +67,7 @@ def _common_problems(cfg: Config) -> Iterator[str]:
 
 
 def data_problems(data: DataConfig, files: list[str], field: str, *, needs_answer: bool) -> Iterator[str]:
-    """Check that every file is there, is of a known kind, has the columns that training reads, and rows that can be used.
+    """Check that every file is there, is of a known kind, and has the columns for training and usable rows.
 
     ``needs_answer``: a grader compares with a ground truth, so a column with one has to be there.
     """
@@ -76,7 +76,7 @@ def data_problems(data: DataConfig, files: list[str], field: str, *, needs_answe
         return
     limits, deadline = row_limits(data), time.monotonic() + SCAN_S
     for file, (prompt_key, answer_key) in zip(files, file_keys(data, files, field), strict=True):
-        required = _Wanted(prompt_key, answer_key, *settings_of(field), needs_answer)
+        required = _Required(prompt_key, answer_key, *settings_of(field), needs_answer)
         try:
             columns = read_columns(Path(file), field, limits)
         except ConfigError as error:
@@ -89,7 +89,7 @@ def data_problems(data: DataConfig, files: list[str], field: str, *, needs_answe
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Required:
     """The fields that a row must have, and the keys that require them."""
 
     prompt_key: str

@@ -1,7 +1,7 @@
-"""What ``actor.megatron`` and its like may set: fields of Megatron-core's own configuration classes, by name.
+"""Check ``actor.megatron`` and its like: they set fields of Megatron-core's own configuration classes, by name.
 
-They are read from the source of the Megatron-core that is installed, which is not imported: a wrong name or type is found before any
-process starts. Fields that follow from other keys are refused with the key that sets them.
+The fields are read from the source of the installed Megatron-core, without importing it: a wrong name or type is found before any
+process starts. Fields that follow from another key are refused, and that key is named.
 """
 
 from __future__ import annotations
@@ -213,13 +213,13 @@ def megatron_fields() -> Mapping[str, MegatronField] | None:
     for file, classes in _SOURCES.items():
         for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and node.name in classes:
-                for name, annotation in _annotated(node):
+                for name, annotation in _annotations(node):
                     before = fields[name].classes if name in fields else ()
                     fields[name] = MegatronField(name, (*before, classes[node.name]), annotation)
     return fields
 
 
-def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+def _annotations(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_"):
             yield item.target.id, ast.unparse(item.annotation)

@@ -14,7 +14,7 @@ from rlhf_mcore.geometry import ModelGeometry
 
 
 def schedule_problems(cfg: Config) -> Iterator[str]:
-    """List the problems with learning rates, options that an optimizer does not have, and the steps that are profiled."""
+    """List the problems with learning rates, with options that an optimizer lacks, and with profiled steps."""
     for role in ("actor", "critic"):
         optimizer = value_of(cfg, f"{role}.optimizer")
         lr, min_lr = optimizer.lr, optimizer.schedule.min_lr

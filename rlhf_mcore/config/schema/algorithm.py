@@ -60,7 +60,7 @@ class KLConfig(Group):
 
 @dataclass
 class RolloutCorrectionConfig(Group):
-    """What is done where the trainer's probabilities of tokens are not those of the engine that drew them.
+    """The correction where the trainer's probabilities of tokens differ from the engine's.
 
     Weights and masks apply to the policy term of the loss only.
     """

@@ -117,7 +117,7 @@ def _fit_group(value: Any, kind: Any, single: Callable[[Any, Any], Any]) -> Any:
     if isinstance(value, str) and not is_tree(kind):
         return kind(value)
     if isinstance(value, Mapping) and not is_tree(kind) and value.keys() <= types.keys():
-        if single is _fit_assigned:  # as when each is assigned, which names the key that does not fit
+        if single is _fit_assigned:  # each is assigned, so that the key of a misfit is named
             return kind(**value)
         return kind(**{name: fit(child, types[name], single) for name, child in value.items()})
     raise TypeError

@@ -41,7 +41,8 @@ class SamplingConfig(Group):
     """How responses are drawn."""
 
     n: int = key(8, "responses per prompt; group-relative advantages need 2 or more", AT_LEAST_1)
-    temperature: float = key(  # a greedy rollout has nothing to learn from
+    # A greedy rollout has nothing to learn from.
+    temperature: float = key(
         1.0, "logprobs of engine and trainer are both taken at this temperature", ABOVE_0
     )
     top_p: float = key(

@@ -73,9 +73,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return [Point()] if (group, name) == ("rlhf_mcore.engines", "server") else []
 
     monkeypatch.setattr(engine_kinds, "entry_points", entry_points)
-    engine_kinds._installed.cache_clear()
+    engine_kinds._load_installed.cache_clear()
     yield "server"
-    engine_kinds._installed.cache_clear()
+    engine_kinds._load_installed.cache_clear()
 
 
 def problems(cfg: Config) -> str:
