@@ -176,7 +176,7 @@ def obey_stdin(unknown: list[str]) -> None:
     A line that is none of those names is added to ``unknown``, and is the end too.
     """
     signals = {number.name: number for number in FORWARDED}
-    # Not its buffer: a thread that reads that when the process ends holds a lock, and Python aborts.
+    # Not its buffer: a thread that reads the buffer holds a lock. Python aborts when the process ends meanwhile.
     assert isinstance(sys.stdin, io.TextIOWrapper)
     sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin:

@@ -39,7 +39,7 @@ def command_parser(
 
 
 def accept_document(parser: argparse.ArgumentParser) -> None:
-    """Add the option that tells ranks where their starter offers the resolved CONFIG, so that they do not read it again."""
+    """Add the option with the address of the resolved CONFIG: ranks take it from their starter and do not read it again."""
     parser.add_argument("--resolved", metavar="DOCUMENT", help=argparse.SUPPRESS)
 
 

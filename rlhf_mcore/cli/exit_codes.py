@@ -99,7 +99,7 @@ def ended_by_signals() -> Iterator[None]:
 def report(error: Exception) -> int:
     """Report what went wrong, once, and return the exit code for it.
 
-    A rank that was started by a command of ours tells that command. The command prints one message for all ranks, and the traceback
+    A rank under a command of ours tells that command. The command prints one message for all ranks, and the traceback
     goes to the rank's stderr, a log file then. Under the user's own torchrun, and without any, the message is printed here: a
     user's mistake by rank 0, for all ranks know it. There the message also goes into the file that torchrun reads.
     """

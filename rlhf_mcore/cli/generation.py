@@ -53,9 +53,9 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What samples for a run. ``ahead``: what is sampled for coming steps, on the rank that keeps it.
+    """The sampler of a run. ``ahead``: samples for coming steps, on the rank that keeps them.
 
-    What samples is not on the trainer's devices while ``room`` is entered. Collective.
+    The sampler is not on the trainer's devices while ``room`` is entered. Collective.
     """
 
     source: Source

@@ -50,7 +50,7 @@ def launch(
 ) -> int:
     """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code of the last attempt.
 
-    With ``logs``, what ranks write to stderr, and all but the first to stdout, is written to files in that directory. ``console`` is
+    With ``logs``, stderr of all ranks, and stdout of all but the first, go to files in that directory. ``console`` is
     the run's: where it is live, so is the start. ``engines`` is the address of Ray's head where engines may be on other machines.
     """
 
@@ -193,5 +193,5 @@ def end_rest(others: set[int]) -> None:
     end = time.monotonic() + _GRACE_S
     while not all(map(has_ended, set(children()) - others)) and time.monotonic() < end:
         time.sleep(0.05)
-    for _ in range(3):  # what a process had started becomes ours when that is gone
+    for _ in range(3):  # children of a process that ends become ours
         end_all(set(children()) - others)

@@ -153,7 +153,7 @@ class Nodes:
         return code
 
     def _end(self) -> None:
-        """Close the control lines, which ends what still runs."""
+        """Close the control lines: this ends the agents that still run."""
         for agent in self._agents:
             if agent.stdin is not None:
                 with suppress(OSError):

@@ -49,9 +49,10 @@ RANK_BYTES = 200 * 2**20  # a low estimate for a rank after its imports
 
 
 def check_packages(cfg: Config) -> None:
-    """
+    """Check that the packages of the configuration are installed.
+
     Raises:
-        ConfigError: a key asks for a package that is not installed, with what installs it.
+        ConfigError: naming the key, the package and the command that installs it.
     """
     rollout, stack = cfg.rollout, "gpu" if has_gpu() else "cpu"
     without = next(f"rollout.engine={kind.name}" for kind in ENGINES.values() if not kind.packages)
@@ -77,7 +78,7 @@ def check_packages(cfg: Config) -> None:
 
 
 def check_engine(cfg: Config) -> None:
-    """Check that the engine can draw with the model on this machine, and that its cache on a CPU holds a response."""
+    """Check that the engine can draw with the model on this machine. On a CPU its cache must hold a response."""
     run, engine = run_kind(cfg), engine_kind(cfg.rollout.engine)
     geometry = inspect_model(cfg.model.path, "model.path", run.starting_heads)[0] if run.generates else None
     if geometry is None:

@@ -141,7 +141,7 @@ class RankReports:
 
 
 def _blame(ranks: dict[int, Rank]) -> tuple[str, list[int]]:
-    """Blame the ranks that are not even alive, else those that have come least far."""
+    """Blame silent ranks, else the ranks that are furthest behind."""
     limit = f"for {max(rank.limit_s for rank in ranks.values())} s (trainer.watchdog_s)"
     silent = [number for number, rank in ranks.items() if rank.since_alive_s > _SILENT_S]
     if silent:

@@ -54,7 +54,7 @@ class Restorer:
         if best is None:
             return None
         step, weights = best
-        # What engines have drawn is compared with the weights that they have.
+        # Responses of engines are compared with the weights of the engines.
         with self.room():
             for saved in self.models:
                 if isinstance(saved.model, TrainedModel):

@@ -26,7 +26,7 @@ T = TypeVar("T", "Prompt", "TokenizedExample")
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """A resolved configuration, the process that runs it, the record that it leaves, and where it begins.
+    """A resolved configuration with its process, its record and its start.
 
     ``stack`` closes what the run has started, when it ends.
     """

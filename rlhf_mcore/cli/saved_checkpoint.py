@@ -22,7 +22,7 @@ def check_saved(
         checkpoint: its files are those of its manifest.
         weights: by model the Hugging Face directory with its weights.
         values: false: names, shapes and places only.
-        base: the model that adapters are of, where the one that they name is not here.
+        base: the adapters' model, where the one that they name is not here.
 
     Raises:
         ConfigError: a file holds what no run can have saved; the message names file and tensor.

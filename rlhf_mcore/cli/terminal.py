@@ -10,7 +10,7 @@ from rlhf_mcore.config.errors import for_terminal
 
 
 def say(text: object = "", *, file: TextIO | None = None, end: str = "\n", flush: bool = True) -> None:
-    """Print a text whose lines stay lines, and whose other control characters are escaped. ``file``: standard output."""
+    """Print a text. Lines stay lines, other control characters are escaped. ``file``: standard output."""
     print(for_terminal(str(text)), file=sys.stdout if file is None else file, end=end, flush=flush)
 
 

@@ -1,7 +1,7 @@
 """torchrun with one message for whatever ends a run, the exit code of its cause, and an eye on the ranks' progress.
 
-Ctrl-C ends a run at once unless it trains; then the ranks finish the step and save, and a second one ends it at once. Signals that
-ask a run to save (SIGUSR1, SIGUSR2, SIGTERM) go to the ranks, which answer them between steps. Others end the run, and so does SIGTERM
+Ctrl-C ends a run at once unless it trains; then the ranks finish the step and save, and a second one ends it at once. Requests
+to save (SIGUSR1, SIGUSR2, SIGTERM) go to the ranks, and are answered between steps. Other signals end the run, and so does SIGTERM
 where ranks save nothing.
 """
 
@@ -123,8 +123,8 @@ class Agent:
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Print what ended the run, once. Returns the exit code.
 
-        The cause is the first error that a rank has reported and that no other rank's end explains; else a rank that was killed;
-        else one that left without an error; else whatever torchrun saw first.
+        The cause is the first reported error that no other rank's end explains; else a killed rank; else a rank that left without
+        an error; else the failure that torchrun saw first.
         """
         self.reports.read()
         own = [entry for entry in self.reports.failures if entry.kind != CONSEQUENCE]

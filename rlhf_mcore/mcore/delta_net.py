@@ -296,9 +296,9 @@ def gated_delta_rule(
 
 
 def _chunk_places(lengths: NDArray[np.int64], chunk: int) -> tuple[Tensor, list[int]]:
-    """Place tokens where sequences are cut into chunks: first those that begin a sequence, then those that are second in one.
+    """Place tokens where sequences are cut into chunks: all first chunks of sequences, then all second ones, and so on.
 
-    Longer sequences come before shorter ones, so that those which have a further chunk are always the first of their kind.
+    Longer sequences come before shorter ones, so sequences with a further chunk are always the first of their kind.
 
     Returns:
         The place of each token [N] among all places, and how many sequences have a first, a second, ... chunk.

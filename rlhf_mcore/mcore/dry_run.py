@@ -45,7 +45,7 @@ _ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
 
 @dataclass(frozen=True, slots=True)
 class TracedBytes:
-    """Of one rank, in bytes: what stays, and the most that a forward and backward pass needs beside it at a time."""
+    """Bytes of one rank: those that stay, and the peak of a forward and backward pass beside them."""
 
     weights: int
     gradients: int

@@ -45,7 +45,7 @@ class LatentAttention(LayersOfSpec, MLASelfAttention):
 
     Megatron's own local spec splits these projections and gathers what they return, as Hugging Face tensors never are. All heads share
     the rotated part of the keys, and a rank has some of the heads: its gradient is a part of the sum over ranks. With sequence
-    parallelism Megatron gathers that part of the keys over tokens, which sums on the way back. Without, nothing does.
+    parallelism Megatron gathers that part of the keys over tokens, and its backward pass sums. Without, nothing does.
     """
 
     def __init__(self, config: TransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any):

@@ -75,7 +75,7 @@ def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: boo
 
 
 def norm_and_linear(kind: str) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
-    """Return a norm that stands alone, and a linear layer whose outputs are split."""
+    """Return a norm that stands alone, and a linear layer with split outputs."""
     if not use_te(kind):
         return RMSNorm, LocalSpecProvider().column_parallel_linear()
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm

@@ -82,7 +82,7 @@ def move_expert_biases(routers: Iterable[Router], rate: float, group: dist.Proce
     """Balance experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1), from the tokens that routers have counted.
 
     The bias of an expert goes up by ``rate`` where it got fewer tokens than the mean over experts, and down where it got more.
-    ``group`` joins the ranks that hold the same layers, each of which has counted its own tokens. Collective over it.
+    ``group`` joins the ranks of the same layers. Each has counted its own tokens. Collective over it.
     """
     biases, assigned = [], []
     for router in routers:

@@ -159,7 +159,7 @@ class MatrixExchange:
 
 
 def _owners(shapes: dict[str, tuple[int, int]], holders: dict[str, list[int]], num_ranks: int) -> dict[str, int]:
-    """Choose for each matrix one of the ranks that hold a part of it, so that all have about equally much to compute."""
+    """Choose for each matrix one of its ranks, so that all have about equally much to compute."""
     loads, owners = [0] * num_ranks, {}
     cost = {name: max(shape) * min(shape) ** 2 for name, shape in shapes.items()}
     for name in sorted(shapes, key=lambda name: (-cost[name], name)):

@@ -162,7 +162,7 @@ class Optimizer:
         return [float(get_grad_norm_fp32(grads, grad_stats_parallel_group=group)) for grads in counted]
 
     def _split_by_clipping(self, part: DistributedOptimizer) -> list[list[Tensor]]:
-        """Split the stepped tensors by clipping: all of them, or those that are clipped together and those that are clipped alone."""
+        """Split the stepped tensors by clipping: all together, or some of them and the others alone."""
         if not self._clips_alone:
             return [part.get_parameters()]
         alone = {id(stepped) for param, stepped in _stepped(part) if getattr(param, "is_clipped_alone", False)}

@@ -1,4 +1,4 @@
-"""Packed sequences: what layers ask of them, told beforehand, so that no layer asks the device."""
+"""Describe packed sequences for all layers beforehand, so that no layer asks the device."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ def tell_of_padding(modules: Iterable[torch.nn.Module]) -> None:
     for module in modules:
         if (names := getattr(module, "kept_packed_seq_params", None)) is None:
             continue
-        attention: Any = type(module).__mro__[1]  # Transformer Engine's own, which takes what Megatron's keeps
+        attention: Any = type(module).__mro__[1]  # Transformer Engine's own, behind Megatron's
         if "pad_between_seqs" in inspect.signature(attention.forward).parameters:
             names.add("pad_between_seqs")

@@ -143,7 +143,7 @@ class Engine(VersionedWeights, ABC):
 
         Raises:
             RuntimeError: the weights are not usable.
-            ValueError: an empty prompt, one that leaves no room for a response, or a request id that is in flight.
+            ValueError: a prompt is empty or leaves no room for a response, or a request id is in flight.
         """
         self.submit(requests)
         order = {request.request_id: place for place, request in enumerate(requests)}

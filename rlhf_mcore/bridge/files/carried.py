@@ -1,4 +1,4 @@
-"""Tensors of a model's directory that no rank holds, and that go into every directory which is saved of the model, as they are."""
+"""Carry the tensors of a model's directory that no rank holds into every saved directory of the model."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class Exporter:
     Args:
         parameters: what this rank holds, in the dtypes of the files. Their own tensors are written unless ``sources`` are given.
         geometry: of the model.
-        companions: directories whose config and tokenizer files are copied, the first that has a file wins.
+        companions: directories with config and tokenizer files to copy; the first that has a file wins.
         group: the ranks among which the files are divided; at least those that hold the model.
-        bucket_bytes: limit of what a rank sends, and of what it receives, at a time.
+        bucket_bytes: limit of the bytes that a rank sends at a time, and the same for those received.
         shard_bytes: largest size of a file, unless a single tensor is larger.
         config_updates: keys of the written config.json that differ from the copied one.
         sources: what is written instead of the parameters' own tensors, under the same names and in the same shapes: merged with

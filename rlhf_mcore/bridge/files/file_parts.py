@@ -106,7 +106,7 @@ def assembled_bytes(plan: RankPlan, parts: Mapping[str, Part]) -> int:
 
 
 def spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """List for each bucket the parts that it begins, and those that it completes."""
+    """List for each bucket the parts begun in it, and the parts completed in it."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for bucket in plan.buckets:

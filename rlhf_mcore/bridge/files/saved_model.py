@@ -34,7 +34,7 @@ def check_saved_model(weights: Path, training: Path | None, *, values: bool = Tr
         weights: the Hugging Face directory.
         training: the directory of the optimizer's state; None: the model is not trained.
         values: false: compare names, shapes and places only; headers and indexes are read, no tensor.
-        base: the model that adapters are of, where the one that they name is not here.
+        base: the adapters' model, where the one that they name is not here.
 
     Raises:
         ConfigError: a tensor is missing, of another shape or stored twice, a value is not finite, or the state is one that no

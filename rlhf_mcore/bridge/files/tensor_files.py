@@ -97,7 +97,7 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of the data: a single write may be short.
 
     Of large data the disk is given each part at once, so that it writes while the next one is copied, and an fsync finds little left
-    to wait for. Asking to drop pages that are not on the disk yet does that (mm/fadvise.c of Linux), and drops none.
+    to wait for. A request to drop unwritten pages starts to write them (mm/fadvise.c of Linux), and drops none.
     """
     view = memoryview(data)
     while view:

@@ -64,7 +64,7 @@ def _copied(hf_shape: tuple[int, ...], source: View, destination: View) -> list[
 
 @cache
 def unfilled(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Interval, ...]:
-    """List the elements of a contiguous tensor that its rectangles leave, as ascending intervals that do not touch.
+    """List the elements outside of some rectangles of a contiguous tensor, as ascending intervals that do not touch.
 
     Raises:
         ValueError: two rectangles overlap.

@@ -1,1 +1,1 @@
-"""Plan which rectangle goes from one rank to another, and in which bucket. Pure Python."""
+"""Plan the rectangles to send between ranks, and their buckets. Pure Python."""

@@ -1,4 +1,4 @@
-"""Plan a weight transfer: which rectangle goes from one rank's tensor to another's, and in which bucket.
+"""Plan a weight transfer: the rectangles to send from rank to rank, and the bucket of each.
 
 Pure arithmetic on descriptions: no tensor, no process group, no communication. Every rank that is given the same descriptions
 comes to the same plan (compare :attr:`Plan.digest`) and works out its own part alone (:meth:`Plan.rank_view`).
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def bucket_bytes(self) -> int:
-        """Upper limit of the bytes that a rank sends in a bucket, and of those that it receives."""
+        """Upper limit of the bytes that a rank sends in a bucket. The same limit holds for received bytes."""
         return self._schedule.bucket_bytes
 
     @property
@@ -95,7 +95,7 @@ def build_plan(
         sources: who holds what. Several ranks may hold the same elements, in equal or in different tilings.
         destinations: who needs what.
         element_sizes: bytes of an element on the wire by Hugging Face name: 1, 2, 4 or 8.
-        bucket_bytes: limit of the bytes that a rank sends per bucket, and of those that it receives.
+        bucket_bytes: limit of the bytes that a rank sends per bucket, and the same for those received.
         order: Hugging Face names in the order of travel, usually the network's.
         nodes: the number of the node of every rank; then a cell is imported to a node once and forwarded inside.
         only: transfer these tensors alone.
@@ -163,7 +163,7 @@ def _numbers(places: Sequence[Place]) -> Iterator[int]:
 
 
 def spread_order(order: Sequence[str], sources: Sequence[Place], *, keep_layers: bool = True) -> list[str]:
-    """Return an order of travel in which tensors of different owners take turns, so that more ranks send at a time.
+    """Order tensors so that those of different owners take turns: more ranks send at a time.
 
     With ``keep_layers`` they take turns within a layer only (experts of one layer are on different ranks); without, over the whole
     model (so all pipeline stages send at once), for engines that do not ask for layers in order.

@@ -142,8 +142,8 @@ class EngineDestinations(Destinations):
     """The destinations of one engine rank during one sync.
 
     Parameters that the kernels read directly are written in place. A layer that the engine repacks is opened with the first bucket
-    that brings a part of it, and closed after the last, so that the engine processes it. Layers that one bucket brings whole are
-    opened one after the other. Padding is zeroed.
+    of its parts. It is closed after the last, and the engine then processes it. Layers that one bucket brings whole are opened one
+    after the other. Padding is zeroed.
 
     Args:
         model: the engine's live model.

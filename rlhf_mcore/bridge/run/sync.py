@@ -150,7 +150,7 @@ class PlannedBridge:
         group: the ranks that hold the model or an engine.
         sources: what is sent instead of the parameters' own tensors, under the same names and in the same shapes: merged with
             adapters, averaged or cast.
-        bucket_bytes: limit of the bytes that a rank sends at a time, and of those that it receives; two buckets are in flight.
+        bucket_bytes: limit of the bytes that a rank sends at a time, and the same for those received; two buckets are in flight.
         verify: "off"; "sample": compare some elements of every tensor after every sync, and hash as "digest" does after the first
             one and after every ``digest_every``; "digest": hash every tensor on both sides after every sync; "full", for debugging:
             load all weights again the plain way, through ``gatherer``, and compare every engine parameter bit for bit.

@@ -134,7 +134,7 @@ class _Copied(Exchange):
 
 
 class SharedMemory:
-    """Reads messages where their senders have packed them; only where that is, and that it was read, travels.
+    """Reads messages where their senders have packed them. Only places and acknowledgements travel.
 
     Args:
         links: between the ranks.
@@ -211,7 +211,7 @@ def _notice() -> Tensor:
 
 # On a CPU a byte costs ten times more through a socket than to copy, so the ranks of one machine map each other's memory.
 def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup) -> MappedMemory:
-    """Allocate ``nbytes`` that ranks of this machine can map, and map those of the ranks in ``wanted`` that can be. Collective.
+    """Allocate ``nbytes`` for ranks of this machine to map, and map those of ``wanted`` where possible. Collective.
 
     The memory has no name in the file system and no limit of its own, and is gone with the processes that have it mapped. Another
     rank is found through its file descriptor in /proc; a stamp in the memory tells whether it is the right one. Ranks of other

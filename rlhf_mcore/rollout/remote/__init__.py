@@ -1,1 +1,1 @@
-"""Engines in processes of their own, under Ray. The only package that imports ray for them, and that lazily."""
+"""Run engines in processes of their own, under Ray. No other package imports ray for them, and this one does it late."""

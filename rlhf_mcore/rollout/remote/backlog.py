@@ -52,7 +52,7 @@ class FreeBacklog:
 
 
 class SharedBacklog:
-    """Deals so that responses do not depend on what happens to engines, to the last bit.
+    """Deals so that no bit of a response depends on the fate of engines.
 
     The last bits of a response depend on the requests that the engine draws beside it. So requests that are submitted together are cut
     into ``num_shares``, whatever engines there are. An engine draws a share alone, by the weights of the share's version. A share

@@ -1,4 +1,4 @@
-"""Ray, as the fleet of engines uses it: a connection, processes that are placed and called, and what is wrong with it."""
+"""Connect to Ray for the fleet of engines: place and call processes, and report problems."""
 
 from __future__ import annotations
 

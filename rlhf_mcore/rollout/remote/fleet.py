@@ -1,4 +1,4 @@
-"""The engines of a run that are processes of their own: who draws what, who is well, and who has which weights."""
+"""Lead the engines of a run that are processes of their own: requests, health, and weights."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Fleet:
                 self._machines.close()
 
     def tick(self) -> None:
-        """Look at every engine once: what it has drawn, whether it is well, what it needs."""
+        """Look at every engine once: its answers, its health, its needs."""
         for engine in list(self._engines):
             if engine.state == "due":
                 self._spawn(engine)  # without the lock: Ray may keep it waiting
@@ -326,7 +326,7 @@ class Fleet:
             return self._begun and self._participants is None and "serving" not in states and "ready" in states
 
     def _dispatch(self) -> None:
-        """Give requests that no engine has to engines that serve."""
+        """Give waiting requests to serving engines."""
         if self._participants is not None:
             return
         serving = [engine for engine in self._engines if engine.state == "serving" and not engine.draining]

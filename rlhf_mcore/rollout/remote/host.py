@@ -1,4 +1,4 @@
-"""A rank of a remote engine: the process that Ray starts for it, in which one thread owns the engine."""
+"""Run a rank of a remote engine in a process that Ray starts. One thread owns the engine."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def main() -> int:
     adopt_orphans()
     ending: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # the last through srun
-        signal.signal(number, lambda found, _: ending.append(found))
+        signal.signal(number, lambda received, _: ending.append(received))
     folder = str(make_folder(Path("/tmp")))  # paths of sockets are short
     environment = {**os.environ, **SETTINGS, "RAY_TMPDIR": folder}
     del environment[LOOPBACK_ONLY]

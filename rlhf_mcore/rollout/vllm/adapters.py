@@ -22,7 +22,7 @@ def options(shapes: Shapes) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_lora_rank": next(shape[0] for name, shape in shapes.items() if "lora_A" in name),
-        # On a CPU, vLLM 0.32 adds what is in the last slot to rows that ask for no adapter: that slot stays zero.
+        # On a CPU, vLLM 0.32 adds the last slot to rows without an adapter, so that slot stays zero.
         "max_loras": 2,
         "lora_target_modules": sorted({hf_module(name).rpartition(".")[2] for name in shapes}),
     }

@@ -19,7 +19,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM'
 
 
 def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """Name packages that vLLM's code of the model lacks, and parts of the model that its CPU build does not compute."""
+    """Name packages that are missing for vLLM's code of the model, and parts that its CPU build does not compute."""
     if (package := FAMILIES.get(geometry.family, UNSUPPORTED).vllm_imports) and find_spec(package) is None:
         yield (
             f"rollout.engine=vllm: vLLM's code of model.path={cfg.model.path} imports {package}, which is not installed; "

@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a ``torch_dist`` checkpoint: which tensors it has, in which parts, and where each part is."""
+"""Read the ``.metadata`` of a ``torch_dist`` checkpoint: its tensors, their parts, and the place of each part."""
 
 from __future__ import annotations
 

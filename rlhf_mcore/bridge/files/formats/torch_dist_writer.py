@@ -220,7 +220,7 @@ def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
 
 
 def _common_settings(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings that all families share, and those that the loaders read without asking whether they are there."""
+    """Return the settings that all families share. The loaders read some without asking whether they are there."""
     off = dict.fromkeys(
         (
             "add_bias_linear",
