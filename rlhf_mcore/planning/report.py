@@ -96,7 +96,9 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
             f"{sync.num_buckets} buckets, {gib(sync.buffers)} GiB of buffers"
         )
     if plan.later_sync_bytes is not None:
-        yield f"later syncs {plan.later_sync_bytes / 2**20:.1f} MiB to each engine: what adapters change"
+        later = plan.later_sync_bytes
+        size = f"{gib(later)} GiB" if later >= GIB else f"{later / 2**20:.1f} MiB"
+        yield f"later syncs {size} to each engine: what adapters change"
     saved = sum(role.checkpoint_bytes for role in plan.roles)
     yield from _wrapped(f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB")
     if not plan.kv_tokens:

@@ -111,6 +111,18 @@ def test_ppo_learns_with_adapters_of_actor_and_critic(ppo: Path) -> None:
     assert all(not first[name].equal(last[name]) for name in first)
 
 
+def test_a_critic_is_merged_with_its_head(ppo: Path) -> None:
+    workspace = ppo.parents[2]
+    rlhf_mcore(
+        workspace, "convert", "--from", "checkpoint", "--to", "hf", "--role", "critic", str(ppo), "value", "--merge", "--verify"
+    )
+    merged, adapters = (
+        load_file(file) for file in (workspace / "value/model.safetensors", ppo / "checkpoint-4/critic/adapter_model.safetensors")
+    )
+    assert all(merged[name].equal(adapters[f"base_model.model.{name}"]) for name in ("score.weight", "score.bias"))
+    assert json.loads((workspace / "value/config.json").read_text())["architectures"] == ["Qwen3ForTokenClassification"]
+
+
 def test_a_resumed_ppo_run_ends_as_one_that_was_left_alone(ppo: Path) -> None:
     again = train(ppo.parents[2], "ppo", "ppo_again", *PPO, f"checkpoint.resume={ppo / 'checkpoint-2'}")
     names = same_files(ppo / "checkpoint-4", again / "checkpoint-4", "actor", "critic")

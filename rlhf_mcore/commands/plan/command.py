@@ -107,8 +107,8 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
         _print_suggestions(suggestions)
         if adapters is not None:
             say(
-                f"\nwith low-rank adapters {world_size} processes are enough: {' '.join(adapters['overrides'])} takes "
-                f"{gib(adapters['needed'])} of {gib(adapters['available'])} GiB (docs/lora.md)"
+                f"\nlow-rank adapters fit (processes: {world_size}): {' '.join(adapters['overrides'])} takes "
+                f"{gib(adapters['needed'])} of {gib(adapters['available'])} GiB of a device (docs/lora.md)"
             )
     if plan.fits:
         return exit_codes.DONE

@@ -245,8 +245,11 @@ JOINTS = (
     _every("eval_strategy", "eval_steps", "evaluate.every"),
     Joint(("use_vllm",), lambda values: {}),  # vLLM draws here whether it is asked for or not
     Joint(("use_bias_correction_kl", "beta"), _bias_correction),
-    Joint(("peft_config",), _off("adapters are not trained here: all weights are; actor.freeze leaves some out")),
-    Joint(("use_peft",), _off("adapters are not trained here: all weights are; actor.freeze leaves some out")),
+    Joint(("peft_config",), _off("set actor.lora.rank, alpha, dropout and targets as r, lora_alpha, lora_dropout and target_modules")),
+    Joint(
+        ("use_peft",),
+        _off("set actor.lora.rank, alpha, dropout and targets as lora_r, lora_alpha, lora_dropout and lora_target_modules"),
+    ),
     Joint(
         ("mask_truncated_completions",), _off("see algorithm.overlong, which penalises what comes close to the limit")
     ),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.sync import later_bytes
 from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
 
 # Per layer: queries, keys and values 128 x 64, output 64 x 64, gate and up 256 x 64, down 64 x 128, four norms.
@@ -73,3 +75,13 @@ def test_a_scalar_head_is_trained_whole_beside_adapters_and_counted_once() -> No
     assert first.weights == 2 * (LAYER + 128 * 64 + ADAPTERS)
     assert last.weights == 2 * (LAYER + 64 + ADAPTERS + 128)
     assert checkpoint_bytes(planned) == (2 * ADAPTERS + 65) * (2 + 4 + 8)
+
+
+def test_engines_need_at_later_syncs_what_adapters_change() -> None:
+    """A and B alone where an engine adds them itself; else the whole matrices of the layers, which is all but the norms."""
+    cfg = Config()
+    cfg.actor.lora.rank = 8
+    assert later_bytes(cfg, role()) == 2 * 2 * ADAPTERS
+    cfg.actor.lora.sync = "merge"
+    assert later_bytes(cfg, role()) == 2 * 2 * (128 + 64 + 256 + 128) * 64
+    assert later_bytes(cfg, replace(role(), adapters=None)) is None

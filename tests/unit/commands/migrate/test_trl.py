@@ -124,7 +124,7 @@ def test_keywords(given: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"peft_config": "LoraConfig"}, "adapters are not trained"),
+        ({"peft_config": "LoraConfig"}, "set actor.lora.rank"),
         ({"loss_type": "sapo"}, "'sapo' has no counterpart"),
         ({"scale_rewards": "batch"}, "deviation of their group"),
         ({"reward_funcs": ["my_reward"]}, "reward.function=FILE.py:my_reward"),
