@@ -6,7 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks.fake_cuda.device import Counts, fake_device
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens
+from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.mcore import momentum
 from rlhf_mcore.mcore import optimizer as own_optimizer
 from rlhf_mcore.mcore.build import BuildOptions, build_model
@@ -33,6 +35,7 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cuda import CudaPlatform
 from rlhf_mcore.roles import model as role_model
+from rlhf_mcore.roles.adapters import add_adapters
 from rlhf_mcore.roles.critic import ValueObjective
 from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.roles.model import MinibatchPlan, Objective, TrainedModel
@@ -58,6 +61,7 @@ class Case:
     recompute: str = "off"
     delta: bool = False
     truncated: bool = False  # tokens were drawn from a part of the vocabulary
+    adapters: bool = False
 
 
 CASES = (
@@ -65,8 +69,10 @@ CASES = (
     Case("dense, packed"),
     Case("dense, packed, recomputed", recompute="full"),
     Case("dense, packed, top_p", truncated=True),
+    Case("adapters", adapters=True),
     Case("critic", critic=True),
     Case("tensor parallel 2", {"tp": 2, "sequence_parallel": True, "world_size": 2}),
+    Case("tensor parallel 2, adapters", {"tp": 2, "sequence_parallel": True, "world_size": 2}, adapters=True),
     Case("context parallel 2", {"cp": 2, "world_size": 2}),
     Case("pipeline 2, first stage", {"pp": 2, "world_size": 2}),
     Case("pipeline 2, last stage", {"pp": 2, "world_size": 2}, rank=1),
@@ -130,7 +136,11 @@ def _build(case: Case, path: Path, layout: ParallelLayout) -> TrainedModel:
     groups = build_groups(layout)
     assert groups is not None
     recompute = RecomputeConfig(granularity=case.recompute)
-    model = build_model(spec, groups, platform, BuildOptions("bf16", "local", recompute, True, False, 0))
+    options = BuildOptions("bf16", "local", recompute, True, False, 0)
+    if case.adapters:
+        adapters = replace(spec.geometry, adapter=AdapterSizes(8, 16.0, ("all-linear",)))
+        options = replace(options, add_adapters=partial(add_adapters, geometry=adapters, layout=layout, dropout=0.0))
+    model = build_model(spec, groups, platform, options)
     optimizer = OptimizerConfig(lr=1e-3)
     model.add_optimizer(optimizer, matrices_of(spec.geometry))
     assert model.optimizer is not None

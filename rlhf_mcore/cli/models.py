@@ -211,8 +211,6 @@ class ModelBuilder:
         from rlhf_mcore.roles.adapters import add_adapters, initialize, load_adapters
 
         role = "critic" if lora is self.cfg.critic.lora else "actor"
-        if options.layer_spec == "auto":  # Transformer Engine's layers take no adapters
-            options = replace(options, layer_spec="local")
         add = partial(add_adapters, geometry=adapters, layout=layout, dropout=lora.dropout, role=role)
         model = self._model(spec, path, layout, replace(options, add_adapters=add), None)
         parameters = model.adapter_parameters() if model is not None else []

@@ -8,7 +8,7 @@ rank has the rows of B that belong to its part of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ from torch.autograd.function import FunctionCtx
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import AdapterSizes
+from rlhf_mcore.mcore.layers import HAVE_TE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,47 +63,55 @@ class Adapters:
         finally:
             self.is_on = before
 
-    def add(self, layer: Any, matrices: Sequence[MatrixRows], num_a: int, name: str) -> None:
-        """Give a layer the parameters A and B, whose values are undefined.
+    def add(self, layer: Any, matrices: Sequence[MatrixRows], num_a: int, name: str, number: str = "") -> None:
+        """Give a layer the parameters A and B of one of its weights, whose values are undefined.
 
         Args:
-            matrices: those of which this rank has rows.
+            matrices: those of which this rank has rows; the same for all weights of the layer.
             num_a: rows of A, of all matrices of the weight.
             name: of the weight, for messages.
+            number: of the weight, where experts have theirs in one layer.
 
         Raises:
             ConfigError: an adapter of such a layer cannot be computed here.
         """
-        path = _path_of(layer, name)
+        form = _form_of(layer, name)
+        path = form.path
         if self.dropout and path.is_expert and path.group.size() > 1:
             raise ConfigError(
                 f"actor.lora.dropout={self.dropout} is not supported with experts that several ranks share; set it to 0, or "
                 "actor.layout.etp to 1"
             )
-        weight, rank = layer.weight, self.sizes.rank
+        weight, rank = getattr(layer, f"weight{number}"), self.sizes.rank
         order = [row for matrix in matrices for row in matrix.b_rows]
-        layer.lora_a = torch.nn.Parameter(weight.new_empty(num_a, weight.size(1)))
-        layer.lora_b = torch.nn.Parameter(weight.new_empty(len(order), rank))
+        a = torch.nn.Parameter(weight.new_empty(num_a, weight.size(1)))
+        b = torch.nn.Parameter(weight.new_empty(len(order), rank))
+        layer.register_parameter(f"lora_a{number}", a)
+        layer.register_parameter(f"lora_b{number}", b)
+        self._fix(layer, a, b)
+        path.mark(a, b, getattr(weight, "allreduce", True))
+        if hasattr(layer, "lora_rows"):  # another expert's weight came first
+            return
         layer.register_buffer("lora_b_order", torch.tensor(order, device=weight.device), persistent=False)
         rows = torch.tensor([row for matrix in matrices for row in matrix.rows], device=weight.device)
         layer.register_buffer("lora_rows", rows, persistent=False)
-        self._fix(layer)
-        path.mark(layer)
         spans = [(matrix.a_row, len(matrix.rows)) for matrix in matrices]
         covers = rows.tolist() == list(range(weight.size(0)))
 
-        def add(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-            if not self.is_on:
-                return output
-            hidden = path.reduced(self._dropped(inputs[0], path, module.training), module.lora_a)
-            hidden = hidden * self.sizes.scale
-            parts = module.lora_b.index_select(0, module.lora_b_order).split([count for _, count in spans])
-            product = torch.cat(
+        def product(hidden: Tensor, b: Tensor) -> Tensor:
+            parts = b.index_select(0, layer.lora_b_order).split([count for _, count in spans])
+            return torch.cat(
                 [F.linear(hidden[..., a : a + rank], part) for (a, _), part in zip(spans, parts, strict=True)], dim=-1
             )
-            y, bias = output
-            product = path.shared(product)
-            return (y + product if covers else y.index_add(-1, module.lora_rows, product)), bias
+
+        def add(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+            x, y, bias, counts = form.parts_of(module, inputs, output)
+            if not self.is_on:
+                return y, bias
+            x = path.entered(self._dropped(x, path, module.training))
+            hidden = path.reduced(_by_expert(F.linear, x, module, "lora_a", counts)) * self.sizes.scale
+            added = path.shared(_by_expert(product, hidden, module, "lora_b", counts))
+            return (y + added if covers else y.index_add(-1, module.lora_rows, added)), bias
 
         # In front of other hooks: these treat what the layer returns, adapters included.
         layer.register_forward_hook(add, prepend=True)
@@ -116,7 +125,7 @@ class Adapters:
         layer.lora_a = torch.nn.Parameter(weight.new_empty(rank, weight.size(1)))
         layer.lora_b = torch.nn.Parameter(weight.new_empty(weight.size(0), rank))
         set_tensor_model_parallel_attributes(layer.lora_b, True, 0, 1)
-        self._fix(layer)
+        self._fix(layer, layer.lora_a, layer.lora_b)
         if not isinstance(layer, VocabParallelEmbedding):
             return
         # Each rank's gradient of A is that of its tokens.
@@ -129,15 +138,15 @@ class Adapters:
 
         layer.register_forward_hook(add, prepend=True)
 
-    def _fix(self, layer: Any) -> None:
-        """Leave what does not learn of A and B without a gradient."""
+    def _fix(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        """Leave what does not learn of a layer's A and B without a gradient."""
         rank, fixed = self.sizes.rank, self.sizes.fixed
         if not fixed:
             return
-        learns = torch.arange(layer.lora_a.size(0), device=layer.lora_a.device) % rank < rank - fixed
+        learns = torch.arange(a.size(0), device=a.device) % rank < rank - fixed
         layer.register_buffer("lora_learns", learns, persistent=False)
-        layer.lora_a.register_hook(lambda gradient: gradient * layer.lora_learns[:, None])
-        layer.lora_b.register_hook(lambda gradient: gradient * layer.lora_learns[:rank])
+        a.register_hook(lambda gradient: gradient * layer.lora_learns[:, None])
+        b.register_hook(lambda gradient: gradient * layer.lora_learns[:rank])
 
     def of_logits(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return scale * A x [N, rank] and B [V_local, rank], whose product is added to the logits of ``hidden`` [N, h]; or None."""
@@ -169,25 +178,29 @@ class _Path:
         """Whether tensor-parallel ranks have different inputs."""
         return self.sequence_parallel
 
-    def reduced(self, x: Tensor, a: Tensor) -> Tensor:
+    def entered(self, x: Tensor) -> Tensor:
+        """Return the input as A needs it."""
+        return x
+
+    def reduced(self, u: Tensor) -> Tensor:
         """Return A x as B needs it."""
-        return F.linear(x, a)
+        return u
 
     def shared(self, product: Tensor) -> Tensor:
         """Return this rank's part of the product, if ranks' outputs are summed behind the layer."""
         return product
 
-    def mark(self, layer: Any) -> None:
-        """Mark the parameters for the sums and the norm of gradients."""
-        for parameter in (layer.lora_a, layer.lora_b):
+    def mark(self, a: Any, b: Any, allreduce: bool) -> None:
+        """Mark the parameters for the sums and the norm of gradients. ``allreduce``: as the weight is marked."""
+        for parameter in (a, b):
             parameter.sequence_parallel = self.sequence_parallel
 
-    def _mark(self, layer: Any, split: Tensor, dim: int, whole: Any) -> None:
+    def _mark(self, split: Any, dim: int, whole: Any, allreduce: bool) -> None:
         """Mark one parameter as split over tensor-parallel ranks, and one as whole on each, which gets its whole gradient there."""
         set_tensor_model_parallel_attributes(split, True, dim, 1)
         whole.sequence_parallel = self.sequence_parallel and not self.is_expert
-        for parameter in (layer.lora_a, layer.lora_b):
-            parameter.allreduce = getattr(layer.weight, "allreduce", True)
+        for parameter in (split, whole):
+            parameter.allreduce = allreduce
         if self.is_expert:
             # Tensor-parallel ranks may have different experts, so all count, but for copies of the same expert's.
             set_tensor_model_parallel_attributes(whole, True, 0, 1)
@@ -197,16 +210,17 @@ class _Path:
 class _ColumnPath(_Path):
     """Ranks have different rows of B, and the same A."""
 
-    def reduced(self, x: Tensor, a: Tensor) -> Tensor:
-        if self.is_expert:  # the gradient of the input is summed over ranks by the dispatcher
-            x = _Scaled.apply(x, 1.0, 1.0 / self.group.size())
-        u = F.linear(x, a)
+    def entered(self, x: Tensor) -> Tensor:
+        # The gradient of an expert's input is summed over ranks by the dispatcher.
+        return _Scaled.apply(x, 1.0, 1.0 / self.group.size()) if self.is_expert else x
+
+    def reduced(self, u: Tensor) -> Tensor:
         if self.sequence_parallel and not self.is_expert:
             return gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
         return copy_to_tensor_model_parallel_region(u, group=self.group)
 
-    def mark(self, layer: Any) -> None:
-        self._mark(layer, layer.lora_b, 0, layer.lora_a)
+    def mark(self, a: Any, b: Any, allreduce: bool) -> None:
+        self._mark(b, 0, a, allreduce)
 
 
 class _RowPath(_Path):
@@ -216,8 +230,7 @@ class _RowPath(_Path):
     def inputs_differ(self) -> bool:
         return self.group.size() > 1
 
-    def reduced(self, x: Tensor, a: Tensor) -> Tensor:
-        u = F.linear(x, a)
+    def reduced(self, u: Tensor) -> Tensor:
         if self.sequence_parallel and not self.is_expert:
             return reduce_scatter_to_sequence_parallel_region(u, group=self.group)
         return reduce_from_tensor_model_parallel_region(u, group=self.group)
@@ -225,8 +238,8 @@ class _RowPath(_Path):
     def shared(self, product: Tensor) -> Tensor:
         return _Scaled.apply(product, 1.0 / self.group.size(), 1.0) if self.is_expert else product
 
-    def mark(self, layer: Any) -> None:
-        self._mark(layer, layer.lora_a, 1, layer.lora_b)
+    def mark(self, a: Any, b: Any, allreduce: bool) -> None:
+        self._mark(a, 1, b, allreduce)
 
 
 class _Scaled(torch.autograd.Function):
@@ -259,14 +272,50 @@ def _rows_of(layer: VocabParallelEmbedding, tokens: Tensor, table: Tensor) -> Te
     return reduce_from_tensor_model_parallel_region(rows, group=layer.tp_group)
 
 
-def _path_of(layer: Any, name: str) -> _Path:
+# What a layer has multiplied, what it has returned, its bias if that is added later, and the tokens of each expert if it has several.
+_Parts = tuple[Tensor, Tensor, Tensor | None, list[int] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What is asked of a layer of one class."""
+
+    path: _Path
+    parts_of: Callable[[Any, tuple[Any, ...], Any], _Parts]  # of the layer, its inputs and its output
+
+
+def _parts_of(layer: Any, inputs: tuple[Any, ...], output: Any) -> _Parts:
+    """Return the parts of what a layer of Megatron's own has computed."""
+    return inputs[0], *output, None
+
+
+def _by_expert(
+    multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, layer: Any, name: str, counts: list[int] | None
+) -> Tensor:
+    """Multiply x by the parameter of that name; the tokens of each expert, one after the other in x, by its own."""
+    if counts is None:
+        return multiply(x, getattr(layer, name))
+    return torch.cat([multiply(part, getattr(layer, f"{name}{k}")) for k, part in enumerate(x.split(counts))])
+
+
+def _form_of(layer: Any, name: str) -> _Form:
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         kind = _ColumnPath if isinstance(layer, ColumnParallelLinear) else _RowPath
-        return kind(layer.tp_group, bool(layer.sequence_parallel), bool(layer.explicit_expert_comm))
+        return _Form(kind(layer.tp_group, bool(layer.sequence_parallel), bool(layer.explicit_expert_comm)), _parts_of)
     from rlhf_mcore.mcore.latent import WholeLinear
 
     if isinstance(layer, WholeLinear):
-        return _Path(layer.tp_group, layer.sequence_parallel, False)
+        return _Form(_Path(layer.tp_group, layer.sequence_parallel, False), _parts_of)
+    if HAVE_TE:
+        from rlhf_mcore.mcore import lora_te
+
+        lora_te.return_normed(layer)
+        if isinstance(layer, (*lora_te.COLUMN, *lora_te.ROW)):
+            kind = _ColumnPath if isinstance(layer, lora_te.COLUMN) else _RowPath
+            is_expert = lora_te.has_outside_communication(layer)
+            return _Form(kind(layer._tp_group, layer.sequence_parallel, is_expert), lora_te.parts_of)
+        if isinstance(layer, lora_te.WHOLE):
+            return _Form(_Path(layer._tp_group, bool(layer.config.sequence_parallel), False), lora_te.parts_of)
     raise ConfigError(
         f"actor.lora.rank: {name} is a layer of {type(layer).__name__}, which takes no adapter; set model.layer_spec=local, "
         "or leave it out of actor.lora.targets"

@@ -24,7 +24,7 @@ from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.platform.megatron_versions import MTP_INNER
 
-_ADAPTER = (".lora_a", ".lora_b")
+_ADAPTER = re.compile(r".*\.lora_[ab]\d*")
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
@@ -45,7 +45,7 @@ def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) 
 
     Layers are numbered over the whole model (by Megatron's ``layer_number``), MTP layers behind them, experts within this rank.
     """
-    return [one for one in _all_parameters(chunks, layout) if not one.name.endswith(_ADAPTER)]
+    return [one for one in _all_parameters(chunks, layout) if not _ADAPTER.fullmatch(one.name)]
 
 
 def adapter_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:

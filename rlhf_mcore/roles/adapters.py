@@ -60,7 +60,7 @@ def add_adapters(
                         f"{role}.lora.targets={shortened(geometry.adapter.targets)}: a tensor-parallel rank has no row of what they "
                         f"name in {full_name}, where queries, keys and values are joined; name all, or lower {role}.layout.tp"
                     )
-                adapters.add(module, matrices, num_a, full_name)
+                adapters.add(module, matrices, num_a, full_name, weight.group(2))
                 count += 1
         if geometry.head != "lm" and hasattr(chunk, "output_layer"):
             chunk.output_layer.requires_grad_(True)

@@ -215,12 +215,18 @@ def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str
 
 # ---------------------------------------------------------------------------------------------------------------- ours
 def build(
-    name: str, path: Path, groups: ModelGroups, platform: Platform, dropout: float, recompute: RecomputeConfig | None
+    name: str,
+    path: Path,
+    groups: ModelGroups,
+    platform: Platform,
+    dropout: float,
+    recompute: RecomputeConfig | None,
+    layer_spec: str = "local",
 ) -> tuple[SupervisedActor, ModelGeometry]:
     spec, sizes = load_spec(path), SIZES[name]
     adapters = replace(spec.geometry, adapter=sizes)
     options = replace(
-        BuildOptions("fp32", "local", recompute or RecomputeConfig(), True, False, 0),
+        BuildOptions("fp32", layer_spec, recompute or RecomputeConfig(), True, False, 0),
         add_adapters=partial(add_adapters, geometry=adapters, layout=groups.layout, dropout=dropout),
     )
     model = build_model(spec, groups, platform, options)
@@ -262,8 +268,9 @@ def update(
     platform: Platform,
     beginning: str,
     recompute: RecomputeConfig | None = None,
+    layer_spec: str = "local",
 ) -> dict[str, Any]:
-    actor, adapters = build(name, path, groups, platform, 0.0, recompute)
+    actor, adapters = build(name, path, groups, platform, 0.0, recompute, layer_spec)
     fill(actor, adapters, path / f"{beginning}.safetensors")
     batch, model = batch_for(rows()), actor.model.model
     assert model is not None

@@ -67,8 +67,6 @@ def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) ->
         yield from _pissa_problems(role, group)
     if lora.use_dora:
         yield f"{key}.use_dora=True is not supported yet; set it to false"
-    if cfg.model.layer_spec == "te":
-        yield f"{name} is not supported with the layers of Transformer Engine; set model.layer_spec=local, or auto"
     if group.moe.expert_bias_rate:
         yield f"{name}: biases of experts stay as they are; set {role}.moe.expert_bias_rate=0"
     if group.optimizer.name == "muon":

@@ -72,7 +72,6 @@ def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale
         ({"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__lora__targets": []}, "critic.lora.targets"),
         ({"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__optimizer__name": "muon"}, "critic.optimizer.name"),
         ({"algorithm__advantage": "gae", "critic__lora__dropout": 0.1}, "critic.lora.dropout"),
-        ({"model__layer_spec": "te"}, "model.layer_spec"),
         ({"actor__freeze": ["model.norm.weight"]}, "actor.freeze"),
         ({"actor__mtp__mode": "train"}, "actor.mtp.mode"),
         ({"actor__moe__expert_bias_rate": 0.001}, "actor.moe.expert_bias_rate"),

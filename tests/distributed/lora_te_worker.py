@@ -1,0 +1,45 @@
+"""Adapters of Transformer Engine's layers, whose products torch computes, against PEFT or the formula: see lora_worker.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+CASES = {
+    "qwen3": ("dp4", "tp2_dp2", "tp2_dp2_sp", "tp2_pp2"),
+    "qwen3_pissa": ("tp2_dp2_sp",),
+    "qwen2": ("tp2_dp2_sp",),
+    "qwen3_moe": ("dp4", "tp2_sp_ep2_etp1_dp2", "ep2_etp2_dp4"),
+    "deepseek_v3_kimi": ("tp2_sp_ep2_etp1_dp2",),
+    "deepseek_v3_dense": ("tp2_dp2",),
+}
+BEGINNING = "grown"  # B is not zero
+
+
+def main(directory: Path, folder: Path) -> None:
+    from tests.processes.mcore.transformer_engine_worker import import_transformer_engine
+
+    import_transformer_engine(str(folder))
+    from tests.distributed.transformer_engine_math import use_torch
+
+    use_torch()
+    import torch.distributed as dist
+
+    from rlhf_mcore.mcore import layers
+    from tests.distributed import lora_worker, models
+    from tests.distributed.setting import MOE_LAYOUTS, finish, groups_of, moe_groups_of, start
+
+    assert layers.HAVE_TE
+    platform, groups, findings = start(), dict[str, Any](), dict[str, Any](oracle={}, updates={})
+    for name, layouts in CASES.items():
+        path = directory / name
+        if dist.get_rank() == 0:
+            models.make(name.removesuffix("_pissa"), path)
+            findings["oracle"][name] = lora_worker.oracle(name, path, BEGINNING)
+        dist.barrier()
+        for layout in layouts:
+            made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
+            findings["updates"][f"{name}/{layout}"] = lora_worker.update(
+                name, path, made, platform, BEGINNING, layer_spec="auto"
+            )
+    finish(findings, directory)
