@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 MEMORY = ("weights", "kv_cache")  # of an engine, in the order in which it is needed again after a sleep
+ADAPTER_SLOTS = "adapter_slots"  # attribute of an engine's model that adds adapters: their buffers by name
 
 
 @dataclass(frozen=True, slots=True)

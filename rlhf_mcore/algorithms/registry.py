@@ -15,8 +15,8 @@ from rlhf_mcore.algorithms.interfaces import (
     Advantages,
     PolicyLoss,
 )
+from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.function_names import is_file_spec
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import AlgorithmConfig

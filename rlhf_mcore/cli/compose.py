@@ -24,9 +24,8 @@ from rlhf_mcore.config.implied import role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets
-from rlhf_mcore.observability.alarms import AlarmBell
+from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
 from rlhf_mcore.observability.console import Console
-from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import PROFILE, RunDirectory
 from rlhf_mcore.observability.throughput import Throughput, peak_tflops
 from rlhf_mcore.observability.timers import Timers

@@ -8,6 +8,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
@@ -73,14 +75,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_rank(cfg: Config, announced: int = 0) -> int:
     quiet()
-    from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports
 
-    with working("importing torch and Megatron-core", console=of_run(cfg.logging.console)), eager_imports():
+    with _shown_on_terminal(cfg.logging.console), eager_imports():
         from rlhf_mcore.cli.compose import run
 
     with rank.no_early_exit():
         return run(cfg, announced)
+
+
+def _shown_on_terminal(mode: str) -> AbstractContextManager[Any]:
+    """Show that libraries are imported, where a person sees it."""
+    if not sys.stdout.isatty():
+        return nullcontext()
+    from rlhf_mcore.cli.progress import of_run, working
+
+    return working("importing torch and Megatron-core", console=of_run(mode))
 
 
 def quiet() -> None:

@@ -6,6 +6,7 @@ A name is declared here with what validation has to know of it, and its function
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -217,3 +218,28 @@ def find_trackers() -> dict[str, EntryPoint]:
     for point in entry_points(group=group):
         points.setdefault(point.name, point)
     return points
+
+
+class OwnFunction(str):
+    """The value of a key that names a function, where the function itself was given from Python: it is called in this process."""
+
+    function: Callable[..., Any]
+
+    def __new__(cls, function: Callable[..., Any]) -> OwnFunction:
+        text = super().__new__(cls, f"python:{getattr(function, '__qualname__', type(function).__qualname__)}")
+        text.function = function
+        return text
+
+    def __deepcopy__(self, memo: object) -> OwnFunction:
+        return self
+
+    def fingerprint(self) -> str:
+        """Hash a function's name, its code, and the user's own values that the code reads."""
+        from rlhf_mcore.config.function_digest import function_digest
+
+        return hashlib.sha256(f"{self} {function_digest(self.function)}".encode()).hexdigest()
+
+
+def is_file_spec(text: str) -> bool:
+    """Tell whether a value names a function of a file, rather than one of ours."""
+    return ":" in text or text.endswith(".py")

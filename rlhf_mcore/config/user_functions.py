@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.function_names import OwnFunction
 from rlhf_mcore.foreign import MissingFile, read_bytes
 
 MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes a hundred times the memory

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.function_names import is_file_spec
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.rules.alarms import alarm_problems

@@ -13,7 +13,6 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from rlhf_mcore.families.base import Family
 from rlhf_mcore.mcore.norms import ProjectionNorm
 from rlhf_mcore.mcore.rotation import Rotary
 
@@ -54,17 +53,13 @@ class ProjectionNorms(SelfAttention):
         self.k_layernorm = ProjectionNorm(config, config.num_query_groups, tp)
 
 
-def add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family) -> None:
-    """Add the parts that a family has to a specification of Megatron's attention."""
-    parts_by_presence = {
-        OwnRotation: family.windows is not None,
-        OutputGate: config.attention_output_gate,
-        ProjectionNorms: family.norm_of_projections,
-    }
+def add_parts(attention: ModuleSpec, *, windows: bool, gates: bool, projection_norms: bool) -> None:
+    """Add parts to a specification of Megatron's attention."""
+    parts_by_presence = {OwnRotation: windows, OutputGate: gates, ProjectionNorms: projection_norms}
     if parts := tuple(part for part, is_wanted in parts_by_presence.items() if is_wanted):
         assert attention.module is SelfAttention, f"{attention.module.__name__} takes no parts"
         attention.module = _compose(parts)
-    if family.norm_of_projections:
+    if projection_norms:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = IdentityOp
 
 

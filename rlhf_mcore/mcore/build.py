@@ -26,7 +26,6 @@ from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
-from rlhf_mcore.mcore.rotation import set_frequencies, set_latent_frequencies
 from rlhf_mcore.mcore.weights import mark_tensor_parallel
 from rlhf_mcore.platform import Platform
 
@@ -160,9 +159,15 @@ def _build_chunk(
         family = FAMILIES[spec.geometry.family]
         add_mtp_layers(chunk, spec.geometry, groups, options.layer_spec, family, alone=options.mtp.alone)
     if isinstance(spec.geometry.attention, LatentSizes):
+        from rlhf_mcore.mcore.rotation import set_latent_frequencies
+
         set_latent_frequencies(chunk, spec.inv_freq, spec.rope_scale)
     else:
-        set_frequencies(chunk, spec.inv_freq, spec.window_inv_freq)
+        chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
+        if spec.window_inv_freq is not None:
+            from rlhf_mcore.mcore.rotation import set_window_frequencies
+
+            set_window_frequencies(chunk, spec.window_inv_freq)
     if first and FAMILIES[spec.geometry.family].scales_embeddings:
         scale_embeddings(chunk.embedding, spec.geometry.hidden_size**0.5)
     mark_tensor_parallel(chunk)

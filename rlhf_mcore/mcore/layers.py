@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from rlhf_mcore.families.base import Family
-from rlhf_mcore.mcore.attention import add_parts
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.norms import NormedAdd, RMSNorm
 from rlhf_mcore.platform.megatron_versions import submodules_of
@@ -65,7 +64,7 @@ def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: boo
     if delta:
         _use_delta_net(layer, te)
     else:
-        add_parts(layer.self_attention, config, family)
+        _add_parts(layer.self_attention, config, family)
     if moe:
         from rlhf_mcore.mcore.mixture import use_mixture
 
@@ -81,6 +80,19 @@ def norm_and_linear(kind: str) -> tuple[type[torch.nn.Module], type[torch.nn.Mod
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     return TENorm, TEColumnParallelLinear
+
+
+def _add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family) -> None:
+    """Add to a specification of attention what a family has beside Megatron's."""
+    parts = {
+        "windows": family.windows is not None,
+        "gates": config.attention_output_gate,
+        "projection_norms": family.norm_of_projections,
+    }
+    if any(parts.values()):
+        from rlhf_mcore.mcore.attention import add_parts
+
+        add_parts(attention, **parts)
 
 
 def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:

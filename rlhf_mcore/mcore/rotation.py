@@ -25,13 +25,12 @@ class Rotary(RotaryEmbedding):
         return angles if self._scale is None else (angles, self._scale)
 
 
-def set_frequencies(chunk: GPTModel, inv_freq: Tensor, window_inv_freq: Tensor | None) -> None:
-    """Give a chunk rotary frequencies [rotated elements / 2], and its layers that have a window ones of their own (None: the same)."""
-    chunk.rotary_pos_emb.inv_freq = inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
-    rotation = None if window_inv_freq is None else Rotary(chunk.rotary_pos_emb, window_inv_freq)
+def set_window_frequencies(chunk: GPTModel, inv_freq: Tensor) -> None:
+    """Give the layers of a chunk that have a window rotary frequencies [rotated elements / 2] of their own."""
+    rotation = Rotary(chunk.rotary_pos_emb, inv_freq)
     windows = chunk.config.window_size, chunk.config.window_attn_skip_freq
     for layer in chunk.decoder.layers:
-        if rotation is not None and is_layer_window_attention(*windows, layer.layer_number):
+        if is_layer_window_attention(*windows, layer.layer_number):
             layer.self_attention.rotation = rotation
 
 

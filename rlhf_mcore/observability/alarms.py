@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,8 @@ from rlhf_mcore.observability.files import json_line
 if TYPE_CHECKING:
     from rlhf_mcore.observability.alarm_messages import AlarmMessages
 
-SAMPLES = "progress/samples"
+MEAN, MIN, MAX, DEVIATION, SAMPLES = "reward/mean", "reward/min", "reward/max", "reward/std", "progress/samples"
+LEAST_SHARE = 0.05  # of the span of a step's scores: a smaller change of a mean is none, however steady the steps before were
 EARLY, RECENT = 20, 200  # values of a metric that are remembered: its first and its last ones
 QUIET_STEPS = 10  # without trouble in a row, after which the same alarm may be given again
 MESSAGES = ("webhook", "command")  # actions that ``alarm_messages`` takes
@@ -184,3 +186,38 @@ class AlarmBell:
         """Wait a moment for messages that are under way."""
         if self._messages is not None:
             self._messages.close()
+
+
+@dataclass(slots=True)
+class RewardAlarm:
+    """Tells when the mean score of a data source jumps: by a broken grader, other data, or a way around the reward.
+
+    Compares the mean of a step with those of ``steps`` steps before. It is silent until half of them are there.
+
+    ``deviations`` of theirs are what a mean may be away from their mean, and of its own: a mean of few scores varies. 0: off.
+    """
+
+    deviations: float = 5.0
+    steps: int = 20
+    _means: dict[str, deque[float]] = field(default_factory=dict)  # by metric
+    _samples: float = 0.0  # scores of all steps before
+
+    def lines(self, metrics: Mapping[str, float]) -> Iterator[str]:
+        """What to tell of a step, which then counts among those before. To be used up."""
+        names = sorted(name for name in metrics if name.startswith(f"{MEAN}/")) or [MEAN] * (MEAN in metrics)
+        number = (metrics.get(SAMPLES, 0.0) - self._samples) / max(len(names), 1)
+        self._samples = metrics.get(SAMPLES, self._samples)
+        own = metrics.get(DEVIATION, 0.0) / math.sqrt(number) if number > 0 else 0.0
+        for name in names if self.deviations else []:
+            known = self._means.setdefault(name, deque(maxlen=self.steps))
+            if len(known) >= max(self.steps // 2, 2):
+                before, spread = statistics.fmean(known), statistics.pstdev(known)
+                span = metrics.get(MAX, 0.0) - metrics.get(MIN, 0.0)
+                if abs(metrics[name] - before) > max(self.deviations * max(spread, own), LEAST_SHARE * span):
+                    away = f"{abs(metrics[name] - before) / spread:.3g} deviations" if spread else "more than ever"
+                    of = f" of data source {name.removeprefix(f'{MEAN}/')!r}" if name != MEAN else ""
+                    yield (
+                        f"the mean score{of} is {metrics[name]:.4g}, {away} from {before:.4g}, that of the {len(known)} steps before: "
+                        "look at the responses under rollouts/"
+                    )
+            known.append(metrics[name])

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-SLOTS = "adapter_slots"  # attribute of a model that adds adapters: their buffers by name
+from rlhf_mcore.protocols import ADAPTER_SLOTS
+
 SLOT = 0  # of a buffer: the adapter that is trained
 
 
@@ -25,14 +26,14 @@ def name_slots(model: nn.Module) -> None:
         for side, stacked in (("a", layer.lora_a_stacked), ("b", layer.lora_b_stacked))
         for number, tensor in enumerate(stacked)
     }
-    setattr(model, SLOTS, slots)
+    setattr(model, ADAPTER_SLOTS, slots)
 
 
 @contextmanager
 def base_layers(model: nn.Module) -> Iterator[None]:
     """Put layers in the place of those that vLLM has wrapped around them: loaders of weights know the former only."""
     wrapped = []
-    for parent in model.modules() if hasattr(model, SLOTS) else ():
+    for parent in model.modules() if hasattr(model, ADAPTER_SLOTS) else ():
         wrapped += [(parent, name, child) for name, child in parent.named_children() if "base_layer" in child._modules]
     for parent, name, child in wrapped:
         parent._modules[name] = child._modules["base_layer"]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.function_names import OwnFunction
 from rlhf_mcore.config.reward_sources import function_name
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.rewards.pools import Collect, Outcome, Pool, Pools, WorkerLimits, default_workers, local_pool

@@ -17,7 +17,7 @@ from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.config.schema.run import AUTO
 from rlhf_mcore.foreign import SMALL, read_text
-from rlhf_mcore.trainer.inputs import Inputs, changed_inputs, keys_of
+from rlhf_mcore.trainer.inputs import Inputs
 from rlhf_mcore.trainer.resume import CheckSaved, Start
 from rlhf_mcore.trainer.saved_state import check_counts, read_inputs, read_step
 
@@ -146,3 +146,28 @@ def compare_inputs(checkpoint: Path, cfg: CheckpointConfig, inputs: Inputs) -> l
             ]
         )
     return [f"warning: {line}" for line in changed]
+
+
+def changed_inputs(saved: Inputs, current: Inputs) -> list[str]:
+    """Return a line for each input that has another content than it had.
+
+    An input that only one of the two has comes with another configuration, and is named by the comparison of these; but the prompts
+    that are trained on are all compared, and so is a reward function, in checkpoints of releases that did not keep what scores.
+    """
+    lines = []
+    for name in dict.fromkeys((*saved, *current)):
+        before, now = saved.get(name), current.get(name)
+        if before is None or now is None:
+            if name.startswith("data.train[") or (name == "reward.function" and "reward" not in saved):
+                lines.append(
+                    f"{name} was {before['path'] if before else 'not there'} and is {now['path'] if now else 'not there'}"
+                )
+        elif before["content"] != now["content"]:
+            where = f"{before['path']} then, {now['path']} now" if before["path"] != now["path"] else before["path"]
+            lines.append(f"{name} has another content than when the checkpoint was written ({where})")
+    return lines
+
+
+def keys_of(inputs: Inputs) -> frozenset[str]:
+    """Return the keys of the configuration that name these inputs."""
+    return frozenset(name.partition("[")[0].partition(" (")[0] for name in inputs)

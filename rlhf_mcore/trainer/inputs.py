@@ -6,11 +6,10 @@ other paths the same.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,14 @@ from typing import Any
 import xxhash
 
 from rlhf_mcore.checkpoint.manifest import hash_file
+from rlhf_mcore.config.choices import OwnFunction, is_file_spec
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.function_names import OwnFunction, is_file_spec
 from rlhf_mcore.config.implied import grades
 from rlhf_mcore.config.keys import leaves, value_of
 from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
 from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
-from rlhf_mcore.config.user_functions import parse_file
 from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json
 from rlhf_mcore.observability.files import sketch_of_file
 from rlhf_mcore.rewards.reward import what_scores
@@ -127,31 +125,6 @@ def own_files(cfg: Config) -> Inputs:
     return found
 
 
-def changed_inputs(saved: Inputs, current: Inputs) -> list[str]:
-    """Return a line for each input that has another content than it had.
-
-    An input that only one of the two has comes with another configuration, and is named by the comparison of these; but the prompts
-    that are trained on are all compared, and so is a reward function, in checkpoints of releases that did not keep what scores.
-    """
-    lines = []
-    for name in dict.fromkeys((*saved, *current)):
-        before, now = saved.get(name), current.get(name)
-        if before is None or now is None:
-            if name.startswith("data.train[") or (name == "reward.function" and "reward" not in saved):
-                lines.append(
-                    f"{name} was {before['path'] if before else 'not there'} and is {now['path'] if now else 'not there'}"
-                )
-        elif before["content"] != now["content"]:
-            where = f"{before['path']} then, {now['path']} now" if before["path"] != now["path"] else before["path"]
-            lines.append(f"{name} has another content than when the checkpoint was written ({where})")
-    return lines
-
-
-def keys_of(inputs: Inputs) -> frozenset[str]:
-    """Return the keys of the configuration that name these inputs."""
-    return frozenset(name.partition("[")[0].partition(" (")[0] for name in inputs)
-
-
 def _entry(path: str | Path, digest: str) -> Mapping[str, str]:
     return {"path": str(path), "content": digest}
 
@@ -205,45 +178,10 @@ def _companion(file: Path) -> Any:
 
 def _code_digest(spec: str) -> str:
     """Hash a user's function: its name, its file, and the modules beside it or in the working directory that the file imports."""
+    from rlhf_mcore.trainer.imported_files import imported_files
+
     path, _, function = spec.rpartition(":")
     first = Path(path).expanduser().resolve()
-    roots = [first.parent, Path.cwd()]
-    digests, waiting = {}, [first]
-    while waiting:
-        file = waiting.pop()
-        if file not in digests:
-            digests[file] = _file_digest(file)
-            waiting += _imported(file, roots)
+    digests = {file: _file_digest(file) for file in imported_files(first, [first.parent, Path.cwd()])}
     others = sorted({(file.name, digest) for file, digest in digests.items() if file != first})
     return _digest([function, digests[first], others])
-
-
-def _imported(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files below ``roots`` that a file imports by name."""
-    try:
-        tree = parse_file(file)
-    except ConfigError:
-        return  # it is refused elsewhere, or never imported
-    for node in ast.walk(tree):
-        names: list[str] = []
-        places = list(roots)
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
-            if node.level:
-                places = [file.parents[min(node.level, len(file.parents)) - 1]]
-        for name in filter(None, names):
-            if name.partition(".")[0] != "rlhf_mcore":
-                yield from _module_files(name.split("."), places)
-
-
-def _module_files(parts: Sequence[str], places: Sequence[Path]) -> Iterator[Path]:
-    """Yield the file of a module and those of the packages that it is in."""
-    for place in places:
-        for length in range(1, len(parts) + 1):
-            path = place.joinpath(*parts[:length])
-            for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-                if candidate.is_file():
-                    yield candidate.resolve()

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.observability.alarms import AlarmBell
+from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
 from rlhf_mcore.observability.console import Console
-from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory, rollout_record, write_rollouts
 from rlhf_mcore.observability.throughput import Throughput, seconds_beside
 from rlhf_mcore.observability.timers import Timers

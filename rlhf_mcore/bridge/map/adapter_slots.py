@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from rlhf_mcore.bridge.map.strided import covered, unfilled
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, Recorder, trace
 from rlhf_mcore.families.adapters import hf_module, hf_names
-from rlhf_mcore.platform.wrapped_layers import SLOT, SLOTS, adapter_layers, base_layers
+from rlhf_mcore.platform.wrapped_layers import SLOT, adapter_layers, base_layers
+from rlhf_mcore.protocols import ADAPTER_SLOTS
 
 
 def trace_with_adapters(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
@@ -31,7 +32,7 @@ def trace_with_adapters(model: nn.Module, shapes: Mapping[str, tuple[int, ...]])
 
 
 def _trace_slots(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[EngineParameter]:
-    slots: dict[str, Tensor] = getattr(model, SLOTS)
+    slots: dict[str, Tensor] = getattr(model, ADAPTER_SLOTS)
     sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     recorder = Recorder(sources, slots)
     fused = getattr(model, "packed_modules_mapping", {})

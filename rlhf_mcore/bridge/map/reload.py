@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, recorded_layout
-from rlhf_mcore.platform.wrapped_layers import base_layers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -149,6 +148,8 @@ def keep_loading_layout(model: nn.Module) -> list[str]:
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from rlhf_mcore.platform.wrapped_layers import base_layers
 
     changed = []
     with base_layers(model):

@@ -22,7 +22,7 @@ from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle
 from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered, unfilled
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.platform.wrapped_layers import SLOTS
+from rlhf_mcore.protocols import ADAPTER_SLOTS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -301,7 +301,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
-        **getattr(model, SLOTS, {}),
+        **getattr(model, ADAPTER_SLOTS, {}),
     }
 
 

@@ -28,8 +28,7 @@ from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
-from rlhf_mcore.platform.wrapped_layers import SLOTS
-from rlhf_mcore.protocols import LiveWeights, SyncMismatch, SyncStats, WeightTarget
+from rlhf_mcore.protocols import ADAPTER_SLOTS, LiveWeights, SyncMismatch, SyncStats, WeightTarget
 
 if TYPE_CHECKING:
     from rlhf_mcore.bridge.files.gather import Gatherer
@@ -438,7 +437,7 @@ def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> fro
 
 def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
     """Map the live model of an engine: traced from vLLM's loaders, or read from a transformers model."""
-    if hasattr(model, SLOTS):
+    if hasattr(model, ADAPTER_SLOTS):
         from rlhf_mcore.bridge.map.adapter_slots import trace_with_adapters
 
         return trace_with_adapters(model, shapes)

@@ -23,9 +23,9 @@ from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.commands.evaluate.weights import DirectoryWeights, ShardedWeights, open_weights, weight_sketches
+from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
-from rlhf_mcore.config.function_names import OwnFunction
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.tokenizer_match import token_problems

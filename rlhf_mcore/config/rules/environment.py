@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_mcore.config.choices import ENVIRONMENTS
+from rlhf_mcore.config.choices import ENVIRONMENTS, is_file_spec
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.function_names import is_file_spec
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import function_problems

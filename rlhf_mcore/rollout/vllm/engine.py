@@ -14,7 +14,6 @@ import numpy as np
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
-from rlhf_mcore.platform.wrapped_layers import base_layers
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import cpu
@@ -258,7 +257,11 @@ class VLLMEngine(LiveEngine):
         return self._worker().get_model()
 
     def _base_layers(self) -> AbstractContextManager[None]:
-        return base_layers(self.model) if self._named else nullcontext()
+        if not self._named:
+            return nullcontext()
+        from rlhf_mcore.platform.wrapped_layers import base_layers
+
+        return base_layers(self.model)
 
     def _worker(self) -> Any:
         [worker] = self._llm.collective_rpc(_self)

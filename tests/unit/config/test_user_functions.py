@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.choices import OwnFunction, is_file_spec
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.function_names import OwnFunction, is_file_spec
 from rlhf_mcore.config.user_functions import function_problems, load_function
 from tests.messages import refused
 

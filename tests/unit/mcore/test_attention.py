@@ -21,7 +21,7 @@ from rlhf_mcore.families.gemma3_text import FAMILY as GEMMA
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.layers import layer_spec
 from rlhf_mcore.mcore.model_spec import load_spec, transformer_config
-from rlhf_mcore.mcore.rotation import set_frequencies
+from rlhf_mcore.mcore.rotation import set_window_frequencies
 from rlhf_mcore.platform import current_platform
 from tests.distributed.models import make
 from tests.unit.mcore.test_model import groups
@@ -65,7 +65,7 @@ def test_gates_windows_and_norms_of_projections_go_together(
         rotary_pos_emb=angles[model],
         decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=layer, self_attention=attention)]),
     )
-    set_frequencies(chunk, model, own)  # type: ignore[arg-type]
+    set_window_frequencies(chunk, own)  # type: ignore[arg-type]
     found, _ = attention(hidden, None, rotary_pos_emb=angles[model](TOKENS))
 
     config.attention_output_gate = False

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlhf_mcore.observability.reward_alarm import RewardAlarm
+from rlhf_mcore.observability.alarms import RewardAlarm
 
 
 def told(alarm: RewardAlarm, *means: float, name: str = "reward/mean", span: float = 1.0) -> list[int]:

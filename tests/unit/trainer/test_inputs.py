@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.function_names import OwnFunction
 from rlhf_mcore.config.schema import CheckpointConfig, Config, RuleConfig
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.trainer import inputs as module
-from rlhf_mcore.trainer.inputs import changed_inputs, fingerprints, keys_of
+from rlhf_mcore.trainer.earlier_checkpoint import changed_inputs, keys_of
+from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.resume import find_start
 from tests.messages import refused
 from tests.unit.trainer.test_resume import save

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.observability.reward_alarm import RewardAlarm
+from rlhf_mcore.observability.alarms import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
