@@ -16,6 +16,7 @@ from rlhf_mcore.config.implied import longest_example
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.collectives import on_every_rank, world_group
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from rlhf_mcore.roles.supervised import SupervisedActor
@@ -88,7 +89,8 @@ def _load_examples(
     run: RunContext, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[TokenizedExample], list[TokenizedExample]]:
     cfg, data = run.cfg, run.cfg.data
-    positions = load_spec(cfg.model.path, run.kind.head).hf_config.max_position_embeddings
+    spec = on_every_rank(lambda: load_spec(cfg.model.path, run.kind.head))
+    positions = spec.hf_config.max_position_embeddings
 
     def load(files: list[str], field: str) -> list[TokenizedExample]:
         columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(data, files, field)]
@@ -101,6 +103,7 @@ def _load_examples(
             data=data,
             field=field,
             note=run.record.note,
+            group=world_group(),
         )
 
     return load(data.train, "data.train"), load(data.eval, "data.eval") if data.eval else []

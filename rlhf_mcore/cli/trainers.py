@@ -28,7 +28,7 @@ from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.mcore.kernels import live_kernels
-from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
+from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.planning.counts import model_flops, mtp_flops
 from rlhf_mcore.protocols import Evaluator, RewardFunction
 from rlhf_mcore.rewards.reward import check_sources
@@ -174,11 +174,14 @@ def note_kernels(run: RunContext, trained: TrainedModel) -> None:
 def load_data(
     run: RunContext, load: Callable[[RunContext, PreTrainedTokenizerBase], tuple[list[T], list[T]]]
 ) -> Data[T]:
-    """Load the examples to learn from and to evaluate on. All their mistakes are reported before a model is built."""
-    cfg = run.cfg
+    """Load what to learn from and what to evaluate on, before a model is built. Collective over the world, as ``load`` is.
 
-    def read() -> Data[T]:
-        tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
+    Raises:
+        ConfigError: anything is wrong with the tokenizer or with the data; raised on every rank.
+    """
+    cfg = run.cfg
+    with run.record.phase("load_data"):
+        tokenizer = on_every_rank(lambda: load_tokenizer(cfg.model.tokenizer_path or cfg.model.path))
         train, held_out = load(run, tokenizer)
         if len(train) < cfg.trainer.prompts_per_step:
             one, many = ("a prompt", "prompts") if run.kind.generates else ("an example", "examples")
@@ -186,10 +189,7 @@ def load_data(
                 f"data.train has {len(train)} {many}, fewer than trainer.prompts_per_step={cfg.trainer.prompts_per_step}: "
                 f"a step would hold {one} twice. Lower it, or add data."
             )
-        return Data(tokenizer, train, held_out[: cfg.evaluate.max_prompts])
-
-    with run.record.phase("load_data"):
-        data = on_every_rank(read)
+        data = Data(tokenizer, train, held_out[: cfg.evaluate.max_prompts])
     first = data.train[0].prompt_ids
     run.record.note(shown(data.tokenizer.decode(first), len(first)))
     return data
@@ -201,8 +201,8 @@ def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[
     if (path := run.cfg.environment.tools) is not None:
         from rlhf_mcore.config.tool_schemas import read_tools
 
-        tools = read_tools(path)
-    load = partial(load_prompts, tokenizer=tokenizer, cfg=data, tools=tools, note=run.record.note)
+        tools = on_every_rank(lambda: read_tools(path))
+    load = partial(load_prompts, tokenizer=tokenizer, cfg=data, tools=tools, note=run.record.note, group=world_group())
     train = load(data.train)
     held_out = load(data.eval, field="data.eval") if data.eval else []
     if not scores_alone(reward) and grades(run.cfg):

@@ -6,7 +6,7 @@ text and the end-of-sequence token. So training uses the same tokens as later ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from rlhf_mcore.config.data_columns import example_contents, row_limits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
+from rlhf_mcore.data.shared_tokens import Tokens, tokenize
 from rlhf_mcore.data.source import left_out, load_transform, transformed_rows
-from rlhf_mcore.data.tokenizer import token_ids
+from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.rows import owners_of
 from rlhf_mcore.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-EXAMPLES_PER_TOKENIZER_CALL = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +35,8 @@ class TokenizedExample:
     """A prompt and the responses to learn from: one, or the chosen and the rejected one. Every rank holds all examples."""
 
     place: str
-    prompt_ids: NDArray[np.int32]
-    response_ids: list[NDArray[np.int32]]
+    prompt_ids: Tokens
+    response_ids: list[Tokens]
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +61,7 @@ def load_examples(
     field: str = "data.train",
     data: DataConfig | None = None,
     note: Callable[[str], None] = lambda text: None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[TokenizedExample]:
     """Return all examples of ``files`` in order.
 
@@ -74,22 +73,20 @@ def load_examples(
         field: the config key that names the files, for messages.
         data: how rows are read and rendered; None: the defaults.
         note: is told how many examples are left out.
+        group: ranks that share the tokenising: the call is collective over it and raises on all of them. None: this process alone.
 
     Raises:
         ConfigError: for anything wrong with a file or a row, naming both, and when no example is left.
     """
     per_file = [columns] * len(files) if isinstance(columns, Mapping) else columns
     data = data or DataConfig()
-    render, transform = Renderer(tokenizer, data.apply_chat_template), load_transform(data.transform)
-    texts: list[_Texts] = []
-    for file, wanted in zip(files, per_file, strict=True):
-        rows = transformed_rows(Path(file), row_limits(data), transform)
-        contents = [example_contents(row, wanted, place) for place, row in rows if row is not None]
-        prompts = render.all([(prompt, f"{place}, prompt") for place, prompt, _ in contents])
-        texts += [
-            _Texts(place, text, list(answers)) for text, (place, _, answers) in zip(prompts, contents, strict=True)
-        ]
-    examples = list(_tokenize(texts, tokenizer))
+
+    def read() -> list[_Texts]:
+        return list(_read_texts(files, per_file, Renderer(tokenizer, data.apply_chat_template), data))
+
+    rows = read() if group is None else on_every_rank(read, group)
+    tokens = tokenize([text for row in rows for text in (row.prompt, *row.responses)], tokenizer, field, group)
+    examples = list(_pair(rows, tokens, int(tokenizer.eos_token_id)))
     longer = [example for example in examples if example.num_tokens > max_tokens]
     if longer and not drop_longer:
         longest = max(example.num_tokens for example in longer)
@@ -147,19 +144,27 @@ class ExampleBatches:
         return example_batch([self.examples[place] for place in self.sampler.next_batch()]), {}
 
 
-def _tokenize(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenizedExample]:
-    for start in range(0, len(texts), EXAMPLES_PER_TOKENIZER_CALL):
-        part = texts[start : start + EXAMPLES_PER_TOKENIZER_CALL]
-        flat = [text for item in part for text in (item.prompt, *item.responses)]
-        encoded = iter(token_ids(tokenizer, flat))
-        for item in part:
-            prompt_ids = np.array(next(encoded), np.int32)
-            if not len(prompt_ids):
-                raise ConfigError(f"{item.place}: the prompt {item.prompt!r:.60} has no tokens; remove the row")
-            responses = [_end(next(encoded), int(tokenizer.eos_token_id)) for _ in item.responses]
-            yield TokenizedExample(item.place, prompt_ids, responses)
+def _read_texts(
+    files: Sequence[str], columns: Sequence[Mapping[str, str]], render: Renderer, data: DataConfig
+) -> Iterator[_Texts]:
+    transform = load_transform(data.transform)
+    for file, wanted in zip(files, columns, strict=True):
+        rows = transformed_rows(Path(file), row_limits(data), transform)
+        contents = [example_contents(row, wanted, place) for place, row in rows if row is not None]
+        prompts = render.all([(prompt, f"{place}, prompt") for place, prompt, _ in contents])
+        for text, (place, _, answers) in zip(prompts, contents, strict=True):
+            yield _Texts(place, text, list(answers))
 
 
-def _end(response_ids: Sequence[int], eos_token_id: int) -> NDArray[np.int32]:
-    has_ended = bool(response_ids) and response_ids[-1] == eos_token_id
-    return np.array([*response_ids] if has_ended else [*response_ids, eos_token_id], np.int32)
+def _pair(rows: Iterable[_Texts], tokens: Iterator[Tokens], eos_token_id: int) -> Iterator[TokenizedExample]:
+    """Yield the example of each row; ``tokens`` are those of its prompt and of its responses, then those of the next row."""
+    for row in rows:
+        prompt_ids = next(tokens)
+        if not len(prompt_ids):
+            raise ConfigError(f"{row.place}: the prompt {row.prompt!r:.60} has no tokens; remove the row")
+        yield TokenizedExample(row.place, prompt_ids, [_end(next(tokens), eos_token_id) for _ in row.responses])
+
+
+def _end(response_ids: Tokens, eos_token_id: int) -> Tokens:
+    has_ended = len(response_ids) > 0 and response_ids[-1] == eos_token_id
+    return response_ids if has_ended else np.append(response_ids, np.int32(eos_token_id))

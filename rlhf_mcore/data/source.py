@@ -21,15 +21,15 @@ from rlhf_mcore.config.data_rows import (
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
-from rlhf_mcore.data.tokenizer import token_ids
+from rlhf_mcore.data.shared_tokens import tokenize
+from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import DataConfig
-
-PROMPTS_PER_TOKENIZER_CALL = 512
 
 Row = dict[str, Any]
 Transform = Callable[[Row], Row | None]
@@ -56,22 +56,33 @@ def load_prompts(
     field: str = "data.train",
     tools: Sequence[dict[str, Any]] = (),
     note: Callable[[str], None] = lambda text: None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[Prompt]:
     """Return all prompts of ``files`` in order, rendered (see ``Renderer``) and tokenised.
 
     ``Prompt.index`` numbers the rows of all files, including dropped ones, so a rollout's seed does not change with
     ``max_prompt_tokens``; it is therefore not always the position in the returned list. ``field`` names the
     config key in messages. ``tools`` are schemas that the chat template writes into the prompts. ``note`` is
-    told how many prompts ``data.overlong_prompts=drop`` leaves out.
+    told how many prompts ``data.overlong_prompts=drop`` leaves out. The ranks of ``group`` share the tokenising: the call is
+    collective over it, and raises on all of them. None: this process alone.
 
     Raises:
         ConfigError: for anything wrong with a file or a row, naming both, and when no prompt is left.
     """
     if not files:
         raise ConfigError(f"{field} is empty; give a list of .parquet or .jsonl files")
-    placed = list(_read_prompts(files, Renderer(tokenizer, cfg.apply_chat_template, tools), cfg, field))
-    _refuse_duplicates(placed)
-    _tokenize(placed, tokenizer)
+
+    def read() -> list[Placed]:
+        placed = list(_read_prompts(files, Renderer(tokenizer, cfg.apply_chat_template, tools), cfg, field))
+        _refuse_duplicates(placed)
+        return placed
+
+    placed = read() if group is None else on_every_rank(read, group)
+    tokens = tokenize([prompt.text for _, prompt in placed], tokenizer, field, group)
+    for (place, prompt), prompt_ids in zip(placed, tokens, strict=True):
+        if not len(prompt_ids):
+            raise ConfigError(f"{place}: the prompt {prompt.text!r:.60} has no tokens; remove the row")
+        prompt.prompt_ids = prompt_ids.tolist()
     return _limit_length(placed, cfg, field, note)
 
 
@@ -146,17 +157,6 @@ def _refuse_duplicates(placed: Sequence[Placed]) -> None:
                 "rename one of the files, or correct extra_info.prompt_id (or extra_info.id)"
             )
         seen[prompt.prompt_id] = place
-
-
-def _tokenize(placed: Sequence[Placed], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set ``prompt_ids``. No special tokens are added: the template, or the author of a string, has written them."""
-    for start in range(0, len(placed), PROMPTS_PER_TOKENIZER_CALL):
-        part = placed[start : start + PROMPTS_PER_TOKENIZER_CALL]
-        encoded = token_ids(tokenizer, [prompt.text for _, prompt in part])
-        for (place, prompt), prompt_ids in zip(part, encoded, strict=True):
-            if not prompt_ids:
-                raise ConfigError(f"{place}: the prompt {prompt.text!r:.60} has no tokens; remove the row")
-            prompt.prompt_ids = list(prompt_ids)
 
 
 def _limit_length(placed: Sequence[Placed], cfg: DataConfig, field: str, note: Callable[[str], None]) -> list[Prompt]:

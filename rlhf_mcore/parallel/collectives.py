@@ -138,7 +138,8 @@ def gather_failures(error: Exception | None, group: dist.ProcessGroup | None = N
     """Gather the errors of all ranks, in rank order and the same on all; [] when every rank passes None. Collective."""
     own = None
     if error is not None:
-        own = (type(error).__name__, error.errno if isinstance(error, OSError) else None, str(error))
+        kind = ConfigError if isinstance(error, ConfigError) else type(error)
+        own = (kind.__name__, error.errno if isinstance(error, OSError) else None, str(error))
     return [RankFailure(rank, *parts) for rank, parts in enumerate(all_gather_json(own, group)) if parts is not None]
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -36,7 +36,7 @@ from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.own_files import shown_path
-from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
+from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rollout import build_engine
@@ -66,6 +66,9 @@ from rlhf_mcore.trainer.inputs import own_files
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
 TIMEOUT = timedelta(days=2)
@@ -122,7 +125,7 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
         reward = on_every_rank(lambda: build_graders(cfg, pools))
         on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
         folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
-        tasks = on_every_rank(lambda: _tasks(cfg, folders))
+        tasks = _tasks(cfg, folders)
         engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))
         samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
         if cfg.reward.model.path is not None:
@@ -170,18 +173,24 @@ def checked_folder(folder: Path, *, hashes: bool) -> str:
 
 
 def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
+    """Load what each model is evaluated on. Collective over the world."""
     output = Path(cfg.evaluate.output_dir) if cfg.evaluate.output_dir else None
     tasks: list[_Task] = []
     for name, folder in folders.items():
-        given = getattr(cfg.evaluate, name)
-        model_cfg = checkpoint_config(cfg, folder, f"evaluate.{name}")
-        prompts = _load_prompts(model_cfg, f"evaluate.{name}")
-        sharded = find_sharded(folder, f"evaluate.{name}", cfg.model.path)
-        named = find_sharded(given, f"evaluate.{name}", cfg.model.path)
-        subject = _subject(named.weights if named is not None else find_model(given, f"evaluate.{name}"))
         place = output / "compare" if output and tasks else output
-        tasks.append(_Task(model_cfg, given, subject, prompts, place, sharded))
+        task = on_every_rank(partial(_task, cfg, name, folder, place))
+        task.prompts = _load_prompts(task.cfg, f"evaluate.{name}")
+        tasks.append(task)
     return tasks
+
+
+def _task(cfg: Config, name: str, folder: str, output: Path | None) -> _Task:
+    given = getattr(cfg.evaluate, name)
+    model_cfg = checkpoint_config(cfg, folder, f"evaluate.{name}")
+    sharded = find_sharded(folder, f"evaluate.{name}", cfg.model.path)
+    named = find_sharded(given, f"evaluate.{name}", cfg.model.path)
+    subject = _subject(named.weights if named is not None else find_model(given, f"evaluate.{name}"))
+    return _Task(model_cfg, given, subject, [], output, sharded)
 
 
 def _subject(model: str) -> Path:
@@ -191,18 +200,24 @@ def _subject(model: str) -> Path:
 
 
 def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
-    where = cfg.model.tokenizer_path or cfg.model.path
-    tokenizer = load_tokenizer(where)
-    num_tokens = max(tokenizer.get_vocab().values()) + 1
-    if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
-        raise ConfigError.many(problems)
-    tools = read_tools(cfg.environment.tools)
+    """Load the prompts of ``data.eval`` as a model reads them. Collective over the world."""
+
+    def read() -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]]]:
+        where = cfg.model.tokenizer_path or cfg.model.path
+        tokenizer = load_tokenizer(where)
+        num_tokens = max(tokenizer.get_vocab().values()) + 1
+        if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
+            raise ConfigError.many(problems)
+        return tokenizer, read_tools(cfg.environment.tools)
 
     def tell(text: str) -> None:
         if dist.get_rank() == 0:
             say(text, file=sys.stderr)
 
-    prompts = load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval", tools=tools, note=tell)
+    tokenizer, tools = on_every_rank(read)
+    prompts = load_prompts(
+        cfg.data.eval, tokenizer, cfg.data, field="data.eval", tools=tools, note=tell, group=world_group()
+    )
     return prompts[: cfg.evaluate.max_prompts]
 
 
