@@ -48,12 +48,25 @@ class Echo:
 Run = Callable[..., list[Trajectory]]
 
 
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sessions]:
+    """Of Echo, in one worker for all tests: to start one takes longer than a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("echo"))
+        Path("echo.py").write_text(ECHO)
+        sessions = Sessions("echo.py:Echo", {}, WorkerLimits(workers=1))
+        yield sessions
+        sessions.close_all()
+
+
+@pytest.fixture(scope="module")
+def turn_text(tokenizer: PreTrainedTokenizerBase) -> TurnText:
+    return TurnText(tokenizer)
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> Iterator[Run]:
+def run(sessions: Sessions, turn_text: TurnText, tokenizer: PreTrainedTokenizerBase) -> Run:
     """Episodes in Echo, of one sample each unless said. ``says``: the turns of the policy, in order, or a function."""
-    monkeypatch.chdir(tmp_path)
-    Path("echo.py").write_text(ECHO)
-    sessions = Sessions("echo.py:Echo", {}, WorkerLimits(workers=1))
 
     def run(
         says: Any, *prompts: Prompt, n: int = 1, fails: bool = True, new: int = 20, **limits: Any
@@ -61,13 +74,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTo
         turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
         run.engine = Scripted(tokenizer, turns)  # type: ignore[attr-defined]
         bounds = EpisodeLimits(**{"max_turns": 5, "max_tokens": 100, **limits})
-        episodes = Episodes(sessions, TurnText(tokenizer), bounds, fails=fails)
+        episodes = Episodes(sessions, turn_text, bounds, fails=fails)
         plays = EpisodeGenerator(run.engine, episodes)  # type: ignore[attr-defined]
         worker = RolloutWorker(plays, EngineRank(), lambda rows: [], episode_request)
         return worker.generate(prompts, Sampling(n=n, max_new_tokens=new, seed=5), step=2)
 
-    yield run
-    sessions.close_all()
+    return run
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, first: str | None = None, index: int = 0) -> Prompt:
@@ -179,10 +191,8 @@ class Following(Scripted):
 
 
 def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+    sessions: Sessions, turn_text: TurnText, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("echo.py").write_text(ECHO)
     told: Queue[str] = Queue()
 
     def broadcast(value: Any, source: int, group: str) -> Any:
@@ -195,8 +205,7 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     def says(text: str, seed: int) -> str:
         return str(seed % 1000) if text.count("<assistant>") < 3 else "bye"
 
-    sessions = Sessions("echo.py:Echo", {}, WorkerLimits(workers=1))
-    episodes = Episodes(sessions, TurnText(tokenizer), EpisodeLimits(5, 100))
+    episodes = Episodes(sessions, turn_text, EpisodeLimits(5, 100))
     lead, follower = Scripted(tokenizer, says), Following(tokenizer, says)
     prompts, sampling = [prompt(tokenizer, index=index) for index in range(2)], Sampling(n=2, max_new_tokens=20)
     plays = EpisodeGenerator(lead, episodes, "lead")  # type: ignore[arg-type]
@@ -209,7 +218,6 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
         assert heard.result(timeout=60) == []
     assert [(t.prompt.index, t.sample, len(t.turns)) for t in found] == [(p, s, 6) for p in range(2) for s in range(2)]
     assert follower.requests == lead.requests and len(lead.requests) == 12
-    sessions.close_all()
 
 
 def test_fault_42_what_an_environment_writes_ends_no_run_and_no_message(
