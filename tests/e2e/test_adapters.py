@@ -71,6 +71,24 @@ def test_it_goes_on_in_other_layouts(calm: Path) -> None:
         assert moved[name] == pytest.approx(expected[name], rel=2e-4), name
 
 
+def test_what_began_with_singular_vectors_is_resumed(calm: Path) -> None:
+    """The first loss is the model's, as with adapters of no effect; half of what is saved stays as it was."""
+    workspace, pissa = calm.parents[2], "actor.lora.init=pissa"
+    metrics = train(workspace, "pissa", 2, pissa)
+    began = json.loads((calm / "metrics.jsonl").read_text().splitlines()[0])
+    assert metrics[0]["evaluate/loss"] == pytest.approx(began["evaluate/loss"], rel=1e-6)
+    folder = calm.parent / "pissa"
+    train(workspace, "pissa_again", 2, pissa, f"checkpoint.resume={folder / 'checkpoint-1'}")
+    first, last, again = (
+        load_file(path / "actor/adapter_model.safetensors")
+        for path in (folder / "checkpoint-1", folder / "checkpoint-2", calm.parent / "pissa_again/checkpoint-2")
+    )
+    for name, tensor in last.items():
+        assert tensor.equal(again[name]), name
+        halves = [x.chunk(2, dim=int("lora_B" in name)) for x in (first[name], tensor)]
+        assert not halves[0][0].equal(halves[1][0]) and halves[0][1].equal(halves[1][1]), name
+
+
 def test_a_merged_model_is_one_of_transformers(calm: Path) -> None:
     workspace = calm.parents[2]
     rlhf_mcore(workspace, "convert", "--from", "checkpoint", "--to", "hf", str(calm), "merged", "--merge", "--verify")
