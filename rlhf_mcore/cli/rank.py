@@ -44,7 +44,7 @@ def run(main: Callable[[], int]) -> int:
     end_with_parent(signal.SIGKILL)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the locale does not have must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
-    signal.signal(signal.SIGINT, _interrupted)
+    signal.signal(signal.SIGINT, _end_at_once)
     faulthandler.enable()
     faulthandler.register(DUMP_STACKS, chain=False)
     reporter = Reporter()
@@ -109,7 +109,7 @@ class EarlyExit(RuntimeError):
     """Code that a run calls has ended the process."""
 
 
-def _interrupted(_number: int, _frame: FrameType | None) -> None:
+def _end_at_once(_number: int, _frame: FrameType | None) -> None:
     if os.environ["RANK"] == "0" and not Reporter().is_heard:
         os.write(2, b"interrupted: ended before the first step, nothing was to be saved\n")
     os._exit(exit_codes.INTERRUPTED)

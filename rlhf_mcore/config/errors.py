@@ -27,7 +27,7 @@ def for_terminal(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A text on one line without control characters: what others have written must not reach a terminal as it is."""
+    """Put a text on one line without control characters: texts of others must not reach a terminal as they are."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 

@@ -159,7 +159,7 @@ def _write_out(node: yaml.Node, hint: Any) -> yaml.Node:
         item = item_type(kinds[list])
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         first = next(iter(item_keys(kinds[list])), None)
-        named = items if first is None else [_named(one, first) for one in items]
+        named = items if first is None else [_with_name(one, first) for one in items]
         is_single = not isinstance(node, yaml.MappingNode) or is_dataclass(item)
         return yaml.SequenceNode("tag:yaml.org,2002:seq", named, node.start_mark) if is_single else node
     if dict in kinds and isinstance(node, yaml.MappingNode):
@@ -168,7 +168,7 @@ def _write_out(node: yaml.Node, hint: Any) -> yaml.Node:
     return node
 
 
-def _named(item: yaml.Node, key: str) -> yaml.Node:
+def _with_name(item: yaml.Node, key: str) -> yaml.Node:
     """Write out an item: ``final_number`` is short for ``{name: final_number}``, where ``name`` is the first key of such an item."""
     if not isinstance(item, yaml.ScalarNode) or item.tag == _NULL:
         return item

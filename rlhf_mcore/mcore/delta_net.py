@@ -190,10 +190,10 @@ class GatedDeltaNet(torch.nn.Module):
             out = gated_delta_rule(q, k, v, decay, beta, lengths)
         else:
             out = fla.apply_rule(mine.repeat_keys(q), mine.repeat_keys(k), v, decay, beta)
-        out = self._normed(out.to(value.dtype)) * F.silu(gate.float()).unflatten(-1, by_head)
+        out = self._norm_heads(out.to(value.dtype)) * F.silu(gate.float()).unflatten(-1, by_head)
         return out.to(value.dtype).flatten(1)
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def _norm_heads(self, x: Tensor) -> Tensor:
         """Norm each head, with one weight for the heads of all ranks."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)

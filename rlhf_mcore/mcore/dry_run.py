@@ -123,7 +123,7 @@ def dry_run(
     alike = patch.object(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
     alone = patch.object(momentum, "all_gather_json", _of_this_rank)
     one_by_one = patch.object(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
-    scattered = patch.object(mappings, "_reduce_scatter_along_first_dim", _scattered)
+    scattered = patch.object(mappings, "_reduce_scatter_along_first_dim", _scatter)
     with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, alone, one_by_one, scattered, counted:
         model = build_model(spec, groups, platform, options)
         buffers = [buffer for chunk in model.chunks for buffer in flat_buffers(chunk)]
@@ -159,10 +159,10 @@ class _Done:
     def wait(self) -> None: ...
 
 
-def _scattered(
+def _scatter(
     inputs: Tensor, group: dist.ProcessGroup, input_split_sizes: Sequence[int] | None = None, *args: Any
 ) -> Tensor:
-    """NCCL reduces rows where they are; gloo has no such collective, and the platform makes one of a copy."""
+    """Return a rank's rows, as NCCL reduces them where they are. gloo has no such collective, and the platform makes one of a copy."""
     if group.size() == 1:
         return inputs
     rows = len(inputs) // group.size() if input_split_sizes is None else input_split_sizes[group.rank()]
@@ -179,7 +179,7 @@ def _stand_in(chunk: torch.nn.Module) -> None:
         elif isinstance(module, SDPACoreAttention):
             module.forward = _attention  # type: ignore[method-assign]
         elif (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
-            dispatcher.preprocess = partial(_balanced, dispatcher)
+            dispatcher.preprocess = partial(_deal_evenly, dispatcher)
 
 
 def _norm(weight: Tensor, x: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in ctx.saved_tensors[:3])
 
 
-def _balanced(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> NDArray[np.int64]:
+def _deal_evenly(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> NDArray[np.int64]:
     """Deal equally many tokens to every expert. They need not be counted."""
     tokens, experts = routing_map.shape
     copies = tokens * dispatcher.config.moe_router_topk

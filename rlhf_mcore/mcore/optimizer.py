@@ -165,7 +165,7 @@ class Optimizer:
         """Split the stepped tensors by clipping: all together, or some of them and the others alone."""
         if not self._clips_alone:
             return [part.get_parameters()]
-        alone = {id(stepped) for param, stepped in _stepped(part) if getattr(param, "is_clipped_alone", False)}
+        alone = {id(stepped) for param, stepped in _list_stepped(part) if getattr(param, "is_clipped_alone", False)}
         parts: list[list[Tensor]] = [[], []]
         for parameter in part.get_parameters():
             parts[id(parameter) in alone].append(parameter)
@@ -187,7 +187,7 @@ class Optimizer:
         """List the optimizer, the local parameter, which of its elements this rank steps, and the flat fp32 tensor of these."""
         local = {_place(one.tensor): one for one in self._parameters()}
         for part in self._parts():
-            for param, stepped in _stepped(part):
+            for param, stepped in _list_stepped(part):
                 ranges = part._get_model_param_range_map(param)["param"]
                 yield part, local[_place(param)], range(ranges.start, ranges.end), stepped
 
@@ -253,7 +253,7 @@ class Optimizer:
         """
         step, scale = scalars["step"], scalars["loss_scale"]
         for part in self._parts():
-            for _, stepped in _stepped(part):
+            for _, stepped in _list_stepped(part):
                 state = part.optimizer.state[stepped]
                 if "step" in state:
                     state["step"] = torch.full_like(state["step"], step)
@@ -311,7 +311,7 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def _stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+def _list_stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """(parameter of the model, the flat fp32 tensor of its range that Adam steps)."""
     pairs = (
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),

@@ -77,24 +77,24 @@ def add_adapters(
 def _rows_of_a(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> int:
     """Count the rows of the A of a weight; 0 where it has no adapter."""
     try:
-        held = pieces(adapter_names(weight)[0], geometry, layout.shard_of(weight, rank))
+        parts = pieces(adapter_names(weight)[0], geometry, layout.shard_of(weight, rank))
     except KeyError:
         return 0
-    return sum(piece.shape[0] for piece in held)
+    return sum(piece.shape[0] for piece in parts)
 
 
 def _matrices(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> list[MatrixRows]:
     """Join the blocks of each of a weight's matrices, in the order of their As."""
-    found = blocks(weight, geometry, layout.shard_of(weight, rank))
+    own_blocks = blocks(weight, geometry, layout.shard_of(weight, rank))
     return [
         MatrixRows(
             a_row,
-            tuple(row for block in found if block.a_row == a_row for row in range(block.row, block.row + block.count)),
+            tuple(row for block in own_blocks if block.a_row == a_row for row in range(block.row, block.row + block.count)),
             tuple(
-                row for block in found if block.a_row == a_row for row in range(block.b_row, block.b_row + block.count)
+                row for block in own_blocks if block.a_row == a_row for row in range(block.b_row, block.b_row + block.count)
             ),
         )
-        for a_row in sorted({block.a_row for block in found})
+        for a_row in sorted({block.a_row for block in own_blocks})
     ]
 
 

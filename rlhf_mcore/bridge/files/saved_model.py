@@ -96,7 +96,7 @@ def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | N
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         try:
             of_weights = pool.map(look_at_weights, names)
-            stored = pool.map(lambda region: look_at_state(*region), state.stored() if state is not None else ())
+            stored = pool.map(lambda region: look_at_state(*region), state.read_regions() if state is not None else ())
             for problem in chain(of_weights, stored):
                 if problem is not None:
                     raise ConfigError(problem)

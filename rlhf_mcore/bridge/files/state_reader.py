@@ -96,11 +96,11 @@ class StateReader:
             if absent := sorted(kinds - set(stored.kinds)):
                 raise self._damaged(f"tensor {name}: no {absent[0]}")
             self._check_filled(name, shapes[name], [rectangle for _, rectangle in stored.regions])
-        for _ in self.stored():
+        for _ in self.read_regions():
             pass  # the header of its file is compared with the index
 
-    def stored(self) -> Iterator[tuple[str, str, Rectangle, Tensor]]:
-        """Every rectangle that is stored: kind, Hugging Face name, place in that tensor, values (mapped from the file).
+    def read_regions(self) -> Iterator[tuple[str, str, Rectangle, Tensor]]:
+        """Read every stored rectangle: kind, Hugging Face name, place in that tensor, values (mapped from the file).
 
         Raises:
             ConfigError: it is not in the file that the index names, or of another shape or dtype.

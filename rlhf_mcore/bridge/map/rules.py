@@ -221,7 +221,7 @@ def _vocab_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[
 
 
 def _transposed(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """A matrix that every rank has whole, transposed."""
+    """Describe a matrix that every rank has whole, transposed."""
     for name, shape in shapes.items():
         yield Piece(name, (0, 0), shape, 0, (1, shape[0]))
 

@@ -31,17 +31,17 @@ def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destina
     Slices, transposes, reshapes and broadcasts become as few rectangles as their geometry allows. Pieces are in order of
     destination offset; the shapes of both views must be the same.
     """
-    return [Piece(hf_name, *where) for where in _copied(hf_shape, source, destination)]
+    return [Piece(hf_name, *where) for where in _list_copies(hf_shape, source, destination)]
 
 
 def covered(piece: Piece, shape: tuple[int, ...]) -> list[Rectangle]:
     """List the parts of a contiguous local tensor of ``shape`` that a piece fills, in the tensor's own coordinates."""
     local = View(piece.offset, piece.shape, piece.strides)
-    return [Rectangle(start, extent) for start, extent, _, _ in _copied(shape, local, local)]
+    return [Rectangle(start, extent) for start, extent, _, _ in _list_copies(shape, local, local)]
 
 
 @cache  # layers are alike, and so are the copies into them
-def _copied(hf_shape: tuple[int, ...], source: View, destination: View) -> list[_Copied]:
+def _list_copies(hf_shape: tuple[int, ...], source: View, destination: View) -> list[_Copied]:
     assert source.shape == destination.shape, (source, destination)
     if 0 in source.shape:
         return []

@@ -46,7 +46,7 @@ class Samples:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> None:
         self.names, self._dtypes = list(shapes), dtypes
         self.num_axes = max(map(len, shapes.values()), default=1)
-        self.shapes = np.array([_padded(shape, self.num_axes, 1) for shape in shapes.values()], np.int64)
+        self.shapes = np.array([_pad(shape, self.num_axes, 1) for shape in shapes.values()], np.int64)
         self.counts = np.array(
             [max(COUNT, shape[0]) if len(shape) > 2 else COUNT for shape in shapes.values()], np.int64
         )
@@ -77,7 +77,7 @@ class Samples:
                 names.append(name)
                 tensors.append(self._places[piece.hf_name])
                 padded = [
-                    _padded(values, self.num_axes, filler)
+                    _pad(values, self.num_axes, filler)
                     for values, filler in ((piece.start, 0), (piece.shape, 1), (piece.strides, 0))
                 ]
                 rows.append([piece.offset, *(value for values in padded for value in values)])
@@ -152,7 +152,7 @@ def differing(
     return list(dict.fromkeys(map(samples.name_of, wrong)))
 
 
-def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
+def _pad(values: Sequence[int], length: int, filler: int) -> list[int]:
     return [filler] * (length - len(values)) + list(values)
 
 

@@ -100,7 +100,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """What has arrived is not read any more. It may be called again."""
+        """Free what has arrived: it is not read any more. It may be called again."""
         ...
 
     @abstractmethod

@@ -14,7 +14,7 @@ from rlhf_mcore.config.other_trainers.table import (
     Values,
     adapters,
     choose,
-    divided,
+    divide,
     padded_length,
     pair,
     path,
@@ -61,7 +61,7 @@ def _lengths(values: Values) -> dict[str, Any]:
 
 def _minibatch(values: Values) -> dict[str, Any]:
     what = "train.batch_size counts responses, trainer.minibatch_size prompts"
-    return {"trainer.minibatch_size": divided(values["train.batch_size"], values["rollout.n_samples_per_prompt"], what)}
+    return {"trainer.minibatch_size": divide(values["train.batch_size"], values["rollout.n_samples_per_prompt"], what)}
 
 
 def _clip(values: Values) -> dict[str, Any]:

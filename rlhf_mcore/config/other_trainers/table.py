@@ -193,7 +193,7 @@ def adapters(rank: str, alpha: str, targets: str, dropout: str, start: str = "")
     return Joint(tuple(key for key in (rank, alpha, targets, dropout, start) if key), convert)
 
 
-def divided(total: Any, by: Any, what: str) -> int:
+def divide(total: Any, by: Any, what: str) -> int:
     """Divide exactly."""
     if int(total) % int(by):
         raise Lost(f"{what}: {total} is not divisible by {by}")

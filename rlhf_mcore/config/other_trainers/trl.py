@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_mcore.config.choices import TRACKERS
 from rlhf_mcore.config.other_trainers.openrlhf import data_files
-from rlhf_mcore.config.other_trainers.table import Joint, Lost, Row, Table, Values, choose, divided, path
+from rlhf_mcore.config.other_trainers.table import Joint, Lost, Row, Table, Values, choose, divide, path
 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _GENERATION = (*_BATCH, "generation_batch_size", "steps_per_generation", "num_iterations")
@@ -29,7 +29,7 @@ def _responses_per_step(values: Values) -> int:
 def updates_per_step(values: Values) -> int:
     """Count the optimizer updates on the responses of one generation. TRL counts updates where we count generations."""
     passes = int(values["num_iterations"])
-    return passes * divided(_responses_per_step(values), _responses_per_update(values), "responses of a generation")
+    return passes * divide(_responses_per_step(values), _responses_per_update(values), "responses of a generation")
 
 
 def _batches(values: Values) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def _batches(values: Values) -> dict[str, Any]:
     per_step, per_update = _responses_per_step(values), _responses_per_update(values)
     prompts = "prompts are whole groups here: responses of a batch over num_generations"
     return {
-        "trainer.prompts_per_step": divided(per_step, samples, prompts),
-        "trainer.minibatch_size": divided(per_update, samples, prompts),
+        "trainer.prompts_per_step": divide(per_step, samples, prompts),
+        "trainer.minibatch_size": divide(per_update, samples, prompts),
     }
 
 

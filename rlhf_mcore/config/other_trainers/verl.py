@@ -15,7 +15,7 @@ from rlhf_mcore.config.other_trainers.table import (
     Values,
     adapters,
     choose,
-    divided,
+    divide,
     files,
     padded_length,
     pair,
@@ -150,7 +150,7 @@ def warmup(theirs: str, ours: str) -> Joint:
         steps = int(values.get(theirs + "lr_warmup_steps", -1))
         if steps < 0:
             return {ours + "schedule.warmup_ratio": float(values.get(theirs + "lr_warmup_steps_ratio") or 0)}
-        per_step = int(values[ACTOR + "ppo_epochs"]) * divided(
+        per_step = int(values[ACTOR + "ppo_epochs"]) * divide(
             values["data.train_batch_size"],
             values[ACTOR + "ppo_mini_batch_size"],
             "data.train_batch_size over ppo_mini_batch_size",

@@ -75,7 +75,7 @@ def _fit_assigned(value: Any, hint: Any) -> Any:
         return value if isinstance(value, str) else fit(value, list[Optional[str]])
     if hint is str:
         return value if isinstance(value, str) else os.fspath(_as(os.PathLike, value))
-    value = unboxed(value)
+    value = unbox(value)
     if hint is bool or isinstance(value, bool):
         return _as(bool, value) if hint is bool else _as(int, None)
     return int(_as(Integral, value)) if hint is int else float(_as(Real, value))
@@ -83,7 +83,7 @@ def _fit_assigned(value: Any, hint: Any) -> Any:
 
 def plain(value: Any, depth: int = 0) -> Any:
     """Check a value of a table, in which any plain one goes."""
-    value = unboxed(value)
+    value = unbox(value)
     if depth > _MAX_DEPTH:
         raise ValueError("it is nested too deep")
     if isinstance(value, Mapping):
@@ -95,7 +95,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     return value if value is None else _as((str, bool, int, float), value)
 
 
-def unboxed(value: Any) -> Any:
+def unbox(value: Any) -> Any:
     """Turn a number of numpy or torch into a plain one."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 

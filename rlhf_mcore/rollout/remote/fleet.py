@@ -164,7 +164,7 @@ class Fleet:
         elif engine.state == "placing":
             lead, plan = results[0], self._plan
             meeting = Meeting(
-                lead.address, lead.port, 0, plan.tp, sum((found.devices for found in results), ()), engine.name
+                lead.address, lead.port, 0, plan.tp, sum((result.devices for result in results), ()), engine.name
             )
             engine.address, engine.state = lead.address, "starting"
             engine.starting = [

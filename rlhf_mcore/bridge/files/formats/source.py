@@ -110,7 +110,7 @@ class AverageSource:
                 )
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Rows of the mean; where all models have the same, these, bit for bit."""
+        """Read rows of the mean. Where all models have the same, return these, bit for bit."""
         own = self._sources[0].read(name, first, count)
         total, differ = own.to(torch.float32, copy=True), False
         for other in self._sources[1:]:
@@ -120,10 +120,10 @@ class AverageSource:
         return (total / len(self._sources)).to(self.types[name][0]) if differ else own
 
     def origin(self, name: str) -> str:
-        """Every model's."""
+        """Name every model's place of the tensor."""
         return " + ".join(source.origin(name) for source in self._sources)
 
     def release(self) -> None:
-        """Of all models."""
+        """Release all models."""
         for source in self._sources:
             source.release()
