@@ -26,6 +26,7 @@ import pytest
 import rlhf_mcore
 from rlhf_mcore.cli.main import COMMANDS
 from rlhf_mcore.cli.main import module_of as command_module
+from rlhf_mcore.config.keys import KEYS, is_group
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 
@@ -256,3 +257,19 @@ def test_keys_in_the_text_are_keys() -> None:
             if span.partition(".")[0] in GROUPS and not is_file and not is_key(span):
                 found.append(f"{page.name}: {span}")
     assert found == []
+
+
+def test_every_key_stands_in_a_page_besides_the_reference() -> None:
+    """By its name, or by its last part near its group's: a key that no page has a sentence for is not worth having."""
+    pages = [page.read_text() for page in PAGES if page.name != "configuration.md"]
+    assert [key for key in KEYS if not is_group(key) and not any(stands_in(key, page) for page in pages)] == []
+
+
+def stands_in(key: str, page: str) -> bool:
+    """Return whether a page names a key. ``critic.layout.cp`` and ``actor.layout.cp`` are both named by "cp" near "layout"."""
+    *groups, last = key.split(".")
+    near = groups[-1] if groups else last
+    return key in page or any(
+        re.search(rf"\b{near}\b", page[max(0, place.start() - 2000) : place.end() + 2000])
+        for place in re.finditer(rf"\b{last}\b", page)
+    )
