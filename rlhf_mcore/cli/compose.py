@@ -19,9 +19,9 @@ from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.run_context import RunContext
-from rlhf_mcore.cli.trainers import build_trainer
+from rlhf_mcore.cli.trainers import rl_trainer
 from rlhf_mcore.config.implied import role_layouts
-from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets
 from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
@@ -37,7 +37,8 @@ from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
-from rlhf_mcore.trainer.resume import Start, find_start
+from rlhf_mcore.trainer.resume import find_start
+from rlhf_mcore.trainer.run_state import Start
 
 if TYPE_CHECKING:
     from rlhf_mcore.trainer.profiler import StepProfiler
@@ -84,6 +85,19 @@ def run(cfg: Config, announced: int = 0) -> int:
         bell = open_run.record.bell
         by_alarm = broadcast_json(bell is not None and bool(bell.stopped_by), 0)
         return exit_codes.STOPPED if by_alarm else exit_codes.REQUEUE
+
+
+def build_trainer(run: RunContext) -> Trainer:
+    """Build the trainer of a run, resumed where it begins after a checkpoint. Collective over the world.
+
+    Raises:
+        ConfigError: what only the loaded data and the built models can show; raised on every rank.
+    """
+    if run.kind is RL:
+        return rl_trainer(run)
+    from rlhf_mcore.cli import example_trainers
+
+    return {SFT: example_trainers.sft_trainer, REWARD_MODEL: example_trainers.reward_model_trainer}[run.kind](run)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
+from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import Publisher, RewardFunction, Source, SyncStats, WeightBridge, WeightTarget
 from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
@@ -39,7 +39,6 @@ from rlhf_mcore.types import Prompt, Sampling
 
 if TYPE_CHECKING:
     from rlhf_mcore.bridge.run.remote import RemoteBridge
-    from rlhf_mcore.rollout.remote.fleet import Fleet
     from rlhf_mcore.trainer.ahead import SamplingAhead
 
 
@@ -65,25 +64,7 @@ class Generation:
     room: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def build_generation(
-    run: RunContext,
-    actor: Actor,
-    rewards: Rewards,
-    sampler: Sampler,
-    data: Data[Prompt],
-    fleet: Fleet | None,
-) -> Generation:
-    """Start the engines of a run, or wait until those of ``fleet`` have started. Collective over the world."""
-    with run.record.phase("start_engine"):
-        if run.cfg.rollout.placement == "colocated":
-            return _build_colocated(run, actor, rewards, sampler, data)
-        from rlhf_mcore.cli.disaggregated import build_disaggregated
-
-        on_every_rank(lambda: None if fleet is None else fleet.wait_until_ready(run.record.progress))
-        return build_disaggregated(run, actor, rewards, sampler, data, fleet)
-
-
-def _build_colocated(
+def build_colocated(
     run: RunContext, actor: Actor, rewards: Rewards, sampler: Sampler, data: Data[Prompt]
 ) -> Generation:
     """Build engines in the trainer's processes, which sample and learn in turns."""
@@ -151,15 +132,6 @@ def _closed_at_end(engine: Engine) -> Iterator[None]:
                 engine.close()
         raise
     engine.close()
-
-
-def start_fleet(run: RunContext) -> Fleet | None:
-    """Begin to start the engines of a disaggregated run, under Ray. The first rank alone talks to them; None on the others."""
-    if run.cfg.rollout.placement == "colocated" or dist.get_rank() != 0:
-        return None
-    from rlhf_mcore.cli.disaggregated import start
-
-    return start(run)
 
 
 def training_sampling(cfg: Config) -> Sampling:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -14,13 +15,15 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import BEST, checkpoint_path, linked_step
-from rlhf_mcore.cli.saving import SavedModel
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.run_state import RunState
 from rlhf_mcore.trainer.saved_state import restore_state
+
+if TYPE_CHECKING:
+    from rlhf_mcore.cli.saving import SavedModel
 
 
 @dataclass(frozen=True, slots=True)

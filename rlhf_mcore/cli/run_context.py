@@ -15,7 +15,7 @@ from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.trainer.record import RunRecord
-from rlhf_mcore.trainer.resume import Start
+from rlhf_mcore.trainer.run_state import Start
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.registry import Stateful
-from rlhf_mcore.cli.generation import Rewards, build_generation, start_fleet
+from rlhf_mcore.cli.generation import Generation, Rewards, build_colocated
 from rlhf_mcore.cli.models import ModelBuilder
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, T
@@ -20,7 +21,6 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import grades, needs_critic
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.reward_sources import scores_alone
-from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
@@ -33,6 +33,7 @@ from rlhf_mcore.planning.counts import model_flops, mtp_flops
 from rlhf_mcore.protocols import Evaluator, RewardFunction
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
+from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.loop import Trainer
@@ -42,18 +43,8 @@ from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
 from rlhf_mcore.types import Prompt
 
-
-def build_trainer(run: RunContext) -> Trainer:
-    """Build the trainer of a run, resumed where it begins after a checkpoint. Collective over the world.
-
-    Raises:
-        ConfigError: what only the loaded data and the built models can show; raised on every rank.
-    """
-    if run.kind is RL:
-        return rl_trainer(run)
-    from rlhf_mcore.cli import example_trainers
-
-    return {SFT: example_trainers.sft_trainer, REWARD_MODEL: example_trainers.reward_model_trainer}[run.kind](run)
+if TYPE_CHECKING:
+    from rlhf_mcore.rollout.remote.fleet import Fleet
 
 
 def rl_trainer(run: RunContext) -> Trainer:
@@ -64,7 +55,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         graders = on_every_rank(lambda: build_graders(cfg, pools))
         on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
     data = load_data(run, _load_prompts)
-    fleet = on_every_rank(lambda: start_fleet(run))
+    fleet = on_every_rank(lambda: _start_fleet(run))
     with record.phase("build_model"):
         models = ModelBuilder(_with_offload(run), run.platform, run.start.weights, record.memory, record.progress)
         run.stack.callback(models.release)
@@ -87,7 +78,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     if reference is not None and cfg.reference.refresh_steps:  # its weights change
         saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
     rewards = Rewards(graders, keep_scores if model_reward is None else model_reward.add)
-    generation = build_generation(run, actor, rewards, sampler, data, fleet)
+    generation = _build_generation(run, actor, rewards, sampler, data, fleet)
     lengths = generation.worker.dealer.lengths if cfg.rollout.placement == "colocated" else None
     checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead, lengths, generation.room)
 
@@ -121,6 +112,33 @@ def rl_trainer(run: RunContext) -> Trainer:
         max_bad_updates=cfg.trainer.max_bad_updates,
         counters=counters,
     )
+
+
+def _build_generation(
+    run: RunContext,
+    actor: Actor,
+    rewards: Rewards,
+    sampler: Sampler,
+    data: Data[Prompt],
+    fleet: Fleet | None,
+) -> Generation:
+    """Start the engines of a run, or wait until those of ``fleet`` have started. Collective over the world."""
+    with run.record.phase("start_engine"):
+        if run.cfg.rollout.placement == "colocated":
+            return build_colocated(run, actor, rewards, sampler, data)
+        from rlhf_mcore.cli.disaggregated import build_disaggregated
+
+        on_every_rank(lambda: None if fleet is None else fleet.wait_until_ready(run.record.progress))
+        return build_disaggregated(run, actor, rewards, sampler, data, fleet)
+
+
+def _start_fleet(run: RunContext) -> Fleet | None:
+    """Begin to start the engines of a disaggregated run, under Ray. The first rank alone talks to them; None on the others."""
+    if run.cfg.rollout.placement == "colocated" or dist.get_rank() != 0:
+        return None
+    from rlhf_mcore.cli.disaggregated import start
+
+    return start(run)
 
 
 def _build_evaluator(

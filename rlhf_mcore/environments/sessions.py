@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.worker import KEY
 from rlhf_mcore.rewards.frames import encode
-from rlhf_mcore.rewards.pools import MAX_LOST_IN_A_ROW, WorkerLimits, default_workers
+from rlhf_mcore.rewards.items import MAX_LOST_IN_A_ROW, WorkerLimits
+from rlhf_mcore.rewards.pools import default_workers
 from rlhf_mcore.rewards.process import START_TIMEOUT_S, ProcessLost, WorkerProcess
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.answers import fits
 from rlhf_mcore.rewards.code_tests import UNREADABLE, CodeTest, code_of, read_tests, same_output, same_value
-from rlhf_mcore.rewards.pools import Pools, Verdict, WorkerLimits, default_workers, local_pool
+from rlhf_mcore.rewards.items import WorkerLimits
+from rlhf_mcore.rewards.pools import Pools, Verdict, default_workers, local_pool
 from rlhf_mcore.sandbox.run import (
     REMEDIES,
     Level,

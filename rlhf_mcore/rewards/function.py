@@ -12,7 +12,8 @@ from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import function_name
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.pools import Collect, Outcome, Pool, Pools, WorkerLimits, default_workers, local_pool
+from rlhf_mcore.rewards.items import Collect, Outcome, Pool, WorkerLimits
+from rlhf_mcore.rewards.pools import Pools, default_workers, local_pool
 from rlhf_mcore.types import Score, Trajectory
 
 if TYPE_CHECKING:

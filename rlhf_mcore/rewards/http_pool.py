@@ -20,7 +20,7 @@ from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.pools import MAX_LOST_IN_A_ROW, Collect, Outcome
+from rlhf_mcore.rewards.items import MAX_LOST_IN_A_ROW, Collect, Outcome
 from rlhf_mcore.rewards.wire import WireError, excerpt, read_json
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class HttpPool(ABC):
         """
 
     def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Begin with items, from any thread; see :class:`rlhf_mcore.rewards.pools.Pool`.
+        """Begin with items, from any thread; see :class:`rlhf_mcore.rewards.items.Pool`.
 
         What is returned raises ConfigError where no request will ever succeed, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
         """

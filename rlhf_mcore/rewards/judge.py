@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.rewards.http_pool import HttpPool
-from rlhf_mcore.rewards.pools import Outcome
+from rlhf_mcore.rewards.items import Outcome
 from rlhf_mcore.rewards.wire import WireError, excerpt
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.rewards.frames import encode, pack
-from rlhf_mcore.rewards.pools import MAX_LOST_IN_A_ROW, Collect, NoResults, Outcome, WorkerLimits
+from rlhf_mcore.rewards.items import MAX_LOST_IN_A_ROW, Collect, NoResults, Outcome, WorkerLimits
 from rlhf_mcore.rewards.process import START_TIMEOUT_S, ProcessLost, WorkerProcess
 
 CLOSE_TIMEOUT_S = 30.0  # for a worker to be ended; a Ray that is gone may never answer
@@ -322,7 +322,7 @@ class WorkerPool:
         return outcome.answer if outcome is not None else {}
 
     def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Begin with items, from any thread; see :class:`rlhf_mcore.rewards.pools.Pool`.
+        """Begin with items, from any thread; see :class:`rlhf_mcore.rewards.items.Pool`.
 
         What is returned raises ConfigError where nothing can be loaded, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
         """

@@ -18,8 +18,8 @@ from threading import Event
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.rewards.items import Outcome, WorkerLimits
 from rlhf_mcore.rewards.pool import Interrupted, LocalWorker, PoolEnded, WorkerLost, WorkerPool
-from rlhf_mcore.rewards.pools import Outcome, WorkerLimits
 from rlhf_mcore.rewards.process import START_TIMEOUT_S
 
 _LOOK_S = 1.0  # between two looks at deadlines and at Ray

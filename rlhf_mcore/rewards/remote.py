@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_mcore.rewards.http_pool import HttpPool
-from rlhf_mcore.rewards.pools import Outcome
+from rlhf_mcore.rewards.items import Outcome
 from rlhf_mcore.rewards.wire import MAX_ANSWER_BYTES, read_scores
 
 

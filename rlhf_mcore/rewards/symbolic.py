@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.rewards.pools import Pools, Verdict, WorkerLimits, default_workers, local_pool
+from rlhf_mcore.rewards.items import WorkerLimits
+from rlhf_mcore.rewards.pools import Pools, Verdict, default_workers, local_pool
 
 if TYPE_CHECKING:
     from rlhf_mcore.rewards.worker import Call

@@ -29,7 +29,8 @@ from rlhf_mcore.config.schema import Config, DataConfig, JudgeConfig, RewardConf
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.forms import canonical
-from rlhf_mcore.rewards.pools import NoResults, Pools, local_pool
+from rlhf_mcore.rewards.items import NoResults
+from rlhf_mcore.rewards.pools import Pools, local_pool
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
 from rlhf_mcore.types import Prompt, Score
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_mcore.rewards.pools import Outcome
+from rlhf_mcore.rewards.items import Outcome
 
 MAX_ANSWER_BYTES = 2**15  # of one score
 MAX_ERROR_CHARS = 2000

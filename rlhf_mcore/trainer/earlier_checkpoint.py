@@ -18,7 +18,7 @@ from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.config.schema.run import AUTO
 from rlhf_mcore.foreign import SMALL, read_text
 from rlhf_mcore.trainer.inputs import Inputs
-from rlhf_mcore.trainer.resume import CheckSaved, Start
+from rlhf_mcore.trainer.run_state import CheckSaved, Start
 from rlhf_mcore.trainer.saved_state import check_counts, read_inputs, read_step
 
 MAX_NOTED = 20

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.disk import Disk
@@ -15,25 +13,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.config.schema.run import AUTO, NEVER
 from rlhf_mcore.trainer.inputs import Inputs
-
-CheckSaved = Callable[[Path, Mapping[str, Path]], None]  # a checkpoint, and by model the directory with its weights
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A run begins after ``step`` with what ``checkpoint`` holds; None: with the weights of the configuration.
-
-    ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record continues, up to this step.
-    ``is_over``: nothing is left to do. ``inputs``: fingerprints of what the run is made from; the first rank's.
-    """
-
-    checkpoint: Path | None = None
-    step: int = 0
-    weights: dict[str, Path] = field(default_factory=dict)
-    continues: bool = False
-    is_over: bool = False
-    notes: list[str] = field(default_factory=list)
-    inputs: Inputs = field(default_factory=dict)
+from rlhf_mcore.trainer.run_state import CheckSaved, Start
 
 
 def find_start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,6 +19,26 @@ from rlhf_mcore.trainer.inputs import Inputs
 
 if TYPE_CHECKING:
     from rlhf_mcore.trainer.ahead import SamplingAhead
+
+
+CheckSaved = Callable[[Path, Mapping[str, Path]], None]  # a checkpoint, and by model the directory with its weights
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A run begins after ``step`` with what ``checkpoint`` holds; None: with the weights of the configuration.
+
+    ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record continues, up to this step.
+    ``is_over``: nothing is left to do. ``inputs``: fingerprints of what the run is made from; the first rank's.
+    """
+
+    checkpoint: Path | None = None
+    step: int = 0
+    weights: dict[str, Path] = field(default_factory=dict)
+    continues: bool = False
+    is_over: bool = False
+    notes: list[str] = field(default_factory=list)
+    inputs: Inputs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

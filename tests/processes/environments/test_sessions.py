@@ -12,7 +12,7 @@ from rlhf_mcore.commands.reward_test import command as reward_test
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments import sessions as sessions_module
 from rlhf_mcore.environments.sessions import Answer, Sessions
-from rlhf_mcore.rewards.pools import WorkerLimits
+from rlhf_mcore.rewards.items import WorkerLimits
 
 COUNTING = """
 import asyncio, os, random, time

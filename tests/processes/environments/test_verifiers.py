@@ -16,7 +16,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.sessions import Answer, Sessions
-from rlhf_mcore.rewards.pools import WorkerLimits
+from rlhf_mcore.rewards.items import WorkerLimits
 from tests.commands import ROOT, finished
 
 PACKAGES = os.environ.get("RLHF_MCORE_TEST_VERIFIERS", "")

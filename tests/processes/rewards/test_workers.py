@@ -21,7 +21,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
 from rlhf_mcore.rewards.function import PooledReward, function_reward
-from rlhf_mcore.rewards.pools import WorkerLimits, default_workers, local_pool
+from rlhf_mcore.rewards.items import WorkerLimits
+from rlhf_mcore.rewards.pools import default_workers, local_pool
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.commands import wait_for

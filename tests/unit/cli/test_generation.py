@@ -110,5 +110,5 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
     rewards: Any = SimpleNamespace(graders=None, add_model=None)
     data: Any = SimpleNamespace(decode=None, train=None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    generation._build_colocated(run, actor, rewards, None, data)  # type: ignore[arg-type]
+    generation.build_colocated(run, actor, rewards, None, data)  # type: ignore[arg-type]
     assert engine.told == ["traced", *["sleeps"] * shares, "models come", "planned"]

@@ -22,7 +22,8 @@ from rlhf_mcore.cli.main import main
 from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
-from rlhf_mcore.trainer.resume import Start, find_start
+from rlhf_mcore.trainer.resume import find_start
+from rlhf_mcore.trainer.run_state import Start
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
 STATE = "actor/training/state-00000.safetensors"

@@ -16,7 +16,7 @@ from rlhf_mcore.config.schema import Config, RewardConfig
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.trainer.record import RunRecord
-from rlhf_mcore.trainer.resume import Start
+from rlhf_mcore.trainer.run_state import Start
 from tests.unit.parallel.world import world
 
 __all__ = ["world"]
@@ -34,7 +34,7 @@ def test_a_bad_reward_function_is_found_before_data_and_models(tmp_path: Path, m
     requests: Any = None
     run = RunContext(cfg, current_platform(), RunRecord(Timers(), 0), Start(), requests, ExitStack())
     with pytest.raises(ConfigError, match=r"reward\.function is .*mine\.py:grade.* its parameters are \(text\)"):
-        trainers.build_trainer(run)
+        trainers.rl_trainer(run)
 
 
 @pytest.mark.parametrize(

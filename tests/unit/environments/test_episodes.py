@@ -23,7 +23,7 @@ from rlhf_mcore.environments.reward import EnvironmentReward
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.rewards.pools import WorkerLimits
+from rlhf_mcore.rewards.items import WorkerLimits
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_seed
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted

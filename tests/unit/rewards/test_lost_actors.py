@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rlhf_mcore.rewards.items import Outcome, WorkerLimits
 from rlhf_mcore.rewards.pool import WorkerLost, WorkerPool
-from rlhf_mcore.rewards.pools import Outcome, WorkerLimits
 
 
 class Dying:

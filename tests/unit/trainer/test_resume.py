@@ -21,7 +21,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.trainer.inputs import Inputs
-from rlhf_mcore.trainer.resume import Start, find_start
+from rlhf_mcore.trainer.resume import find_start
+from rlhf_mcore.trainer.run_state import Start
 from tests.messages import refused
 from tests.unit.checkpoint.saving import complete
 
