@@ -10,9 +10,8 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.hub_ids import absent_hint
-from rlhf_mcore.config.model_files import tokenizer_problems
+from rlhf_mcore.config.model_files import end_tokens, growth_problems, tokenizer_contents, tokenizer_problems
 from rlhf_mcore.config.schema import ModelConfig
-from rlhf_mcore.config.tokenizer_files import contents, end_tokens, growth_problems
 from rlhf_mcore.foreign import INDEX, Fields, MissingFile, read_json, shorten
 
 PLAIN_FILES = ("tokenizer.model", "vocab.json", "merges.txt")  # of tokenizers that have no tokenizer.json
@@ -20,7 +19,7 @@ PLAIN_FILES = ("tokenizer.model", "vocab.json", "merges.txt")  # of tokenizers t
 
 def tokenizer_size(directory: str) -> int | None:
     """Return one more than the largest token id in tokenizer.json, or None where there is no such file or it does not list them."""
-    texts = _texts_of_tokens(contents(directory))
+    texts = _texts_of_tokens(tokenizer_contents(directory))
     return max(texts) + 1 if texts else None
 
 
@@ -50,7 +49,7 @@ def tokenizer_difference(directory: str, own: str) -> str | None:
 
     More tokens than those of ``own`` are no difference: they have rows of the embedding beyond its.
     """
-    there, here = contents(directory), contents(own)
+    there, here = tokenizer_contents(directory), tokenizer_contents(own)
     if not there or not here:
         names = [name for name in PLAIN_FILES if isfile(Path(directory, name)) and isfile(Path(own, name))]
         differing = [name for name in names if not filecmp.cmp(Path(directory, name), Path(own, name), shallow=False)]
@@ -102,7 +101,7 @@ def token_problems(model_dir: str, num_tokens: int | None, field: str, tokenizer
 
 def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
     """Check the ids of config.json that begin and end a text: they have to be special tokens of the tokenizer beside it."""
-    content = contents(model_dir)
+    content = tokenizer_contents(model_dir)
     texts = _texts_of_tokens(content)
     special = {token.get("id") for token in content.get("added_tokens") or () if isinstance(token, dict)}
     if not special:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.tokenizer_files import growth_problems
+from rlhf_mcore.config.model_files import growth_problems
 from rlhf_mcore.foreign import read_json
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.config.tokenizer_files import end_tokens
+from rlhf_mcore.config.model_files import end_tokens
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.protocols import MEMORY, EngineRank

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.run_weight import loaded_modules, weigh
 
-FILES, LINES = 216, 31_600  # the goals are 200 and 30,000 (docs/performance.md)
+FILES, LINES = 202, 30_250  # the goals are 200 and 30,000 (docs/performance.md)
 ELSEWHERE = (
     *("api", "commands", "environments", "sandbox", "rewards.http_pool", "rewards.judge", "rewards.remote", "rewards.ray_pool"),
     *("rollout.hf", "rollout.remote", "roles.critic", "roles.reward_model", "roles.supervised", "trainer.ahead", "trainer.pipeline"),
@@ -16,6 +16,9 @@ ELSEWHERE = (
     *("data.examples", "mcore.momentum", "rewards.comparison", "rewards.mathematics", "rewards.shape", "roles.freezing"),
     *("rollout.vllm.reload", "trainer.earlier_checkpoint", "trainer.evaluation", "trainer.saved_state", "trainer.statistics"),
     *("config.load", "config.other_names", "mcore.delta_net", "mcore.latent", "mcore.mtp", "planning.plan", "platform.cuda"),
+    *("cli.starting", "cli.continuing", "observability.live_display", "observability.background_tracker", "rewards.items"),
+    *("bridge.files.gather", "config.tokenizer_match", "config.user_functions", "algorithms.returns", "algorithms.turns"),
+    *("data.trajectory_files", "mcore.attention", "mcore.stages", "parallel.context", "residency.parts", "rollout.vllm.masks"),
 )
 
 

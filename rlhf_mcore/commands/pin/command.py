@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST, checkpoint_path
-from rlhf_mcore.checkpoint.links import pin, read_pins, unpin
+from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.commands.pin.pins import pin, unpin
 from rlhf_mcore.config.errors import ConfigError
 
 

@@ -14,9 +14,10 @@ from rlhf_mcore.checkpoint.archive import Archiver, check, pack
 from rlhf_mcore.checkpoint.disk import Disk, SaveError
 from rlhf_mcore.checkpoint.housekeeping import recover, set_aside, tidy
 from rlhf_mcore.checkpoint.layout import Checkpoint, scan
-from rlhf_mcore.checkpoint.links import BestRule, pin, read_pins, unpin
+from rlhf_mcore.checkpoint.links import BestRule, read_pins
 from rlhf_mcore.checkpoint.manifest import Base, CheckpointInfo, read_manifest, verify
 from rlhf_mcore.checkpoint.retention import Retention, dropped, prune, prune_quarantine
+from rlhf_mcore.commands.pin.pins import pin, unpin
 from rlhf_mcore.config.errors import ConfigError
 from tests.unit.checkpoint.saving import FailingDisk, contents, save
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.tokenizer_files import growth_problems
+from rlhf_mcore.config.model_files import growth_problems
 from rlhf_mcore.config.tokenizer_match import tokenizer_difference
 from tests.unit.config.checking import check, only
 
