@@ -52,6 +52,21 @@ for rows, inner, outer in [(1, 32, 97), (7, 64, 96), (37, 34, 65), (64, 256, 100
             assert torch.equal(one, other), (rows, inner, outer, offset, place)
 print("equal")
 """
+# In a fork for each mode and each processor's kernels: both are read at a process's first product, and torch is imported once.
+IN_FORKS = f"""
+import ctypes, os, sys, torch, torch.nn.functional
+{MODE.strip()}
+for choice in sys.argv[1:]:
+    if not (child := os.fork()):
+        os.environ["MKL_CBWR"], kernels = choice.split(",")
+        if kernels:
+            os.environ["ATEN_CPU_CAPABILITY"] = kernels
+        print(choice)
+        exec({AT_EVERY_OFFSET!r})
+        print(mkl.mkl_serv_cbwr_get(-1), torch.backends.cpu.get_cpu_capability(), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, choice
+"""
 # The body of a Ray actor, in this process: nobody else is in its engine, whose model is not there.
 ENGINE = """
 from rlhf_mcore.parallel.addresses import listener
@@ -65,13 +80,13 @@ except AttributeError:
 """
 
 
-def run(code: str, directory: Path, **variables: str) -> tuple[list[str], str]:
+def run(code: str, directory: Path, *arguments: str, **variables: str) -> tuple[list[str], str]:
     """What a fresh process prints. Its environment has no MKL_CBWR but the one given."""
     environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     world["MASTER_PORT"] = "29731"
     ended = finished(
-        [sys.executable, "-W", "ignore", "-c", code], directory, {**environment, **world, **variables}, 500
+        [sys.executable, "-W", "ignore", "-c", code, *arguments], directory, {**environment, **world, **variables}, 500
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split(), ended.stderr
@@ -92,12 +107,16 @@ def test_products_do_not_depend_on_alignment(tmp_path: Path, start: str) -> None
     assert "warning" not in warned
 
 
-@pytest.mark.parametrize("mode", ["AUTO", "COMPATIBLE"])
-@pytest.mark.parametrize("kernels", [None, "avx2", "default"])
-def test_results_are_equal_wherever_their_operands_are(tmp_path: Path, mode: str, kernels: str | None) -> None:
+def test_results_are_equal_wherever_their_operands_are(tmp_path: Path) -> None:
     """Kernels that look at alignment take other paths for the first elements. The kernels of other processors are among them."""
-    others = {"ATEN_CPU_CAPABILITY": kernels} if kernels else {}
-    assert run(AT_EVERY_OFFSET, tmp_path, MKL_CBWR=mode, OMP_NUM_THREADS="1", **others)[0] == ["equal"]
+    modes = {"AUTO": AUTO, "COMPATIBLE": COMPATIBLE}
+    choices = [f"{mode},{kernels}" for mode in modes for kernels in ("", "avx2", "default")]
+    printed = iter(run(IN_FORKS, tmp_path, *choices, OMP_NUM_THREADS="1")[0])
+    for choice, *words in zip(printed, printed, printed, printed, strict=True):
+        mode, kernels = choices.pop(0).split(",")
+        assert [choice, *words[:2]] == [f"{mode},{kernels}", "equal", str(modes[mode])]
+        assert words[2].lower() == kernels or not kernels
+    assert not choices
 
 
 def test_a_mode_that_the_user_has_set_stays(tmp_path: Path) -> None:
