@@ -16,12 +16,16 @@ The head of a critic or a reward model is trained whole beside them (PEFT's ``mo
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.families.base import Dim, Family, Kind, Rule
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+
+T = TypeVar("T")  # a tensor
 
 ALL_LINEAR = "all-linear"  # a target: every linear layer but the output layer, as PEFT means it
 A, B = ".lora_a", ".lora_b"  # in the place of ``.weight``, in Megatron's names
@@ -70,6 +74,12 @@ def hf_names(module: str) -> tuple[str, str]:
     """Return the names under which PEFT saves A and B of a Hugging Face module."""
     ends = _HF_EMBEDDING_NAMES if module == EMBEDDING else _HF_NAMES
     return f"{_HF_PREFIX}{module}{ends[A]}", f"{_HF_PREFIX}{module}{ends[B]}"
+
+
+def pairs_of(tensors: Mapping[str, T]) -> dict[str, tuple[T, T]]:
+    """Return A and B by the Hugging Face module that they are of. ``tensors`` are under the names of PEFT."""
+    modules = dict.fromkeys(map(hf_module, tensors))
+    return {module: (tensors[a], tensors[b]) for module in modules for a, b in [hf_names(module)]}
 
 
 def base_copies() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,16 @@ SLOT = 0  # of a buffer: the adapter that is trained
 def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """List the layers that add adapters, with their names."""
     return [(name, module) for name, module in model.named_modules() if "lora_a_stacked" in vars(module)]
+
+
+def set_adapter(model: nn.Module, slot: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Have layers write the As and Bs of an adapter into their buffers. ``pairs`` are whole, by the names of Hugging Face modules."""
+    fused = getattr(model, "packed_modules_mapping", {})
+    for name, layer in adapter_layers(model):
+        head, _, last = name.rpartition(".")
+        parts = [pairs.get(f"{head}.{part}", (None, None)) for part in fused.get(last, [last])]
+        if any(a is not None for a, _ in parts):
+            layer.set_lora(slot, *(map(list, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]))
 
 
 def name_slots(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class EngineModel:
     shapes: Mapping[str, tuple[int, ...]] | None = None
     adapters: Mapping[str, tuple[int, ...]] | None = None  # vLLM: of those that it is to add itself, under the names of PEFT
     attention: str = "auto"  # hf: the kernel, by transformers' name; "auto" leaves it to transformers
+    num_adapters: int = 1  # with ``adapters``: how many the engine holds at a time
 
     @classmethod
     def of(
@@ -288,6 +289,16 @@ class LiveEngine(Engine):
 
     @abstractmethod
     def begin(self, version: int) -> AbstractContextManager[nn.Module]: ...
+
+
+class AddsAdapters(Protocol):
+    """An engine that was built with ``EngineModel.adapters``. All ranks of an engine call it together."""
+
+    def load_adapter(self, number: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Replace one of the engine's adapters by whole As and Bs, by the names of Hugging Face modules. The scale is in B."""
+
+    def use_adapter(self, number: int | None) -> None:
+        """Draw what is submitted from now on with one of the engine's adapters; None: with the weights alone."""
 
 
 def ragged_ids(parts: Sequence[Sequence[int] | NDArray[np.int32]]) -> Ragged[NDArray[np.int32]]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.strided import covered, unfilled
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, Recorder, trace
-from rlhf_mcore.families.adapters import hf_module, hf_names
-from rlhf_mcore.platform.wrapped_layers import SLOT, adapter_layers, base_layers
+from rlhf_mcore.families.adapters import hf_module, pairs_of
+from rlhf_mcore.platform.wrapped_layers import SLOT, base_layers, set_adapter
 from rlhf_mcore.protocols import ADAPTER_SLOTS
 
 
@@ -35,14 +35,8 @@ def _trace_slots(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Engi
     slots: dict[str, Tensor] = getattr(model, ADAPTER_SLOTS)
     sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     recorder = Recorder(sources, slots)
-    fused = getattr(model, "packed_modules_mapping", {})
     with torch.no_grad(), recorder:
-        for name, layer in adapter_layers(model):
-            head, _, last = name.rpartition(".")
-            modules = [f"{head}.{part}" for part in fused.get(last, [last])]
-            pairs = [[sources.get(tensor) for tensor in hf_names(module)] for module in modules]
-            if any(a is not None for a, _ in pairs):
-                layer.set_lora(SLOT, *(map(list, zip(*pairs, strict=True)) if len(pairs) > 1 else pairs[0]))
+        set_adapter(model, SLOT, pairs_of(sources))
     parameters = []
     for name, tensor in slots.items():
         pieces, shape = recorder.of((name,))[0], tuple(tensor.shape)

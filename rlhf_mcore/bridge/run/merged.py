@@ -108,7 +108,7 @@ class AdaptersAside(_AdapterSources):
         tensor = self._adapter(name)
         if base_name(name)[1] != B:
             return tensor
-        return (tensor.to(_product_dtype(tensor)) * self._sizes.scale).to(tensor.dtype)
+        return scaled(tensor, self._sizes.scale)
 
 
 @torch.no_grad()
@@ -126,6 +126,11 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, where: Sequence[Block], scale: f
             product = b[block.b_row + first : block.b_row + first + count].to(dtype) @ columns
             merged[block.row + first : block.row + first + count] += (product * scale).to(weight.dtype)
     return merged
+
+
+def scaled(b: Tensor, scale: float) -> Tensor:
+    """Multiply the scale of an adapter into its B, for layers that add B A without a scale."""
+    return (b.to(_product_dtype(b)) * scale).to(b.dtype)
 
 
 def _product_dtype(adapter: Tensor) -> torch.dtype:

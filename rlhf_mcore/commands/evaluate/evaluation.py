@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -22,7 +23,14 @@ from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
-from rlhf_mcore.commands.evaluate.weights import DirectoryWeights, ShardedWeights, open_weights, weight_sketches
+from rlhf_mcore.commands.evaluate.weights import (
+    DirectoryWeights,
+    EngineAdapters,
+    ShardedWeights,
+    engine_adapters,
+    open_weights,
+    weight_sketches,
+)
 from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
@@ -40,7 +48,7 @@ from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_ever
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.rollout.engine import Engine, EngineModel
+from rlhf_mcore.rollout.engine import AddsAdapters, Engine, EngineModel
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
     evaluate,
@@ -85,6 +93,7 @@ _HOW_TO_GRADE = (
 )  # not what: no reason to begin anew
 _SERVICES = ("remote", "judge")
 _TOOLS, _OTHERS = "environment.options.tools[", ("environment.tools", "environment.options.corpus")
+_OF_MODEL = ("config.json", "generation_config.json")
 _HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s", "deadline_s", "retries")
 
 
@@ -107,6 +116,7 @@ class _Task:
     prompts: list[Prompt]
     output: Path | None  # null: beside the checkpoint
     sharded: ShardedModel | None = None  # where the weights are, if not in ``cfg.model.path``
+    adds_adapters: bool = False  # the engine does, to the weights of ``cfg.model.path``
     settings: dict[str, Any] = field(default_factory=dict)  # on rank 0, as is the directory
     directory: EvaluationDirectory | None = None
 
@@ -126,7 +136,10 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
         on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
         folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
         tasks = _tasks(cfg, folders)
-        engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))
+        adapters = on_every_rank(lambda: engine_adapters(cfg, [task.sharded for task in tasks]))
+        for task in tasks:
+            task.adds_adapters = adapters is not None and adapters.adds(task.sharded)
+        engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype), adapters)))
         samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
         if cfg.reward.model.path is not None:
             engines.close()  # it has the memory that the reward model needs
@@ -354,6 +367,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             "dtype": dtype,
             "max_model_len": cfg.rollout.max_model_len,
             "prompts_per_batch": prompts_per_batch(cfg),
+            **({"adds_adapters": True} if task.adds_adapters else {}),
         },
     }
 
@@ -418,27 +432,46 @@ def _show(console: Console, title: str, table: Table) -> None:
 
 
 class _Engines:
-    """The engine, kept for the next checkpoint where that differs in its weights only."""
+    """The engine, kept for the next checkpoint where that differs in its weights only, and with its weights in its adapters only."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, adapters: EngineAdapters | None = None) -> None:
         self.dtype = dtype
+        self._adapters = adapters
         self._engine: Engine | None = None
         self._built_for: dict[str, Any] = {}
+        self._loaded: tuple[str, ShardedModel | None] | None = None
         self._version = 0
 
     def start(self, cfg: Config, sharded: ShardedModel | None) -> RolloutWorker:
         """Load the weights of ``cfg.model``, or the sharded ones in their place, into an engine. Collective."""
-        reader = on_every_rank(lambda: open_weights(cfg.model.path, sharded))
+        added = self._adapters
+        if added is not None and not (added.adds(sharded) or (sharded is None and added.is_base(cfg.model.path))):
+            added = None
+        merged = sharded if added is None else None
+        reader = on_every_rank(lambda: open_weights(cfg.model.path, merged))
         shapes = {name: reader.shape(name) for name in sorted(reader.names)}
         tokenizer = cfg.model.tokenizer_path or cfg.model.path
-        needs = {"files": _companions(cfg.model.path), "tokenizer": _companions(tokenizer), "shapes": shapes}
+        needs = {
+            "files": _companions(cfg.model.path),
+            "tokenizer": {name: digest for name, digest in _companions(tokenizer).items() if name not in _OF_MODEL},
+            "shapes": shapes,
+            "adapters": added is not None,
+        }
         if needs != self._built_for:
             self.close()
-            self._engine = build_engine(cfg.rollout, EngineModel.of(cfg, self.dtype, shapes))
+            model = EngineModel.of(cfg, self.dtype, shapes, None if added is None else added.shapes)
+            if added is not None:
+                model = replace(model, num_adapters=len(added.directories))
+            self._engine = build_engine(cfg.rollout, model)
             self._built_for = needs
         engine = self._engine
         assert engine is not None
-        on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
+        weights = os.path.realpath(cfg.model.path), merged
+        if weights != self._loaded:
+            on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
+            self._loaded = weights
+        if added is not None:
+            on_every_rank(lambda: _choose_adapter(engine, added, sharded))
         loaded = load_tokenizer(tokenizer)
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:
@@ -459,4 +492,15 @@ class _Engines:
         """Free the engine, if there is one."""
         if self._engine is not None:
             self._engine.close()
-            self._engine, self._built_for = None, {}
+            self._engine, self._built_for, self._loaded = None, {}, None
+
+
+def _choose_adapter(engine: Engine, adapters: EngineAdapters, model: ShardedModel | None) -> None:
+    """Have an engine draw with the adapter of a model, or with the weights alone."""
+    adding = cast("AddsAdapters", engine)
+    if model is None:
+        adding.use_adapter(None)
+        return
+    number = adapters.directories.index(model.weights)
+    adding.load_adapter(number, adapters.read(number))
+    adding.use_adapter(number)

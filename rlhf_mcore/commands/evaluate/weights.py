@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
 from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
 from rlhf_mcore.bridge.files.formats.checks import checked_types
 from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG
+from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes
+from rlhf_mcore.bridge.run.merged import scaled
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, read_adapters
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.evaluation import ShardedModel
 from rlhf_mcore.config.model_files import read_config, read_geometry
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.families.adapters import pairs_of
 from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.observability.files import sketch_of_file
 
@@ -82,6 +90,55 @@ class ShardedWeights:
             if since_release >= RELEASE_BYTES:
                 self._source.release()
                 since_release = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAdapters:
+    """Adapters of one model that an engine adds to its weights, each at a number of its own."""
+
+    base: str
+    directories: tuple[str, ...]  # by their numbers
+    shapes: Shapes  # of A and B by the names of PEFT, those of the greatest rank
+
+    def is_base(self, directory: str) -> bool:
+        """Return whether a directory is that of the model without adapters."""
+        return os.path.realpath(directory) == os.path.realpath(self.base)
+
+    def adds(self, model: ShardedModel | None) -> bool:
+        """Return whether a model is one of these."""
+        return model is not None and model.weights in self.directories
+
+    def read(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Read an adapter: A and scale * B, by the names of Hugging Face modules.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        reader, geometry = open_adapters(self.directories[number], read_geometry(self.base))
+        assert geometry.adapter is not None
+        tensors = {name: reader.read(name, (slice(None),) * 2) for name in hf_shapes(geometry)}
+        return {module: (a, scaled(b, geometry.adapter.scale)) for module, (a, b) in pairs_of(tensors).items()}
+
+
+def engine_adapters(cfg: Config, models: Sequence[ShardedModel | None]) -> EngineAdapters | None:
+    """Choose what one engine adds to its weights, as in training: adapters of one model; None where engines get merged weights.
+
+    Raises:
+        ConfigError: adapters are damaged, or are none of their model.
+    """
+    adapted = [model for model in models if model is not None and model.format == "adapter"]
+    if not adapted or cfg.actor.lora.sync == "merge":
+        return None
+    base, kind = adapted[0].files, engine_kind(cfg.rollout.engine)
+    own = {model.weights for model in adapted if os.path.realpath(model.files) == os.path.realpath(base)}
+    geometries = {directory: read_adapters(directory, read_geometry(base)) for directory in sorted(own)}
+    added = {name: geometry for name, geometry in geometries.items() if not any(kind.adapter_problems(cfg, geometry))}
+    if not added:
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for geometry in sorted(added.values(), key=lambda geometry: geometry.adapter.rank if geometry.adapter else 0):
+        shapes |= hf_shapes(geometry)
+    return EngineAdapters(base, tuple(added), shapes)
 
 
 def open_weights(directory: str, sharded: ShardedModel | None) -> DirectoryWeights | ShardedWeights:

@@ -1,4 +1,4 @@
-"""An engine of vLLM that adds an adapter to the weights: its layers have slots, which a bridge writes as it writes weights."""
+"""An engine of vLLM that adds adapters to the weights: its layers have slots, which a bridge writes as it writes weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 Shapes = Mapping[str, tuple[int, ...]]
-NUMBER = 1  # by which vLLM knows the adapter
 
 
-def options(shapes: Shapes) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM. ``shapes`` of A and B are by the names of PEFT."""
+def options(shapes: Shapes, count: int) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM for ``count`` adapters. ``shapes`` of A and B are by the names of PEFT."""
     return {
         "enable_lora": True,
-        "max_lora_rank": next(shape[0] for name, shape in shapes.items() if "lora_A" in name),
+        "max_lora_rank": max(shape[0] for name, shape in shapes.items() if "lora_A" in name),
         # On a CPU, vLLM 0.32 adds the last slot to rows without an adapter, so that slot stays zero.
-        "max_loras": 2,
+        "max_loras": count + 1,
         "lora_target_modules": sorted({hf_module(name).rpartition(".")[2] for name in shapes}),
     }
 
@@ -45,20 +44,24 @@ def experts_without_adapters() -> Iterator[None]:
         yield
 
 
-def open_slots(runner: Any, shapes: Shapes) -> Any:
-    """Make the adapter known to vLLM, all zeros, and return what requests name it by. It is never loaded from a file."""
+def open_slots(runner: Any, shapes: Shapes, count: int) -> list[Any]:
+    """Make adapters known to vLLM, all zeros, and return what requests name them by. They are never loaded from files."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
 
     manager = runner.lora_manager._adapter_manager
-    # What ``add_adapter`` does, but for stacking the matrices of experts: of an adapter without matrices it finds none.
-    manager._registered_adapters[NUMBER] = LoRAModel(NUMBER, options(shapes)["max_lora_rank"], {})
-    manager.activate_adapter(NUMBER)
-    manager.pin_adapter(NUMBER)
-    assert manager.lora_index_to_id[SLOT] == NUMBER
+    requests = []
+    for slot in range(SLOT, SLOT + count):
+        number = slot + 1  # by which vLLM knows it
+        # What ``add_adapter`` does, but for stacking the matrices of experts: of an adapter without matrices it finds none.
+        manager._registered_adapters[number] = LoRAModel(number, options(shapes, count)["max_lora_rank"], {})
+        manager.activate_adapter(number)
+        manager.pin_adapter(number)
+        assert manager.lora_index_to_id[slot] == number
+        requests.append(LoRARequest(f"adapter {slot}", number, "in memory"))
     model: nn.Module = runner.model
     name_slots(model)
-    return LoRARequest("actor", NUMBER, "in memory")
+    return requests
 
 
 def forget_batch(runner: Any) -> None:

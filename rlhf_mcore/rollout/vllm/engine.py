@@ -40,7 +40,8 @@ class VLLMEngine(LiveEngine):
     It starts with dummy weights, and refuses to generate with them.
     """
 
-    _named: Mapping[str, Any] = {}  # of an engine that adds an adapter: its name in requests
+    _adapters: Sequence[Any] = ()  # that the engine adds: their names in requests
+    _named: Mapping[str, Any] = {}  # the one that requests are drawn with
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine (seconds to a minute).
@@ -79,7 +80,8 @@ class VLLMEngine(LiveEngine):
         if model.adapters:
             from rlhf_mcore.rollout.vllm import adapters
 
-            self._named = {"lora_request": adapters.open_slots(self._worker().model_runner, model.adapters)}
+            self._adapters = adapters.open_slots(self._worker().model_runner, model.adapters, model.num_adapters)
+            self.use_adapter(0)
         if self._records:
             from rlhf_mcore.rollout.vllm import masks
 
@@ -120,7 +122,7 @@ class VLLMEngine(LiveEngine):
         if model.adapters:
             from rlhf_mcore.rollout.vllm import adapters
 
-            options |= adapters.options(model.adapters)
+            options |= adapters.options(model.adapters, model.num_adapters)
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
             # Each decodes a token in a pass.
@@ -257,7 +259,7 @@ class VLLMEngine(LiveEngine):
         return self._worker().get_model()
 
     def _base_layers(self) -> AbstractContextManager[None]:
-        if not self._named:
+        if not self._adapters:
             return nullcontext()
         from rlhf_mcore.platform.wrapped_layers import base_layers
 
@@ -314,6 +316,17 @@ class VLLMEngine(LiveEngine):
         self._reset_prefix_cache()
         self.commit_load(version)
 
+    def load_adapter(self, number: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """See :class:`AddsAdapters`."""
+        from rlhf_mcore.platform.wrapped_layers import set_adapter
+
+        set_adapter(self.model, number, pairs)
+        self._reset_prefix_cache()
+
+    def use_adapter(self, number: int | None) -> None:
+        """See :class:`AddsAdapters`."""
+        self._named = {} if number is None else {"lora_request": self._adapters[number]}
+
     def sleep(self, level: int = 2) -> None:
         """Give the memory of weights and cache back to the device. A no-op on the CPU and with rollout.sleep=false."""
         if not self._can_sleep or self._asleep:
@@ -330,7 +343,7 @@ class VLLMEngine(LiveEngine):
         if due := self._asleep.intersection(tags):
             self._llm.wake_up(tags=sorted(due, key=MEMORY.index))
             self._asleep -= due
-            if self._named:
+            if self._adapters:
                 from rlhf_mcore.rollout.vllm import adapters
 
                 adapters.forget_batch(self._worker().model_runner)

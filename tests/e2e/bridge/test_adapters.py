@@ -59,3 +59,15 @@ def test_a_mixture_of_experts_has_adapters_of_its_attention(tmp_path: Path) -> N
     values = config["head_dim"] * config["num_key_value_heads"]
     numbers = 8 * ((hidden + heads) + (hidden + values) + (heads + hidden))  # A and B of queries, values, outputs
     assert [sync["bytes"] for sync in seen["adapter"][1:]] == [4 * config["num_hidden_layers"] * numbers] * 2
+
+
+def test_an_evaluation_has_adapters_of_one_model_in_one_engine(tmp_path: Path) -> None:
+    """Of other ranks and targets, and the model without adapters; its weights are loaded once."""
+    save_model(tmp_path / "model", "qwen3", seed=1)
+    found = run_world("e2e.bridge.evaluated_worker", 1, tmp_path)
+    assert (found["built"], found["loaded"]) == (1, 1)
+    for model in found["seen"]:
+        assert model["gap"] < 1e-5, model["name"]
+    drawn = {model["name"]: model["tokens"] for model in found["seen"]}
+    assert len({str(tokens) for tokens in drawn.values()}) == 3, "each draws others"
+    assert found["seen"][0] == found["seen"][-1], "an adapter draws the same after others"
