@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import environment, finished
+from tests.commands import ROOT, environment, finished
 from tests.e2e.rollout.tiny import save_model
 from tests.e2e.test_supervised_chain import CHAIN, write_data
+from tests.tiny_training import REWARD, make_quickstart
 
 RUN = [
     "algorithm=sft",
@@ -21,6 +22,24 @@ RUN = [
     "checkpoint.save_steps=1",
     "checkpoint.save_total_limit=9",
     "checkpoint.async_save=true",
+]
+
+RL = [
+    "trainer.num_steps=40",
+    "trainer.prompts_per_step=4",
+    "trainer.minibatch_size=2",
+    "rollout.engine=vllm",
+    "rollout.kv_cache_gib=0.02",
+    "rollout.sampling.n=2",
+    "rollout.sampling.max_new_tokens=12",
+    "reward.function=reward.py:score",
+    "evaluate.every=5",
+    "checkpoint.save_steps=1",
+    "checkpoint.save_total_limit=3",
+    "checkpoint.async_save=true",
+    "logging.console=plain",
+    "logging.tensorboard=false",
+    "deterministic=true",
 ]
 
 
@@ -43,13 +62,14 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(directory)
     save_model(directory / "model", "qwen3", seed=1)
     (directory / "sft.yaml").write_text(CHAIN.format(model="model", kind="sft", steps=4, lr="3e-3"))
-    train(directory, "calm", 4)
+    train(directory, "calm", 4, "checkpoint.delta=true", "checkpoint.full_every=3")
     return directory / "outputs" / "toy" / "calm"
 
 
 def test_a_resumed_run_ends_as_one_that_was_left_alone(calm: Path) -> None:
-    """Adapters and the state of their optimizer, bit for bit."""
+    """Adapters and the state of their optimizer, bit for bit, after adapters that were saved as a difference to others."""
     workspace, saved = calm.parents[2], "checkpoint-4/actor"
+    assert not (calm / "checkpoint-2/actor/adapter_model.safetensors").exists()
     train(workspace, "resumed", 4, f"checkpoint.resume={calm / 'checkpoint-2'}")
     resumed = calm.parent / "resumed"
     files = sorted(path.relative_to(calm / saved) for path in (calm / saved).rglob("*") if path.is_file())
@@ -96,3 +116,17 @@ def test_a_merged_model_is_one_of_transformers(calm: Path) -> None:
     before, after = (load_file(workspace / name / "model.safetensors") for name in ("model", "merged"))
     changed = {name for name in before if not before[name].equal(after[name])}
     assert changed == {name for name in before if "proj" in name}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1200)
+def test_fault_27_a_killed_run_with_adapters_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
+    """Killed in steps and in saves; vLLM adds the adapters, and gets weights and adapters again at every start."""
+    make_quickstart(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    config = [str(ROOT / "configs/quickstart/grpo.yaml"), "actor.lora.rank=8", "actor.lora.sync=adapter"]
+    chaos = [sys.executable, str(ROOT / "tools" / "chaos.py"), *config, "algorithm.kl.coef=0.01", *RL]
+    arguments = ["--kills", "5", "--after-save", "half", "--latest", "2"]
+    done = finished([*chaos, *arguments], tmp_path, environment(tmp_path), 1100)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "5 kills, 0 differences" in done.stdout

@@ -56,7 +56,7 @@ def main(directory: Path) -> None:
         for name in ("small", "large", "model", "small"):
             own = checkpoint_config(cfg, str(directory / name), "evaluate.checkpoint")
             worker = engines.start(own, models[name])
-            found.append({"name": name, **seen(worker.engine, reference(base, full, adapters[name]))})
+            found.append({"name": name, **seen(worker.generator, reference(base, full, adapters[name]))})
         engines.close()
     findings = {"seen": found, "built": built.call_count, "loaded": loaded.call_count}
     (directory / "findings.json").write_text(json.dumps(findings))
