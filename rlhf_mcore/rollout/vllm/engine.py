@@ -69,6 +69,7 @@ class VLLMEngine(LiveEngine):
         self._can_sleep = self._on_cuda and cfg.sleep
         self._asleep: set[str] = set()  # of MEMORY
         self._tp, self._records = tp, truncates(cfg.sampling)
+        self._adapter_shapes, self._num_adapters = model.adapters, model.num_adapters
         self._by_number: dict[int, int] = {}  # request ids in flight by vLLM's numbers
         options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
@@ -78,9 +79,7 @@ class VLLMEngine(LiveEngine):
 
                 numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
         if model.adapters:
-            from rlhf_mcore.rollout.vllm import adapters
-
-            self._adapters = adapters.open_slots(self._worker().model_runner, model.adapters, model.num_adapters)
+            self._open_slots()
             self.use_adapter(0)
         if self._records:
             from rlhf_mcore.rollout.vllm import masks
@@ -297,7 +296,8 @@ class VLLMEngine(LiveEngine):
         """Replace all weights by full tensors under Hugging Face names, through vLLM's own layerwise reload.
 
         That path writes all of vLLM's layouts: fused, sharded or prepacked. The engine is unusable from here until
-        a load has ended well; one that failed is repaired by the next whole one. Tied tensors may be given once.
+        a load has ended well; one that failed is repaired by the next whole one. Tied tensors may be given once. Adapters are
+        all zeros afterwards.
 
         Raises:
             ValueError: an unknown, repeated, wrongly shaped or missing tensor.
@@ -311,10 +311,18 @@ class VLLMEngine(LiveEngine):
         self.begin_load()
         with preserved_rng(), self._base_layers():
             [unwritten] = self._llm.collective_rpc(reload.reload, args=(self._expected.checked(weights),))
+        if self._adapter_shapes:
+            self._open_slots()  # vLLM's reload has closed them
         if unwritten:
             raise RuntimeError(f"vLLM left parameters unwritten: {', '.join(unwritten)}")
         self._reset_prefix_cache()
         self.commit_load(version)
+
+    def _open_slots(self) -> None:
+        from rlhf_mcore.rollout.vllm import adapters
+
+        assert self._adapter_shapes is not None
+        self._adapters = adapters.open_slots(self._worker().model_runner, self._adapter_shapes, self._num_adapters)
 
     def load_adapter(self, number: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """See :class:`AddsAdapters`."""
