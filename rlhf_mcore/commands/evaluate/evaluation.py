@@ -471,7 +471,7 @@ class _Engines:
             on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
             self._loaded = weights
         if added is not None:
-            on_every_rank(lambda: _choose_adapter(engine, added, sharded))
+            on_every_rank(lambda: added.choose(cast("AddsAdapters", engine), sharded))
         loaded = load_tokenizer(tokenizer)
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:
@@ -493,14 +493,3 @@ class _Engines:
         if self._engine is not None:
             self._engine.close()
             self._engine, self._built_for, self._loaded = None, {}, None
-
-
-def _choose_adapter(engine: Engine, adapters: EngineAdapters, model: ShardedModel | None) -> None:
-    """Have an engine draw with the adapter of a model, or with the weights alone."""
-    adding = cast("AddsAdapters", engine)
-    if model is None:
-        adding.use_adapter(None)
-        return
-    number = adapters.directories.index(model.weights)
-    adding.load_adapter(number, adapters.read(number))
-    adding.use_adapter(number)

@@ -25,6 +25,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families.adapters import pairs_of
 from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.observability.files import sketch_of_file
+from rlhf_mcore.rollout.engine import AddsAdapters
 
 RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
 _FILES = {"hf": "*.safetensors", "adapter": "adapter_model.safetensors", "fsdp": "model_world_size_*.pt", "megatron": "*.distcp"}
@@ -108,12 +109,19 @@ class EngineAdapters:
         """Return whether a model is one of these."""
         return model is not None and model.weights in self.directories
 
-    def read(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Read an adapter: A and scale * B, by the names of Hugging Face modules.
+    def choose(self, engine: AddsAdapters, model: ShardedModel | None) -> None:
+        """Have an engine draw with the adapter of a model; None: with the weights alone.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the adapter is damaged.
         """
+        number = None if model is None else self.directories.index(model.weights)
+        if number is not None:
+            engine.load_adapter(number, self._read(number))
+        engine.use_adapter(number)
+
+    def _read(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Read an adapter: A and scale * B, by the names of Hugging Face modules."""
         reader, geometry = open_adapters(self.directories[number], read_geometry(self.base))
         assert geometry.adapter is not None
         tensors = {name: reader.read(name, (slice(None),) * 2) for name in hf_shapes(geometry)}
