@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.run_weight import loaded_modules, weigh
 
-FILES, LINES = 202, 30_250  # the goals are 200 and 30,000 (docs/performance.md)
+FILES, LINES = 200, 30_150  # what is known and a little more; the goals are 200 and 30,000 (docs/performance.md)
 ELSEWHERE = (
     *("api", "commands", "environments", "sandbox", "rewards.http_pool", "rewards.judge", "rewards.remote", "rewards.ray_pool"),
     *("rollout.hf", "rollout.remote", "roles.critic", "roles.reward_model", "roles.supervised", "trainer.ahead", "trainer.pipeline"),
