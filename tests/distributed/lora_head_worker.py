@@ -22,8 +22,11 @@ from rlhf_mcore.data.examples import example_batch
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.weights import state_bytes
 from rlhf_mcore.roles.adapters import add_adapters, load_adapters
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
@@ -132,8 +135,24 @@ def update(head: str, path: Path, groups: ModelGroups, platform: Any) -> dict[st
         "after": any_rank(all_gather_json(first_difference(learned.items(), after, 1e-5))),
         "base": any_rank(all_gather_json(first_difference(base.items(), weights))),
         "heads": sorted(heads),
+        "bytes": bytes_of(model, PlannedRole(head, spec.geometry, groups.layout, True, "fp32", adapters=adapters)),
         "state": all_gather_json(sorted({shard.name.rpartition(".")[2] for shard in model.optimizer.shards()})),
     }
+
+
+def bytes_of(model: MegatronModel, role: PlannedRole) -> list[Any]:
+    """Return by rank the bytes of live tensors, and those of the plan: of weights, gradients and moments."""
+    buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    frozen = [one for chunk in model.chunks for one in chunk.parameters() if not one.requires_grad]
+    assert model.optimizer is not None
+    moments = [shard.tensors[kind].nbytes for shard in model.optimizer.shards() for kind in ("exp_avg", "exp_avg_sq")]
+    live = (
+        sum(buffer.param_data.nbytes for buffer in buffers) + sum(one.nbytes for one in frozen),
+        sum(buffer.grad_data.nbytes for buffer in buffers),
+        sum(moments),
+    )
+    planned = state_bytes(role, dist.get_rank())
+    return [all_gather_json(live), all_gather_json((planned.weights, planned.gradients, planned.moments))]
 
 
 def gathered(trained: TrainedModel, adapters: ModelGeometry) -> dict[str, Tensor]:

@@ -38,3 +38,9 @@ def test_the_optimizer_keeps_state_of_adapters_and_the_head(findings: Any, case:
     assert findings["updates"][case]["heads"] == [f"base_model.model.{name}" for name in tensors]
     kept = {name for names in findings["updates"][case]["state"] for name in names}
     assert kept == {"lora_a", "lora_b", *(name.rpartition(".")[2] for name in tensors)}
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_a_plan_counts_every_byte(findings: Any, case: str) -> None:
+    live, planned = findings["updates"][case]["bytes"]
+    assert live == planned
