@@ -137,8 +137,9 @@ def dppo_kl(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str,
     another, is above ``clip_high`` for a token that has become more likely, or above ``clip_low`` for one that has become less likely.
     """
     new, old = _probabilities(inputs)
-    others = torch.special.xlogy(1 - old, (1 - old) / (1 - new).clamp(min=torch.finfo(new.dtype).tiny))
-    divergence = torch.special.xlogy(old, old / new.clamp(min=torch.finfo(new.dtype).tiny)) + others
+    # Infinite where the policy is certain of what the old one was not, and 0 where both are.
+    others = torch.special.xlogy(1 - old, 1 - old) - torch.special.xlogy(1 - old, 1 - new)
+    divergence = torch.special.xlogy(old, old) - torch.special.xlogy(old, new) + others
     return _mask_divergence(
         inputs,
         too_high=(new > old) & (divergence > cfg.clip_high),

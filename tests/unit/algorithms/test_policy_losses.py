@@ -131,6 +131,13 @@ def test_dppo_by_hand():
     assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0872, clip_high=0.0872))[0].item() == pytest.approx(0.0, abs=1e-6)
 
 
+def test_dppo_kl_leaves_out_what_has_become_certain():
+    logprobs = torch.tensor([[0.0, 0.0]], requires_grad=True)
+    made = loss_inputs(logprobs, torch.tensor([[-1e-7, 0.0]]), torch.ones(1, 2), torch.ones(1, 2))
+    loss, metrics = POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_high=0.05))
+    assert loss.item() == pytest.approx(-1.0) and metrics["clip_fraction_high"].item() == 1
+
+
 # Slow versions: one token after the other, in floats.
 
 
