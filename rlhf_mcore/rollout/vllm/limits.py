@@ -51,12 +51,13 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 
 def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:
     from rlhf_mcore.config.adapter_files import adapted_modules
+    from rlhf_mcore.families import FAMILIES
 
     others = [module for module in adapted_modules(geometry) if ".self_attn." not in module]
     if others:
         yield f"in models with experts vLLM adds adapters to attention alone, not to {others[0]}"
-    if geometry.family == "gpt_oss":
-        yield "vLLM's layers of gpt-oss have other names than their adapters"
+    if FAMILIES[geometry.family].has_stacked_experts:
+        yield "in models with all experts of a layer in one tensor vLLM's attention has another name than its adapters"
 
 
 def _cpu_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
