@@ -51,7 +51,6 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 
 def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:
     from rlhf_mcore.config.adapter_files import adapted_modules
-    from rlhf_mcore.families import FAMILIES
 
     others = [module for module in adapted_modules(geometry) if ".self_attn." not in module]
     if others:
