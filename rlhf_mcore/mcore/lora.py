@@ -97,11 +97,15 @@ class Adapters:
         layer.register_buffer("lora_rows", rows, persistent=False)
         spans = [(matrix.a_row, len(matrix.rows)) for matrix in matrices]
         covers = rows.tolist() == list(range(weight.size(0)))
+        in_order = order == list(range(len(order)))
 
         def product(hidden: Tensor, b: Tensor) -> Tensor:
-            parts = b.index_select(0, layer.lora_b_order).split([count for _, count in spans])
+            rows = b if in_order else b.index_select(0, layer.lora_b_order)
+            if num_a == rank:  # of one matrix: nothing to divide, and nothing to copy together
+                return F.linear(hidden, rows)
+            each, parts = hidden.split(rank, dim=-1), rows.split([count for _, count in spans])
             return torch.cat(
-                [F.linear(hidden[..., a : a + rank], part) for (a, _), part in zip(spans, parts, strict=True)], dim=-1
+                [F.linear(each[a // rank], part) for (a, _), part in zip(spans, parts, strict=True)], dim=-1
             )
 
         def add(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
