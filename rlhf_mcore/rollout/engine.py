@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -291,12 +291,14 @@ class LiveEngine(Engine):
     def begin(self, version: int) -> AbstractContextManager[nn.Module]: ...
 
 
-class AddsAdapters(Protocol):
+class AddsAdapters(ABC):
     """An engine that was built with ``EngineModel.adapters``. All ranks of an engine call it together."""
 
+    @abstractmethod
     def load_adapter(self, number: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Replace one of the engine's adapters by whole As and Bs, by the names of Hugging Face modules. The scale is in B."""
 
+    @abstractmethod
     def use_adapter(self, number: int | None) -> None:
         """Draw what is submitted from now on with one of the engine's adapters; None: with the weights alone."""
 

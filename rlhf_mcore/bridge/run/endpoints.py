@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ Written = Callable[[EngineParameter, Tensor], None]
 _ALIGNMENT = 64  # bytes, of tensors in one buffer
 
 
-class Sources(Protocol):
+class Sources(ABC):
     """What is sent: the tensors of a model as this rank holds them, or what is made of them (merged, averaged, cast).
 
     ``device`` is where the tensors are. ``is_static``: ``open`` always gives the same memory, so each bucket is opened once, for all
@@ -33,13 +32,13 @@ class Sources(Protocol):
     device: torch.device
     is_static: bool
 
+    @abstractmethod
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Return flat tensors by buffer name, at least those of ``bucket.source_buffers``. A value is cast to the wire's dtype."""
-        ...
 
+    @abstractmethod
     def close(self, bucket: Bucket) -> None:
         """Drop a bucket's tensors: it has been sent and copied. A few buckets are open at a time."""
-        ...
 
 
 class LiveSources(Sources):
@@ -57,12 +56,12 @@ class LiveSources(Sources):
     def close(self, bucket: Bucket) -> None: ...
 
 
-class KeptSources(Sources, Protocol):
+class KeptSources(Sources):
     """Sources that can be sent again after the model was updated: as they were at the last ``take``."""
 
+    @abstractmethod
     def take(self) -> None:
         """Copy what changes in an update."""
-        ...
 
 
 class HostCopies(KeptSources):

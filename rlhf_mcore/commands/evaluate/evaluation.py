@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -471,7 +471,9 @@ class _Engines:
             on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
             self._loaded = weights
         if added is not None:
-            on_every_rank(lambda: added.choose(cast("AddsAdapters", engine), sharded))
+            assert isinstance(engine, AddsAdapters), "an engine of another kind gets merged weights"
+            adds = engine
+            on_every_rank(lambda: added.choose(adds, sharded))
         loaded = load_tokenizer(tokenizer)
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:

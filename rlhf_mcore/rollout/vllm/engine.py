@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine
+from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import cpu
 from rlhf_mcore.rollout.vllm.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
 from rlhf_mcore.types import Completion, Request
@@ -30,7 +30,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _LEAST_BUDGET, _USUAL_BUDGET = 4096, 16384
 
 
-class VLLMEngine(LiveEngine):
+class VLLMEngine(LiveEngine, AddsAdapters):
     """One of ``world_size / cfg.layout.tp`` vLLM engines that live in the ranks of the trainer.
 
     vLLM's ``external_launcher`` joins the process group that the trainer has initialised; consecutive ranks form an
@@ -325,14 +325,12 @@ class VLLMEngine(LiveEngine):
         self._adapters = adapters.open_slots(self._worker().model_runner, self._adapter_shapes, self._num_adapters)
 
     def load_adapter(self, number: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """See :class:`AddsAdapters`."""
         from rlhf_mcore.platform.wrapped_layers import set_adapter
 
         set_adapter(self.model, number, pairs)
         self._reset_prefix_cache()
 
     def use_adapter(self, number: int | None) -> None:
-        """See :class:`AddsAdapters`."""
         self._named = {} if number is None else {"lora_request": self._adapters[number]}
 
     def sleep(self, level: int = 2) -> None:
