@@ -87,7 +87,8 @@ class Gatherer:
     def _parts(self, local: Tensor, by_rank: list[list[Piece]], group: dist.ProcessGroup | None) -> list[Tensor]:
         if len(by_rank) == 1:
             return [local]
-        if len({(piece.hf_name, piece.start) for rank_pieces in by_rank for piece in rank_pieces}) == len(by_rank[0]):
+        places = [{(piece.hf_name, piece.start) for piece in rank_pieces} for rank_pieces in by_rank]
+        if all(held == places[0] for held in places):
             return [local] * len(by_rank)  # replicated: every rank holds the same
         if self._geometry.adapter is not None:  # ranks have as many rows of B as of the matrices with adapters
             counts = [sum(prod(piece.shape) for piece in rank_pieces) for rank_pieces in by_rank]
