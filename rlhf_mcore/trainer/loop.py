@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.trainer.divergence import stop_if_diverged
+from rlhf_mcore.trainer.divergence import DivergedError, stop_if_diverged
 from rlhf_mcore.trainer.metrics import Counters
 
 if TYPE_CHECKING:
@@ -72,12 +72,16 @@ class Trainer:
         batch, metrics = self.source.next_batch(step)
         self.publisher.withdraw()
         results, learned = self.learner.learn(step, batch)
-        stop_if_diverged(results, self.max_bad_updates)
         metrics = {
             **metrics,
             **learned,
             **{name: value for result in results for name, value in result.metrics.items()},
         }
+        try:
+            stop_if_diverged(results, self.max_bad_updates)
+        except DivergedError:
+            self.recorder.step(step, metrics)  # what the last step has seen may tell why
+            raise
         return {**metrics, **self.counters.count(batch), **self.publisher.publish(step)}
 
     def _evaluate(self, step: int, num_steps: int) -> dict[str, float]:

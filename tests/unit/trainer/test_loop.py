@@ -378,12 +378,13 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
 def test_fault_23_weights_that_are_not_finite_are_never_synced() -> None:
     run = make(set())
     log = run.log
-    run.models["actor"].result = lambda: UpdateResult("actor", {}, is_finite=False)
+    run.models["actor"].result = lambda: UpdateResult("actor", {"actor/not_finite": 1.0}, is_finite=False)
     with pytest.raises(
         DivergedError, match=r"optimizer's state of actor are not finite: this step is neither saved nor sent"
     ):
         run.trainer.run(9)
     assert ("sync", 0) in log and ("sync", 1) not in log and ("checkpoint", 1) not in log
+    assert log[-1] == ("record", 1) and run.watch.metrics[1]["actor/not_finite"] == 1.0
 
 
 def test_nothing_is_recorded_before_training_without_an_evaluation() -> None:
