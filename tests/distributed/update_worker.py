@@ -57,6 +57,7 @@ AGGREGATIONS = ("token", "sequence", "constant")
 LOSSES = {f"{loss}/{by}": (loss, by, "off") for loss in POLICY_LOSSES for by in AGGREGATIONS} | {
     f"corrected by {mode}": ("ppo_clip", "sequence", mode) for mode in ("token", "sequence")
 }
+BOUNDS = {"dppo_tv": 0.5}  # by which other tokens are left out than by the divergence of dppo_kl
 OVERLAPPED_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "cp2_dp2")
 
 
@@ -129,6 +130,8 @@ def every_loss(
     for name, (loss, aggregation, mode) in LOSSES.items():
         correction = RolloutCorrectionConfig(mode=mode, cap=0.1)
         cfg = replace(algorithm(aggregation), policy_loss=loss, rollout_correction=correction)
+        if bound := BOUNDS.get(loss):
+            cfg = replace(cfg, clip_low=bound, clip_high=bound)
         placed.plan = replace(placed.plan, loss_aggregation=aggregation)
         batch = batch_for(rows())
         fill(batch, reference)

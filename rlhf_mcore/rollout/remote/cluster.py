@@ -107,7 +107,7 @@ class Cluster:
     _line: socket.socket | None = None
     joined: str = ""  # address of the head
     _looked: float = 0.0
-    _answered: float = 0.0
+    _silent_since: float | None = None  # the first look that failed, of those since the last answer
     _groups: dict[str, Any] = field(default_factory=dict)  # placement groups by the name of what is in them
 
     def connect(self) -> None:
@@ -139,7 +139,6 @@ class Cluster:
         if DEBUG_VARIABLE not in os.environ:
             worker.print_to_stdstream = lambda *_, **__: None  # what Ray tells of its own end: the fleet tells it once
         self.joined = str(ray.get_runtime_context().gcs_address)
-        self._answered = time.monotonic()
 
     def _start(self) -> str:
         os.environ.update(SETTINGS)
@@ -181,9 +180,13 @@ class Cluster:
         if now - self._looked > _PROBE_S:
             self._looked = now
             host, _, port = self.joined.rpartition(":")
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=_PROBE_S):
-                self._answered = time.monotonic()
-        return f"Ray's head at {self.joined} does not answer" if now - self._answered > 5 * _PROBE_S else None
+            try:
+                socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+                self._silent_since = None
+            except OSError:  # one look may fail where a machine is busy, and the look before may be long ago
+                self._silent_since = now if self._silent_since is None else self._silent_since
+        is_gone = self._silent_since is not None and now - self._silent_since > 4 * _PROBE_S
+        return f"Ray's head at {self.joined} does not answer" if is_gone else None
 
     def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None:
         """Explain why so many engines cannot run here, or return None.
