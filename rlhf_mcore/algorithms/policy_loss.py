@@ -32,10 +32,10 @@ def ppo_clip(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str
     ``clip_fraction_dual`` counts those tokens. The log ratio is clamped to +-``MAX_LOG_RATIO`` (no gradient beyond), so that the
     one unclipped case, a negative advantage on a token that has become far more likely, stays finite.
     """
-    ratio = _bound(_log_ratio(inputs)).exp()
+    ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
     advantages = inputs.advantages
-    surrogate = torch.minimum(ratio * advantages, _clip(ratio, cfg) * advantages)
-    metrics = _clip_metrics(ratio, inputs, cfg)
+    surrogate = torch.minimum(ratio * advantages, clip_ratio(ratio, cfg) * advantages)
+    metrics = clip_metrics(ratio, inputs, cfg)
     if cfg.dual_clip is not None:
         floor = torch.where(advantages < 0, cfg.dual_clip * advantages, surrogate)
         metrics["clip_fraction_dual"] = _count((surrogate < floor) & inputs.mask)
@@ -56,12 +56,12 @@ def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
     counts with all of its tokens.
     """
     # Only the sequence's log ratio is bounded: every token's enters it unclamped, and has a gradient.
-    log_ratio = _log_ratio(inputs)
+    log_ratio = compute_log_ratio(inputs)
     means = _sequence_means(log_ratio.detach(), inputs)
     # The difference is 0 and carries only the gradient.
-    ratio = _bound(means + (log_ratio - log_ratio.detach())).exp()
-    surrogate = torch.minimum(ratio * inputs.advantages, _clip(ratio, cfg) * inputs.advantages)
-    return weighted_sum(-surrogate, inputs.weights), _clip_metrics(ratio, inputs, cfg)
+    ratio = bound_log_ratio(means + (log_ratio - log_ratio.detach())).exp()
+    surrogate = torch.minimum(ratio * inputs.advantages, clip_ratio(ratio, cfg) * inputs.advantages)
+    return weighted_sum(-surrogate, inputs.weights), clip_metrics(ratio, inputs, cfg)
 
 
 @policy_loss("cispo")
@@ -73,10 +73,10 @@ def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, T
     No token loses its gradient. ``clip_low: 1`` is no lower bound, as in the paper. The clip fractions count every token at
     a bound, whatever the sign of its advantage.
     """
-    ratio = _bound(_log_ratio(inputs)).exp().detach()
+    ratio = bound_log_ratio(compute_log_ratio(inputs)).exp().detach()
     logprobs = torch.where(inputs.mask, at_least_float32(inputs.logprobs), 0)
-    loss = weighted_sum(-_clip(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
-    metrics = _clip_metrics(ratio, inputs, cfg)
+    loss = weighted_sum(-clip_ratio(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
+    metrics = clip_metrics(ratio, inputs, cfg)
     metrics["clip_fraction_low"] = _count((ratio < 1.0 - cfg.clip_low) & inputs.mask)
     metrics["clip_fraction_high"] = _count((ratio > 1.0 + cfg.clip_high) & inputs.mask)
     return loss, metrics
@@ -92,11 +92,11 @@ def gmpo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
     The bounds are those of log r. Every token's s_t has the value of s and the gradient of its own logprob, as in :func:`gspo`:
     with one advantage per response and ``loss_aggregation: sequence`` loss and gradient are the paper's.
     """
-    log_ratio = _log_ratio(inputs)
+    log_ratio = compute_log_ratio(inputs)
     sign = torch.where(inputs.mask, inputs.advantages.sign(), 0)
     bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-cfg.clip_low, cfg.clip_high))
-    ratio = _bound(_sequence_means(bounded.detach(), inputs) + (bounded - bounded.detach())).exp()
-    metrics = _ratio_metrics(ratio, inputs)
+    ratio = bound_log_ratio(_sequence_means(bounded.detach(), inputs) + (bounded - bounded.detach())).exp()
+    metrics = ratio_metrics(ratio, inputs)
     metrics["clip_fraction_low"] = _count((log_ratio < -cfg.clip_low) & (sign < 0))
     metrics["clip_fraction_high"] = _count((log_ratio > cfg.clip_high) & (sign > 0))
     return weighted_sum(-ratio * inputs.advantages, inputs.weights), metrics
@@ -110,10 +110,10 @@ def sapo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
 
     At r = 1 the gradient is that of r_t A_t. The clip fractions are 0: nothing is clipped.
     """
-    ratio = _bound(_log_ratio(inputs)).exp()
+    ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
     tau = torch.where(inputs.advantages > 0, cfg.sapo.tau_positive, cfg.sapo.tau_negative)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    return weighted_sum(-gate * inputs.advantages, inputs.weights), _ratio_metrics(ratio, inputs)
+    return weighted_sum(-gate * inputs.advantages, inputs.weights), ratio_metrics(ratio, inputs)
 
 
 @policy_loss("dppo_tv")
@@ -156,16 +156,16 @@ def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 
 def _mask_divergence(inputs: LossInputs, too_high: Tensor, too_low: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum -r_t A_t but for tokens that go on in the direction in which they are too far already."""
-    ratio = _bound(_log_ratio(inputs)).exp()
+    ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
     high, low = too_high & (inputs.advantages > 0), too_low & (inputs.advantages < 0)
     surrogate = torch.where(high | low, 0, ratio * inputs.advantages)
-    metrics = _ratio_metrics(ratio, inputs)
+    metrics = ratio_metrics(ratio, inputs)
     metrics["clip_fraction_low"] = _count(low & inputs.mask)
     metrics["clip_fraction_high"] = _count(high & inputs.mask)
     return weighted_sum(-surrogate, inputs.weights), metrics
 
 
-def _log_ratio(inputs: LossInputs) -> Tensor:
+def compute_log_ratio(inputs: LossInputs) -> Tensor:
     """Compute log r of every token, 0 for tokens that are not trainable.
 
     This selection also keeps garbage advantages out of the gradient: its backward pass drops theirs.
@@ -174,11 +174,11 @@ def _log_ratio(inputs: LossInputs) -> Tensor:
     return torch.where(inputs.mask, log_ratio, 0)
 
 
-def _bound(log_ratio: Tensor) -> Tensor:
+def bound_log_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _clip(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:
+def clip_ratio(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:
     return ratio.clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
 
 
@@ -192,18 +192,18 @@ def _sequence_means(values: Tensor, inputs: LossInputs) -> Tensor:
 
 
 @torch.no_grad()
-def _clip_metrics(ratio: Tensor, inputs: LossInputs, cfg: AlgorithmConfig) -> dict[str, Tensor]:
+def clip_metrics(ratio: Tensor, inputs: LossInputs, cfg: AlgorithmConfig) -> dict[str, Tensor]:
     """Compute the four sums of every loss. The clip fractions count tokens whose gradient a bound removes."""
     trainable = inputs.mask
     return {
-        **_ratio_metrics(ratio, inputs),
+        **ratio_metrics(ratio, inputs),
         "clip_fraction_low": _count((ratio < 1.0 - cfg.clip_low) & (inputs.advantages < 0) & trainable),
         "clip_fraction_high": _count((ratio > 1.0 + cfg.clip_high) & (inputs.advantages > 0) & trainable),
     }
 
 
 @torch.no_grad()
-def _ratio_metrics(ratio: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
+def ratio_metrics(ratio: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
     """Compute the four sums of a loss that clips nothing."""
     nothing = ratio.new_zeros(())
     return {

@@ -39,6 +39,9 @@ def find_advantage_estimator(name: str) -> AdvantageEstimator:
 
 def find_policy_loss(name: str) -> PolicyLoss:
     """Return the loss that ``algorithm.policy_loss`` names, as :func:`find_advantage_estimator` does."""
+    if name not in POLICY_LOSSES:
+        import rlhf_mcore.algorithms.covariance  # noqa: F401  # other losses have no use for it
+
     return _find(POLICY_LOSSES, name, "algorithm.policy_loss")
 
 

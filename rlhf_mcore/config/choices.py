@@ -50,6 +50,7 @@ class Loss:
 
     reads_dual_clip: bool = False
     reads_sapo: bool = False
+    reads_covariance: bool = False  # of old logprobs and advantages: they are there before the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ POLICY_LOSSES = {
     "sapo": Loss(reads_sapo=True),
     "dppo_tv": Loss(),
     "dppo_kl": Loss(),
+    "kl_cov": Loss(reads_covariance=True),
+    "clip_cov": Loss(reads_covariance=True),
 }
 KL_ESTIMATORS = {
     "k1": KLEstimator(has_gradient=False),
@@ -190,6 +193,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_low": 0.15,
         "clip_high": 0.15,
     },
+    # Cui et al. 2025 (arXiv 2505.22617), with the numbers of the authors' scripts for 7B models.
+    "kl_cov": {"advantage": "grpo", "policy_loss": "kl_cov", "loss_aggregation": "token", "covariance.share": 2e-3},
+    "clip_cov": {"advantage": "grpo", "policy_loss": "clip_cov", "loss_aggregation": "token"},
     # Hao et al. 2025 (arXiv 2505.23585), exactly on policy.
     "opo": {"advantage": "opo", "loss_aggregation": "token"},
     # Yu et al. 2025, DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping.

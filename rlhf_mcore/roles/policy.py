@@ -13,12 +13,15 @@ from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss, fields_read
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
+from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.data.collate import sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
 from rlhf_mcore.parallel.logprobs import TokenLogprobs
+from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update
+from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update, minibatches
 from rlhf_mcore.types import Field, Microbatch, Ragged, TrainBatch
 
 
@@ -191,6 +194,13 @@ class Actor:
 
     def deliver_update(self, batch: TrainBatch) -> Update:
         """Prepare all updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
+        loss = POLICY_LOSSES.get(self.algorithm.policy_loss)
+        if loss is not None and loss.reads_covariance:
+            from rlhf_mcore.algorithms.covariance import CHOSEN, choose_tokens
+
+            members = minibatches(batch, self.model.plan.prompts_per_minibatch)
+            rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
+            batch.fields[CHOSEN] = choose_tokens(batch, members, rows, self.algorithm)
         self._objective = replace(self._objective, kl_coef=batch.kl_coef, with_entropy=batch.with_entropy, kept=[])
         return self.model.deliver_update(batch, self._objective)
 

@@ -14,6 +14,7 @@ from rlhf_mcore.algorithms.kl_controller import KLController, build_kl_controlle
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.shaping import overlong_penalty, token_rewards
+from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.types import TrainBatch
@@ -63,9 +64,10 @@ class AdvantageComputer:
         return metrics | self._advantages(batch, batch.rewards, rows)
 
     def needs_old_logprobs(self) -> bool:
-        """Whether ``old_logprobs`` are needed before an update, whatever it is: the KL is in the reward, or the user wants it."""
-        kl = self.cfg.kl
-        return self.cfg.old_logprobs == "always" or (bool(kl.coef) and kl.placement == "reward")
+        """Whether ``old_logprobs`` are needed before an update, whatever it is: for a KL in the reward, the loss, or the user."""
+        kl, loss = self.cfg.kl, POLICY_LOSSES.get(self.cfg.policy_loss)
+        in_reward = bool(kl.coef) and kl.placement == "reward"
+        return in_reward or self.cfg.old_logprobs == "always" or (loss is not None and loss.reads_covariance)
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """How far the policy is from the engine's and the reference: ``correction``, the KL's next weight, metrics. Collective."""

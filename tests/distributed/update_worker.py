@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.algorithms.advantages import group_relative
 from rlhf_mcore.config.choices import POLICY_LOSSES
-from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, RolloutCorrectionConfig
+from rlhf_mcore.config.schema import CovarianceConfig, OptimizerConfig, RecomputeConfig, RolloutCorrectionConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.roles.policy import Actor
@@ -58,6 +58,7 @@ LOSSES = {f"{loss}/{by}": (loss, by, "off") for loss in POLICY_LOSSES for by in 
     f"corrected by {mode}": ("ppo_clip", "sequence", mode) for mode in ("token", "sequence")
 }
 BOUNDS = {"dppo_tv": 0.5}  # by which other tokens are left out than by the divergence of dppo_kl
+COVARIANCE = CovarianceConfig(share=0.3, low=-9, high=9)  # which chooses tokens of the few that there are
 OVERLAPPED_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "cp2_dp2")
 
 
@@ -129,7 +130,7 @@ def every_loss(
     placed.optimizer = OptimizerConfig(lr=0.0)
     for name, (loss, aggregation, mode) in LOSSES.items():
         correction = RolloutCorrectionConfig(mode=mode, cap=0.1)
-        cfg = replace(algorithm(aggregation), policy_loss=loss, rollout_correction=correction)
+        cfg = replace(algorithm(aggregation), policy_loss=loss, rollout_correction=correction, covariance=COVARIANCE)
         if bound := BOUNDS.get(loss):
             cfg = replace(cfg, clip_low=bound, clip_high=bound)
         placed.plan = replace(placed.plan, loss_aggregation=aggregation)

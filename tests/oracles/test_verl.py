@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from torch import Tensor
 import rlhf_mcore.algorithms.returns  # noqa: F401  # its estimators are in the table
 from rlhf_mcore.algorithms.advantages import whiten
 from rlhf_mcore.algorithms.correction import rollout_correction
+from rlhf_mcore.algorithms.covariance import CHOSEN, choose_tokens
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.algorithms.value_loss import value_loss
-from rlhf_mcore.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from rlhf_mcore.config.schema import AlgorithmConfig, CovarianceConfig, RolloutCorrectionConfig
 from tests.logits import given_logprobs
 from tests.oracles import published
 from tests.oracles.ragged import AGGREGATIONS, CONSTANT_LENGTH, LENGTHS, Ragged, leaf
@@ -88,6 +90,41 @@ def test_policy_losses(batch: Ragged, ours: str, theirs: str, aggregation: str, 
             rollout_is_weights=factors,
         )[0],
         batch.new,
+    )
+
+
+@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_losses_that_hold_back_tokens_of_high_covariance(seed: int, loss: str) -> None:
+    """verl takes the current logprobs for the covariance, ours the old ones: the choice is made of those of verl here.
+
+    Where verl draws by chance, all tokens of the band are drawn; with ratios of 1, since it draws from those that are not clipped.
+    """
+    batch, share = Ragged(seed), {"kl_cov": 0.2, "clip_cov": 1.0}[loss]
+    new = batch.new if loss == "kl_cov" else batch.old
+    cfg = AlgorithmConfig(policy_loss=loss, covariance=CovarianceConfig(share=share, low=0.1, high=0.8, kl_coef=0.5))
+    mask, rows = batch.mask.flatten(), everything(batch.mask)
+    step = SimpleNamespace(
+        old_logprobs=new.flatten(),
+        advantages=batch.advantages.flatten(),
+        loss_mask=mask,
+        num_sampled=torch.tensor(LENGTHS),
+        policy_version=0,
+    )
+    chosen = choose_tokens(step, [list(range(len(LENGTHS)))], rows, cfg).view_as(batch.mask)  # type: ignore[arg-type]
+    assert 0 < int(chosen.sum()) < NUM_TOKENS / 2
+    theirs = actor_config(cfg)
+    names = ("kl_cov_ratio", "clip_cov_ratio", "ppo_kl_coef", "clip_cov_lb", "clip_cov_ub")
+    theirs.policy_loss = SimpleNamespace(**dict(zip(names, (share, share, 0.5, 0.1, 0.8), strict=True)))
+
+    def ours(logprobs: Tensor) -> Tensor:
+        inputs = batch.loss_inputs(logprobs, "token", None)
+        inputs.fields = {CHOSEN: chosen}
+        return find_policy_loss(loss)(inputs, cfg)[0]
+
+    reference = verl.core_algos.get_policy_loss_fn(loss)
+    assert_same_with_gradient(
+        ours, lambda x: reference(batch.old, x, batch.advantages, batch.floats, "token-mean", theirs)[0], new
     )
 
 

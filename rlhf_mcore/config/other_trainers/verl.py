@@ -27,6 +27,10 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 MEGATRON, OPTIM = ACTOR + "megatron.", ACTOR + "optim."
 RECOMPUTE = MEGATRON + "override_transformer_config.recompute_"
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+COVARIANCE = {
+    "kl_cov": {"share": "kl_cov_ratio", "kl_coef": "ppo_kl_coef"},
+    "clip_cov": {"share": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"},
+}
 ADVANTAGES = {
     "gae": "gae",
     "grpo": "grpo",
@@ -69,10 +73,14 @@ def clip(values: Values) -> dict[str, Any]:
 
 
 def policy_loss(values: Values) -> dict[str, Any]:
-    modes = {"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
-    name = choose(modes)(values[ACTOR + "policy_loss.loss_mode"])
+    theirs = values[ACTOR + "policy_loss.loss_mode"]
+    own_names = ("gspo", "cispo", "sapo", "kl_cov", "clip_cov")
+    name = choose({"vanilla": "ppo_clip", "geo_mean": "gmpo", **{same: same for same in own_names}})(theirs)
     dual = float(values[ACTOR + "clip_ratio_c"]) if name == "ppo_clip" else None
-    return {"algorithm.policy_loss": name, "algorithm.dual_clip": dual}
+    settings = {"algorithm.policy_loss": name, "algorithm.dual_clip": dual}
+    for ours, key in COVARIANCE.get(name, {}).items():
+        settings[f"algorithm.covariance.{ours}"] = float(values[f"{ACTOR}policy_loss.{key}"])
+    return settings
 
 
 def aggregation(values: Values) -> dict[str, Any]:
@@ -352,7 +360,13 @@ JOINTS = (
     Joint(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), advantage),
     Joint((ROLLOUT + "n", "algorithm.adv_estimator"), samples),
     Joint((ACTOR + "clip_ratio", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"), clip),
-    Joint((ACTOR + "policy_loss.loss_mode", ACTOR + "clip_ratio_c"), policy_loss),
+    Joint(
+        (
+            *(ACTOR + "policy_loss.loss_mode", ACTOR + "clip_ratio_c"),
+            *(f"{ACTOR}policy_loss.{key}" for keys in COVARIANCE.values() for key in keys.values()),
+        ),
+        policy_loss,
+    ),
     Joint((ACTOR + "loss_agg_mode", ACTOR + "loss_scale_factor"), aggregation),
     Joint(
         (
@@ -419,6 +433,11 @@ DEFAULTS = {
     ACTOR + "kl_loss_type": "low_var_kl",
     ACTOR + "loss_agg_mode": "token-mean",
     ACTOR + "policy_loss.loss_mode": "vanilla",
+    ACTOR + "policy_loss.kl_cov_ratio": 2e-4,
+    ACTOR + "policy_loss.ppo_kl_coef": 0.1,
+    ACTOR + "policy_loss.clip_cov_ratio": 2e-4,
+    ACTOR + "policy_loss.clip_cov_lb": 1.0,
+    ACTOR + "policy_loss.clip_cov_ub": 5.0,
     ACTOR + "clip_ratio_c": 3.0,
     ACTOR + "ppo_mini_batch_size": 256,
     ACTOR + "ppo_epochs": 1,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from rlhf_mcore.config.derive import correction_mode
 from rlhf_mcore.config.implied import needs_critic
-from rlhf_mcore.config.schema import AlgorithmConfig, Config, SapoConfig
+from rlhf_mcore.config.schema import AlgorithmConfig, Config, CovarianceConfig, SapoConfig
 
 
 def algorithm_problems(cfg: Config) -> Iterator[str]:
@@ -55,6 +55,14 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
             yield f"algorithm.{key}={value:g} has no effect with algorithm.advantage={algorithm.advantage}; set it to null"
     if algorithm.sapo != SapoConfig() and loss is not None and not loss.reads_sapo:
         yield f"algorithm.sapo has no effect with algorithm.policy_loss={algorithm.policy_loss}; remove it, or set that to sapo"
+    covariance = algorithm.covariance
+    if covariance != CovarianceConfig() and loss is not None and not loss.reads_covariance:
+        yield (
+            f"algorithm.covariance has no effect with algorithm.policy_loss={algorithm.policy_loss}; remove it, or set that to kl_cov "
+            "or clip_cov"
+        )
+    if covariance.low >= covariance.high:
+        yield f"algorithm.covariance.low={covariance.low:g} is not below algorithm.covariance.high={covariance.high:g}; lower it"
     if algorithm.dual_clip is not None and loss is not None and not loss.reads_dual_clip:
         yield (
             f"algorithm.dual_clip={algorithm.dual_clip:g} has no effect with algorithm.policy_loss="

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rlhf_mcore.config.schema.alarms import AlarmRuleConfig, AlarmsConfig
 from rlhf_mcore.config.schema.algorithm import (
     AlgorithmConfig,
+    CovarianceConfig,
     DynamicSamplingConfig,
     KLConfig,
     KLControllerConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "BridgeConfig",
     "CheckpointConfig",
     "Config",
+    "CovarianceConfig",
     "CriticConfig",
     "DataConfig",
     "DynamicSamplingConfig",

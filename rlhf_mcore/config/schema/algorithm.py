@@ -111,6 +111,18 @@ class SapoConfig(Group):
 
 
 @dataclass
+class CovarianceConfig(Group):
+    """Which tokens `kl_cov` and `clip_cov` hold back for their covariance of logprob and advantage."""
+
+    share: float = key(
+        2e-4, "share of a minibatch's tokens, at least one of them", Range(0, 1, open_low=True), more="2e-3 for small models."
+    )
+    kl_coef: float = key(1.0, "`kl_cov`: weight of their distance from the old policy", AT_LEAST_0)
+    low: float = key(1.0, "`clip_cov`: they have a larger covariance than this", AT_LEAST_0)
+    high: float = key(5.0, "`clip_cov`: and a smaller one than this", ABOVE_0)
+
+
+@dataclass
 class OverlongConfig(Group):
     """A soft punishment for responses that come close to the token limit."""
 
@@ -203,6 +215,7 @@ class AlgorithmConfig(Group):
         null="none",
     )
     sapo: SapoConfig = group(SapoConfig, "`sapo`: temperatures of the loss")
+    covariance: CovarianceConfig = group(CovarianceConfig, "`kl_cov`, `clip_cov`: the tokens that are held back")
     old_logprobs: str = key(
         "auto",
         "logprobs of the policy before the updates of a step",

@@ -184,6 +184,8 @@ def slow_loss(name: str, rows: list[list[tuple[float, float, float]]], cfg: Algo
             elif name == "sapo":
                 tau = cfg.sapo.tau_positive if advantage > 0 else cfg.sapo.tau_negative
                 value = 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+            elif name == "kl_cov":
+                value = ratio * advantage
             elif name.startswith("dppo"):
                 value = 0.0 if is_left_out(name, logprob, old, advantage, cfg) else ratio * advantage
             elif name == "ppo_clip" and cfg.dual_clip is not None and advantage < 0:
@@ -220,7 +222,8 @@ def packed(made: LossInputs) -> LossInputs:
     flat = [
         getattr(made, name).reshape(1, -1) for name in ("logprobs", "old_logprobs", "advantages", "mask", "weights")
     ]
-    return LossInputs(*flat, made.sequence_ids.reshape(1, -1), made.num_sequences)
+    fields = {name: values.reshape(1, -1) for name, values in made.fields.items()}
+    return LossInputs(*flat, made.sequence_ids.reshape(1, -1), made.num_sequences, fields)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

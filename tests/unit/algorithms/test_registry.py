@@ -52,6 +52,7 @@ def test_what_validation_knows_of_them():
     assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo"}
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_dual_clip] == ["ppo_clip"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_sapo] == ["sapo"]
+    assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_covariance] == ["kl_cov", "clip_cov"]
     assert [name for name, kl in choices.KL_ESTIMATORS.items() if not kl.has_gradient] == ["k1"]
 
 

@@ -203,6 +203,11 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["algorithm.rollout_correction.mode=geometric"], None, ["mode=geometric", "mask_low", "veto"]),
         (["algorithm=opo", "algorithm.turn_credit=true"], None, ["turn_credit=True", "advantage=opo", "set it to false"]),
         (["algorithm=grpo", "algorithm.lam_alpha=0.05"], None, ["lam_alpha=0.05", "advantage=grpo", "null"]),
+        (["algorithm.covariance.share=0.1"], None, ["algorithm.covariance", "policy_loss=ppo_clip", "kl_cov", "clip_cov"]),
+        (["algorithm=kl_cov", "algorithm.covariance.share=0"], None, ["covariance.share=0", "greater than 0"]),
+        (["algorithm=kl_cov", "algorithm.covariance.kl_coef=-1"], None, ["covariance.kl_coef=-1", "at least 0"]),
+        (["algorithm=clip_cov", "algorithm.covariance.low=6"], None, ["covariance.low=6", "covariance.high=5", "lower it"]),
+        (["algorithm=clip_cov", "algorithm.covariance.high=.inf"], None, ["covariance.high=inf", "greater than 0"]),
         (["algorithm.sapo.tau_negative=2"], None, ["algorithm.sapo", "policy_loss=ppo_clip", "sapo"]),
         (
             ["algorithm=ppo", "algorithm.turn_credit=true", "algorithm.gamma=0.9"],

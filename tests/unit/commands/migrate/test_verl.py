@@ -71,6 +71,14 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
             [ACTOR + "loss_agg_mode=seq-mean-token-sum"],
             {"algorithm.loss_aggregation": "constant", "algorithm.constant_length": 1},
         ),
+        (
+            [ACTOR + "policy_loss.loss_mode=kl_cov", ACTOR + "policy_loss.ppo_kl_coef=1.0"],
+            {"algorithm.policy_loss": "kl_cov", "algorithm.covariance.share": 2e-4, "algorithm.covariance.kl_coef": 1.0},
+        ),
+        (
+            [ACTOR + "policy_loss.loss_mode=clip_cov", ACTOR + "policy_loss.clip_cov_ub=4.0"],
+            {"algorithm.policy_loss": "clip_cov", "algorithm.covariance.low": 1.0, "algorithm.covariance.high": 4.0},
+        ),
         ([ACTOR + "policy_loss.loss_mode=gspo"], {"algorithm.policy_loss": "gspo", "algorithm.dual_clip": None}),
         (
             ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=3"],
@@ -185,7 +193,7 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
     ("override", "reason"),
     [
         ("algorithm.adv_estimator=remax", "'remax' has no counterpart; there are: gae, grpo"),
-        (ACTOR + "policy_loss.loss_mode=clip_cov", "'clip_cov' has no counterpart"),
+        (ACTOR + "policy_loss.loss_mode=dro", "'dro' has no counterpart"),
         ("actor_rollout_ref.rollout.name=sglang", "'sglang' has no counterpart; there are: hf, vllm"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "see environment"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "max_tokens_per_microbatch"),
