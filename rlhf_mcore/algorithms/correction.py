@@ -20,14 +20,19 @@ if TYPE_CHECKING:
 def rollout_ratio_statistics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: OwnedRows
 ) -> dict[str, float]:
-    """Compute mean and maximum of |log rollout_ratio| = |old_logprobs - rollout_logprobs| over the tokens in ``mask`` of all rows.
+    """Compute how far old_logprobs and rollout_logprobs are apart over the tokens in ``mask`` of all rows.
 
-    Inputs are [N], of the rows that this rank owns. ``logprob_diff_mean`` and ``logprob_diff_max`` are 0 for an empty mask. A NaN
-    inside the mask is not hidden.
+    Inputs are [N], of the rows that this rank owns. A NaN inside the mask is not hidden.
+
+    Returns:
+        ``logprob_diff_mean`` and ``logprob_diff_max``: mean and maximum of the absolute difference, 0 for an empty mask.
+        ``logprob_exact``: the share of tokens whose logprobs are equal to the last bit, 1 for an empty mask.
     """
     differences = (at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)).abs()
     count = rows.sums(torch.ones_like(differences), mask).sum().clamp(min=1)
+    unequal = rows.sums(differences != 0, mask).sum()
     return {
+        "logprob_exact": float(1 - unequal / count),
         "logprob_diff_mean": float(rows.sums(differences, mask).sum() / count),
         "logprob_diff_max": float(rows.extremes(differences, mask)[1].max()) if rows.num_rows else 0.0,
     }

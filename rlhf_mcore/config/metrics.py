@@ -96,6 +96,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     "Engines and trainer": (
         Metric("rollout/logprob_diff_mean", "mean of |logprob of the trainer - logprob of the engine| of sampled tokens", NATS),
         Metric("rollout/logprob_diff_max", "largest of these differences", NATS, "below 1", "see rollout/logprob_diff_mean"),
+        Metric("rollout/logprob_exact", "sampled tokens whose logprobs are the same in trainer and engine, to the last bit", SHARE),
         Metric("rollout/ratio_mean", "mean of exp(trainer - engine), of tokens or responses", "", "0.98 to 1.02"),
         Metric("rollout/ratio_max", "largest of these ratios"),
         Metric("rollout/ratio_min", "smallest of these ratios"),

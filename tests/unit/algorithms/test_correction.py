@@ -45,16 +45,27 @@ def test_by_hand():
     rollout = torch.tensor([[0.0, -1.25, -1.5], [-3.0, 0.0, NAN]])
     mask = torch.tensor([[False, True, True], [True, False, False]])
     # |-1 + 1.25| + |-2 + 1.5| + 0 = 0.75 over 3 tokens, the largest of them 0.5
-    assert distances(old, rollout, mask) == {"logprob_diff_mean": 0.25, "logprob_diff_max": 0.5}
+    assert distances(old, rollout, mask) == {"logprob_diff_mean": 0.25, "logprob_diff_max": 0.5, "logprob_exact": pytest.approx(1 / 3)}
 
 
 def test_an_empty_mask_gives_zeros():
-    assert list(distances(torch.full((2, 2), NAN), torch.zeros(2, 2), torch.zeros(2, 2).bool()).values()) == [0.0, 0.0]
+    assert distances(torch.full((2, 2), NAN), torch.zeros(2, 2), torch.zeros(2, 2).bool()) == {
+        "logprob_diff_mean": 0.0,
+        "logprob_diff_max": 0.0,
+        "logprob_exact": 1.0,
+    }
 
 
 def test_a_nan_inside_the_mask_shows():
     found = distances(torch.tensor([[NAN, -1.0]]), torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2).bool())
     assert math.isnan(found["logprob_diff_mean"]) and math.isnan(found["logprob_diff_max"])
+    assert found["logprob_exact"] == 0.5
+
+
+def test_one_bit_is_a_difference():
+    one = torch.tensor([[-1.0, -1.0]])
+    found = distances(one, torch.nextafter(one, torch.tensor([[0.0, -1.0]])), torch.ones(1, 2).bool())
+    assert found["logprob_exact"] == 0.5 and found["logprob_diff_max"] == 2.0**-24
 
 
 def test_half_precision():

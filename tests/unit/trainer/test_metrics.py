@@ -85,13 +85,18 @@ def test_agreement_of_engine_and_trainer_by_hand() -> None:
     assert agreement_metrics(made) == {
         "rollout/logprob_diff_mean": pytest.approx((0.25 + 0.0 + 1.0) / 3),
         "rollout/logprob_diff_max": 1.0,
+        "rollout/logprob_exact": pytest.approx(1 / 3),
     }
 
 
 def test_agreement_of_no_rows_is_zero() -> None:
     made = batch_of([], [])
     made.old_logprobs = torch.zeros(made.token_ids.shape)
-    assert agreement_metrics(made) == {"rollout/logprob_diff_mean": 0.0, "rollout/logprob_diff_max": 0.0}
+    assert agreement_metrics(made) == {
+        "rollout/logprob_diff_mean": 0.0,
+        "rollout/logprob_diff_max": 0.0,
+        "rollout/logprob_exact": 1.0,
+    }
 
 
 def test_steps_prompts_samples_and_tokens_are_counted_apart() -> None:
