@@ -95,6 +95,7 @@ class AdapterSizes:
     targets: tuple[str, ...]  # layers that have one; see ``rlhf_mcore.families.adapters``
     use_rslora: bool = False  # scale by the root of the rank (Kalajdzievski 2023, arXiv 2312.03732)
     fixed: int = 0  # so many of the rows of an A, the last ones, do not learn, nor do the columns of B that go with them
+    use_dora: bool = False  # beside A and B a magnitude for each output (Liu et al. 2024, arXiv 2402.09353)
 
     @property
     def scale(self) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, of_trunk
 from rlhf_mcore.bridge.run.merged import ADAPTERS, AdaptersAside, MergedSources, adapted_weights
@@ -35,11 +38,19 @@ def select_sent(cfg: Config, model: RoleModel) -> Sent:
     assert geometry is not None
     weights, adapters = of_trunk(model.local_parameters(), model.spec.geometry), model.adapter_parameters()
     is_aside = sends_adapters(cfg, model.spec.geometry)
-    kind = AdaptersAside if is_aside else MergedSources
-    sources, copies = (kind(weights, adapters, geometry, keep=keep) for keep in (False, True))
     if is_aside:
-        return Sent([*weights, *adapters], sources, copies, model.adapter)
-    return Sent(weights, sources, copies, None)
+        aside, kept_aside = (AdaptersAside(weights, adapters, geometry, keep=keep) for keep in (False, True))
+        return Sent([*weights, *adapters], aside, kept_aside, model.adapter)
+    gains = _gains_of(model) if geometry.adapter is not None and geometry.adapter.use_dora else None
+    merged, kept = (MergedSources(weights, adapters, geometry, keep=keep, gains=gains) for keep in (False, True))
+    return Sent(weights, merged, kept, None)
+
+
+def _gains_of(model: RoleModel) -> Callable[[], Mapping[str, Tensor]]:
+    """Return a function that computes what the rows of this rank's weights are multiplied by, with DoRA."""
+    from rlhf_mcore.mcore.dora import gains
+
+    return partial(gains, [] if model.model is None else model.model.chunks)
 
 
 def changed_names(cfg: Config, model: RoleModel) -> Sequence[str]:

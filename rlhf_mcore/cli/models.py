@@ -225,6 +225,10 @@ class ModelBuilder:
         def fill() -> None:
             if source is None:
                 initialize(parameters, adapters, self.cfg.seed)
+                if lora.use_dora:
+                    from rlhf_mcore.roles.dora import begin_with_norms
+
+                    begin_with_norms(parameters, adapters, path)
             else:
                 load_adapters(parameters, adapters, source, f"{role}.lora")
 

@@ -16,7 +16,19 @@ from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.config.model_files import WEIGHT_DTYPES, read_geometry, read_header
 from rlhf_mcore.families import hf_shapes
-from rlhf_mcore.families.adapters import ALL_LINEAR, EMBEDDING, OUTPUT, base_copies, hf_module, hf_names, whole_tensors
+from rlhf_mcore.families.adapters import (
+    ALL_LINEAR,
+    EMBEDDING,
+    OUTPUT,
+    A,
+    B,
+    M,
+    base_copies,
+    hf_module,
+    hf_name,
+    whole_tensors,
+    without_dora,
+)
 from rlhf_mcore.foreign import Fields, read_json, shorten
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
@@ -28,7 +40,6 @@ _MAX_RANK, _MAX_ALPHA = 65536, 1e9
 _REMEDY = "use a plain LoRA adapter that PEFT has saved"
 # Settings that change the meaning of the tensors, with the values that do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
     "use_qalora": (False,),
     "lora_bias": (False,),
     "fan_in_fan_out": (False,),
@@ -52,6 +63,7 @@ class AdapterSettings:
     rank: int
     alpha: float
     use_rslora: bool
+    use_dora: bool
     base: str
     modules: tuple[str, ...] | None
     head: str  # of the model: lm | token | sequence
@@ -80,6 +92,7 @@ def read_settings(directory: str | Path) -> AdapterSettings:
         fields.integer("r", 1, _MAX_RANK),
         fields.number("lora_alpha", 0, _MAX_ALPHA),
         fields.flag("use_rslora", default=False),
+        fields.flag("use_dora", default=False),
         fields.text("base_model_name_or_path", default=""),
         _modules(fields),
         next((head for head, task in _TASKS.items() if task == fields.content.get("task_type")), "lm"),
@@ -117,7 +130,8 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
     header = read_header(path)
     names = set(header) - {"__metadata__", *base_copies(), *whole_tensors(model)}
-    known = {name: module for module in possible for name in hf_names(module)}
+    sides = (A, B, M) if settings.use_dora else (A, B)
+    known = {hf_name(module, side): module for module in possible for side in sides if side != M or module != EMBEDDING}
     if unknown := sorted(names - known.keys()):
         raise ConfigError(
             f"{path}: {len(unknown)} tensors belong to no linear layer of the model, among them {shorten(unknown[0], 200)}; "
@@ -134,7 +148,13 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
                 f"{Path(directory) / ADAPTER_CONFIG}: target_modules do not name {shortened(sorted(ignored), 3, ', ')}, whose "
                 f"tensors are in {ADAPTER_WEIGHTS}; {_REMEDY}"
             )
-    sizes = AdapterSizes(settings.rank, settings.alpha, short_names(modules, possible), settings.use_rslora)
+    if settings.use_dora and (module := without_dora(sorted(modules))):
+        raise ConfigError(
+            f"{Path(directory) / ADAPTER_CONFIG} has use_dora=true, which is not supported for {module}; train without it, or "
+            "with adapters of layers that are no experts and not at an end"
+        )
+    targets = short_names(modules, possible)
+    sizes = AdapterSizes(settings.rank, settings.alpha, targets, settings.use_rslora, use_dora=settings.use_dora)
     adapters = replace(model, adapter=sizes)
     _check_tensors(path, header, model, adapters)
     return adapters
@@ -178,7 +198,7 @@ def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometr
         raise ConfigError(
             f"{directory}: its adapters have rank {theirs.rank}, a scale of {theirs.scale:g} and the targets "
             f"{shortened(theirs.targets, 8)}, but {field} asks for rank {ours.rank}, {ours.scale:g} and "
-            f"{shortened(ours.targets, 8)}; set {field}.rank, alpha, targets and use_rslora as {ADAPTER_CONFIG} has them"
+            f"{shortened(ours.targets, 8)}; set {field}.rank, alpha, targets, use_rslora and use_dora as {ADAPTER_CONFIG} has them"
         )
 
 
@@ -239,7 +259,7 @@ def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> 
         "lora_dropout": dropout,
         "target_modules": list(short_names(modules, possible)),
         "use_rslora": sizes.use_rslora,
-        "use_dora": False,
+        "use_dora": sizes.use_dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

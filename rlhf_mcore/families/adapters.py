@@ -6,6 +6,7 @@ Hugging Face matrices in one weight. Each of them has its own A and B. The As of
 - where ranks split the outputs, every rank has the As whole, one below the other, and of the Bs the rows that it has of the weight;
 - where ranks split the inputs, a rank has the columns of A that it has of the weight, and B whole;
 - where every rank has the weight whole, it has both whole;
+- the magnitudes of DoRA (``AdapterSizes.use_dora``), a vector [out] of each W, are held as B is;
 - of the embedding and the output layer a rank has A whole, and of B the rows of its part of the vocabulary. PEFT has those of an
   embedding transposed and exchanged: its ``lora_embedding_A`` [r, vocabulary] is the transposed B here.
 
@@ -16,7 +17,7 @@ The head of a critic or a reward model is trained whole beside them (PEFT's ``mo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -28,9 +29,10 @@ from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 T = TypeVar("T")  # a tensor
 
 ALL_LINEAR = "all-linear"  # a target: every linear layer but the output layer, as PEFT means it
-A, B = ".lora_a", ".lora_b"  # in the place of ``.weight``, in Megatron's names
+A, B, M = ".lora_a", ".lora_b", ".lora_m"  # in the place of ``.weight``, in Megatron's names; M: magnitudes of DoRA
 EMBEDDING, OUTPUT = "model.embed_tokens", "lm_head"  # modules before and behind the layers, which ``all-linear`` does not mean
-_HF_PREFIX, _HF_NAMES = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
+_HF_PREFIX = "base_model.model."
+_HF_NAMES = {A: ".lora_A.weight", B: ".lora_B.weight", M: ".lora_magnitude_vector"}
 _HF_EMBEDDING_NAMES = {A: ".lora_embedding_B", B: ".lora_embedding_A"}
 _LINEAR = re.compile(r".*\.(linear_\w+|in_proj|out_proj)\.weight(\{k\})?")
 # How ranks hold A and B of a weight that they hold so.
@@ -50,19 +52,19 @@ def _sizes(geometry: ModelGeometry) -> AdapterSizes:
 
 
 def base_name(name: str) -> tuple[str, str]:
-    """Split the name of an adapter's Megatron parameter into that of the weight that it adapts, and ``A`` or ``B``.
+    """Split the name of an adapter's Megatron parameter into that of the weight that it adapts, and ``A``, ``B`` or ``M``.
 
     Raises:
         KeyError: it is no adapter's.
     """
-    if match := re.fullmatch(r"(.*)(\.lora_[ab])(\d*|\{k\})", name):
+    if match := re.fullmatch(r"(.*)(\.lora_[abm])(\d*|\{k\})", name):
         return f"{match.group(1)}.weight{match.group(3)}", match.group(2)
     raise KeyError(f"{name!r} is no parameter of an adapter")
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a Megatron parameter is A or B of an adapter."""
-    return re.search(r"\.lora_[ab]\d*$", name) is not None
+    """Tell whether a Megatron parameter is one of an adapter."""
+    return re.search(r"\.lora_[abm]\d*$", name) is not None
 
 
 def hf_module(name: str) -> str:
@@ -72,8 +74,13 @@ def hf_module(name: str) -> str:
 
 def hf_names(module: str) -> tuple[str, str]:
     """Return the names under which PEFT saves A and B of a Hugging Face module."""
+    return hf_name(module, A), hf_name(module, B)
+
+
+def hf_name(module: str, side: str) -> str:
+    """Return the name under which PEFT saves ``A``, ``B`` or ``M`` of a Hugging Face module."""
     ends = _HF_EMBEDDING_NAMES if module == EMBEDDING else _HF_NAMES
-    return f"{_HF_PREFIX}{module}{ends[A]}", f"{_HF_PREFIX}{module}{ends[B]}"
+    return f"{_HF_PREFIX}{module}{ends[side]}"
 
 
 def pairs_of(tensors: Mapping[str, T]) -> dict[str, tuple[T, T]]:
@@ -88,7 +95,7 @@ def base_copies() -> dict[str, str]:
 
 
 def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]:
-    """Derive the rules of A and B from that of a weight in one layer; none where nothing of it is adapted."""
+    """Derive the rules of A, B and magnitudes from that of a weight in one layer; none where nothing of it is adapted."""
     is_end = rule.kind == "vocab_parallel"
     if rule.kind not in _KINDS or not (is_end or _LINEAR.fullmatch(rule.mcore)) or (is_end and geometry.tied_embeddings):
         return []
@@ -97,22 +104,26 @@ def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]
         return []
     is_embedding = f"{EMBEDDING}.weight" in tensors
 
-    def dims_of(side: str, rows: Dim, columns: Dim) -> tuple[Dim, Dim]:
+    def dims_of(side: str, rows: Dim, columns: Dim) -> tuple[Dim, ...]:
+        if side == M:
+            return (rows,)
         if is_embedding:
             return (columns, _RANK) if side == A else (_RANK, rows)
         return (_RANK, columns) if side == A else (rows, _RANK)
 
+    kind_a, kind_b = _EMBEDDING_KINDS if is_embedding else _KINDS[rule.kind]
+    sides = {A: kind_a, B: kind_b, **({M: kind_b} if _sizes(geometry).use_dora and not is_end else {})}
     return [
         replace(
             rule,
             mcore=re.sub(r"\.weight(\{k\})?$", rf"{side}\1", rule.mcore),
             kind=kind,
             tensors={
-                hf_names(name.removesuffix(".weight"))[side == B]: dims_of(side, *dims) for name, dims in tensors.items()
+                hf_name(name.removesuffix(".weight"), side): dims_of(side, *dims) for name, dims in tensors.items()
             },
             in_memory="",
         )
-        for side, kind in zip((A, B), _EMBEDDING_KINDS if is_embedding else _KINDS[rule.kind], strict=True)
+        for side, kind in sides.items()
     ]
 
 
@@ -153,6 +164,11 @@ def _module(tensor: str, layer: int) -> str:
     return tensor.format(i=layer, e=0).removesuffix(".weight")
 
 
+def without_dora(modules: Iterable[str]) -> str | None:
+    """Return the first of the modules whose adapter has no magnitudes here: an expert, the embedding or the output layer."""
+    return next((module for module in modules if module in (EMBEDDING, OUTPUT) or "expert" in module), None)
+
+
 def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
     """Refuse targets that an adapter cannot have. ``field`` names the key, such as ``actor.lora.targets``.
 
@@ -180,6 +196,11 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
         raise ConfigError(
             f"{field}: {tied} is the embedding and the output layer at once (tie_word_embeddings=true), which takes no adapter; leave "
             "it out, or name a model with an output layer of its own"
+        )
+    if _sizes(geometry).use_dora and (module := without_dora(module for module in linear if is_target(module, geometry))):
+        raise ConfigError(
+            f"{field}: {module} takes no DoRA, which is that of layers outside of experts and of both ends; name others (in a model "
+            f"with experts those of attention), or set {field.rpartition('.')[0]}.use_dora=false"
         )
     if stacked:
         raise ConfigError(

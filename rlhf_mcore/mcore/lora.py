@@ -90,6 +90,13 @@ class Adapters:
         layer.register_parameter(f"lora_b{number}", b)
         self._fix(layer, a, b)
         path.mark(a, b, getattr(weight, "allreduce", True))
+        magnitudes = None
+        if self.sizes.use_dora:
+            from rlhf_mcore.mcore.dora import Magnitudes
+
+            assert not path.is_expert, "checked with the targets"
+            split_group = path.group if isinstance(path, _RowPath) else None
+            magnitudes = Magnitudes(layer, matrices, self.sizes, split_group)
         if hasattr(layer, "lora_rows"):  # another expert's weight came first
             return
         layer.register_buffer("lora_b_order", torch.tensor(order, device=weight.device), persistent=False)
@@ -115,6 +122,8 @@ class Adapters:
             x = path.entered(self._dropped(x, path, module.training))
             hidden = path.reduced(_by_expert(F.linear, x, module, "lora_a", counts)) * self.sizes.scale
             added = path.shared(_by_expert(product, hidden, module, "lora_b", counts))
+            if magnitudes is not None:
+                return magnitudes.scale(y, bias, added), bias
             return (y + added if covers else y.index_add(-1, module.lora_rows, added)), bias
 
         # In front of other hooks: these treat what the layer returns, adapters included.

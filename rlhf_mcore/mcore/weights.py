@@ -24,7 +24,7 @@ from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.platform.megatron_versions import MTP_INNER
 
-_ADAPTER = re.compile(r".*\.lora_[ab]\d*")
+_ADAPTER = re.compile(r".*\.lora_[abm]\d*")
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
@@ -49,7 +49,7 @@ def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) 
 
 
 def adapter_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
-    """List what a model with adapters trains on this rank: their matrices A and B, and the weights that are trained beside them."""
+    """List what a model with adapters trains on this rank: their A, B and magnitudes, and the weights that are trained beside them."""
     return list(_all_parameters(chunks, layout, trained=True))
 
 

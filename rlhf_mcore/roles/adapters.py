@@ -18,7 +18,7 @@ from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.adapter_files import check_same
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.families.adapters import EMBEDDING, B, base_name, hf_module, is_trained_whole
+from rlhf_mcore.families.adapters import EMBEDDING, B, M, base_name, hf_module, is_trained_whole
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.ends import require_gradient
 from rlhf_mcore.mcore.lora import Adapters, MatrixRows
@@ -107,7 +107,10 @@ def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, se
     for parameter in parameters:
         if is_trained_whole(parameter.name, geometry):
             continue  # it begins as the model has it
-        if base_name(parameter.name)[1] == B:
+        side = base_name(parameter.name)[1]
+        if side == M:
+            continue  # see ``roles/dora.py``
+        if side == B:
             parameter.tensor.zero_()  # also the padding of a vocabulary
             continue
         for piece in pieces(parameter.name, geometry, parameter.shard):

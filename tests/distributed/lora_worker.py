@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
+from rlhf_mcore.cli.adapter_sync import select_sent
+from rlhf_mcore.config.schema import Config, OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups
@@ -60,13 +62,16 @@ CASES = {
     "deepseek_v3_dense": ("tp2_dp2", "pp2_dp2"),
     "qwen3_ends": ("tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "cp2_dp2"),
     "qwen3_pissa": ("tp2_dp2_sp", "pp2_dp2"),
+    "qwen3_dora": ("tp2_dp2", "tp2_pp2", "cp2_dp2"),
+    "qwen2_dora": ("tp2_dp2_sp", "tp4"),
 }
-TARGETS = {"qwen2": ATTENTION, "qwen3_ends": ("q_proj", "down_proj", "embed_tokens", "lm_head")}
+TARGETS = {"qwen2": ATTENTION, "qwen2_dora": ATTENTION, "qwen3_ends": ("q_proj", "down_proj", "embed_tokens", "lm_head")}
 SIZES = {name: AdapterSizes(3, 12.0, TARGETS.get(name, ("all-linear",)), name == "qwen2") for name in CASES}
+SIZES |= {name: replace(SIZES[name], use_dora=True) for name in CASES if name.endswith("_dora")}
 SIZES["qwen3_pissa"] = AdapterSizes(6, 24.0, ("all-linear",), fixed=3)
 RECOMPUTE = {"full": RecomputeConfig("full"), "selective": RecomputeConfig("selective", modules=["mlp", "core_attn"])}
 # Others have experts, or MLPs that PEFT's all-linear leaves out because they are named as experts are.
-OF_PEFT = ("qwen3", "qwen2", "qwen3_ends", "qwen3_pissa")
+OF_PEFT = ("qwen3", "qwen2", "qwen3_ends", "qwen3_pissa", "qwen3_dora", "qwen2_dora")
 BEGINNINGS = ("zero", "grown")  # what B is before the update
 
 
@@ -80,7 +85,7 @@ def main(directory: Path, name: str) -> None:
     findings: dict[str, Any] = {"oracle": {}, "updates": {}}
     path = directory / name
     if dist.get_rank() == 0:
-        models.make(name.removesuffix("_ends").removesuffix("_pissa"), path)
+        models.make(name.removesuffix("_ends").removesuffix("_pissa").removesuffix("_dora"), path)
         findings["oracle"] = {beginning: oracle(name, path, beginning) for beginning in BEGINNINGS}
     dist.barrier()
     for layout, beginning in cases(name):
@@ -109,17 +114,23 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     values = {key: 0.1 * torch.randn(shape) * (scale if "lora_B" in key else 1.0) for key, shape in shapes.items()}
     if SIZES[name].fixed:
         values = halves(hf, values)
+    for key in values:
+        if "magnitude" in key:  # they have learned something already, which the reference is without
+            weight = hf.get_parameter(f"{key.removeprefix('base_model.model.').partition('.lora_')[0]}.weight")
+            values[key] = weight.detach().norm(dim=1) * (1 + scale * values[key])
     save_file(values, path / f"{beginning}.safetensors")
     learns, run = (with_peft if name in OF_PEFT and find_spec("peft") else written_out)(hf, name, values)
     logprobs = [row_logprobs(run, row) for row in rows()]
     save_file({str(n): value.detach() for n, value in enumerate(logprobs)}, path / f"{beginning}_logprobs.safetensors")
+    if SIZES[name].use_dora:
+        save_file(merged_by_hand(hf, name, values), path / f"{beginning}_merged.safetensors")
     loss = -torch.cat(logprobs).mean()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(list(learns.values()), OPTIMIZER.clip_grad)
     cfg = optimizer_of(name)
-    torch.optim.AdamW(
-        list(learns.values()), cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay
-    ).step()
+    vectors = [value for value in learns.values() if value.dim() == 1]  # are not decayed
+    groups = [{"params": [value for value in learns.values() if value.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay).step()
     after = {key: with_fixed(value.detach(), values[key]) for key, value in learns.items()}
     save_file(after, path / f"{beginning}_after.safetensors")
     with torch.no_grad():
@@ -148,6 +159,8 @@ def halves(hf: Any, noise: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def with_fixed(learned: Tensor, before: Tensor) -> Tensor:
     """Put behind what has learned what has not, where there is such."""
+    if learned.shape == before.shape:
+        return learned
     rows, columns = learned.shape
     below = torch.cat([learned, before[rows:, :columns]])
     return torch.cat([below, before[:, columns:]], dim=1).contiguous()
@@ -161,20 +174,35 @@ def row_logprobs(run: Any, row: Any) -> Tensor:
     return torch.stack([log_p[first + t - 1, token] for t, token in enumerate(row.response_ids)])
 
 
+def merged_by_hand(hf: Any, name: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with rows of the length m in the direction of W + scale B A; tests/unit/bridge/test_peft.py compares with PEFT's own."""
+    weights = load_file(Path(hf.config._name_or_path) / "model.safetensors")
+    for key in (key for key in values if "magnitude" in key):
+        module, head = key.partition(".lora_")[0], f"{key.partition('.lora_')[0].removeprefix('base_model.model.')}.weight"
+        merged = weights[head] + SIZES[name].scale * values[f"{module}.lora_B.weight"] @ values[f"{module}.lora_A.weight"]
+        weights[head] = values[key][:, None] * merged / merged.norm(dim=1, keepdim=True)
+    return weights
+
+
 def with_peft(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
     from peft import LoraConfig, get_peft_model
 
     sizes = SIZES[name]
     targets = sizes.targets[0] if len(sizes.targets) == 1 else list(sizes.targets)
     cfg = LoraConfig(r=sizes.rank, lora_alpha=int(sizes.alpha), target_modules=targets, use_rslora=sizes.use_rslora)
+    cfg.use_dora = sizes.use_dora
     if sizes.fixed:  # PEFT has the residual in the place of the weight
         cfg.r, cfg.lora_alpha, cfg.init_lora_weights = 3, 12, "pissa"
     model = get_peft_model(hf, cfg)
-    learns = {key.replace(".default", ""): p for key, p in model.named_parameters() if p.requires_grad}
+    learns = {
+        key.replace("vector.default.weight", "vector").replace(".default", ""): p
+        for key, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert learns.keys() == values.keys(), "PEFT adapts the same layers"
     with torch.no_grad():
         for key, parameter in learns.items():
-            parameter.copy_(values[key][: parameter.size(0), : parameter.size(1)])
+            parameter.copy_(values[key][tuple(map(slice, parameter.shape))])
     return learns, lambda ids: model(ids).logits
 
 
@@ -198,11 +226,15 @@ def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str
             )
         return product
 
+    def with_magnitude(module: str, merged: Tensor) -> Tensor:
+        magnitude = learns.get(f"base_model.model.{module}.lora_magnitude_vector")
+        return merged if magnitude is None else (magnitude / merged.detach().norm(dim=1))[:, None] * merged
+
     def weights() -> Iterator[tuple[str, Tensor]]:
         for key, weight in hf.named_parameters():
             module = key.removesuffix(".weight")
             if {f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_embedding_A"} & learns.keys():
-                yield key, weight + added(module)
+                yield key, with_magnitude(module, weight + added(module))
             elif found := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", key):
                 parts = ("gate_proj", "up_proj") if found.group(2) == "gate_up" else ("down_proj",)
                 each = [
@@ -246,12 +278,16 @@ def build(
 
 def fill(actor: SupervisedActor, adapters: ModelGeometry, file: Path) -> None:
     """Give the adapters the values of a file, and make the optimizer."""
+    fill_again(actor, adapters, file)
+    assert actor.model.model is not None
+    actor.model.model.add_optimizer(actor.model.optimizer)
+
+
+def fill_again(actor: SupervisedActor, adapters: ModelGeometry, file: Path) -> None:
     folder = file.parent / f"{file.stem}_alone_{dist.get_rank()}"
     folder.mkdir(exist_ok=True)
     save_file(load_file(file), folder / "model.safetensors")
     load(actor.model.adapter_parameters(), adapters, HFReader(folder))
-    assert actor.model.model is not None
-    actor.model.model.add_optimizer(actor.model.optimizer)
 
 
 def gathered(actor: SupervisedActor, adapters: ModelGeometry) -> dict[str, Tensor]:
@@ -286,9 +322,27 @@ def update(
         float((after[key] - value).abs().max()) for key, value in load_file(path / f"{beginning}.safetensors").items()
     )
     found["base"] = any_rank(all_gather_json(first_difference(gatherer(model), load_file(path / "model.safetensors"))))
+    if adapters.adapter is not None and adapters.adapter.use_dora:
+        # Before the update, which has moved what is sent: the norms of rows that ranks share are summed when a sync begins.
+        fill_again(actor, adapters, path / f"{beginning}.safetensors")
+        expected = load_file(path / f"{beginning}_merged.safetensors")
+        found["sent"] = any_rank(all_gather_json(first_difference(sent(actor), expected, 1e-6)))
     assert model.optimizer is not None
     found["shards"] = all_gather_json(sorted({shard.name.rpartition(".")[2] for shard in model.optimizer.shards()}))
     return found
+
+
+def sent(actor: SupervisedActor) -> dict[str, Tensor]:
+    """Return the whole weights that engines get."""
+    cfg, model = Config(), actor.model.model
+    assert model is not None
+    cfg.actor.lora.rank, cfg.actor.lora.sync = 3, "merge"
+    sources = select_sent(cfg, actor.model).sources
+    sources.prepare()
+    opened = sources.open(SimpleNamespace(source_buffers={p.name for p in model.local_parameters()}))
+    merged = [replace(p, tensor=opened[p.name].view(p.tensor.shape)) for p in model.local_parameters()]
+    pgs = model.groups.collection
+    return {k: v.clone() for k, v in Gatherer(merged, actor.model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)}
 
 
 def distance(batch: Any, values: Tensor, file: Path) -> float:

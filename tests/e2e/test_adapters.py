@@ -91,6 +91,28 @@ def test_it_goes_on_in_other_layouts(calm: Path) -> None:
         assert moved[name] == pytest.approx(expected[name], rel=2e-4), name
 
 
+def test_magnitudes_are_resumed_in_other_layouts_and_merged(calm: Path) -> None:
+    """Bit for bit where it was; from two tensor-parallel ranks to a pipeline of two. The first loss is the model's."""
+    workspace, cut = calm.parents[2], ("actor.lora.use_dora=true", "actor.layout.tp=2")
+    metrics = train(workspace, "dora", 3, *cut)
+    began = json.loads((calm / "metrics.jsonl").read_text().splitlines()[0])
+    assert metrics[0]["evaluate/loss"] == pytest.approx(began["evaluate/loss"], rel=1e-6)
+    folder = calm.parent / "dora"
+    train(workspace, "dora_again", 3, *cut, f"checkpoint.resume={folder / 'checkpoint-2'}")
+    first, last, again = (
+        load_file(path / "actor/adapter_model.safetensors")
+        for path in (folder / "checkpoint-1", folder / "checkpoint-3", calm.parent / "dora_again/checkpoint-3")
+    )
+    assert any("lora_magnitude_vector" in name for name in last)
+    for name, tensor in last.items():
+        assert tensor.equal(again[name]) and not tensor.equal(first[name]), name
+    resume = f"checkpoint.resume={folder / 'checkpoint-2'}"
+    moved = train(workspace, "dora_moved", 3, "actor.lora.use_dora=true", "actor.layout.pp=2", resume)[-1]
+    for name in ("loss/sft", "actor/grad_norm"):
+        assert moved[name] == pytest.approx(metrics[-1][name], rel=2e-4), name
+    rlhf_mcore(workspace, "convert", "--from", "checkpoint", "--to", "hf", str(folder), "dora_merged", "--merge", "--verify")
+
+
 def test_what_began_with_singular_vectors_is_resumed(calm: Path) -> None:
     """The first loss is the model's, as with adapters of no effect; half of what is saved stays as it was."""
     workspace, pissa = calm.parents[2], "actor.lora.init=pissa"

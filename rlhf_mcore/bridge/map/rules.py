@@ -57,7 +57,7 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     rule, layer, local_expert = find_rule(geometry, name)
     expert = shard.expert_rank * (geometry.num_experts // shard.expert_size) + local_expert
     shapes = rule.shapes(geometry, layer, expert)
-    if geometry.adapter is not None and ".lora_b" in rule.mcore and rule.kind not in _PLAIN_SPLITS:
+    if geometry.adapter is not None and ".lora_a" not in rule.mcore and rule.kind not in _PLAIN_SPLITS:
         return _rows_of_weight(name, shapes, geometry, shard)
     if geometry.tied_embeddings and "lm_head.weight" in shapes:
         shapes = {"model.embed_tokens.weight": shapes["lm_head.weight"]}
@@ -68,13 +68,14 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
 
 
 def _rows_of_weight(name: str, shapes: Shapes, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
-    """Describe a rank's part of Bs of adapters: it has the rows that it has of the weight's matrices, in the same order."""
-    from rlhf_mcore.families.adapters import base_name, hf_names
+    """Describe a rank's part of Bs of adapters, or of magnitudes: it has their rows that it has of the weight, in that order."""
+    from rlhf_mcore.families.adapters import base_name, hf_name
 
-    weight = pieces(base_name(name)[0], replace(geometry, adapter=None), shard)
+    whole, side = base_name(name)
+    weight = pieces(whole, replace(geometry, adapter=None), shard)
     rows, described = 0, []
     for piece in sorted(weight, key=lambda piece: piece.offset):
-        b = hf_names(piece.hf_name.removesuffix(".weight"))[1]
+        b = hf_name(piece.hf_name.removesuffix(".weight"), side)
         if b in shapes:
             described.append(_rows(b, shapes[b], piece.start[0], piece.shape[0], rows))
             rows += piece.shape[0]
@@ -145,7 +146,7 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
     """
     if geometry.adapter is None:
         return _find_rule(geometry.family, geometry.head, name)
-    from rlhf_mcore.families.adapters import A, adapter_rules, base_name, is_trained_whole, whole_rules
+    from rlhf_mcore.families.adapters import A, B, M, adapter_rules, base_name, is_trained_whole, whole_rules
 
     if is_trained_whole(name, geometry):
         rule, layer, expert = _find_rule(geometry.family, geometry.head, name)
@@ -154,7 +155,7 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
     rule, layer, expert = _find_rule(geometry.family, geometry.head, weight)
     if not (rules := adapter_rules(rule, geometry, layer)):
         raise KeyError(f"{weight!r} has no adapter")
-    return rules[side != A], layer, expert
+    return rules[(A, B, M).index(side)], layer, expert
 
 
 @cache
@@ -325,5 +326,5 @@ _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = 
     "delta": _delta,
     "delta_by_head": _delta_by_head,
 }
-# Of these a rank has of B what the kind says; else it has the rows of B that it has of the weight.
+# Of these a rank has of B and of magnitudes what the kind says; else it has the rows of B that it has of the weight.
 _PLAIN_SPLITS = ("replicated", "vocab_parallel", "vocab_columns")

@@ -32,6 +32,9 @@ class Sources(ABC):
     device: torch.device
     is_static: bool
 
+    def prepare(self) -> None:  # noqa: B027
+        """Compute what ranks have to compute together, before a sync opens buckets. Collective over the ranks of the model."""
+
     @abstractmethod
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Return flat tensors by buffer name, at least those of ``bucket.source_buffers``. A value is cast to the wire's dtype."""

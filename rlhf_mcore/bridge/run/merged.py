@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class _AdapterSources(KeptSources):
 
 
 class MergedSources(_AdapterSources):
-    """Weights W with W + scale * B A in the place of those that have adapters."""
+    """Weights W with W + scale * B A in the place of those that have adapters; with DoRA with g * (W + scale * B A)."""
 
     def __init__(
         self,
@@ -87,16 +87,30 @@ class MergedSources(_AdapterSources):
         geometry: ModelGeometry,
         *,
         keep: bool = False,
+        gains: Callable[[], Mapping[str, Tensor]] | None = None,
     ):
+        """See the base. ``gains``: with DoRA, returns g [rows] of this rank's weights by name; collective."""
         super().__init__(parameters, adapters, geometry, keep=keep)
+        assert (gains is not None) == self._sizes.use_dora
+        self._compute_gains, self._keeps = gains, keep
+        self._gains: Mapping[str, Tensor] = {}
         self._blocks = {parameter.name: blocks(parameter.name, geometry, parameter.shard) for parameter in parameters}
+
+    def take(self) -> None:
+        super().take()
+        if self._keeps and self._compute_gains is not None:
+            self._gains = self._compute_gains()
+
+    def prepare(self) -> None:
+        if not self._keeps and self._compute_gains is not None:
+            self._gains = self._compute_gains()
 
     def _make(self, name: str) -> Tensor:
         weight = self._tensors[name]
         if not self._blocks[name]:
             return weight
         a, b = (self._adapter(adapter) for adapter in adapter_names(name))
-        return merge(weight, a, b, self._blocks[name], self._sizes.scale)
+        return merge(weight, a, b, self._blocks[name], self._sizes.scale, self._gains.get(name))
 
 
 class AdaptersAside(_AdapterSources):
@@ -112,11 +126,14 @@ class AdaptersAside(_AdapterSources):
 
 
 @torch.no_grad()
-def merge(weight: Tensor, a: Tensor, b: Tensor, where: Sequence[Block], scale: float) -> Tensor:
-    """Return a copy of a rank's weight with scale * B A added to its blocks.
+def merge(
+    weight: Tensor, a: Tensor, b: Tensor, where: Sequence[Block], scale: float, gain: Tensor | None = None
+) -> Tensor:
+    """Return a copy of a rank's weight with scale * B A added to its blocks, and their rows multiplied by ``gain`` [rows], if given.
 
     The product is computed in fp32, rounded to the weight's dtype and added there, as PEFT's ``merge_and_unload`` does: an engine
     then has the weights that an exported and merged model has, bit for bit. Rounding the sum once would differ in the last place.
+    With a gain PEFT rounds once, at the end.
     """
     merged, dtype, rank = weight.clone(), _product_dtype(a), b.shape[1]
     for block in where:
@@ -124,7 +141,11 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, where: Sequence[Block], scale: f
         for first in range(0, block.count, ROWS):
             count = min(ROWS, block.count - first)
             product = b[block.b_row + first : block.b_row + first + count].to(dtype) @ columns
-            merged[block.row + first : block.row + first + count] += (product * scale).to(weight.dtype)
+            rows = slice(block.row + first, block.row + first + count)
+            if gain is None:
+                merged[rows] += (product * scale).to(weight.dtype)
+            else:
+                merged[rows] = (gain[rows, None] * (merged[rows] + product * scale)).to(weight.dtype)
     return merged
 
 

@@ -263,6 +263,7 @@ class PlannedBridge:
         transfer, verify = self._whole if only is None else self._part(only), self._verify
         if verify == "sample" and self._num_syncs % self._digest_every == 0:
             verify = "digest"
+        self._sources.prepare()
         drawn = None
         if verify == "sample":
             drawn = Drawn(self._pieces_of_samples(transfer)[1].reads(version, self._sources.device))

@@ -37,7 +37,14 @@ from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.progress import progress_bar, working
 from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_model, base_model, holds_adapter
+from rlhf_mcore.config.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapted_model,
+    adapted_modules,
+    base_model,
+    holds_adapter,
+)
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import architecture, is_dequantised, read_config, read_geometry
 from rlhf_mcore.families import FAMILIES, head_fields
@@ -204,7 +211,7 @@ def _copy_adapters(request: Conversion, cleanup: ExitStack) -> None:
     model = adapted_model(root, request.hf_config or base_model(root))
     if request.source_format == "checkpoint":
         [root] = _checked_models(request, [request.source], cleanup)
-    reader, _ = open_adapters(root, model)
+    _, adapters = open_adapters(root, model)
     files = [root / ADAPTER_CONFIG, root / ADAPTER_WEIGHTS, *adapter_companions([root])]
     if request.dry_run:
         say("\n".join(f"{file.name} <- {file}" for file in files))
@@ -217,7 +224,8 @@ def _copy_adapters(request: Conversion, cleanup: ExitStack) -> None:
     ):
         _copy(files, directory)
     say(
-        f"{request.destination}: adapters of {len(reader.names) // 2} layers, {total / 1e6:.2f} MB; --merge writes a whole model",
+        f"{request.destination}: adapters of {len(adapted_modules(adapters))} layers, {total / 1e6:.2f} MB; --merge writes a whole "
+        "model",
         file=sys.stderr,
     )
 

@@ -11,7 +11,7 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.implied import adapter_sizes, needs_critic
 from rlhf_mcore.config.model_files import with_head
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LoraConfig
+from rlhf_mcore.config.schema import ActorConfig, ActorLoraConfig, Config, CriticConfig, LoraConfig
 from rlhf_mcore.config.schema.key import Choices, description_of
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.geometry import ModelGeometry
@@ -50,6 +50,16 @@ def _pissa_problems(role: str, group: ActorConfig | CriticConfig) -> Iterator[st
         )
 
 
+def _dora_problems(key: str, lora: LoraConfig) -> Iterator[str]:
+    """What does not go together with magnitudes. ``key``: the group of ``lora``."""
+    if lora.dropout:
+        yield f"{key}.use_dora=True is not supported with {key}.dropout={lora.dropout}; set that to 0"
+    if lora.init == "pissa":
+        yield f"{key}.use_dora=True is not supported with {key}.init=pissa; set that to gaussian"
+    if isinstance(lora, ActorLoraConfig) and lora.sync == "adapter":
+        yield f"{key}.use_dora=True: engines add no magnitudes, so {key}.sync=adapter is not possible; set that to merge"
+
+
 def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
     """Problems with the adapters of one model. ``role`` is the name of its ``group``."""
     lora, default, key = group.lora, type(group.lora)(), f"{role}.lora"
@@ -66,7 +76,7 @@ def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) ->
     if lora.init == "pissa":
         yield from _pissa_problems(role, group)
     if lora.use_dora:
-        yield f"{key}.use_dora=True is not supported yet; set it to false"
+        yield from _dora_problems(key, lora)
     if group.moe.expert_bias_rate:
         yield f"{name}: biases of experts stay as they are; set {role}.moe.expert_bias_rate=0"
     if group.optimizer.name == "muon":
@@ -91,7 +101,8 @@ def _reference_problems(cfg: Config, name: str) -> Iterator[str]:
 def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Adapters of the actor that the model of ``geometry`` cannot have, or that its engine cannot add."""
     sizes = adapter_sizes(cfg.actor.lora)
-    if sizes is not None and sizes.targets and run_kind(cfg).generates and cfg.actor.lora.sync == "adapter":
+    wants_adapters = cfg.actor.lora.sync == "adapter" and not cfg.actor.lora.use_dora  # which is another problem
+    if sizes is not None and sizes.targets and run_kind(cfg).generates and wants_adapters:
         kind = engine_kind(cfg.rollout.engine)
         for problem in kind.adapter_problems(cfg, replace(geometry, adapter=sizes)):
             yield f"actor.lora.sync=adapter: {problem}; set actor.lora.sync=merge"

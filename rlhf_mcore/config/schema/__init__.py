@@ -23,6 +23,7 @@ from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import AT_LEAST_0, group, key
 from rlhf_mcore.config.schema.models import (
     ActorConfig,
+    ActorLoraConfig,
     CriticConfig,
     LayoutConfig,
     LoraConfig,
@@ -51,6 +52,7 @@ from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, R
 
 __all__ = [
     "ActorConfig",
+    "ActorLoraConfig",
     "AlarmRuleConfig",
     "AlarmsConfig",
     "AlgorithmConfig",

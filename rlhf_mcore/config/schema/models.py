@@ -256,7 +256,7 @@ class LoraConfig(Group):
         is_fixed=True,
     )
     use_rslora: bool = key(False, "divide `alpha` by the root of `rank`", is_fixed=True)
-    use_dora: bool = key(False, "not supported yet", is_fixed=True)
+    use_dora: bool = key(False, "train a magnitude for each output too, and A and B for directions alone (DoRA)", is_fixed=True)
     path: Optional[str] = key(None, "a directory of PEFT whose adapters are where training begins", null="new ones")
 
 

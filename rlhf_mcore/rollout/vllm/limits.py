@@ -42,6 +42,8 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield "vLLM adds no adapters to latent attention: it absorbs projections"
     if geometry.delta is not None:
         yield "vLLM's layers of gated delta nets are fused in another way than their adapters"
+    if geometry.adapter.use_dora:
+        yield "vLLM adds no magnitudes of DoRA"
     if geometry.adapter.rank not in ADAPTER_RANKS:
         which = "twice actor.lora.rank" if geometry.adapter.fixed else "actor.lora.rank"
         yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of {which}={geometry.adapter.rank}"

@@ -216,10 +216,18 @@ def link_out(directory: Path) -> None:
     path.symlink_to(directory.parent / "elsewhere.safetensors")
 
 
+def test_magnitudes_of_an_expert_are_refused(tmp_path: Path) -> None:
+    base = replace(GEOMETRY, family="qwen3_moe", experts=ExpertSizes(2, 6, 1))
+    geometry = replace(base, adapter=AdapterSizes(3, 12.0, ("up_proj",), use_rslora=True, use_dora=True))
+    write(tmp_path / "adapter", random_tensors(geometry), use_dora=True, target_modules=["up_proj"])
+    with pytest.raises(ConfigError, match=r"use_dora=true, which is not supported for .*experts\.0\.up_proj; train without it"):
+        open_adapters(tmp_path / "adapter", base)
+
+
 HOSTILE_SETTINGS: list[tuple[dict[str, object], list[str]]] = [
     ({"peft_type": "IA3"}, ["peft_type", "IA3"]),
     ({"peft_type": None}, ["peft_type"]),
-    ({"use_dora": True}, ["use_dora"]),
+    ({"use_dora": True}, ["q_proj.lora_magnitude_vector", "missing"]),
     ({"use_dora": 1}, ["use_dora"]),
     ({"bias": "all"}, ["bias", "all"]),
     ({"lora_bias": True}, ["lora_bias"]),

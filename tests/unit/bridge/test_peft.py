@@ -90,3 +90,28 @@ def test_adapters_of_both_ends_go_to_peft_and_come_back(tmp_path: Path) -> None:
     merged, source = model.merge_and_unload().state_dict(), AdaptedSource(tmp_path / "again", base, geometry)
     for name, (_, shape) in source.types.items():
         assert torch.equal(source.read(name, 0, shape[0]), merged[name]), name
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+def test_magnitudes_go_to_peft_and_come_back_and_are_merged_as_there(tmp_path: Path, name: str) -> None:
+    """With biases too, which are not scaled."""
+    models.make(name, base := tmp_path / "base")
+    geometry, saved = read_geometry(base), load_file(base / "model.safetensors")
+    adapters = replace(geometry, adapter=AdapterSizes(3, 12.0, ("q_proj", "o_proj", "down_proj"), use_dora=True))
+    tensors = write(tmp_path / "adapter", adapters, base)
+    for key in (key for key in tensors if "magnitude" in key):
+        weight = saved[f"{key.removeprefix('base_model.model.').partition('.lora_')[0]}.weight"]
+        tensors[key] = weight.norm(dim=1) * (1 + tensors[key])
+    save_file(tensors, tmp_path / "adapter" / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    model = peft.PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
+    with torch.no_grad():
+        assert (model(TOKENS).logits - load_hf(base)(TOKENS).logits).abs().max() > 0.01
+    model.save_pretrained(str(tmp_path / "again"))
+    reader, read = open_adapters(tmp_path / "again", geometry)
+    assert read.adapter == adapters.adapter or read.adapter == replace(adapters.adapter, targets=read.adapter.targets)
+    assert all(
+        torch.equal(reader.read(key, (slice(None),) * tensor.dim()), tensor) for key, tensor in tensors.items()
+    )
+    merged, source = model.merge_and_unload().state_dict(), AdaptedSource(tmp_path / "again", base, geometry)
+    for key, (_, shape) in source.types.items():
+        assert torch.equal(source.read(key, 0, shape[0]), merged[key]), key

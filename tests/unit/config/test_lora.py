@@ -68,7 +68,14 @@ def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale
         ({"actor__lora__init": "pissa", "actor__lora__dropout": 0.1}, "actor.lora.dropout"),
         ({"actor__lora__init": "pissa", "actor__lora__path": "other"}, "actor.lora.path"),
         ({"actor__lora__init": "pissa", "actor__optimizer__weight_decay": 0.1}, "actor.optimizer.weight_decay"),
-        ({"actor__lora__use_dora": True}, "actor.lora.use_dora"),
+        ({"actor__lora__use_dora": True, "actor__lora__dropout": 0.1}, "actor.lora.dropout=0.1; set that to 0"),
+        ({"actor__lora__use_dora": True, "actor__lora__init": "pissa"}, "actor.lora.init=pissa; set that to gaussian"),
+        ({"actor__lora__use_dora": True, "actor__lora__sync": "adapter"}, "sync=adapter is not possible; set that to merge"),
+        ({"actor__lora__rank": None, "actor__lora__use_dora": True}, "actor.lora.use_dora=True has no effect"),
+        (
+            {"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__lora__use_dora": True, "critic__lora__dropout": 0.1},
+            "critic.lora.use_dora=True is not supported with critic.lora.dropout",
+        ),
         ({"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__lora__targets": []}, "critic.lora.targets"),
         ({"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__optimizer__name": "muon"}, "critic.optimizer.name"),
         ({"algorithm__advantage": "gae", "critic__lora__dropout": 0.1}, "critic.lora.dropout"),
@@ -98,6 +105,7 @@ MIXTURE = replace(DENSE, family="qwen3_moe", experts=ExpertSizes(4, 6, 2))
         (DENSE, {"actor__lora__sync": "merge"}, False),
         (DENSE, {"rollout__engine": "hf"}, False),
         (DENSE, {"actor__lora__rank": 12}, False),
+        (DENSE, {"actor__lora__use_dora": True}, False),
         (DENSE, {"actor__lora__rank": None}, False),
         (DENSE, {"rollout__speculative__method": "ngram"}, False),
         (replace(DENSE, tied_embeddings=False), {"actor__lora__targets": ["q_proj", "lm_head"]}, False),
@@ -114,7 +122,26 @@ def test_engines_get_adapters_where_they_can_add_them(
     assert sends_adapters(cfg, geometry) is sends
     cfg.actor.lora.sync = "adapter"
     refused = [problem for problem in target_problems(cfg, geometry) if "sync=adapter" in problem]
+    if cfg.actor.lora.use_dora:  # which is refused whatever the model is
+        refused = [problem for problem in lora_problems(cfg) if "sync=adapter" in problem]
     assert bool(refused) is (cfg.actor.lora.rank is not None and not sends and "actor__lora__sync" not in changes)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "targets"),
+    [
+        (MIXTURE, ["all-linear"]),
+        (MIXTURE, ["q_proj", "down_proj"]),
+        (replace(DENSE, tied_embeddings=False), ["q_proj", "embed_tokens"]),
+        (replace(DENSE, tied_embeddings=False), ["lm_head"]),
+    ],
+)
+def test_experts_and_both_ends_have_no_magnitudes(geometry: ModelGeometry, targets: list[str]) -> None:
+    changes = {"actor__lora__use_dora": True, "actor__lora__targets": targets}
+    [problem] = target_problems(configured(**changes), geometry)
+    assert problem.startswith("actor.lora.targets: ") and problem.endswith("or set actor.lora.use_dora=false")
+    assert "takes no DoRA" in problem and ("experts.0" in problem or targets[-1] in problem)
+    assert not list(target_problems(configured(actor__lora__use_dora=True, actor__lora__targets=["q_proj"]), geometry))
 
 
 def peft_directory(directory: Path, geometry: ModelGeometry, **changes: object) -> Path:
@@ -158,6 +185,11 @@ def test_training_may_begin_with_adapters_of_the_same_layers_rank_and_scale(tmp_
         ),
         (
             lambda path: peft_directory(path, DENSE),
+            {"actor__lora__use_dora": True},
+            ("actor.lora.path", "use_rslora and use_dora as adapter_config.json has them"),
+        ),
+        (
+            lambda path: peft_directory(path, DENSE),
             {"actor__lora__targets": ["q_proj"]},
             ("actor.lora.path", "k_proj", "and q_proj; set actor.lora.rank, alpha, targets"),
         ),
@@ -172,7 +204,7 @@ def test_training_may_begin_with_adapters_of_the_same_layers_rank_and_scale(tmp_
             ("actor.lora.path", "belong to no linear layer of the model", "layers.1"),
         ),
     ],
-    ids=["absent", "file", "empty", "ia3", "rank", "scale", "targets", "width", "depth"],
+    ids=["absent", "file", "empty", "ia3", "rank", "scale", "dora", "targets", "width", "depth"],
 )
 def test_adapters_that_training_cannot_begin_with_are_one_message(
     tmp_path: Path, make: Callable[[Path], object], changes: dict[str, object], named: tuple[str, ...]

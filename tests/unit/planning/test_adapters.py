@@ -20,12 +20,16 @@ ADAPTERS = 8 * ((3 + 1 + 2) * 64 + 128) + 8 * (128 + 64 + 256 + 64)
 
 
 def role(
-    targets: tuple[str, ...] = ("all-linear",), tp: int = 1, world_size: int = 1, dtype: str = "bf16"
+    targets: tuple[str, ...] = ("all-linear",),
+    tp: int = 1,
+    world_size: int = 1,
+    dtype: str = "bf16",
+    *,
+    use_dora: bool = False,
 ) -> PlannedRole:
     layout = ParallelLayout(world_size, tp=tp)
-    return PlannedRole(
-        "actor", MODEL, layout, True, dtype, adapters=replace(MODEL, adapter=AdapterSizes(8, 16.0, targets))
-    )
+    adapters = replace(MODEL, adapter=AdapterSizes(8, 16.0, targets, use_dora=use_dora))
+    return PlannedRole("actor", MODEL, layout, True, dtype, adapters=adapters)
 
 
 def test_weights_have_no_gradients_and_no_state() -> None:
@@ -43,6 +47,17 @@ def test_ranks_share_what_is_split() -> None:
     a = 8 * ((3 + 2) * 64 + (64 + 128) // 2)
     b = 8 * ((128 + 256) // 2 + 64 + 64)
     assert state_bytes(role(tp=2, world_size=2, dtype="fp32"), 1).gradients == 4 * 2 * (a + b)
+
+
+def test_magnitudes_are_counted_one_for_each_output() -> None:
+    """Of two ranks each has half of those of layers whose outputs are split, and all of the others."""
+    outputs = (128 + 256, 64 + 64)
+    with_and_without = [role(use_dora=use_dora) for use_dora in (True, False)]
+    more, less = (state_bytes(planned, 0) for planned in with_and_without)
+    assert more.moments - less.moments == 8 * 2 * sum(outputs)
+    assert checkpoint_bytes(with_and_without[0]) - checkpoint_bytes(with_and_without[1]) == (2 + 4 + 8) * 2 * sum(outputs)
+    more, less = (state_bytes(role(tp=2, world_size=2, use_dora=use_dora), 0) for use_dora in (True, False))
+    assert more.gradients - less.gradients == 4 * 2 * (outputs[0] // 2 + outputs[1])
 
 
 def test_data_parallel_ranks_share_the_state() -> None:

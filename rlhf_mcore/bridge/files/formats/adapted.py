@@ -11,7 +11,7 @@ from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.formats.source import HFSource
 from rlhf_mcore.config.adapter_files import adapted_modules
 from rlhf_mcore.families import hf_shapes
-from rlhf_mcore.families.adapters import EMBEDDING, hf_names, whole_tensors
+from rlhf_mcore.families.adapters import EMBEDDING, M, hf_name, hf_names, whole_tensors
 from rlhf_mcore.geometry import ModelGeometry
 
 
@@ -40,7 +40,7 @@ class AdaptedSource:
             self.types = {name: found for name, found in self.types.items() if name in hf_shapes(model)}
             dtype = self.types["model.embed_tokens.weight"][0]
             self.types |= {name: (dtype, self._adapters.shape(saved)) for name, saved in self._whole.items()}
-        self._scale = geometry.adapter.scale
+        self._scale, self._has_magnitudes = geometry.adapter.scale, geometry.adapter.use_dora
         self._modules = {f"{module}.weight": module for module in adapted_modules(geometry)}
         self._product: tuple[str, Tensor] = ("", torch.empty(0))  # of the tensor that was read last
 
@@ -61,7 +61,10 @@ class AdaptedSource:
             a, b = (self._adapters.read(n, (slice(None),) * 2).float() for n in hf_names(self._modules[name]))
             product = (a @ b).t() if self._modules[name] == EMBEDDING else b @ a  # in the order in which PEFT has them
             self._product = name, product * self._scale
-        return rows.clone().add_(self._product[1][first : first + count])
+        if not self._has_magnitudes:
+            return rows.clone().add_(self._product[1][first : first + count])
+        m = self._adapters.read(hf_name(self._modules[name], M), (slice(first, first + count),))
+        return _with_magnitudes(rows, self._product[1][first : first + count], m)
 
     def origin(self, name: str) -> str:
         """Name the files that a tensor is made of."""
@@ -75,3 +78,16 @@ class AdaptedSource:
         self._base.release()
         self._adapters.close()
         self._product = "", torch.empty(0)
+
+
+def _with_magnitudes(rows: Tensor, product: Tensor, m: Tensor) -> Tensor:
+    """Return rows of W + scale * B A with the norms m, as PEFT merges DoRA.
+
+    A 16-bit m is read as in training: see ``mcore/dora.py``.
+    """
+    merged = rows + product
+    gain = m.float() / torch.linalg.norm(merged, dim=1)
+    if m.dtype != torch.float32:
+        before = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        gain = gain * (before / before.to(m.dtype))
+    return (gain[:, None] * merged).to(rows.dtype)
