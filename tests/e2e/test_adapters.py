@@ -140,6 +140,20 @@ def test_a_merged_model_is_one_of_transformers(calm: Path) -> None:
     assert changed == {name for name in before if "proj" in name}
 
 
+@pytest.mark.parametrize("how", ["actor.lora.use_dora=true", "actor.lora.init=pissa"])
+def test_an_engine_draws_with_what_the_actor_computes_with(tmp_path: Path, how: str) -> None:
+    """Two tensor-parallel ranks send vLLM magnitudes merged, or A and B with what they began with; the first KL is none."""
+    make_quickstart(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    changes = ["trainer.num_steps=3", "evaluate.every=0", "checkpoint.save_steps=0", "actor.lora.rank=8", how]
+    changes += ["algorithm.kl.coef=0.01", "actor.optimizer.lr=3e-3", "actor.optimizer.weight_decay=0"]
+    rlhf_mcore(tmp_path, "train", str(ROOT / "configs/quickstart/grpo.yaml"), *RL, *changes)
+    [metrics] = (tmp_path / "outputs").rglob("metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert max(step["rollout/logprob_diff_max"] for step in steps[-3:]) < 1e-5
+    assert steps[-3]["kl/mean"] < 1e-9 and steps[-1]["kl/mean"] > 1e-3
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(1200)
 def test_fault_27_a_killed_run_with_adapters_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:

@@ -141,6 +141,36 @@ def test_copies_are_of_the_adapters_alone() -> None:
     assert not torch.equal(live.open(bucket(name))[name], before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_magnitudes_are_those_of_when_a_sync_began_or_of_when_copies_were_made(dtype: torch.dtype) -> None:
+    """Rows of queries get twice and keys half the sum, which is rounded once; values have no adapter."""
+    geometry, shard, name = with_adapters(MODEL, "q_proj", "k_proj"), Shard(0, 1), "decoder.layers.0.self_attention.linear_qkv.weight"
+    geometry = replace(geometry, adapter=replace(geometry.adapter, use_dora=True))
+    full, adapters = random_tensors(MODEL, dtype), random_tensors(geometry, dtype)
+    parameter = held(name, MODEL, shard, full)
+    factors = [held(n, geometry, shard, adapters) for n in adapter_names(name)]
+    gain = torch.ones(parameter.tensor.size(0))
+    for part in pieces(name, MODEL, shard):
+        factor = {"q": 2.0, "k": 0.5, "v": 1.0}[part.hf_name.partition("_proj")[0][-1]]
+        gain[part.offset // part.strides[0] :][: part.shape[0]] = factor
+    live, kept = (
+        MergedSources([parameter], factors, geometry, keep=keep, gains=lambda: {name: gain.clone()}) for keep in (False, True)
+    )
+    live.prepare(), kept.take()
+    gain[:] = torch.nan  # as after an update
+    kept.prepare()
+    for sources in (live, kept):
+        opened = sources.open(bucket(name))
+        for part in pieces(name, MODEL, shard):
+            module = f"base_model.model.{part.hf_name.removesuffix('.weight')}"
+            expected = full[part.hf_name].float()
+            if "v_proj" not in module:
+                product = SCALE * adapters[f"{module}.lora_B.weight"].float() @ adapters[f"{module}.lora_A.weight"].float()
+                expected = (expected + product) * (2.0 if "q_proj" in module else 0.5)
+            sent = view(opened[name], part)
+            torch.testing.assert_close(sent, expected.to(dtype)[part.slices], rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+
+
 def test_adapters_travel_beside_the_weights_with_the_scale_in_b() -> None:
     geometry, shard, name = with_adapters(MODEL, "o_proj"), Shard(0, 1), "decoder.layers.0.self_attention.linear_proj.weight"
     parameter = held(name, MODEL, shard, random_tensors(MODEL, torch.float32))
