@@ -219,7 +219,7 @@ class ModelBuilder:
         if source is None and lora.init == "pissa":
             from rlhf_mcore.roles.pissa import begin_with_principal
 
-            begin_with_principal(parameters, adapters, path, self.progress)
+            begin_with_principal(parameters, adapters, path, self.progress, f"{role}.lora")
             return model
 
         def fill() -> None:

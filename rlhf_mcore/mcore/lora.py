@@ -53,6 +53,7 @@ class Adapters:
     sizes: AdapterSizes
     dropout: float = 0.0
     is_on: bool = True
+    role: str = "actor"  # the group of the configuration, for messages
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -75,12 +76,12 @@ class Adapters:
         Raises:
             ConfigError: an adapter of such a layer cannot be computed here.
         """
-        form = _form_of(layer, name)
+        form = _form_of(layer, name, self.role)
         path = form.path
         if self.dropout and path.is_expert and path.group.size() > 1:
             raise ConfigError(
-                f"actor.lora.dropout={self.dropout} is not supported with experts that several ranks share; set it to 0, or "
-                "actor.layout.etp to 1"
+                f"{self.role}.lora.dropout={self.dropout} is not supported with experts that several ranks share; set it to 0, or "
+                f"{self.role}.layout.etp to 1"
             )
         weight, rank = getattr(layer, f"weight{number}"), self.sizes.rank
         order = [row for matrix in matrices for row in matrix.b_rows]
@@ -311,7 +312,7 @@ def _by_expert(
     return torch.cat([multiply(part, getattr(layer, f"{name}{k}")) for k, part in enumerate(x.split(counts))])
 
 
-def _form_of(layer: Any, name: str) -> _Form:
+def _form_of(layer: Any, name: str, role: str) -> _Form:
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         kind = _ColumnPath if isinstance(layer, ColumnParallelLinear) else _RowPath
         return _Form(kind(layer.tp_group, bool(layer.sequence_parallel), bool(layer.explicit_expert_comm)), _parts_of)
@@ -330,6 +331,6 @@ def _form_of(layer: Any, name: str) -> _Form:
         if isinstance(layer, lora_te.WHOLE):
             return _Form(_Path(layer._tp_group, bool(layer.config.sequence_parallel), False), lora_te.parts_of)
     raise ConfigError(
-        f"actor.lora.rank: {name} is a layer of {type(layer).__name__}, which takes no adapter; set model.layer_spec=local, "
-        "or leave it out of actor.lora.targets"
+        f"{role}.lora.rank: {name} is a layer of {type(layer).__name__}, which takes no adapter; set model.layer_spec=local, "
+        f"or leave it out of {role}.lora.targets"
     )

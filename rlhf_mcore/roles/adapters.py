@@ -42,7 +42,7 @@ def add_adapters(
     """
     assert geometry.adapter is not None
     rank, count = dist.get_rank(), 0
-    adapters = Adapters(geometry.adapter, dropout)
+    adapters = Adapters(geometry.adapter, dropout, role=role)
     for chunk in map(unwrap, chunks):
         chunk.requires_grad_(False)
         for name, full_name, _ in list(global_names(chunk)):

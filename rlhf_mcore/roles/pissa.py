@@ -32,10 +32,12 @@ def begin_with_principal(
     geometry: ModelGeometry,
     base: str | Path,
     progress: Callable[[str], None] = lambda text: None,
+    field: str = "actor.lora",
 ) -> None:
     """Fill this rank's adapters from the weights of ``base``. Collective over the world: each rank decomposes a share of the matrices.
 
-    The factors of a matrix follow from the whole of it, and are computed once, so no layout changes them.
+    The factors of a matrix follow from the whole of it, and are computed once, so no layout changes them. ``field``: the group of the
+    configuration that asks for ``geometry``.
 
     Raises:
         ConfigError: the rank is larger than that of a matrix.
@@ -46,7 +48,7 @@ def begin_with_principal(
     for module in modules:
         if rank > min(shape := shapes[f"{module}.weight"]):
             raise ConfigError(
-                f"actor.lora.init=pissa: {module} is {shape[0]} x {shape[1]} and has no {rank} singular vectors; lower actor.lora.rank"
+                f"{field}.init=pissa: {module} is {shape[0]} x {shape[1]} and has no {rank} singular vectors; lower {field}.rank"
             )
 
     def decompose() -> dict[str, tuple[Tensor, Tensor]]:

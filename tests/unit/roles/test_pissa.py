@@ -94,3 +94,5 @@ def test_a_rank_above_that_of_a_matrix_is_refused(base: Path) -> None:
     geometry = replace(MODEL, adapter=AdapterSizes(18, 9.0, ("v_proj",), fixed=9))
     with pytest.raises(ConfigError, match=r"v_proj is 8 x 16 and has no 9 .*lower actor\.lora\.rank"):
         begin_with_principal([], geometry, base)
+    with pytest.raises(ConfigError, match=r"critic\.lora\.init=pissa: .*lower critic\.lora\.rank"):
+        begin_with_principal([], geometry, base, field="critic.lora")
