@@ -131,7 +131,7 @@ class _Values:
         return value
 
     def _of_call(self, node: ast.Call, depth: int) -> Any:
-        """Evaluate a call that loads something to the name of its data set, files or model."""
+        """Evaluate a call that loads something to the name of its data set, files or model, and one of adapters to its keywords."""
         function = _name(node.func)
         files = [keyword.value for keyword in node.keywords if keyword.arg == "data_files"]
         if function == "load_dataset" and files:
@@ -139,6 +139,9 @@ class _Values:
             return ",".join(map(str, named)) if isinstance(named, list) else named
         if function in ("load_dataset", "from_pretrained") and node.args:
             return self.of(node.args[0], depth + 1)
+        if function == "LoraConfig":  # PEFT's, by its keywords; what kind of task it is says an enumeration
+            keywords = {word.arg: word.value for word in node.keywords if word.arg not in (None, "task_type")}
+            return {str(name): self.of(value, depth + 1) for name, value in keywords.items()}
         if isinstance(node.func, ast.Attribute) and function in ("map", "filter", "select", "shuffle"):
             return self.of(node.func.value, depth + 1)
         raise _NotInScript

@@ -178,19 +178,23 @@ def adapters(rank: str, alpha: str, targets: str, dropout: str, start: str = "")
     def convert(values: Values) -> dict[str, Any]:
         if not int(values[rank] or 0):
             return {}
-        named = values.get(targets) or "all-linear"
-        if isinstance(named, str) and re.search(r"[*\\^$|(]", named):
-            raise Lost("a regular expression of names: list layers in actor.lora.targets")
         settings = {
             "rank": int(values[rank]),
             "alpha": float(values.get(alpha, 16)),  # verl's default, and OpenRLHF's
-            "targets": [named] if isinstance(named, str) else list(named),
+            "targets": adapted_layers(values.get(targets) or "all-linear"),
             "dropout": float(values.get(dropout) or 0.0),
             "path": path(values[start]) if values.get(start) else None,
         }
         return {f"actor.lora.{name}": value for name, value in settings.items() if value}
 
     return Joint(tuple(key for key in (rank, alpha, targets, dropout, start) if key), convert)
+
+
+def adapted_layers(named: Any) -> list[str]:
+    """List what PEFT's ``target_modules`` name."""
+    if isinstance(named, str) and re.search(r"[*\\^$|(]", named):
+        raise Lost("a regular expression of names: list layers in actor.lora.targets")
+    return [named] if isinstance(named, str) else list(named)
 
 
 def divide(total: Any, by: Any, what: str) -> int:

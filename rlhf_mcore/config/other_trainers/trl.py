@@ -7,10 +7,37 @@ from typing import Any
 
 from rlhf_mcore.config.choices import TRACKERS
 from rlhf_mcore.config.other_trainers.openrlhf import data_files
-from rlhf_mcore.config.other_trainers.table import Joint, Lost, Row, Table, Values, choose, divide, path
+from rlhf_mcore.config.other_trainers.table import (
+    Joint,
+    Lost,
+    Row,
+    Table,
+    Values,
+    adapted_layers,
+    choose,
+    divide,
+    path,
+)
 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _GENERATION = (*_BATCH, "generation_batch_size", "steps_per_generation", "num_iterations")
+# Keywords of PEFT's LoraConfig, and ours in ``actor.lora``; the flags of which TRL makes such keywords.
+_PEFT_KEYS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+_PEFT_FLAGS = {
+    "lora_r": "r",
+    **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
+    "lora_target_modules": "target_modules",
+    "lora_target_parameters": "target_parameters",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_task_type": "task_type",
+}
 _LOSSES = {"grpo": "sequence", "dr_grpo": "constant", "dapo": "token", "cispo": "token"}
 _RULES = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math", "think_format_reward": "format"}
 
@@ -152,6 +179,36 @@ def _trackers(value: Any) -> list[str]:
     ]
 
 
+def _peft_config(values: Values) -> dict[str, Any]:
+    """Carry a call of ``LoraConfig`` over, by its keywords."""
+    given = values["peft_config"]
+    if not given:
+        return {}
+    if not isinstance(given, dict):
+        raise Lost("set actor.lora.rank, alpha, dropout and targets as r, lora_alpha, lora_dropout and target_modules")
+    # Adapters of some layers and no others begin as PEFT draws them, and change no bias.
+    plain = {"bias": ("none",), "init_lora_weights": (True, "pissa"), "task_type": ("CAUSAL_LM",), "inference_mode": (False,)}
+    known = {*_PEFT_KEYS, *plain}
+    for key, value in given.items():
+        if value is not None and (key not in known or value not in plain.get(key, (value,))):
+            raise Lost(f"{key}={value} of LoraConfig has no counterpart: see the keys of actor.lora")
+    settings = {ours: given[key] for key, ours in _PEFT_KEYS.items() if given.get(key) is not None}
+    targets = adapted_layers(given.get("target_modules") or ["q_proj", "v_proj"])  # PEFT's default for the dense families here
+    settings |= {"rank": int(given.get("r", 8)), "alpha": float(given.get("lora_alpha", 8)), "targets": targets}
+    if given.get("init_lora_weights") == "pissa":
+        settings["init"] = "pissa"
+    return {f"actor.lora.{name}": value for name, value in settings.items() if value is not False}
+
+
+def _peft_flags(values: Values) -> dict[str, Any]:
+    """Carry flags over, of which TRL makes a ``LoraConfig`` where ``use_peft`` is set."""
+    if not values["use_peft"]:
+        return {}
+    given = {key: values[flag] for flag, key in _PEFT_FLAGS.items() if flag in values}
+    numbers = {"r": int(given["r"]), "lora_alpha": float(given["lora_alpha"]), "lora_dropout": float(given["lora_dropout"])}
+    return _peft_config({"peft_config": given | numbers})
+
+
 def _off(reason: str) -> Callable[[Values], dict[str, Any]]:
     """Set nothing where the one value is off; otherwise it is lost for ``reason``."""
 
@@ -245,11 +302,8 @@ JOINTS = (
     _every("eval_strategy", "eval_steps", "evaluate.every"),
     Joint(("use_vllm",), lambda values: {}),  # vLLM draws here whether it is asked for or not
     Joint(("use_bias_correction_kl", "beta"), _bias_correction),
-    Joint(("peft_config",), _off("set actor.lora.rank, alpha, dropout and targets as r, lora_alpha, lora_dropout and target_modules")),
-    Joint(
-        ("use_peft",),
-        _off("set actor.lora.rank, alpha, dropout and targets as lora_r, lora_alpha, lora_dropout and lora_target_modules"),
-    ),
+    Joint(("peft_config",), _peft_config),
+    Joint(("use_peft", *_PEFT_FLAGS), _peft_flags),
     Joint(
         ("mask_truncated_completions",), _off("see algorithm.overlong, which penalises what comes close to the limit")
     ),
@@ -272,6 +326,9 @@ DEFAULTS = {
     "epsilon": 0.2,
     "scale_rewards": "group",
     "beta": 0.0,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
     "seed": 42,
     "use_vllm": False,
     "vllm_importance_sampling_correction": True,

@@ -40,7 +40,8 @@ def main(options):
         logging_steps=1,
         weight_decay=options.weight_decay,
     )
-    GRPOTrainer(MODEL, [accuracy_reward], args, train_dataset=dataset["train"]).train()
+    adapters = LoraConfig(r=SAMPLES * 2, lora_alpha=64, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
+    GRPOTrainer(MODEL, [accuracy_reward], args, train_dataset=dataset["train"], peft_config=adapters).train()
 """
 
 
@@ -56,6 +57,7 @@ def test_a_script_becomes_a_configuration_that_validates(workspace: Any, capsys:
     cfg = load_config("out.yaml")
     validate(cfg)
     assert (cfg.model.path, cfg.data.train, cfg.reward.rules[0].name) == ("model", ["data/train.jsonl"], "math")
+    assert (cfg.actor.lora.rank, cfg.actor.lora.alpha, cfg.actor.lora.targets) == (8, 64.0, ["all-linear"])
     # 32 responses at a time, twice: 64 responses are 16 groups of 4, and one update.
     assert (cfg.trainer.prompts_per_step, cfg.trainer.minibatch_size, cfg.trainer.num_steps) == (16, 16, 10)
     assert (cfg.rollout.sampling.n, cfg.actor.optimizer.lr, cfg.algorithm.kl.coef, cfg.seed) == (4, 5e-6, 0.04, 42)
@@ -106,6 +108,30 @@ def test_a_script_becomes_a_configuration_that_validates(workspace: Any, capsys:
             {"algorithm.rollout_correction.mode": "token", "algorithm.rollout_correction.cap": 3.0},
         ),
         ({"top_k": 0}, {"rollout.sampling.top_k": -1}),
+        (  # TRL 1.16's defaults of these flags, and PEFT's of targets
+            {"use_peft": True},
+            {
+                "actor.lora.rank": 16,
+                "actor.lora.alpha": 32.0,
+                "actor.lora.dropout": 0.05,
+                "actor.lora.targets": ["q_proj", "v_proj"],
+                "actor.lora.use_dora": None,
+            },
+        ),
+        (
+            {"use_peft": True, "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "all-linear", "use_dora": True},
+            {"actor.lora.rank": 4, "actor.lora.targets": ["all-linear"], "actor.lora.use_dora": True},
+        ),
+        ({"use_peft": False, "lora_r": 4}, {"actor.lora.rank": None}),
+        ({"peft_config": None}, {"actor.lora.rank": None}),
+        (
+            {"peft_config": {"lora_dropout": 0.1, "bias": "none"}},  # PEFT's defaults
+            {"actor.lora.rank": 8, "actor.lora.alpha": 8.0, "actor.lora.dropout": 0.1},
+        ),
+        (
+            {"peft_config": {"r": 32, "use_rslora": True, "init_lora_weights": "pissa", "target_modules": ["o_proj"]}},
+            {"actor.lora.use_rslora": True, "actor.lora.init": "pissa", "actor.lora.targets": ["o_proj"]},
+        ),
         ({"report_to": ["tensorboard", "wandb"]}, {"logging.trackers": ["tensorboard", "wandb"]}),
         ({"report_to": "none"}, {"logging.trackers": ["tensorboard"]}),
         ({"save_strategy": "epoch"}, {"checkpoint.save_epochs": 1.0}),
@@ -125,6 +151,11 @@ def test_keywords(given: dict[str, Any], expected: dict[str, Any]) -> None:
     ("given", "reason"),
     [
         ({"peft_config": "LoraConfig"}, "set actor.lora.rank"),
+        ({"peft_config": {"r": 8, "modules_to_save": ["lm_head"]}}, "modules_to_save=['lm_head'] of LoraConfig has no counterpart"),
+        ({"peft_config": {"r": 8, "init_lora_weights": "eva"}}, "init_lora_weights=eva of LoraConfig"),
+        ({"peft_config": {"target_modules": ".*_proj$"}}, "a regular expression of names"),
+        ({"use_peft": True, "lora_r": "eight"}, "a value of a kind that this key does not have"),
+        ({"use_peft": True, "lora_target_parameters": ["experts"]}, "target_parameters=['experts'] of LoraConfig"),
         ({"loss_type": "sapo"}, "'sapo' has no counterpart"),
         ({"scale_rewards": "batch"}, "deviation of their group"),
         ({"reward_funcs": ["my_reward"]}, "reward.function=FILE.py:my_reward"),
