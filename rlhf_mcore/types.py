@@ -256,6 +256,8 @@ class TrainBatch:
     old_values: Tensor | None = None  # [N] float32: value of the state before each token
     # [B] float32, on every rank: value of the state after the last token; with bootstrap_truncated
     bootstrap_values: Tensor | None = None
+    # [B, K] float64, on every rank: the parts of the scores that algorithm.reward_weights names, in its order
+    score_parts: Tensor | None = None
     correction: Tensor | None = None  # [N] float32: factors of the token weights of the policy loss
     prompts: list[Prompt] | None = None  # of each group, where responses were sampled
     kl_coef: float = 0.0  # of this step, where the KL is in the loss

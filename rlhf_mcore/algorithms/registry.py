@@ -31,7 +31,9 @@ def find_advantage_estimator(name: str) -> AdvantageEstimator:
         ConfigError: an unknown name, or a file that is missing, broken or without the function.
     """
     if name not in ADVANTAGE_ESTIMATORS:
-        import rlhf_mcore.algorithms.returns  # noqa: F401  # what is relative to a group has no use for it
+        # What is relative to a group's outcomes has no use for them.
+        import rlhf_mcore.algorithms.decoupled
+        import rlhf_mcore.algorithms.returns  # noqa: F401
 
     function = _find(ADVANTAGE_ESTIMATORS, name, "algorithm.advantage")
     return _with_checks(function, name) if is_file_spec(name) else function

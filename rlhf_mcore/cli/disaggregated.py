@@ -96,7 +96,9 @@ def build_disaggregated(
     engines = SharedEngines(first, sync_again)
     worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
     on_error = OnError.of(cfg.reward)
-    exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
+    exchange = RowExchange(
+        rollout.sampling.n, schedule.max_staleness > 0, on_error, parts=tuple(cfg.algorithm.reward_weights or ())
+    )
     collect = choose_collect(cfg, on_error)
     resync = bridge.sync if copies is None else lambda _version: sync_again()
     source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collect)

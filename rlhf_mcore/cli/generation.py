@@ -104,7 +104,7 @@ def build_colocated(
         sampling,
         rewards.graders,
         choose_collect(cfg, on_error),
-        RowExchange(sampling.n, on_error=on_error),
+        RowExchange(sampling.n, on_error=on_error, parts=tuple(cfg.algorithm.reward_weights or ())),
         record,
         rewards.add_model,
     )

@@ -42,6 +42,7 @@ class Estimator:
     whitens: bool = False  # over the tokens of a step; algorithm.whiten_advantages may ask for it
     discounts: bool = False  # by algorithm.gamma, later rewards of a response
     credits_turns: bool = True  # with algorithm.turn_credit
+    compares_parts: bool = False  # of the scores, those that algorithm.reward_weights names, and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ ADVANTAGES = {
     "grpo": Estimator(compares_group=True),
     "rloo": Estimator(compares_group=True),
     "opo": Estimator(compares_group=True, credits_turns=False),
+    "gdpo": Estimator(compares_group=True, credits_turns=False, compares_parts=True),
     "reinforce": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus_baseline": Estimator(compares_group=True, whitens=True),
@@ -198,6 +200,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "clip_cov": {"advantage": "grpo", "policy_loss": "clip_cov", "loss_aggregation": "token"},
     # Hao et al. 2025 (arXiv 2505.23585), exactly on policy.
     "opo": {"advantage": "opo", "loss_aggregation": "token"},
+    # Liu et al. 2026 (arXiv 2601.05242); algorithm.reward_weights names the parts.
+    "gdpo": {"advantage": "gdpo", "normalize_std": True, "loss_aggregation": "sequence"},
     # Yu et al. 2025, DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping.
     "dapo": {
         "advantage": "grpo",

@@ -6,6 +6,7 @@ import copy
 import math
 from itertools import pairwise
 
+from rlhf_mcore.config.choices import ADVANTAGES
 from rlhf_mcore.config.data_rows import count_rows
 from rlhf_mcore.config.implied import longest_response, max_new_tokens, role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
@@ -107,6 +108,7 @@ def resolve(cfg: Config) -> Config:
 def _resolve_algorithm(cfg: Config) -> None:
     algorithm, longest = cfg.algorithm, longest_response(cfg)
     algorithm.rollout_correction.mode = correction_mode(cfg)
+    algorithm.reward_weights = part_weights(cfg)
     if algorithm.constant_length is None:
         algorithm.constant_length = longest
     if algorithm.overlong.max_tokens is None:
@@ -127,6 +129,19 @@ def at_publish(cfg: Config) -> str | None:
 def correction_mode(cfg: Config) -> str:
     """Choose how the policy term is weighed: where tokens may be of older policies, by the ratio of each."""
     return cfg.algorithm.rollout_correction.mode or ("token" if cfg.trainer.max_staleness else "off")
+
+
+def part_weights(cfg: Config) -> dict[str, float] | None:
+    """Choose the weights of parts of a score, where an estimator compares these: unless they are given, those of the rules."""
+    estimator, given = ADVANTAGES.get(cfg.algorithm.advantage), cfg.algorithm.reward_weights
+    if given is not None or estimator is None or not estimator.compares_parts:
+        return given
+    reward = cfg.reward
+    if reward.function is not None or reward.remote.url is not None:  # in the place of rules
+        return {}
+    rules = [*reward.rules, *(rule for rules in (reward.sources or {}).values() for rule in rules)]
+    weights = {rule.name: rule.weight if rule.correct > rule.incorrect else -rule.weight for rule in rules}
+    return {name: weight for name, weight in weights.items() if weight}
 
 
 def short_episodes(cfg: Config) -> str | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from rlhf_mcore.config.errors import shortened
+from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
@@ -40,12 +40,14 @@ class RowExchange:
     """Sends the numbers of a row to every rank, and its tokens to the rank that is to own it.
 
     ``asynchronous``: tokens may be older than the weights that learn from them, so the policy version of each travels too.
-    ``on_error``: what becomes of prompts with a response that has no score.
+    ``on_error``: what becomes of prompts with a response that has no score. ``parts``: names of parts of the scores that are learned
+    from one by one.
     """
 
     samples_per_prompt: int
     asynchronous: bool = False
     on_error: OnError = field(default_factory=OnError)
+    parts: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -64,7 +66,7 @@ class RowExchange:
             left_out: scores of responses that this rank has drawn in vain; failures among them count.
 
         Raises:
-            ConfigError: on every rank, too many responses have no score, or no prompt is left.
+            ConfigError: on every rank, too many responses have no score, no prompt is left, or no score has one of the ``parts``.
             LostTrajectory: on every rank, a trajectory is missing, doubled, or arrives changed.
             RuntimeError: on every rank, a trajectory has no finite score.
         """
@@ -90,7 +92,20 @@ class RowExchange:
 
         batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.asynchronous)
         batch.prompts = list(prompts)
+        if self.parts:
+            self._refuse_unknown_parts(facts)
+            own = [[float(numbers[k]), *(scores[k].parts.get(part, 0.0) for part in self.parts)] for k in order]
+            table = all_gather_rows(torch.tensor(own, dtype=torch.float64).reshape(-1, 1 + len(self.parts)))
+            batch.score_parts = table[table[:, 0].argsort(), 1:]
         return batch, facts
+
+    def _refuse_unknown_parts(self, facts: ScoreFacts) -> None:
+        for part in self.parts:
+            if part not in facts.part_means:
+                there = ", ".join(sorted(facts.part_means)) or "none"
+                raise ConfigError(
+                    f"algorithm.reward_weights names {part!r}, but no score of the step has such a part; there are: {there}"
+                )
 
 
 def exchange_rows(

@@ -21,13 +21,13 @@ from rlhf_mcore.algorithms.covariance import CHOSEN, choose_tokens
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import weighted_sum
-from rlhf_mcore.algorithms.registry import find_policy_loss
+from rlhf_mcore.algorithms.registry import find_advantage_estimator, find_policy_loss
 from rlhf_mcore.algorithms.value_loss import value_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, CovarianceConfig, RolloutCorrectionConfig
 from tests.logits import given_logprobs
 from tests.oracles import published
 from tests.oracles.ragged import AGGREGATIONS, CONSTANT_LENGTH, LENGTHS, Ragged, leaf
-from tests.rows import everything
+from tests.rows import advantage_inputs, everything
 from tests.unit.parallel.world import Meeting, ThreadGroup
 
 verl = published.verl()
@@ -126,6 +126,29 @@ def test_losses_that_hold_back_tokens_of_high_covariance(seed: int, loss: str) -
     assert_same_with_gradient(
         ours, lambda x: reference(batch.old, x, batch.advantages, batch.floats, "token-mean", theirs)[0], new
     )
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_parts_of_scores(normalize_std: bool) -> None:
+    """verl divides by the deviation over tokens, with N - 1: here all responses have as many, so the two differ by a factor."""
+    rows, width, groups = 8, 3, torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
+    parts = torch.randn(rows, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * torch.tensor([1.0, 9.0])
+    mask = torch.ones(rows, width, dtype=torch.bool)
+    inputs = advantage_inputs(torch.zeros(rows, width), mask, groups, torch.zeros(rows, dtype=torch.bool))
+    inputs.score_parts = parts
+    cfg = AlgorithmConfig(advantage="gdpo", normalize_std=normalize_std, reward_weights={"a": 1.0, "b": 0.5})
+    found = find_advantage_estimator("gdpo")(inputs, cfg).advantages.view(rows, width)
+    theirs, _ = verl.core_algos.compute_gdpo_outcome_advantage(
+        torch.zeros(rows, width),
+        mask.double(),
+        groups.numpy(),
+        norm_adv_by_std_in_grpo=normalize_std,
+        config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.5]},
+        non_tensor_batch={"a": parts[:, 0].numpy(), "b": parts[:, 1].numpy()},
+        batch={"prompts": torch.zeros(rows, 1), "attention_mask": torch.ones(rows, 1 + width, dtype=torch.int64)},
+    )
+    factor = math.sqrt(width * (rows - 1) / (rows * width - 1))
+    assert_same(found, theirs * factor, rtol=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

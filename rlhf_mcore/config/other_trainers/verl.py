@@ -38,6 +38,7 @@ ADVANTAGES = {
     "rloo": "rloo",
     "rloo_vectorized": "rloo",
     "opo": "opo",
+    "gdpo": "gdpo",
     "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
 }
@@ -50,7 +51,16 @@ def advantage(values: Values) -> dict[str, Any]:
         "algorithm.advantage": name,
         "algorithm.whiten_advantages": name == "gae",
         "algorithm.normalize_std": bool(values["algorithm.norm_adv_by_std_in_grpo"]),
+        **({"algorithm.reward_weights": _weights(values)} if name == "gdpo" else {}),
     }
+
+
+def _weights(values: Values) -> dict[str, float]:
+    names = values.get("algorithm.gdpo_reward_keys") or []
+    weights = values.get("algorithm.gdpo_reward_weights") or [1.0] * len(names)
+    if len(names) != len(weights):
+        raise Lost(f"algorithm.gdpo_reward_keys has {len(names)} names, and algorithm.gdpo_reward_weights {len(weights)} numbers")
+    return {name: float(weight) for name, weight in zip(names, weights, strict=True)}
 
 
 def samples(values: Values) -> dict[str, Any]:
@@ -357,7 +367,13 @@ ROWS = (
 )
 JOINTS = (
     adapters(*(MODEL + key for key in ("lora_rank", "lora_alpha", "target_modules", "lora_dropout", "lora_adapter_path"))),
-    Joint(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), advantage),
+    Joint(
+        (
+            *("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),
+            *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
+        ),
+        advantage,
+    ),
     Joint((ROLLOUT + "n", "algorithm.adv_estimator"), samples),
     Joint((ACTOR + "clip_ratio", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"), clip),
     Joint(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-from rlhf_mcore.config.derive import correction_mode
+from rlhf_mcore.config.derive import correction_mode, part_weights
 from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.schema import AlgorithmConfig, Config, CovarianceConfig, SapoConfig
 
@@ -68,9 +69,39 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
             f"algorithm.dual_clip={algorithm.dual_clip:g} has no effect with algorithm.policy_loss="
             f"{algorithm.policy_loss}; set it to null"
         )
+    yield from _part_problems(cfg)
     yield from _kl_problems(algorithm)
     yield from _correction_problems(cfg)
     yield from _overlong_problems(cfg)
+
+
+def _part_problems(cfg: Config) -> Iterator[str]:
+    algorithm, weights = cfg.algorithm, part_weights(cfg)
+    estimator = ADVANTAGES.get(algorithm.advantage)
+    chosen = f"algorithm.advantage={algorithm.advantage}"
+    if estimator is None:
+        return
+    if not estimator.compares_parts:
+        if weights is not None:
+            yield f"algorithm.reward_weights has no effect with {chosen}; remove it, or set that to gdpo"
+        return
+    if not weights:
+        yield (
+            f"algorithm.reward_weights={algorithm.reward_weights}: {chosen} compares parts of scores; name them, as "
+            "{boxed: 1, format: 0.5}"
+        )
+    for name, weight in (weights or {}).items():
+        if not math.isfinite(weight) or weight == 0:
+            yield f"algorithm.reward_weights.{name}={weight:g} is no weight; give it a finite number that is not 0, or remove it"
+    if algorithm.kl.coef > 0 and algorithm.kl.placement == "reward":
+        yield f"algorithm.kl.placement=reward is in no part of a score, which {chosen} compares; set it to loss"
+    if algorithm.overlong.enabled:
+        yield (
+            f"algorithm.overlong.enabled=True is in no part of a score, which {chosen} compares; set it to false, "
+            "and give rule length a weight in algorithm.reward_weights"
+        )
+    if algorithm.turn_gamma != 1:
+        yield f"algorithm.turn_gamma={algorithm.turn_gamma:g} has no effect with {chosen}, which compares whole responses; set it to 1"
 
 
 def _kl_problems(algorithm: AlgorithmConfig) -> Iterator[str]:

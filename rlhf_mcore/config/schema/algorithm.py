@@ -170,7 +170,13 @@ class AlgorithmConfig(Group):
         more="An estimator of yours that reads values needs `true`.",
         is_fixed=True,
     )
-    normalize_std: bool = key(True, "`grpo`: divide by the group's standard deviation")
+    reward_weights: Optional[dict[str, float]] = key(
+        None,
+        "`gdpo`: the weight of each part of a score, by its name",
+        null="those of `reward.rules` and `reward.sources`",
+        more="A rule is a part, as `reward/<name>_mean` among the metrics. One that a score lacks counts as 0.",
+    )
+    normalize_std: bool = key(True, "`grpo`, `gdpo`: divide by the group's standard deviation")
     gamma: float = key(1.0, "`gae`, `reinforce`: discount of later rewards, per token", FROM_0_TO_1)
     lam: float = key(0.95, "`gae`: 0 trusts the critic, 1 the rewards", FROM_0_TO_1)
     critic_lam: Optional[float] = key(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.algorithms.advantages import group_relative, grpo, rloo, whiten
+from rlhf_mcore.algorithms.decoupled import gdpo
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rlhf_mcore.algorithms.returns import gae, reinforce, reinforce_plus_plus
 from rlhf_mcore.algorithms.rows import OwnedRows
@@ -115,6 +116,36 @@ def test_opo_by_hand():
     made = inputs([Response(0, [1.0], [0.0]), Response(0, [0, 0, 0.0], [0.0] * 3)])
     advantages = per_token(ADVANTAGE_ESTIMATORS["opo"](made, AlgorithmConfig()).advantages, made)
     assert advantages == [pytest.approx([0.75]), pytest.approx([-0.25] * 3)]
+
+
+def test_gdpo_tells_equal_sums_of_unequal_parts_apart():
+    # Two groups of two: parts (1, 0), (0, 0) and (1, 1), (0, 0). In a pair each part that differs is +-1/sqrt(2): sums s, -s, 2s, -2s.
+    # Their mean is 0 and their deviation sqrt(10 s^2 / 3), so A = +-sqrt(0.3), +-2 sqrt(0.3). GRPO has the same for both groups.
+    made = inputs([Response(group, [total], [0.0]) for group, total in ((0, 1.0), (0, 0.0), (1, 2.0), (1, 0.0))])
+    made.score_parts = torch.tensor([[1, 0], [0, 0], [1, 1], [0, 0]], dtype=torch.float64)
+    cfg = AlgorithmConfig(advantage="gdpo", reward_weights={"right": 1.0, "format": 1.0})
+    root = math.sqrt(0.3)
+    expected = [[root], [-root], [2 * root], [-2 * root]]
+    assert per_token(gdpo(made, cfg).advantages, made) == [pytest.approx(a, rel=1e-5) for a in expected]
+    by_sum = per_token(grpo(made, cfg).advantages, made)
+    assert by_sum[0] == pytest.approx(by_sum[2], rel=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(2, 4), min_size=1, max_size=3),
+    parts=st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 1), st.integers(0, 900)), min_size=12, max_size=12),
+    weights=st.tuples(*[st.sampled_from([-1.0, 0.3, 1.0])] * 3),
+    normalize_std=st.booleans(),
+)
+def test_gdpo_against_the_papers_equations(sizes: list[int], parts: list, weights: tuple, normalize_std: bool):
+    responses = [Response(group, [0.0] * 2, [0.0] * 2) for group, size in enumerate(sizes) for _ in range(size)]
+    made, own = inputs(responses), [list(map(float, part)) for part in parts[: len(responses)]]
+    made.score_parts = torch.tensor(own, dtype=torch.float64)
+    cfg = AlgorithmConfig(reward_weights=dict(zip("abc", weights, strict=True)), normalize_std=normalize_std)
+    result = per_token(gdpo(made, cfg).advantages, made)
+    for row, expected in zip(result, slow_gdpo(own, list(weights), responses, normalize_std), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_gae_without_an_end_of_a_truncated_response_is_refused():
@@ -277,6 +308,26 @@ def by_length(responses: list[Response], group: int) -> float:
     return sum(n * r for n, r in own) / max(sum(n for n, _ in own), 1)
 
 
+def slow_gdpo(
+    parts: list[list[float]], weights: list[float], responses: list[Response], normalize_std: bool = True
+) -> list[list[float]]:
+    """Equations 4 to 6 of GDPO, response by response."""
+
+    def normalized(mine: float, everyone: list[float], divided: bool = True) -> float:
+        centered = mine - statistics.fmean(everyone)
+        return centered / (statistics.stdev(everyone) + 1e-6) if divided and max(everyone) > min(everyone) else centered
+
+    sums = [
+        sum(
+            weight * normalized(own, [p[k] for p, r in zip(parts, responses, strict=True) if r.group == response.group], normalize_std)
+            for k, (own, weight) in enumerate(zip(mine, weights, strict=True))
+        )
+        for mine, response in zip(parts, responses, strict=True)
+    ]
+    spread = max(sums) - min(sums)
+    return [[normalized(s, sums) if spread > 1e-9 else 0.0] * len(r.rewards) for s, r in zip(sums, responses, strict=True)]
+
+
 def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[list[float]]:
     rewards_to_go = [
         [sum(cfg.gamma**k * x for k, x in enumerate(r.rewards[t:])) for t in range(len(r.rewards))] for r in responses
@@ -297,6 +348,8 @@ def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[lis
         return spread(responses, lambda mine, others: mine - statistics.fmean(others))
     if name == "opo":
         return [[sum(r.rewards) - by_length(responses, r.group)] * len(r.rewards) for r in responses]
+    if name == "gdpo":
+        return slow_gdpo([[sum(r.rewards)] for r in responses], [1.0], responses, cfg.normalize_std)
     if name == "reinforce":
         return rewards_to_go
     return slow_normalized(rewards_to_go if name == "reinforce_plus_plus" else over_mean)

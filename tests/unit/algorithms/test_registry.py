@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import rlhf_mcore.algorithms.returns  # noqa: F401  # its estimators are in the table
+from rlhf_mcore.algorithms import covariance, decoupled, returns  # noqa: F401  # which add to the tables
 from rlhf_mcore.algorithms.interfaces import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -45,11 +45,11 @@ def test_the_names_that_validation_knows_are_those_of_the_tables():
 
 def test_what_validation_knows_of_them():
     told = choices.ADVANTAGES
-    compared = {"grpo", "rloo", "opo", "reinforce_plus_plus_baseline"}
+    compared = {"grpo", "rloo", "opo", "gdpo", "reinforce_plus_plus_baseline"}
     assert {name for name in told if told[name].compares_group} == compared
-    assert [name for name in told if not told[name].credits_turns] == ["opo"]
+    assert [name for name in told if not told[name].credits_turns] == ["opo", "gdpo"]
     assert [name for name in told if told[name].needs_values] == ["gae"]
-    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo"}
+    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo", "gdpo"}
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_dual_clip] == ["ppo_clip"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_sapo] == ["sapo"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_covariance] == ["kl_cov", "clip_cov"]

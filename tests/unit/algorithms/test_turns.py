@@ -214,6 +214,18 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
             return centered / (statistics.stdev(everyone) + 1e-6) if max(everyone) > min(everyone) else 0.0
         return centered
 
+    if name == "gdpo":
+        outcomes = [sum(r for turn in one.turns for r, _ in turn) for one in episodes]
+
+        def normalized(x: float, everyone: list[float], divided: bool) -> float:
+            if max(everyone) - min(everyone) < 1e-9:
+                return 0.0
+            return (x - statistics.fmean(everyone)) / (statistics.stdev(everyone) + 1e-6 if divided else 1)
+
+        of_groups = [[x for x, other in zip(outcomes, episodes, strict=True) if other.group == one.group] for one in episodes]
+        sums = [normalized(x, group, cfg.normalize_std) for x, group in zip(outcomes, of_groups, strict=True)]
+        whole = [normalized(x, sums, True) for x in sums]
+        return [[[x] * len(turn) for turn in one.turns] for one, x in zip(episodes, whole, strict=True)]
     if name == "opo":
         return [[[x] * len(turn) for turn in one.turns] for one, x in zip(episodes, minus_mean_by_length(), strict=True)]
     out = []
@@ -232,7 +244,7 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
 def slow(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> list[list[list[float]]]:
     if name == "gae":
         return [slow_recursion(one, cfg, cfg.lam, with_values=True) for one in episodes]
-    if name.endswith("baseline") or name in ("grpo", "rloo", "opo"):
+    if name.endswith("baseline") or name in ("grpo", "rloo", "opo", "gdpo"):
         found = slow_compared(episodes, cfg, name)
     else:
         found = [slow_recursion(one, cfg, 1.0, with_values=False) for one in episodes]

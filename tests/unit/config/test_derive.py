@@ -28,6 +28,18 @@ def test_what_an_algorithm_leaves_open_is_derived(workspace: Any) -> None:
     assert cfg.algorithm.kl.controller.steps == 3
 
 
+def test_parts_of_scores_are_the_rules_with_their_weights_unless_they_are_given(workspace: Any) -> None:
+    rules = "reward.rules=[{name: math}, {name: format, weight: 0.5}, {name: length, weight: 0.2, correct: 0, incorrect: 1}]"
+    assert resolve(load_config("run.yaml", [rules, "algorithm=gdpo"])).algorithm.reward_weights == {
+        "math": 1.0,
+        "format": 0.5,
+        "length": -0.2,
+    }
+    given = [rules, "algorithm=gdpo", "algorithm.reward_weights={math: 2}"]
+    assert resolve(load_config("run.yaml", given)).algorithm.reward_weights == {"math": 2.0}
+    assert resolve(load_config("run.yaml", [rules])).algorithm.reward_weights is None
+
+
 @pytest.mark.parametrize(
     ("num_epochs", "num_steps"),
     [("1", 4), ("2", 7), ("0.5", 2), ("0.001", 1)],  # 13 rows, 4 a step: 13/4, 26/4, 6.5/4

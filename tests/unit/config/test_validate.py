@@ -34,6 +34,9 @@ AHEAD = [*APART, "trainer.max_staleness=1"]
 GATHER = ["bridge.method=gather"]
 
 
+GDPO = ["algorithm=gdpo", "algorithm.reward_weights={boxed: 1}"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
     [
@@ -203,6 +206,18 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["algorithm.rollout_correction.mode=geometric"], None, ["mode=geometric", "mask_low", "veto"]),
         (["algorithm=opo", "algorithm.turn_credit=true"], None, ["turn_credit=True", "advantage=opo", "set it to false"]),
         (["algorithm=grpo", "algorithm.lam_alpha=0.05"], None, ["lam_alpha=0.05", "advantage=grpo", "null"]),
+        (
+            ["algorithm=gdpo", "reward.rules=[]", "reward.remote.url=http://127.0.0.1:1/score"],
+            None,
+            ["algorithm.reward_weights=None", "advantage=gdpo", "boxed"],
+        ),
+        (["algorithm=gdpo", "algorithm.reward_weights={}"], None, ["algorithm.reward_weights={}", "advantage=gdpo"]),
+        ([*GDPO[:1], "algorithm.reward_weights={boxed: 0}"], None, ["reward_weights.boxed=0", "not 0", "remove it"]),
+        ([*GDPO[:1], "algorithm.reward_weights={boxed: .nan}"], None, ["reward_weights.boxed=nan", "finite"]),
+        (["algorithm.reward_weights={boxed: 1}"], None, ["reward_weights", "advantage=grpo", "gdpo"]),
+        ([*GDPO, "algorithm.overlong.enabled=true"], None, ["overlong.enabled=True", "length"]),
+        ([*GDPO, "algorithm.turn_gamma=0.5"], None, ["turn_gamma=0.5", "gdpo"]),
+        ([*GDPO, "algorithm.kl={coef: 0.1, placement: reward}"], None, ["kl.placement=reward", "set it to loss"]),
         (["algorithm.covariance.share=0.1"], None, ["algorithm.covariance", "policy_loss=ppo_clip", "kl_cov", "clip_cov"]),
         (["algorithm=kl_cov", "algorithm.covariance.share=0"], None, ["covariance.share=0", "greater than 0"]),
         (["algorithm=kl_cov", "algorithm.covariance.kl_coef=-1"], None, ["covariance.kl_coef=-1", "at least 0"]),

@@ -296,3 +296,28 @@ def test_what_has_no_score_counts_as_zero_by_default() -> None:
     scores = [replace(score(t), value=0.0, failure="error") for t in trajectories]
     batch, facts = RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
     assert batch.num_rows == 24 and facts.failures == {"error": 24, "timeout": 0}
+
+
+@pytest.mark.usefixtures("rank_threads")
+def test_parts_of_scores_arrive_by_row_on_every_rank() -> None:
+    positions, trajectories = made()
+    scores = [Score(0.0, {"a": float(k), "b": -float(k)} if k else {"a": 0.5}) for k in range(len(trajectories))]
+    exchange = RowExchange(SAMPLES, parts=("b", "a"))
+    expected = [[0.0, 0.5], *([-float(k), float(k)] for k in range(1, 24))]
+
+    def of_rank(group: ThreadGroup) -> list[list[float]] | None:
+        """The first rank has drawn nothing, the others in no order."""
+        mine = [k for k in reversed(range(24)) if group.rank() == 1 + k % 2]
+        batch, _ = exchange(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], [scores[k] for k in mine])
+        return None if batch.score_parts is None else batch.score_parts.tolist()
+
+    assert run_ranks(3, of_rank) == [expected] * 3
+    (without,) = run_ranks(1, lambda _: call(positions, trajectories).score_parts)
+    assert without is None
+
+
+def test_a_part_that_no_score_has_is_refused_with_those_there_are() -> None:
+    positions, trajectories = made()
+    scores = [Score(0.0, {"boxed": 1.0, "format": 0.0}) for _ in trajectories]
+    with refused(ConfigError, field="algorithm.reward_weights", value="'boxd'", remedy=("boxed", "format")):
+        RowExchange(SAMPLES, parts=("boxed", "boxd"))(PROMPTS, positions, trajectories, scores)
