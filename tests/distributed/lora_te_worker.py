@@ -9,6 +9,9 @@ CASES = {
     "qwen3": ("dp4", "tp2_dp2", "tp2_dp2_sp", "tp2_pp2"),
     "qwen3_pissa": ("tp2_dp2_sp",),
     "qwen2": ("tp2_dp2_sp",),
+    "qwen3_dora": ("tp2_dp2",),
+    "qwen2_dora": ("tp2_dp2_sp",),
+    "deepseek_v3_dense_dora": ("tp2_dp2",),
     "qwen3_moe": ("dp4", "tp2_sp_ep2_etp1_dp2", "ep2_etp2_dp4"),
     "deepseek_v3_kimi": ("tp2_sp_ep2_etp1_dp2",),
     "deepseek_v3_dense": ("tp2_dp2",),
@@ -34,7 +37,7 @@ def main(directory: Path, folder: Path) -> None:
     for name, layouts in CASES.items():
         path = directory / name
         if dist.get_rank() == 0:
-            models.make(name.removesuffix("_pissa"), path)
+            models.make(name.removesuffix("_pissa").removesuffix("_dora"), path)
             findings["oracle"][name] = lora_worker.oracle(name, path, BEGINNING)
         dist.barrier()
         for layout in layouts:

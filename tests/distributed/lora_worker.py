@@ -64,6 +64,7 @@ CASES = {
     "qwen3_pissa": ("tp2_dp2_sp", "pp2_dp2"),
     "qwen3_dora": ("tp2_dp2", "tp2_pp2", "cp2_dp2"),
     "qwen2_dora": ("tp2_dp2_sp", "tp4"),
+    "deepseek_v3_dense_dora": ("tp2_dp2", "pp2_dp2"),
 }
 TARGETS = {"qwen2": ATTENTION, "qwen2_dora": ATTENTION, "qwen3_ends": ("q_proj", "down_proj", "embed_tokens", "lm_head")}
 SIZES = {name: AdapterSizes(3, 12.0, TARGETS.get(name, ("all-linear",)), name == "qwen2") for name in CASES}

@@ -17,7 +17,7 @@ from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, holds_adapter
+from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, holds_adapter, read_settings
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.hub_ids import id_of_snapshot
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
@@ -215,6 +215,8 @@ def _card(checkpoint: Path, repo: str, settings: Mapping[str, Any], role: str) -
     if role == "actor":
         base_id = _name_of(str(settings.get("model.path")))
         command = f"vllm serve {base_id} --enable-lora --lora-modules adapter={repo}" if is_adapted else f"vllm serve {repo}"
+        if is_adapted and read_settings(checkpoint / role).use_dora:  # which vLLM does not add
+            command = f"rlhf-mcore convert --from hf --to hf {repo.rpartition('/')[2]} merged --merge\nvllm serve merged"
         sections += ["## Use", f"```bash\n{command}\n```"]
     return "\n\n".join(sections) + "\n"
 

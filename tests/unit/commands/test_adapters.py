@@ -166,3 +166,8 @@ def test_what_is_pushed_names_no_path_of_this_machine(checkpoint: Path, tmp_path
     content = upload.files[ADAPTER_CONFIG]
     assert isinstance(content, bytes) and json.loads(content)["base_model_name_or_path"] == "base"
     assert "library_name: peft" in upload.card and "--enable-lora" in upload.card and str(tmp_path) not in upload.card
+    saved = checkpoint / "actor" / ADAPTER_CONFIG
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"use_dora": True}))
+    seal(checkpoint)
+    card = collect(checkpoint, "org/name", tmp_path / "again").card
+    assert "--enable-lora" not in card and "--from hf --to hf name merged --merge" in card, "vLLM adds no magnitudes"
