@@ -259,6 +259,8 @@ class TrainBatch:
     # [B, K] float64, on every rank: the parts of the scores that algorithm.reward_weights names, in its order
     score_parts: Tensor | None = None
     correction: Tensor | None = None  # [N] float32: factors of the token weights of the policy loss
+    # The prompts of this batch with responses to others of them; for losses that need them
+    mismatched: TrainBatch | None = None
     prompts: list[Prompt] | None = None  # of each group, where responses were sampled
     kl_coef: float = 0.0  # of this step, where the KL is in the loss
     with_entropy: bool = True  # whether the actor's entropy is a metric of this step

@@ -48,8 +48,7 @@ def bradley_terry_loss(
         margins: [b], how much higher the chosen reward should be; None: 0.
 
     Returns:
-        The pairs' scalar share of the loss, and detached sums over the pairs of weight above 0: ``accuracy`` (pairs in the right
-        order; a tie counts half), ``margin`` (c - r), ``chosen`` and ``rejected``.
+        The pairs' scalar share of the loss, and the detached sums of ``pair_sums`` over the pairs of weight above 0.
     """
     counted = weights > 0
     chosen = torch.where(counted, at_least_float32(chosen), 0)
@@ -57,15 +56,23 @@ def bradley_terry_loss(
     difference = chosen - rejected
     excess = difference if margins is None else difference - torch.where(counted, margins, 0)
     losses = -logsigmoid(excess) + centering * (chosen + rejected).square()
-    with torch.no_grad():
-        right = (difference > 0).float() + 0.5 * (difference == 0).float()
-        metrics = {
-            "accuracy": masked_sum(right, counted),
-            "margin": difference.sum(),
-            "chosen": chosen.sum(),
-            "rejected": rejected.sum(),
-        }
-    return weighted_sum(losses, weights), metrics
+    return weighted_sum(losses, weights), pair_sums(chosen.detach(), rejected.detach(), counted)
+
+
+def pair_sums(chosen: Tensor, rejected: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """Sum what is known of the pairs in the bool ``counted`` [b]. Rewards [b] of other pairs are 0.
+
+    Returns:
+        ``accuracy`` (pairs in the right order; a tie counts half), ``margin`` (c - r), ``chosen`` and ``rejected``.
+    """
+    difference = chosen - rejected
+    right = (difference > 0).float() + 0.5 * (difference == 0).float()
+    return {
+        "accuracy": masked_sum(right, counted),
+        "margin": difference.sum(),
+        "chosen": chosen.sum(),
+        "rejected": rejected.sum(),
+    }
 
 
 def perplexity(nll: float) -> float:

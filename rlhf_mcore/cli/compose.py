@@ -21,7 +21,7 @@ from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.trainers import rl_trainer
 from rlhf_mcore.config.implied import role_layouts
-from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT, run_kind
+from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets
 from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
@@ -97,7 +97,12 @@ def build_trainer(run: RunContext) -> Trainer:
         return rl_trainer(run)
     from rlhf_mcore.cli import example_trainers
 
-    return {SFT: example_trainers.sft_trainer, REWARD_MODEL: example_trainers.reward_model_trainer}[run.kind](run)
+    builders = {
+        SFT: example_trainers.sft_trainer,
+        REWARD_MODEL: example_trainers.reward_model_trainer,
+        DPO: example_trainers.preference_trainer,
+    }
+    return builders[run.kind](run)
 
 
 @contextmanager

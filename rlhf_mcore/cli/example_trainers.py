@@ -1,23 +1,29 @@
-"""From the configuration of a run on given responses to its trainer: supervised fine-tuning and reward models."""
+"""From the configuration of a run on given responses to its trainer: supervised fine-tuning, reward models and preferences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.cli.models import ModelBuilder
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
-from rlhf_mcore.cli.trainers import load_data, note_kernels, trained_work
+from rlhf_mcore.cli.trainers import load_data, note_kernels, trained_work, with_offload
+from rlhf_mcore.config.choices import PREFERENCE_LOSSES
 from rlhf_mcore.config.data_columns import file_keys, wanted_columns
-from rlhf_mcore.config.implied import longest_example
-from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
+from rlhf_mcore.config.implied import longest_example, needs_reference
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, example_batch, load_examples
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import on_every_rank, world_group
+from rlhf_mcore.planning.counts import model_flops
 from rlhf_mcore.roles.model import TrainedModel
+from rlhf_mcore.roles.policy import Reference
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from rlhf_mcore.roles.supervised import SupervisedActor
 from rlhf_mcore.trainer.example_learner import (
@@ -35,6 +41,17 @@ from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.work import StepWork
 from rlhf_mcore.types import TrainBatch
 
+if TYPE_CHECKING:
+    from rlhf_mcore.roles.preference import PreferenceActor
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A frozen policy, and what adds its logprobs to a batch."""
+
+    reference: Reference
+    compute: Callable[[TrainBatch], None]
+
 
 def sft_trainer(run: RunContext) -> Trainer:
     """Build supervised fine-tuning: a policy that imitates given responses."""
@@ -50,34 +67,63 @@ def reward_model_trainer(run: RunContext) -> Trainer:
     return _example_trainer(run, data, model, partial(preference, model.compute_scores), preference_metrics)
 
 
+def preference_trainer(run: RunContext) -> Trainer:
+    """Build the training of a policy from pairs of a better and a worse response."""
+    from rlhf_mcore.roles.preference import PreferenceActor
+
+    data = load_data(run, _load_examples)
+    has_reference = needs_reference(run.cfg)
+    with run.record.phase("build_model"):
+        models = _models(run, with_offload(run) if has_reference else run.cfg)
+        model = models.on_examples(run.kind, "actor")
+        reference = models.reference() if has_reference else None
+    note_kernels(run, model)
+    dpo = run.cfg.algorithm.dpo
+    actor = PreferenceActor(model, dpo, reference)
+    build = partial(example_batch, with_mismatched=PREFERENCE_LOSSES[dpo.loss].needs_mismatched)
+    compared = None if reference is None else _Compared(reference, actor.compute_reference)
+    return _example_trainer(run, data, actor, actor.measure, preference_metrics, build=build, compared=compared)
+
+
 def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
     """Build the one model of a run on given responses. ``name`` prefixes its metrics."""
     with run.record.phase("build_model"):
-        record = run.record
-        models = ModelBuilder(run.cfg, run.platform, run.start.weights, record.memory, record.progress)
-        run.stack.callback(models.release)
-        model = models.on_examples(run.kind, name)
+        model = _models(run, run.cfg).on_examples(run.kind, name)
     note_kernels(run, model)
     return model
+
+
+def _models(run: RunContext, cfg: Config) -> ModelBuilder:
+    models = ModelBuilder(cfg, run.platform, run.start.weights, run.record.memory, run.record.progress)
+    run.stack.callback(models.release)
+    return models
 
 
 def _example_trainer(
     run: RunContext,
     data: Data[TokenizedExample],
-    role: SupervisedActor | RewardModelTrainer,
+    role: SupervisedActor | RewardModelTrainer | PreferenceActor,
     measure: Callable[[TrainBatch], Sums],
     named: Callable[[Sums], dict[str, float]],
+    *,
+    build: Callable[[Sequence[TokenizedExample]], TrainBatch] = example_batch,
+    compared: _Compared | None = None,
 ) -> Trainer:
-    """Build a trainer. ``measure`` and ``named`` evaluate the role: see :class:`ExampleEvaluator`."""
+    """Build a trainer. ``measure`` and ``named`` evaluate the role, on what ``build`` makes: see :class:`ExampleEvaluator`."""
     cfg, record, counters = run.cfg, run.record, Counters()
     assert record.throughput is not None
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
+    work = StepWork(record.throughput, trained_work(role.model))
+    learner = ExampleLearner(role, record, work)
+    if compared is not None:
+        work = replace(work, reference=model_flops(compared.reference.model.spec.geometry))
+        learner = ExampleLearner(role, record, work, compared.compute)
     saved = [SavedModel(run.kind.saved_as, role.model, cfg.model.path)]
     return Trainer(
-        source=ExampleBatches(data.train, sampler),
-        learner=ExampleLearner(role, record, StepWork(record.throughput, trained_work(role.model))),
+        source=ExampleBatches(data.train, sampler, build),
+        learner=learner,
         publisher=NoPublisher(),
-        evaluator=ExampleEvaluator(data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named),
+        evaluator=ExampleEvaluator(data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named, build),
         checkpointer=build_checkpointer(run, saved, {"counters": counters}, sampler),
         recorder=record,
         max_bad_updates=cfg.trainer.max_bad_updates,

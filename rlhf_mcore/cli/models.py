@@ -69,6 +69,11 @@ class ModelBuilder:
         self.sharing = self.sharing or DeviceSharing(self.platform)
         self._pool = GroupPool(timedelta(seconds=self.cfg.trainer.collective_timeout_s))
 
+    @property
+    def _temperature(self) -> float:
+        """The temperature of policies; given responses have none."""
+        return self.cfg.rollout.sampling.temperature if run_kind(self.cfg).generates else 1.0
+
     def release(self) -> None:
         """Let the models go: the run has ended, and its process may make another one."""
         for model in self._built:
@@ -104,14 +109,14 @@ class ModelBuilder:
         cfg, actor = self.cfg.reference, self.cfg.actor
         if actor.lora.rank is not None:
             assert self._actor is not None, "it is built first"
-            return Reference(self._actor, self.cfg.rollout.sampling.temperature)
+            return Reference(self._actor, self._temperature)
         path = cfg.path or self.cfg.model.path
         spec = load_spec(path, field="reference.path")
         layout = ParallelLayout.of(actor.layout, actor.ranks, dist.get_world_size())
         saved_as = "reference" if cfg.refresh_steps else None
         overrides = Overrides("actor.megatron", actor.megatron or {})
         model = self._frozen(spec, path, layout, overrides, cfg, name="reference", saved_as=saved_as)
-        return Reference(model, self.cfg.rollout.sampling.temperature)
+        return Reference(model, self._temperature)
 
     def reward_model(self) -> RewardModel:
         from rlhf_mcore.roles.reward_model import RewardModel
@@ -129,7 +134,9 @@ class ModelBuilder:
         cfg, path = self.cfg, self.cfg.model.path
         aggregation, constant = cfg.algorithm.loss_aggregation, cfg.algorithm.constant_length
         plan = MinibatchPlan(cfg.trainer.prompts_per_step, 1, aggregation, constant)
-        return self._build_trained(load_spec(path, kind.head), path, cfg.actor, plan, name=name, saved_as=kind.saved_as)
+        spec = load_spec(path, kind.head)
+        self._actor = self._build_trained(spec, path, cfg.actor, plan, name=name, saved_as=kind.saved_as)
+        return self._actor
 
     def _build_trained(
         self,
@@ -155,12 +162,10 @@ class ModelBuilder:
         trained = None
         if isinstance(cfg, ActorConfig) and cfg.mtp.mode in MTP_TRAINED:
             spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY)))
-            generates = run_kind(self.cfg).generates
-            temperature = self.cfg.rollout.sampling.temperature if generates else 1.0
             alone = cfg.mtp.mode == "train"
             from rlhf_mcore.mcore.mtp import MTPLearning
 
-            options = replace(options, mtp=MTPLearning(alone, 1.0 if alone else cfg.mtp.loss_coef, temperature))
+            options = replace(options, mtp=MTPLearning(alone, 1.0 if alone else cfg.mtp.loss_coef, self._temperature))
         if isinstance(cfg, ActorConfig) and cfg.freeze:
             from rlhf_mcore.roles.freezing import freeze, trained_names
 

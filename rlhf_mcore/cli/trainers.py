@@ -18,7 +18,7 @@ from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import grades, needs_critic
+from rlhf_mcore.config.implied import grades, needs_critic, needs_reference
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.schema import Config
@@ -57,12 +57,12 @@ def rl_trainer(run: RunContext) -> Trainer:
     data = load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: _start_fleet(run))
     with record.phase("build_model"):
-        models = ModelBuilder(_with_offload(run), run.platform, run.start.weights, record.memory, record.progress)
+        models = ModelBuilder(with_offload(run), run.platform, run.start.weights, record.memory, record.progress)
         run.stack.callback(models.release)
         actor = models.actor()
         note_kernels(run, actor.model)
         critic = models.critic() if needs_critic(cfg) else None
-        reference = models.reference() if cfg.algorithm.kl.coef else None
+        reference = models.reference() if needs_reference(cfg) else None
         model_reward = None
         if cfg.reward.model.path is not None:
             from rlhf_mcore.trainer.model_reward import ModelReward
@@ -162,7 +162,7 @@ def _build_evaluator(
     )
 
 
-def _with_offload(run: RunContext) -> Config:
+def with_offload(run: RunContext) -> Config:
     """Decide ``offload`` of every model for the devices at hand, and return that configuration. Collective over the world."""
     smallest = min(all_gather_json(run.platform.memory_bytes() or 0))
     if not smallest:

@@ -55,6 +55,14 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class PreferenceLoss:
+    """A loss over pairs of responses (``algorithms/preference.py``)."""
+
+    needs_reference: bool = True  # compares the policy with a frozen one
+    needs_mismatched: bool = False  # and with it on responses to other prompts, for their divergence
+
+
+@dataclass(frozen=True, slots=True)
 class KLEstimator:
     """An estimator of the KL divergence (``algorithms/kl.py``)."""
 
@@ -97,6 +105,13 @@ POLICY_LOSSES = {
     "dppo_kl": Loss(),
     "kl_cov": Loss(reads_covariance=True),
     "clip_cov": Loss(reads_covariance=True),
+}
+PREFERENCE_LOSSES = {
+    "dpo": PreferenceLoss(),
+    "ipo": PreferenceLoss(),
+    "simpo": PreferenceLoss(needs_reference=False),
+    "orpo": PreferenceLoss(needs_reference=False),
+    "kto": PreferenceLoss(needs_mismatched=True),
 }
 KL_ESTIMATORS = {
     "k1": KLEstimator(has_gradient=False),
@@ -214,6 +229,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Not reinforcement learning: the likelihood of given responses, and Bradley and Terry 1952 over pairs of them.
     "sft": {"kind": "sft", "loss_aggregation": "token"},
     "reward_model": {"kind": "reward_model"},
+    # Policies that learn from the same pairs. Rafailov et al. 2023 (arXiv 2305.18290), appendix B.
+    "dpo": {"kind": "dpo", "dpo.loss": "dpo", "dpo.beta": 0.1},
+    # Azar et al. 2023 (arXiv 2310.12036). The paper gives no number for language models.
+    "ipo": {"kind": "dpo", "dpo.loss": "ipo", "dpo.beta": 0.1},
+    # Meng et al. 2024 (arXiv 2405.14734), with the authors' numbers for Llama-3-Base.
+    "simpo": {"kind": "dpo", "dpo.loss": "simpo", "dpo.beta": 2.0, "dpo.gamma": 1.0},
+    # Hong et al. 2024 (arXiv 2403.07691), with the lambda of Mistral-ORPO.
+    "orpo": {"kind": "dpo", "dpo.loss": "orpo", "dpo.beta": 0.1},
+    # Ethayarajh et al. 2024 (arXiv 2402.01306).
+    "kto": {"kind": "dpo", "dpo.loss": "kto", "dpo.beta": 0.1},
 }
 
 MTP_TRAINED = ("train", "joint")  # of actor.mtp.mode: the layers learn

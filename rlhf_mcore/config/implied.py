@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rlhf_mcore.config.choices import ADVANTAGES, Estimator
+from rlhf_mcore.config.choices import ADVANTAGES, PREFERENCE_LOSSES, Estimator, PreferenceLoss
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.reward_sources import any_needs_truth, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
@@ -66,6 +66,14 @@ def needs_critic(cfg: Config) -> bool:
     if cfg.algorithm.use_critic == "auto":
         return ADVANTAGES.get(cfg.algorithm.advantage, Estimator()).needs_values
     return cfg.algorithm.use_critic == "true"
+
+
+def needs_reference(cfg: Config) -> bool:
+    """Tell whether the policy is compared with a frozen one. Under adapters that is the actor without them."""
+    kind = run_kind(cfg)
+    if kind.compares:
+        return PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss, PreferenceLoss()).needs_reference
+    return kind.generates and bool(cfg.algorithm.kl.coef)
 
 
 def needs_answer(cfg: Config) -> bool:

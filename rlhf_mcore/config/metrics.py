@@ -142,6 +142,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("loss/value", "loss of the critic", "", "falls", "see critic/explained_variance"),
         Metric("loss/sft", "negative log-likelihood of given responses", NATS, "falls"),
         Metric("loss/reward_model", "loss over pairs of a better and a worse response", "", "below 0.69, which is chance"),
+        Metric("loss/dpo", "loss of a policy over such pairs (algorithm.dpo.loss)", "", "falls"),
     ),
     "Actor": (
         Metric("actor/entropy", "mean entropy of the next token (every logging.entropy_every steps)", NATS),
@@ -172,6 +173,19 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("reward_model/margin", "mean difference of the scores of a pair", "", "above 0, rising"),
         Metric("reward_model/score_mean", "mean score of all responses", "", "close to 0", "set algorithm.centering"),
     ),
+    "Preferences": (
+        Metric("preference/accuracy", "pairs whose chosen response has the higher reward", SHARE, "above 0.6, rising"),
+        Metric("preference/margin", "mean difference of the rewards of a pair", "", "above 0, rising"),
+        Metric(
+            "preference/chosen_reward",
+            "mean reward that the policy implies of chosen responses (docs/preferences.md)",
+            "",
+            "not falling for long",
+            "lower the learning rate, or raise algorithm.dpo.beta",
+        ),
+        Metric("preference/rejected_reward", "mean reward that the policy implies of rejected responses", "", "falls"),
+        Metric("preference/divergence", "KTO's estimate of the divergence of the policy from the reference", NATS + " of a response"),
+    ),
     "Every trained model": (
         Metric("<role>/grad_norm", "norm of the gradient before clipping: actor, critic or reward_model"),
         Metric("<role>/lr", "learning rate of the step"),
@@ -199,7 +213,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("evaluate/without_score", "held-out responses whose reward failed", "responses", "0", "see reward/errors"),
         Metric("evaluate/loss", "loss on held-out examples", "", "falls", "where it rises again, train no longer"),
         Metric("evaluate/perplexity", "exp of the held-out loss (sft)", "", "falls"),
-        Metric("evaluate/margin", "mean difference of the scores of held-out pairs", "", "above 0, rising"),
+        Metric("evaluate/margin", "mean difference of the scores, or rewards, of held-out pairs", "", "above 0, rising"),
+        Metric("evaluate/chosen_reward", "mean reward that the policy implies of chosen responses of held-out pairs"),
+        Metric("evaluate/rejected_reward", "mean reward that it implies of rejected ones"),
         Metric("final/<evaluation>", "the same, of the best model, with which the run ends (checkpoint.load_best_model_at_end)"),
         Metric("final/step", "step of the best model", "steps"),
     ),

@@ -32,6 +32,7 @@ class RunKind:
     starting_heads: tuple[str, ...]  # of what model.path may name
     saved_as: str  # the model's directory in a checkpoint
     response_keys: tuple[str, ...] = ()  # keys that name the columns of an example's responses, where these are given
+    compares: bool = False  # a loss of algorithm.dpo compares the policy with a reference, or with itself
 
     @property
     def rows_per_example(self) -> int:
@@ -45,6 +46,8 @@ class RunKind:
 
     def reads(self, key: str) -> bool:
         """Tell whether a run of this kind looks at a key at all."""
+        if self.compares and key.startswith("reference."):
+            return True
         return self.generates or not key.startswith(_GENERATION)
 
 
@@ -67,7 +70,17 @@ REWARD_MODEL = RunKind(
     saved_as="reward",
     response_keys=("data.chosen_key", "data.rejected_key"),
 )
-RUN_KINDS = {kind.name: kind for kind in (RL, SFT, REWARD_MODEL)}
+DPO = RunKind(
+    "dpo",
+    "prefer chosen to rejected responses",
+    generates=False,
+    head="lm",
+    starting_heads=("lm",),
+    saved_as="actor",
+    response_keys=("data.chosen_key", "data.rejected_key"),
+    compares=True,
+)
+RUN_KINDS = {kind.name: kind for kind in (RL, SFT, REWARD_MODEL, DPO)}
 
 
 def run_kind(cfg: Config) -> RunKind:

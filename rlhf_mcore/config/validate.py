@@ -29,6 +29,7 @@ from rlhf_mcore.config.rules.layouts import (
 from rlhf_mcore.config.rules.lora import lora_problems, target_problems
 from rlhf_mcore.config.rules.megatron import megatron_problems
 from rlhf_mcore.config.rules.mtp import mtp_problems
+from rlhf_mcore.config.rules.preference import preference_problems
 from rlhf_mcore.config.rules.reward import (
     ray_problems,
     reward_problems,
@@ -90,6 +91,8 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
             ]
     else:
         problems += example_problems(cfg)
+        if kind.compares:
+            problems += preference_problems(cfg, geometry if in_range else None)
         if in_range:
             problems += example_batch_problems(cfg, geometry)
     if not check_files:

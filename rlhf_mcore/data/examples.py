@@ -105,11 +105,33 @@ def load_examples(
     return kept
 
 
-def example_batch(examples: Sequence[TokenizedExample]) -> TrainBatch:
+def example_batch(examples: Sequence[TokenizedExample], *, with_mismatched: bool = False) -> TrainBatch:
     """Build a batch of the examples' rows, one after the other; ``group_ids`` are the numbers of their examples.
 
-    Every rank of the world passes the same examples and keeps the tokens of the rows that it owns. Local.
+    ``with_mismatched`` adds a batch of the same prompts, each with the responses to the one before. Every rank of the world passes the
+    same examples and keeps the tokens of the rows that it owns. Local.
     """
+    batch = _batch_of(examples)
+    if with_mismatched:
+        batch.mismatched = _batch_of(_mismatch(examples))
+    return batch
+
+
+def _mismatch(examples: Sequence[TokenizedExample]) -> list[TokenizedExample]:
+    """Give each prompt the responses to the one before, cut where a row would be longer than all of the examples'."""
+    longest = max(example.num_tokens for example in examples)
+    others = [examples[-1], *examples[:-1]]
+    return [
+        TokenizedExample(
+            example.place,
+            example.prompt_ids,
+            [response[: longest - len(example.prompt_ids)] for response in other.response_ids],
+        )
+        for example, other in zip(examples, others, strict=True)
+    ]
+
+
+def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
     tokens = [(example.prompt_ids, response) for example in examples for response in example.response_ids]
     lengths = np.array([len(prompt) + len(response) for prompt, response in tokens], dtype=np.int64)
     owners = owners_of(lengths, dist.get_world_size())
@@ -138,10 +160,11 @@ class ExampleBatches:
 
     examples: Sequence[TokenizedExample]
     sampler: Sampler
+    build: Callable[[Sequence[TokenizedExample]], TrainBatch] = example_batch
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """Return the rows of the next step, without metrics: the sampler counts the steps."""
-        return example_batch([self.examples[place] for place in self.sampler.next_batch()]), {}
+        return self.build([self.examples[place] for place in self.sampler.next_batch()]), {}
 
 
 def _read_texts(

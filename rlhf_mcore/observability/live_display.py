@@ -49,6 +49,8 @@ CURVES = (
     Curve("reward", "reward/mean", "{:z.3f}".format),
     Curve("loss", "loss/sft", "{:.4f}".format),
     Curve("loss", "loss/reward_model", "{:.4f}".format),
+    Curve("loss", "loss/dpo", "{:.4f}".format),
+    Curve("pairs right", "preference/accuracy", "{:.3f}".format),
     Curve("kl", "kl/mean", "{:.4f}".format),
     Curve("entropy", "actor/entropy", "{:.2f}".format),
     Curve("length", "rollout/response_length_mean", "{:.1f}".format),

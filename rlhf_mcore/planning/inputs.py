@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import adapter_sizes, longest_example, needs_critic, offloaded_parts
+from rlhf_mcore.config.implied import adapter_sizes, longest_example, needs_critic, needs_reference, offloaded_parts
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, ReferenceConfig, RewardModelConfig
@@ -90,9 +90,13 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
     sizes = adapter_sizes(cfg.actor.lora)
     adapters = None if sizes is None else replace(geometry, adapter=sizes)
     name = cfg.actor.optimizer.name
+    frozen = []
+    if needs_reference(cfg) and adapters is None:
+        compared = read_geometry(cfg.reference.path or cfg.model.path, "lm")
+        frozen = [_frozen("reference", compared, layout, dtype, cfg.reference)]
     if not run_kind(cfg).generates:  # a step is one update of one model
         how = cfg.actor.recompute
-        return [PlannedRole("actor", geometry, layout, True, dtype, how, optimizer=name, adapters=adapters)]
+        return [PlannedRole("actor", geometry, layout, True, dtype, how, optimizer=name, adapters=adapters), *frozen]
     updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
     roles = [
         PlannedRole(
@@ -107,11 +111,9 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
             updates=updates,
             optimizer=name,
             adapters=adapters,
-        )
+        ),
+        *frozen,
     ]
-    if cfg.algorithm.kl.coef and adapters is None:
-        geometry = read_geometry(cfg.reference.path or cfg.model.path, "lm")
-        roles.append(_frozen("reference", geometry, layout, dtype, cfg.reference))
     if needs_critic(cfg):
         own = parallel_layout(critic.layout, critic.ranks, world_size, "critic.layout")
         geometry = read_geometry(critic.path or cfg.model.path, "token")
@@ -224,6 +226,13 @@ def rank_share(work: Workload, role: PlannedRole) -> RankShare:
         count = -(-count // layout.pp) * layout.pp
     waiting = layout.pp - 1
     return RankShare(layout.dp, work.sequences * share, count, waiting / ((layout.vpp or 1) * count + waiting))
+
+
+def forward_roles(cfg: Config, roles: Sequence[PlannedRole]) -> Sequence[PlannedRole]:
+    """List the models that run over the rows of a step without a backward pass."""
+    if run_kind(cfg).generates:
+        return roles
+    return roles[-1:] if needs_reference(cfg) else []  # the reference, or the actor without its adapters
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,15 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
 from rlhf_mcore.planning.counts import num_parameters
-from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, engine_tp, engines_apart, num_engines, rank_share
+from rlhf_mcore.planning.inputs import (
+    PlanInputs,
+    PlannedRole,
+    engine_tp,
+    engines_apart,
+    forward_roles,
+    num_engines,
+    rank_share,
+)
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
 from rlhf_mcore.planning.weights import BYTES, state_bytes, weights_of_pass
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
@@ -51,8 +59,9 @@ def phases(inputs: PlanInputs) -> list[PhaseMemory]:
     for rank in range(max(role.layout.ranks.stop for role in inputs.roles)):
         ranks.setdefault(tuple(_stage(role, rank) for role in inputs.roles), rank)
     makers: list[_Maker] = [partial(_update, role) for role in inputs.roles if role.trained]
+    makers = [*(partial(_forward, role) for role in forward_roles(inputs.cfg, inputs.roles)), *makers]
     if run_kind(inputs.cfg).generates:
-        makers = [_generate, _sync, *(partial(_forward, role) for role in inputs.roles), *makers]
+        makers = [_generate, _sync, *makers]
     return [max((make(inputs, rank) for rank in ranks.values()), key=lambda phase: phase.total) for make in makers]
 
 

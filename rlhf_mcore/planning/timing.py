@@ -9,7 +9,15 @@ import numpy as np
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import delta_elements
 from rlhf_mcore.planning.counts import active_parameters, model_flops, mtp_flops
-from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, engine_tp, num_engines, rank_share
+from rlhf_mcore.planning.inputs import (
+    PlanInputs,
+    PlannedRole,
+    Workload,
+    engine_tp,
+    forward_roles,
+    num_engines,
+    rank_share,
+)
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
 from rlhf_mcore.planning.weights import BYTES, state_bytes
@@ -23,9 +31,8 @@ def phase_seconds(inputs: PlanInputs, sync_s: float) -> dict[str, float]:
     times: dict[str, float] = {}
     if run_kind(inputs.cfg).generates:
         times = {GENERATE: _generate(inputs), SYNC: sync_s}
-        times |= {
-            f"{role.name} forward": max(_pass(inputs, role, FORWARD), _copies_s(inputs, role)) for role in inputs.roles
-        }
+    for role in forward_roles(inputs.cfg, inputs.roles):
+        times[f"{role.name} forward"] = max(_pass(inputs, role, FORWARD), _copies_s(inputs, role))
     for role in inputs.roles:
         if role.trained:
             passes = TRAIN_RECOMPUTED if role.recompute.granularity == "full" else TRAIN

@@ -26,16 +26,23 @@ Sums = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class ExampleLearner:
-    """One update per step, of a policy that imitates or of a reward model."""
+    """One update per step, of a policy or of a reward model.
+
+    ``compute_reference`` adds logprobs of a frozen policy to a batch, where the update reads them.
+    """
 
     model: TrainableModel
     recorder: Recorder
     work: StepWork | None = None
+    compute_reference: Callable[[TrainBatch], None] | None = None
 
     def learn(self, step: int, batch: TrainBatch) -> tuple[list[UpdateResult], Mapping[str, float]]:
         """Update the model by the rows of a step. Collective over the world."""
         if self.work is not None:
             self.work.count(batch)
+        if self.compute_reference is not None:
+            with self.recorder.phase("reference"):
+                self.compute_reference(batch)
         with self.recorder.phase("update"):
             return share_results([self.model.deliver_update(batch)()]), {}
 
@@ -58,6 +65,7 @@ class ExampleEvaluator:
     examples_per_batch: int
     measure: Callable[[TrainBatch], Sums]
     named: Callable[[Sums], dict[str, float]]
+    build: Callable[[Sequence[TokenizedExample]], TrainBatch] = example_batch
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate after ``step`` steps: always before the first and after the last."""
@@ -69,7 +77,7 @@ class ExampleEvaluator:
         """The same at every ``step`` for the same weights. Collective over the world; all ranks have the same result."""
         totals: Sums = {}
         for start in range(0, len(self.examples), self.examples_per_batch):
-            batch = example_batch(self.examples[start : start + self.examples_per_batch])
+            batch = self.build(self.examples[start : start + self.examples_per_batch])
             for name, value in self.measure(batch).items():
                 totals[name] = totals.get(name, 0.0) + value
         return {f"evaluate/{name}": value for name, value in self.named(totals).items()}
@@ -102,4 +110,4 @@ def preference(compute_scores: Callable[[TrainBatch], Tensor], batch: TrainBatch
 
 def preference_metrics(sums: Sums) -> dict[str, float]:
     """Means over pairs."""
-    return {name: sums[name] / sums["pairs"] for name in ("loss", "accuracy", "margin")}
+    return {name: value / sums["pairs"] for name, value in sums.items() if name != "pairs"}

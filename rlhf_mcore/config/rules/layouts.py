@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rlhf_mcore.config.derive import balanced_stages, default_world_size
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import RoleLayout, needs_critic, role_layouts
+from rlhf_mcore.config.implied import RoleLayout, needs_critic, needs_reference, role_layouts
 from rlhf_mcore.config.model_files import inspect_model, with_head
 from rlhf_mcore.config.rules.lora import layer_problems
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
@@ -67,7 +67,7 @@ def _world(cfg: Config, world_size: int | None) -> tuple[int, str]:
 
 def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
     """Check the models beside the actor, each against its layout."""
-    if cfg.reference.path is not None and cfg.algorithm.kl.coef:
+    if cfg.reference.path is not None and needs_reference(cfg):
         yield from model_problems("reference.path", cfg.reference.path, ("lm",), "actor", cfg.actor.layout, actor)
     if needs_critic(cfg):
         key = "model.path" if cfg.critic.path is None else "critic.path"

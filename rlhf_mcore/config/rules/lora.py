@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.implied import adapter_sizes, needs_critic
+from rlhf_mcore.config.implied import adapter_sizes, needs_critic, needs_reference
 from rlhf_mcore.config.model_files import with_head
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import ActorConfig, ActorLoraConfig, Config, CriticConfig, LoraConfig
@@ -33,7 +33,7 @@ def lora_problems(cfg: Config) -> Iterator[str]:
         yield f"{name}: bridge.method=gather sends the weights without adapters; set bridge.method=planned"
     if run_kind(cfg).generates and cfg.bridge.verify == "full":
         yield f"{name}: bridge.verify=full compares with the weights without adapters; set bridge.verify=digest"
-    if run_kind(cfg).generates and cfg.algorithm.kl.coef:
+    if needs_reference(cfg):
         yield from _reference_problems(cfg, name)
 
 

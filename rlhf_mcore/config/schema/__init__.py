@@ -11,6 +11,7 @@ from rlhf_mcore.config.schema.alarms import AlarmRuleConfig, AlarmsConfig
 from rlhf_mcore.config.schema.algorithm import (
     AlgorithmConfig,
     CovarianceConfig,
+    DpoConfig,
     DynamicSamplingConfig,
     KLConfig,
     KLControllerConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "CovarianceConfig",
     "CriticConfig",
     "DataConfig",
+    "DpoConfig",
     "DynamicSamplingConfig",
     "EnvironmentConfig",
     "EvaluateConfig",
@@ -124,7 +126,9 @@ class Config(Group):
         "Built only when `algorithm.advantage` needs values (`gae`). Its layout, optimizer and precision are its own.",
     )
     reference: ReferenceConfig = group(
-        ReferenceConfig, "the frozen policy", "Built only when `algorithm.kl.coef` is not 0; it has the actor's layout."
+        ReferenceConfig,
+        "the frozen policy",
+        "Built only when `algorithm.kl.coef` is not 0, or `algorithm.dpo.loss` reads it; it has the actor's layout.",
     )
     rollout: RolloutConfig = group(
         RolloutConfig, "the engines that generate", "There are world size / `rollout.layout.tp` of them."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
-from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PRESETS
+from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import RUN_KINDS
 from rlhf_mcore.config.schema.group import Group
@@ -123,6 +123,38 @@ class CovarianceConfig(Group):
 
 
 @dataclass
+class DpoConfig(Group):
+    """How a policy learns from pairs of responses."""
+
+    loss: str = key(
+        "dpo",
+        "",
+        one_of(*PREFERENCE_LOSSES),
+        more="`simpo` and `orpo` need no reference, and none is built. See [preferences](preferences.md).",
+        is_fixed=True,
+        only_with="algorithm.kind=dpo",
+    )
+    beta: float = key(
+        0.1,
+        "scale of the rewards; the smaller, the farther the policy may go from the reference",
+        ABOVE_0,
+        more="`ipo`: tau of its paper; `orpo`: its lambda, the weight of the odds ratio.",
+        only_with="algorithm.kind=dpo",
+    )
+    label_smoothing: float = key(
+        0.0,
+        "share of the pairs that are labelled the wrong way round, as it is guessed (cDPO)",
+        Range(0, 0.5, open_high=True),
+        only_with="algorithm.dpo.loss=dpo",
+    )
+    gamma: float = key(
+        1.0, "by how much the chosen response's reward is to be higher", AT_LEAST_0, only_with="algorithm.dpo.loss=simpo"
+    )
+    desirable_weight: float = key(1.0, "weight of chosen responses", ABOVE_0, only_with="algorithm.dpo.loss=kto")
+    undesirable_weight: float = key(1.0, "weight of rejected responses", ABOVE_0, only_with="algorithm.dpo.loss=kto")
+
+
+@dataclass
 class OverlongConfig(Group):
     """A soft punishment for responses that come close to the token limit."""
 
@@ -152,13 +184,14 @@ class AlgorithmConfig(Group):
         "grpo",
         "",
         one_of(*PRESETS),
-        more="See [algorithms](algorithms.md), and [supervised training](supervised.md) for the last two.",
+        more="See [algorithms](algorithms.md), [supervised training](supervised.md) for `sft` and `reward_model`, and "
+        "[preferences](preferences.md) for the rest.",
     )
     kind: str = key(
         "rl",
         "",
         Choices({kind.name: kind.purpose for kind in RUN_KINDS.values()}),
-        more="The last two look at no key of `rollout`, `bridge`, `reward`, `critic` and `reference`.",
+        more="The last three look at no key of `rollout`, `bridge`, `reward` and `critic`, and `dpo` alone at those of `reference`.",
         is_fixed=True,
     )
     advantage: str = key("grpo", "estimator of advantages", function_or(ADVANTAGES), is_fixed=True)
@@ -237,6 +270,7 @@ class AlgorithmConfig(Group):
     centering: float = key(
         0.0, "`reward_model`: weight of the square of the sum of a pair's scores in the loss; 0: off", AT_LEAST_0
     )
+    dpo: DpoConfig = group(DpoConfig, "a policy that learns from pairs of responses")
     loss_aggregation: str = key(
         "sequence",
         "",

@@ -349,9 +349,9 @@ class CriticConfig(Group):
 
 @dataclass
 class ReferenceConfig(Group):
-    """The frozen policy that the KL compares with."""
+    """The frozen policy that the KL, or a loss over pairs, compares with."""
 
-    path: Optional[str] = key(None, "the policy that the KL compares with", null="`model.path`")
+    path: Optional[str] = key(None, "the policy that the KL, or a loss over pairs, compares with", null="`model.path`")
     offload: Optional[bool] = key(None, "keep its weights in host memory between uses", null=_WHERE_NEEDED)
     offload_by_layer: bool = key(False, _OFFLOAD_BY_LAYER, more=_BY_LAYER, only_with="reference.offload")
     refresh_steps: int = key(0, "copy the actor's weights every so many steps; 0: never", AT_LEAST_0)

@@ -46,8 +46,8 @@ class DataConfig(Group):
     )
     eval_answer_key: Any = key(None, "likewise for the answer", null="`data.answer_key`")
     response_key: str = key("response", "`sft`: column of the response", is_fixed=True)
-    chosen_key: str = key("chosen", "`reward_model`: column of the better response", is_fixed=True)
-    rejected_key: str = key("rejected", "`reward_model`: column of the other one", is_fixed=True)
+    chosen_key: str = key("chosen", "`reward_model`, `dpo`: column of the better response", is_fixed=True)
+    rejected_key: str = key("rejected", "`reward_model`, `dpo`: column of the other one", is_fixed=True)
     apply_chat_template: str = key(
         "auto",
         "prompts that are strings, as one message of the user through the tokenizer's chat template",
@@ -68,7 +68,7 @@ class DataConfig(Group):
     max_prompt_tokens: int = key(512, "longest prompt", AT_LEAST_1, is_fixed=True)
     max_tokens: Optional[int] = key(
         None,
-        "`sft`, `reward_model`: longest prompt and response together, instead of `max_prompt_tokens`",
+        "`sft`, `reward_model`, `dpo`: longest prompt and response together, instead of `max_prompt_tokens`",
         Range(2),  # a prompt and a response
         null="as many as a microbatch has room for",
     )
@@ -123,7 +123,7 @@ class TrainerConfig(Group):
         32,
         "prompts of a step, over all ranks",
         AT_LEAST_1,
-        more="With `sft` and `reward_model`, examples or pairs of an update.",
+        more="With `sft`, `reward_model` and `dpo`, examples or pairs of an update.",
     )
     minibatch_size: Optional[int] = key(None, "prompts per optimizer update", AT_LEAST_1, null="`prompts_per_step`")
     ppo_epochs: int = key(1, "passes over the responses of a step", AT_LEAST_1)

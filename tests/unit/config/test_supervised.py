@@ -99,8 +99,8 @@ def test_mistakes_are_refused(kind: str, overrides: list[str], words: list[str])
 
 def test_an_unknown_kind(workspace: Any) -> None:
     assert any(
-        "algorithm.kind='dpo'" in problem and "reward_model" in problem
-        for problem in check("grpo", "algorithm.kind=dpo")
+        "algorithm.kind='ranking'" in problem and "reward_model" in problem
+        for problem in check("grpo", "algorithm.kind=ranking")
     )
 
 
