@@ -49,7 +49,9 @@ preference_loss = registering(PREFERENCE_LOSSES, choices.PREFERENCE_LOSSES)
 
 
 def sum_of_pairs(pairs: Pairs, weights: Tensor, cfg: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum the losses of pairs by ``cfg.loss``.
+    """Sum the losses of pairs by ``cfg.loss``, and of their chosen responses the negative log-likelihood, mean over tokens.
+
+    The second term is that of RPO (Pang et al. 2024, arXiv 2404.19733, eq. 1), with ``cfg.nll_coef`` as its weight alpha.
 
     Args:
         weights: [b], 1 / pairs of the whole minibatch; pairs of weight 0 may hold anything.
@@ -65,6 +67,8 @@ def sum_of_pairs(pairs: Pairs, weights: Tensor, cfg: DpoConfig) -> tuple[Tensor,
     logprobs = torch.where(both, at_least_float32(pairs.logprobs), 0)
     whole = Pairs(logprobs, pairs.lengths.clamp(min=1), reference, pairs.divergence)
     losses, rewards = PREFERENCE_LOSSES[cfg.loss](whole, cfg)
+    if cfg.nll_coef:
+        losses = losses - cfg.nll_coef * whole.logprobs[:, 0] / whole.lengths[:, 0]
     chosen, rejected = rewards.detach().unbind(1)
     return weighted_sum(losses, weights), pair_sums(chosen, rejected, counted)
 

@@ -150,6 +150,13 @@ class DpoConfig(Group):
     gamma: float = key(
         1.0, "by how much the chosen response's reward is to be higher", AT_LEAST_0, only_with="algorithm.dpo.loss=simpo"
     )
+    nll_coef: float = key(
+        0.0,
+        "weight of the negative log-likelihood of chosen responses, mean over the tokens of each; 0: off",
+        AT_LEAST_0,
+        more="It keeps chosen responses probable, which a loss over differences does not. `orpo` has it in any case.",
+        only_with="algorithm.dpo.loss=dpo or ipo or simpo or kto",
+    )
     desirable_weight: float = key(1.0, "weight of chosen responses", ABOVE_0, only_with="algorithm.dpo.loss=kto")
     undesirable_weight: float = key(1.0, "weight of rejected responses", ABOVE_0, only_with="algorithm.dpo.loss=kto")
 

@@ -108,6 +108,19 @@ def test_dpo_by_hand() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "kto"])
+def test_the_likelihood_of_chosen_responses_is_added(name: str) -> None:
+    keys, loss, gradient, _ = TRL[name]
+    made, logprobs = pairs()
+    total, _ = sum_of_pairs(made, torch.full((4,), 0.25), DpoConfig(**keys, nll_coef=0.5))
+    total.backward()
+    assert logprobs.grad is not None
+    assert total.item() == pytest.approx(loss + 0.5 * (3.25 / 3 + 12 / 8 + 0.5 / 1 + 40 / 16) / 4, rel=1e-6)
+    added = [value for length, _ in LENGTHS for value in (-0.5 / 4 / length, 0.0)]
+    expected = [one + other for one, other in zip(gradient, added, strict=True)]
+    assert logprobs.grad.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_the_divergence_is_a_mean_that_is_not_negative() -> None:
     assert mean_divergence(torch.tensor([-5.0, -9.0, -2.0]), torch.tensor([-6.5, -9.5, -2.25])) == 0.75
     assert mean_divergence(torch.tensor([-6.0]), torch.tensor([-5.0])) == 0.0

@@ -1,0 +1,89 @@
+"""A run that learns from pairs, as a user has it: its best model, killed and resumed, with adapters, and without a reference."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import environment, started
+from tests.e2e.rollout.tiny import save_model
+from tests.e2e.test_adapter_heads import same_files
+from tests.e2e.test_adapters import rlhf_mcore
+from tests.e2e.test_supervised_chain import CHAIN, write_data
+from tests.metric_names import assert_registered
+
+RUN = ["deterministic=true", "checkpoint.save_steps=2", "checkpoint.save_total_limit=9"]
+EMITTED = ("loss/dpo", "preference/accuracy", "preference/margin", "preference/chosen_reward", "evaluate/rejected_reward")
+
+
+def arguments(name: str, *overrides: str) -> list[str]:
+    return ["train", "reward.yaml", *RUN, f"experiment={name}", *overrides]
+
+
+def train(directory: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+    rlhf_mcore(directory, *arguments(name, *overrides))
+    return [json.loads(line) for line in (directory / "outputs/toy" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("preferences")
+    write_data(directory)
+    save_model(directory / "model", "qwen3", seed=1)
+    (directory / "reward.yaml").write_text(CHAIN.format(model="model", kind="reward", steps=12, lr="1e-3"))
+    return directory
+
+
+def test_a_killed_run_ends_as_one_that_was_left_alone_and_knows_its_best_model(workspace: Path) -> None:
+    best = ["algorithm=kto", "evaluate.every=4", "checkpoint.metric_for_best_model=evaluate/accuracy"]
+    metrics = train(workspace, "calm", *best)
+    calm, killed = (workspace / "outputs/toy" / name for name in ("calm", "killed"))
+    assert_registered(calm, *EMITTED, "preference/divergence", "throughput/<phase>_tokens_per_s")
+    held_out = {row["step"]: row["evaluate/accuracy"] for row in metrics if "evaluate/accuracy" in row}
+    assert list(held_out) == [0, 4, 8, 12] and held_out[0] == 0.5 and held_out[12] > 0.8
+    saved = {step: accuracy for step, accuracy in held_out.items() if step}
+    assert (calm / "best").resolve().name == f"checkpoint-{max(saved, key=lambda step: saved[step])}"
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments("killed", *best)]
+    with started(command, workspace, environment(workspace)) as run:
+        run.wait_for(lambda: (killed / "checkpoint-4").exists())
+    assert not (killed / "checkpoint-12").exists(), "it was killed before"
+    again = train(workspace, "killed", *best)
+    names = same_files(calm / "checkpoint-12", killed / "checkpoint-12", "actor")
+    assert {"model.safetensors", "config.json"} <= {Path(name).name for name in names}
+    for name in ("loss/dpo", "preference/divergence", "evaluate/margin"):
+        assert again[-1][name] == metrics[-1][name], name
+
+
+def test_adapters_are_their_own_reference(workspace: Path) -> None:
+    """Two tensor-parallel ranks and a pipeline of two learn the same from the actor without its adapters."""
+    runs = {}
+    for layout in ("tp", "pp"):
+        runs[layout] = train(workspace, layout, "algorithm=dpo", "actor.lora.rank=4", f"actor.layout.{layout}=2")
+        assert (workspace / f"outputs/toy/{layout}/latest/actor/adapter_model.safetensors").exists()
+    one, other = runs["tp"], runs["pp"]
+    assert one[0]["evaluate/loss"] == pytest.approx(math.log(2)) and one[0]["evaluate/margin"] == 0
+    assert one[1]["loss/dpo"] == pytest.approx(math.log(2), rel=1e-5)
+    assert one[-1]["evaluate/margin"] > 0.05
+    for name in ("loss/dpo", "actor/grad_norm", "preference/margin", "evaluate/loss"):
+        assert one[-1][name] == pytest.approx(other[-1][name], rel=2e-3), name
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_without_a_reference_none_is_run(workspace: Path, loss: str) -> None:
+    metrics = train(workspace, loss, f"algorithm={loss}")
+    assert not any(name.startswith(("timing/reference", "throughput/reference")) for row in metrics for name in row)
+    assert metrics[-1]["evaluate/accuracy"] > metrics[0]["evaluate/accuracy"]
+    assert metrics[-1]["evaluate/loss"] < metrics[0]["evaluate/loss"]
+
+
+def test_another_reference(workspace: Path) -> None:
+    """The policy begins beside the model that it is compared with, so rewards are not 0."""
+    save_model(workspace / "other", "qwen3", seed=2)
+    metrics = train(workspace, "other", "algorithm=dpo", "reference.path=other", "trainer.num_steps=2")
+    assert metrics[0]["evaluate/loss"] != pytest.approx(math.log(2), rel=1e-3)
+    assert "timing/reference_s" in metrics[1] and "throughput/reference_tokens_per_s" in metrics[1]
