@@ -138,6 +138,11 @@ _NAMES = {
         "beta kl_coef kl_coeff init_kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty kl_beta kl_penalty_coef "
         "kl_weight kl_ctrl.kl_coef use_kl"
     ),
+    "algorithm.dpo.beta": "dpo_beta pref_beta orpo_lambda beta_dpo dpo.beta dpo.reference_policy_kl_penalty",
+    "algorithm.dpo.loss": "dpo_loss dpo_loss_type pref_loss preference_loss dpo.loss_type",
+    "algorithm.dpo.label_smoothing": "dpo_label_smoothing cdpo_epsilon",
+    "algorithm.dpo.gamma": "simpo_gamma",
+    "algorithm.dpo.nll_coef": "rpo_alpha nll_loss_coef sft_loss_weight pref_ftx dpo_ftx dpo.sft_loss_weight",
     "algorithm.kl.estimator": "kl_estimator kl_loss_type kl_type kl_penalty",
     "algorithm.kl.placement": "use_kl_in_reward kl_in_reward",
     "algorithm.kl.controller.target": "kl_target target_kl",

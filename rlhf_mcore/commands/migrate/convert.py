@@ -110,7 +110,7 @@ def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[
             return openrlhf.SUPERVISED_TABLES[program], openrlhf.one_model(flags)
         if program.startswith("train_"):
             raise ConfigError(
-                f"openrlhf.cli.{program} has no counterpart here; train_ppo_ray, train_sft and train_rm have"
+                f"openrlhf.cli.{program} has no counterpart here; train_ppo_ray, train_sft, train_rm and train_dpo have"
             )
     if sources.starts_trl(command) and source in ("auto", "trl"):
         return trl.TABLE, sources.read_trl_flags(command)
@@ -124,7 +124,7 @@ def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[
 
 def _note(migration: Migration) -> None:
     settings = migration.settings
-    supervised = settings.get("algorithm.preset") in ("sft", "reward_model")
+    supervised = settings.get("algorithm.preset") in ("sft", "reward_model", "dpo", "ipo")
     if "reward.model.path" in settings:
         migration.notes.append("reward.model: a *ForSequenceClassification directory with one label")
     elif "reward.function" in settings:

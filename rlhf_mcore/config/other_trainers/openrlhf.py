@@ -364,7 +364,7 @@ REASONS = {
 TABLE = Table("OpenRLHF", ROWS, JOINTS, DEFAULTS, REASONS)
 
 
-# ------------------------------------------------------------------------------------------------- train_sft, train_rm
+# -------------------------------------------------------------------------------------- train_sft, train_rm, train_dpo
 # What is the actor's in train_ppo_ray belongs to the only model in these two programs; `--pretrain` is any of these.
 ONE_MODEL = {
     "actor.model_name_or_path": "model.model_name_or_path",
@@ -474,4 +474,24 @@ RM = Table(
     {**_SUPERVISED_DEFAULTS, "adam.lr": 9e-6, "data.max_len": 512, "train.micro_batch_size": 1},
     _SUPERVISED_REASONS,
 )
-SUPERVISED_TABLES = {"train_sft": SFT, "train_rm": RM}
+def _ipo(values: Values) -> dict[str, Any]:
+    if not values["ipo"]:
+        return {}
+    raise Lost("log ratios are means over tokens here, sums there: choose algorithm.dpo.beta anew", {"algorithm.preset": "ipo"})
+
+
+DPO = Table(
+    "OpenRLHF (train_dpo)",
+    (
+        *_RM_ROWS,
+        Row("beta", "algorithm.dpo.beta", float),
+        Row("label_smoothing", "algorithm.dpo.label_smoothing", float),
+        Row("nll_loss_coef", "algorithm.dpo.nll_coef", float),
+        Row("ref_pretrain", "reference.path", path),
+        Row("ref_offload", "reference.offload", bool),
+    ),
+    (*_SUPERVISED_JOINTS, _kind("dpo"), Joint(("ipo",), _ipo), _example_tokens(2)),
+    {**_SUPERVISED_DEFAULTS, "adam.lr": 1e-5, "data.max_len": 512, "train.micro_batch_size": 8},
+    {**_SUPERVISED_REASONS, "loss": "choose algorithm.dpo.loss"},
+)
+SUPERVISED_TABLES = {"train_sft": SFT, "train_rm": RM, "train_dpo": DPO}

@@ -8,13 +8,13 @@ from dataclasses import fields
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
 from rlhf_mcore.config.implied import needs_reference
 from rlhf_mcore.config.rules.layouts import model_problems
-from rlhf_mcore.config.schema import Config, ReferenceConfig
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import ModelGeometry
 
 
 def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
     """List problems with the reference that pairs are compared by. ``geometry``: of the actor, if it is known."""
-    reference, default, loss = cfg.reference, ReferenceConfig(), PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss)
+    reference, loss = cfg.reference, PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss)
     if loss is not None and loss.needs_mismatched and cfg.trainer.prompts_per_step < 2:
         yield (
             f"trainer.prompts_per_step={cfg.trainer.prompts_per_step}: algorithm.dpo.loss={cfg.algorithm.dpo.loss} estimates a "
@@ -22,7 +22,7 @@ def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator
         )
     if not needs_reference(cfg):
         for item in fields(reference):
-            if (value := getattr(reference, item.name)) != getattr(default, item.name):
+            if value := getattr(reference, item.name):  # offload=False is what null has been resolved to
                 yield (
                     f"reference.{item.name}={value} has no effect with algorithm.dpo.loss={cfg.algorithm.dpo.loss}, which reads no "
                     "reference; remove it"

@@ -108,7 +108,7 @@ def test_rows_are_right_and_follow_the_schema(made: Path, split: str) -> None:
         assert 10 <= int(a) <= 99 and 10 <= int(b) <= 99
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "sft", "reward_model"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "sft", "reward_model", "dpo"])
 def test_every_quickstart_runs_on_what_is_made(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made.parent)
     # One layer instead of four: it cannot be cut by the pipeline of the critic.

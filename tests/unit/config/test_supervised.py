@@ -9,14 +9,14 @@ import pytest
 
 from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import needs_critic, role_layouts
+from rlhf_mcore.config.implied import needs_critic, needs_reference, role_layouts
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 SINGLE = {"prompt": "1+1=", "response": "2"}
-ROWS = {"sft": SINGLE, "reward_model": PAIR}
+ROWS = {"sft": SINGLE, "reward_model": PAIR, "dpo": PAIR}
 
 
 def loaded(kind: str, *overrides: str) -> Config:
@@ -48,7 +48,7 @@ def kind(request: pytest.FixtureRequest, workspace: Any) -> str:
         (["rollout.layout.tp=3", "rollout.engine=none", "rollout.sampling.temperature=0"], 2),
         (["reward.rules=[]", "reward.model.path=nowhere", "reward.model.layout.tp=7"], None),
         (["bridge.method=none", "critic.path=nowhere", "critic.layout.tp=5"], None),
-        (["reference.path=nowhere", "algorithm.kl.coef=0.1", "algorithm.advantage=gae"], None),
+        (["algorithm.kl.coef=0.1", "algorithm.advantage=gae"], None),
         (["data.max_prompt_tokens=100000"], None),
         (["evaluate.samples=4"], None),
     ],
@@ -61,6 +61,7 @@ def test_a_run_is_one_model(kind: str) -> None:
     cfg = loaded(kind, "actor.layout.pp=2", "rollout.layout.tp=8", "algorithm.advantage=gae", "reward.model.path=m")
     assert [role.name for role in role_layouts(cfg)] == ["actor"]
     assert (default_world_size(cfg), needs_critic(cfg), cfg.algorithm.kind) == (2, False, kind)
+    assert needs_reference(cfg) == (kind == "dpo")
 
 
 def test_the_schedule_is_as_long_as_the_run(kind: str) -> None:
@@ -145,4 +146,55 @@ def test_which_heads_a_run_may_start_from(workspace: Any) -> None:
     for kind, row in ROWS.items():
         workspace.write("train.jsonl", json.dumps(row) + "\n")
         problems = check(kind, "model.path=scorer")
-        assert ("Qwen3ForSequenceClassification" in "".join(problems)) == (kind == "sft"), problems
+        assert ("Qwen3ForSequenceClassification" in "".join(problems)) == (kind != "reward_model"), problems
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward_model"])
+def test_only_pairs_of_a_policy_look_at_a_reference(workspace: Any, kind: str) -> None:
+    workspace.write("train.jsonl", json.dumps(ROWS[kind]) + "\n")
+    assert check(kind, "reference.path=nowhere", "reference.refresh_steps=3") == []
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo", "kto"])
+def test_losses_over_pairs(workspace: Any, loss: str) -> None:
+    workspace.write("train.jsonl", json.dumps(PAIR) + "\n")
+    assert check(loss) == check(loss, "algorithm.dpo.beta=0.5", "actor.lora.rank=8") == []
+    cfg = loaded(loss)
+    assert (cfg.algorithm.kind, cfg.algorithm.dpo.loss) == ("dpo", loss)
+    assert needs_reference(cfg) == (loss not in ("simpo", "orpo"))
+    assert check("dpo", f"algorithm.dpo.loss={loss}") == [], "the same without its preset"
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "words"),
+    [
+        ("dpo", ["algorithm.dpo.loss=hinge"], ["algorithm.dpo.loss='hinge'", "dpo, ipo, simpo, orpo, kto"]),
+        ("dpo", ["algorithm.dpo.beta=0"], ["algorithm.dpo.beta=0", "greater than 0"]),
+        ("dpo", ["algorithm.dpo.beta=.nan"], ["algorithm.dpo.beta=nan", "greater than 0"]),
+        ("dpo", ["algorithm.dpo.label_smoothing=0.5"], ["label_smoothing=0.5", "below 0.5"]),
+        ("ipo", ["algorithm.dpo.label_smoothing=0.1"], ["label_smoothing=0.1", "no effect", "algorithm.dpo.loss=dpo"]),
+        ("simpo", ["algorithm.dpo.gamma=-1"], ["algorithm.dpo.gamma=-1", "at least 0"]),
+        ("dpo", ["algorithm.dpo.gamma=0.5"], ["gamma=0.5", "no effect", "algorithm.dpo.loss=simpo"]),
+        ("dpo", ["algorithm.dpo.nll_coef=-0.1"], ["nll_coef=-0.1", "at least 0"]),
+        ("orpo", ["algorithm.dpo.nll_coef=0.1"], ["nll_coef=0.1", "no effect", "algorithm.dpo.loss=orpo"]),
+        ("kto", ["algorithm.dpo.desirable_weight=0"], ["desirable_weight=0", "greater than 0"]),
+        ("kto", ["algorithm.dpo.undesirable_weight=-1"], ["undesirable_weight=-1", "greater than 0"]),
+        ("dpo", ["algorithm.dpo.undesirable_weight=2"], ["undesirable_weight=2", "no effect", "algorithm.dpo.loss=kto"]),
+        ("kto", ["trainer.prompts_per_step=1"], ["trainer.prompts_per_step=1", "responses to other prompts", "2 or more"]),
+        ("simpo", ["reference.path=ref"], ["reference.path=ref", "no effect", "algorithm.dpo.loss=simpo", "remove"]),
+        ("orpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "no effect", "remove"]),
+        ("dpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "algorithm.kind=dpo", "set it to 0"]),
+        ("dpo", ["reference.path=nowhere"], ["reference.path", "nowhere"]),
+        ("dpo", ["reference.offload=false", "reference.offload_by_layer=true"], ["offload_by_layer=True", "reference.offload"]),
+        ("dpo", ["actor.lora.rank=8", "reference.path=ref"], ["actor.lora.rank=8", "reference.path=ref", "remove"]),
+        ("sft", ["algorithm.dpo.beta=0.2"], ["algorithm.dpo.beta=0.2", "no effect with algorithm.kind=sft"]),
+    ],
+)
+def test_mistakes_with_pairs_are_refused(workspace: Any, preset: str, overrides: list[str], words: list[str]) -> None:
+    workspace.write_hf_config("ref", architectures=["Qwen3ForCausalLM"])
+    workspace.write("ref/model.safetensors", "")
+    workspace.write("ref/tokenizer.json", "{}")
+    workspace.write("train.jsonl", json.dumps(ROWS.get(preset, PAIR)) + "\n")
+    problems = check(preset, *overrides)
+    assert len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems

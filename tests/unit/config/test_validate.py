@@ -15,7 +15,6 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group, value_of
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.rules.data import check_fills_a_step
-from rlhf_mcore.config.run_kinds import RUN_KINDS
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.config.schema.key import Choices, Range
 from rlhf_mcore.config.validate import validate
@@ -51,7 +50,7 @@ GDPO = ["algorithm=gdpo", "algorithm.reward_weights={boxed: 1}"]
         (["rollout.max_model_len=768"], None),
         (["evaluate.max_new_tokens=512"], None),
         (["rollout.engine=hf", "model.dtype=fp16"], None),
-        *[([f"algorithm={preset}"], None) for preset in PRESETS if preset not in RUN_KINDS],
+        *[([f"algorithm={preset}"], None) for preset, keys in PRESETS.items() if "kind" not in keys],
         (["algorithm=reinforce_plus_plus", "rollout.sampling.n=1"], None),
         (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.kl.coef=0.05"], None),  # k1 in the reward is sound
         (["algorithm.kl={coef: 0.01, controller: {name: linear, final: 0.1, steps: 50}}"], None),

@@ -229,6 +229,25 @@ def test_supervised_runs_have_one_model_and_generate_nothing(kind: str, rows: in
     assert "cache" not in as_text(plan)
 
 
+def test_pairs_are_compared_by_a_reference_that_is_planned() -> None:
+    def made(*overrides: str) -> RunPlan:
+        cfg = config("Qwen2.5-0.5B-Instruct", "data.max_tokens=1024", "rollout.sleep=false", *overrides)
+        validate(cfg, 2, check_files=False)
+        return make_plan(cfg, 2, H100)
+
+    plan = made("algorithm=dpo")
+    assert [role.name for role in plan.roles] == ["actor", "reference"]
+    assert [phase.phase for phase in plan.phases] == list(plan.seconds) == ["reference forward", "actor update"]
+    assert plan.phases[1].parts["reference weights"] == 2 * 494_032_768, "in bf16, beside the update"
+    assert plan.work.tokens == 64 * 2 * 512
+    away = made("algorithm=dpo", "reference.offload=true")
+    assert "reference weights" not in away.phases[1].parts and away.pinned_bytes - plan.pinned_bytes == 2 * 494_032_768
+    assert [role.name for role in made("algorithm=simpo").roles] == ["actor"]
+    adapted = made("algorithm=dpo", "actor.lora.rank=8")
+    assert [role.name for role in adapted.roles] == ["actor"], "the reference is the actor without adapters"
+    assert list(adapted.seconds) == ["actor forward", "actor update"]
+
+
 def test_suggestions_fit_and_the_fastest_comes_first() -> None:
     cfg = config("Qwen2.5-7B", "rollout.gpu_memory_utilization=0.9")
     assert not make_plan(cfg, 8, H100, exact_sync=False).fits

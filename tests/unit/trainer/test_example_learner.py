@@ -117,6 +117,13 @@ def test_the_order_of_a_run() -> None:
     assert which.counters == Counters(steps=3, prompts=9, samples=9, tokens=18)
 
 
+def test_a_reference_computes_before_the_update() -> None:
+    all_parts = Everything()
+    learner = ExampleLearner(all_parts, all_parts, compute_reference=lambda batch: all_parts.events.append("reference"))
+    learner.learn(1, example_batch(EXAMPLES))
+    assert all_parts.events == ["reference", "update of 3"]
+
+
 def test_a_run_goes_on_without_the_first_evaluation_and_ends_when_it_is_told() -> None:
     all_parts = Everything(ends_after=3)
     assert trainer(all_parts, held_out(0)).run(4, first_step=2) is False

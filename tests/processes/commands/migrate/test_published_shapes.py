@@ -165,6 +165,21 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
             "seed": 7,
         },
     ),
+    "openrlhf_dpo.sh": (
+        "Llama-3-8B",
+        {
+            "algorithm.kind": "dpo",
+            "algorithm.dpo.loss": "dpo",
+            "algorithm.dpo.beta": 0.15,
+            "algorithm.dpo.label_smoothing": 0.1,
+            "algorithm.dpo.nll_coef": 0.2,
+            "actor.optimizer.lr": 5e-7,
+            "data.chosen_key": "better",
+            "data.max_tokens": 2048,
+            "trainer.max_tokens_per_microbatch": 4096,
+            "trainer.prompts_per_step": 256,
+        },
+    ),
     "openrlhf_slurm.sh": (
         "Llama-3-8B",
         {"trainer.world_size": 32, "trainer.minibatch_size": 64, "output_dir": "/openrlhf/out"},

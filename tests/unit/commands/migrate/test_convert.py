@@ -125,7 +125,7 @@ def test_what_is_wrong_with_the_result_is_said(
         ("s.yaml", "data: {train: [a.jsonl]}\ntrainer: {num_steps: 3}\n", "a configuration of this program"),
         ("s.yaml", "a: [\n", "not valid YAML"),
         ("gone.sh", None, "no such file"),
-        ("s.sh", "python -m openrlhf.cli.train_dpo --a 1\n", "train_dpo has no counterpart"),
+        ("s.sh", "python -m openrlhf.cli.train_kd --a 1\n", "train_kd has no counterpart"),
     ],
 )
 def test_mistakes(
