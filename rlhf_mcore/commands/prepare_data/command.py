@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         examples=[
             "rlhf-mcore prepare-data gsm8k/train.jsonl --out data/gsm8k",
             "rlhf-mcore prepare-data pairs.parquet --task preference --out data/pairs",
+            "rlhf-mcore prepare-data outputs/grpo/rollouts --task preference --out data/own-pairs",
         ],
     )
     parser.add_argument(

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.commands.prepare_data.recipes import RECIPES, PlacedRow, PreparedExample, RowError, recognise
+from rlhf_mcore.commands.prepare_data.recipes import RECIPES, Message, PlacedRow, PreparedExample, RowError, recognise
 from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.data.rendering import Renderer
@@ -105,7 +105,9 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list
         elif not _fits_task(example, options):
             report.counts["without what the task needs"] += 1
         else:
-            if options.system and example.prompt[0]["role"] != "system":
+            if options.system and isinstance(example.prompt, str):
+                raise ConfigError(f"--system: a model has read the prompt of {example.place} as it is; leave it out")
+            if options.system and _turns(example.prompt)[0][0] != "system":
                 example.prompt = [{"role": "system", "content": options.system}, *example.prompt]
             usable.append(example)
     report.counts["unusable"] = len(report.bad)
@@ -137,10 +139,10 @@ def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) 
 
 
 def _problem(example: PreparedExample) -> str | None:
-    texts = [message["content"] for message in example.prompt]
+    texts = [text for _, text in _turns(example.prompt)]
     if not any(text.strip() for text in texts):
         return f"{example.place}: the prompt is empty"
-    if example.prompt[-1]["role"] != "user":
+    if not isinstance(example.prompt, str) and example.prompt[-1]["role"] != "user":
         return f"{example.place}: the prompt does not end with a turn of the user"
     answers = (example.ground_truth, example.response, example.chosen, example.rejected)
     for text in (*texts, *(answer for answer in answers if answer is not None)):
@@ -155,9 +157,14 @@ def _fits_task(example: PreparedExample, options: Options) -> bool:
     return all(getattr(example, name) for name in NEEDED[options.task])
 
 
+def _turns(prompt: list[Message] | str) -> list[tuple[str, str]]:
+    """List roles and texts of a prompt."""
+    return [("", prompt)] if isinstance(prompt, str) else [(turn["role"], turn["content"]) for turn in prompt]
+
+
 def prompt_key(example: PreparedExample) -> str:
     """Hash what makes two prompts the same: roles and words, not spacing or case."""
-    turns = [[message["role"], " ".join(message["content"].split()).casefold()] for message in example.prompt]
+    turns = [[role, " ".join(text.split()).casefold()] for role, text in _turns(example.prompt)]
     return blake2b(json.dumps(turns).encode(), digest_size=8).hexdigest()
 
 
@@ -192,10 +199,10 @@ def _short_enough(
     return kept
 
 
-def _num_tokens(prompts: Sequence[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+def _num_tokens(prompts: Sequence[list[Message] | str], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Count tokens as the model will read them: through the tokenizer's chat template where it has one."""
     if tokenizer.chat_template is None:
-        texts: Iterator[str] = ("\n".join(message["content"] for message in prompt) for prompt in prompts)
+        texts: Iterator[str] = ("\n".join(text for _, text in _turns(prompt)) for prompt in prompts)
     else:
         texts = Renderer(tokenizer, "auto").all([(prompt, f"prompt {n}") for n, prompt in enumerate(prompts, start=1)])
     return (len(token_ids(tokenizer, [text])[0]) for text in texts)

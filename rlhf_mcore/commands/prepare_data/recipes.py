@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from rlhf_mcore.rewards.answers import last_boxed
@@ -47,7 +48,7 @@ class PreparedExample:
 
     place: str
     data_source: str
-    prompt: list[Message]
+    prompt: list[Message] | str  # a text is what the model has read: its chat template is already in it
     ground_truth: str | None = None
     response: str | None = None
     chosen: str | None = None
@@ -331,6 +332,45 @@ def _turn(
     return example
 
 
+# ------------------------------------------------------------------------------------------------------------ rollouts
+def rollouts(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
+    """Convert graded responses of a run or of an evaluation: an example per prompt and step, its best response chosen over its worst.
+
+    Responses that were cut at the token limit, or whose grader failed, are left out. Where all scores are equal there is no pair.
+    """
+    groups: dict[tuple[Any, str], tuple[PreparedExample, list[tuple[float, str]]]] = {}
+    for place, row in rows:
+        try:
+            key, example, response = _graded(place, row)
+        except RowError as error:
+            yield RowError(f"{place}: {error}")
+            continue
+        _, responses = groups.setdefault(key, (example, []))
+        if response is not None:
+            responses.append(response)
+    for example, responses in groups.values():
+        scores = [score for score, _ in responses]
+        if scores and min(scores) < max(scores):  # of equal ones the first
+            example.chosen, example.rejected = (responses[scores.index(end)][1] for end in (max(scores), min(scores)))
+        yield example
+
+
+def _graded(place: str, row: Mapping[str, Any]) -> tuple[tuple[Any, str], PreparedExample, tuple[float, str] | None]:
+    """Return what is common to the responses of a prompt in a step, its example, and this response with its score if it is usable."""
+    if row.get("turns"):
+        raise RowError("an episode of several turns is not one response to its prompt")
+    prompt, response, score = _text(row, "prompt"), row.get("response"), row.get("score")
+    if not isinstance(response, str) or not isinstance(score, int | float) or isinstance(score, bool):
+        raise RowError(f"'response' must be a text and 'score' a number, found {response!r:.40} and {score!r:.40}")
+    truth = row.get("ground_truth")
+    example = PreparedExample(
+        place, str(row.get("data_source") or "rollouts"), prompt, ground_truth=None if truth is None else str(truth)
+    )
+    is_cut = row.get("truncated") or row.get("finish_reason") not in (None, "stop")
+    usable = response.strip() and isfinite(score) and not row.get("failure") and not is_cut
+    return (row.get("step"), prompt), example, (float(score), response) if usable else None
+
+
 # -------------------------------------------------------------------------------------------------------------- choice
 def per_row(convert: Callable[[str, Mapping[str, Any]], PreparedExample]) -> Recipe:
     """Build a recipe that makes one example of each row."""
@@ -352,6 +392,7 @@ RECIPES: dict[str, Recipe] = {
     "code": per_row(code),
     "open_assistant": open_assistant,
     "preference": per_row(preference),
+    "rollouts": rollouts,
     "chat": per_row(chat),
 }
 
@@ -363,6 +404,8 @@ def recognise(row: Mapping[str, Any]) -> str | None:
         return "code"
     if {"chosen", "rejected"} <= keys:
         return "preference"
+    if {"prompt_id", "sample", "score", "response"} <= keys:
+        return "rollouts"
     if "message_id" in keys or isinstance(row.get("prompt"), Mapping):
         return "open_assistant"
     if "reward_model" in keys:

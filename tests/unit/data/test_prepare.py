@@ -199,3 +199,14 @@ def test_what_is_written_is_what_supervised_training_reads(
     examples = load_examples([str(file)], tokenizer, columns, max_tokens=100, drop_longer=False)
     expected = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in answers.values()]
     assert [[ids.tolist() for ids in example.response_ids] for example in examples] == [expected] * 3
+
+
+def test_a_prompt_that_a_model_has_read_stays_as_it_is() -> None:
+    rows = [
+        ("here", {"prompt_id": "p", "sample": n, "prompt": "<|user|> Hi", "response": text, "score": float(n)})
+        for n, text in enumerate(("no", "yes"))
+    ]
+    splits, _ = prepare(rows, Options(task="preference", eval_share=0.0))
+    assert splits["train"] == [{"data_source": "rollouts", "prompt": "<|user|> Hi", "chosen": "yes", "rejected": "no"}]
+    with pytest.raises(ConfigError, match="--system"):
+        prepare(rows, Options(task="preference", system="Be kind."))

@@ -289,3 +289,43 @@ def test_code_whose_tests_cannot_be_read(row: dict[str, Any], problem: str) -> N
     (found,) = RECIPES["code"]([("here", row)])
     assert isinstance(found, RowError)
     assert re.search(problem, str(found)), found
+
+
+def test_pairs_of_a_runs_own_responses() -> None:
+    base = {
+        "prompt_id": "train#1",
+        "prompt": "<|user|>1+1=<|assistant|>",
+        "ground_truth": "2",
+        "failure": None,
+        "step": 1,
+    }
+    kept = {**base, "finish_reason": "stop"}
+    rows = [
+        {**kept, "sample": 0, "response": "3", "score": 0.25},
+        {**kept, "sample": 1, "response": "2", "score": 1.0},
+        {**kept, "sample": 2, "response": "two", "score": 1.0},  # as good as the one before
+        {**kept, "sample": 3, "response": "4", "score": 0.0, "failure": "the grader timed out"},
+        {**base, "sample": 4, "response": "5 and", "score": -1.0, "finish_reason": "length"},
+        {**kept, "sample": 5, "response": "1", "score": float("nan")},
+        {**kept, "sample": 0, "response": "2", "score": 1.0, "step": 2},
+        {**kept, "sample": 1, "response": "3", "score": 1.0, "step": 2},
+    ]
+    pair, equal = RECIPES["rollouts"]([(f"line {n}", row) for n, row in enumerate(rows)])
+    assert isinstance(pair, PreparedExample) and isinstance(equal, PreparedExample)
+    assert (pair.prompt, pair.chosen, pair.rejected, pair.place) == ("<|user|>1+1=<|assistant|>", "2", "3", "line 0")
+    assert equal.chosen is None, "two scores that are equal say nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"turns": [{"writer": "policy"}]}, "several turns"),
+        ({"score": True}, "'score' a number"),
+        ({"response": None}, "'response' must be a text"),
+        ({"prompt": ""}, "'prompt' must be a text"),
+    ],
+)
+def test_rollouts_that_make_no_pairs(change: dict[str, Any], message: str) -> None:
+    row = {"prompt_id": "p", "sample": 0, "prompt": "<|user|>a", "response": "b", "score": 1.0} | change
+    assert recognise(row) == "rollouts"
+    assert message in problem("rollouts", row)
