@@ -156,6 +156,8 @@ class Trajectory:
     ``logprobs`` are the engine's, at the sampling temperature, and zero where the mask is not. ``versions`` are (first token, policy
     version) in ascending order: each version holds until the next one begins. A policy turn whose ``finish_reason`` is "stop" ends
     with the end-of-sequence token.
+
+    An episode that has branched is several sequences back to back: what they share is repeated, and in ``loss_mask`` once.
     """
 
     prompt: Prompt
@@ -174,6 +176,7 @@ class Trajectory:
         None  # as a completion's; tokens that the policy has not sampled have none
     )
     fields: Mapping[str, Recorded] = field(default_factory=dict)  # those of completions; zeros, or no values, elsewhere
+    sequences: tuple[int, ...] = ()  # tokens of each of several sequences; none: it is one
 
     @property
     def sampled_ids(self) -> NDArray[np.int32]:
@@ -222,6 +225,8 @@ class TrainBatch:
     Per-token tensors are flat: the rows that this rank owns, ascending and back to back, N tokens in all; ``x[k]`` belongs to
     ``token_ids[k]``. All tensors are on the host. What is computed does not depend on who owns a row. Optional fields are filled in
     the order of the loop.
+
+    A row is an episode, whose score, weight and place in its group are one, however many sequences it is.
     """
 
     # Of all rows, on every rank.
@@ -236,6 +241,8 @@ class TrainBatch:
     token_ids: Tensor  # [N] int32
     loss_mask: Tensor  # [N] bool: tokens that the policy sampled and may learn from
     rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
+    # By row, on every rank: tokens of each sequence of a row that is several
+    sequences: Mapping[int, Sequence[int]] = field(default_factory=dict)
     turn_rewards: Tensor | None = (
         None  # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
     )
@@ -272,6 +279,11 @@ class TrainBatch:
     def num_rows(self) -> int:
         """B."""
         return len(self.lengths)
+
+    def sequences_of(self, rows: Sequence[int]) -> list[Sequence[int]]:
+        """Return the tokens of each sequence of these rows."""
+        lengths = self.lengths.tolist()
+        return [self.sequences.get(row) or (lengths[row],) for row in rows]
 
     def field_of_tokens(self, name: str) -> Field:
         """Return a field by its name: one of ``fields``, or of the optional ones above.

@@ -84,6 +84,14 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/response_length_max", "longest response", TOKENS),
         Metric("rollout/truncated_fraction", "responses that were cut off at the limit", SHARE),
         Metric("rollout/num_tokens", "tokens that the policy has sampled for the step", TOKENS),
+        Metric(
+            "rollout/branches_mean",
+            "sequences of an episode of an agent, where one has branched",
+            "sequences",
+            "close to 1",
+            "the harness rewrites its history, and what branches share is computed again for each: see environment.branches",
+        ),
+        Metric("rollout/branches_max", "most sequences of an episode of an agent, where one has branched", "sequences"),
         Metric("rollout/num_batches", "batches of prompts that dynamic sampling has drawn for the step", "batches", "1 to 3"),
         Metric(
             "rollout/informative_fraction",

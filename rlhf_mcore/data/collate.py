@@ -27,13 +27,20 @@ class RowTokens:
     """Some rows of a step with their tokens back to back, the input of a model run.
 
     ``fields`` are flat tensors [sum of lengths, ...] in token layout, ``token_ids`` among them. ``ragged`` fields have values of the
-    same tokens, but none of a row's first token, which no position predicts.
+    same tokens, but none of a row's first token, which no position predicts. A row may be several sequences, which do not see each
+    other.
     """
 
     rows: list[int]
     lengths: list[int]
     fields: Mapping[str, Tensor]
     ragged: Mapping[str, Ragged[Tensor]] = field(default_factory=dict)
+    sequences: Sequence[Sequence[int]] | None = None  # tokens of each sequence of each row; None: a row is one
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of each sequence, which is what a model runs."""
+        return self.lengths if self.sequences is None else [size for sizes in self.sequences for size in sizes]
 
     @property
     def starts(self) -> list[int]:
@@ -61,7 +68,8 @@ def make_microbatches(
 
     ``Microbatch.ragged`` holds the ragged fields: the counts in model layout, and the values of the rows in order.
 
-    Every ``rows_per_unit`` consecutive rows stay together, and follow each other. ``Microbatch.rows`` are places in ``tokens.rows``.
+    Every ``rows_per_unit`` consecutive rows stay together, and follow each other. ``Microbatch.rows`` are places in ``tokens.rows``;
+    where a row is several sequences, in ``tokens.sequence_lengths``.
 
     Packed: token_ids [1, N], each sequence padded to a multiple of ``sequence_multiple``. A dummy sequence pads N to ``pad_multiple``,
     a multiple of the former; it has an entry in ``cu_seqlens`` but none in ``rows`` and ``lengths``. Padded: [b, T_b], T_b a multiple
@@ -71,6 +79,10 @@ def make_microbatches(
         ConfigError: one row, or unit of rows, is longer than ``max_tokens``.
     """
     assert "labels" not in tokens.fields, "labels are made here"
+    if tokens.sequences is not None:
+        assert rows_per_unit == 1, "units are of rows"
+        lengths_of = tokens.sequence_lengths
+        tokens = RowTokens(list(range(len(lengths_of))), lengths_of, tokens.fields, tokens.ragged)
     units = in_units(range(len(tokens.rows)), rows_per_unit)
     lengths = [[round_up(tokens.lengths[place], sequence_multiple) for place in unit] for unit in units]
     assign, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)

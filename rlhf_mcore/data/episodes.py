@@ -71,15 +71,15 @@ def _join_support(
 ) -> Ragged[NDArray[np.int32]] | None:
     """Join the support of the policy's tokens, empty for other tokens. Returns None if a completion has none recorded."""
     none = Ragged(np.zeros(0, np.int32), np.zeros(0, np.int32))
-    parts: list[Recorded] = [_blank(none, prompt_tokens)]
+    parts: list[Recorded] = [blank_recorded(none, prompt_tokens)]
     for part in written:
         if not isinstance(part, Completion):
-            parts.append(_blank(none, len(part)))
+            parts.append(blank_recorded(none, len(part)))
         elif part.support is None:
             return None
         else:
             parts.append(part.support)
-    joined = _join(parts)
+    joined = join_recorded(parts)
     assert isinstance(joined, Ragged)
     return joined
 
@@ -101,8 +101,8 @@ def _join_fields(
     fields = {}
     for name in names:
         like = completions[0].fields[name]
-        parts = [part.fields[name] if isinstance(part, Completion) else _blank(like, len(part)) for part in written]
-        fields[name] = _join([_blank(like, prompt_tokens), *parts])
+        parts = [part.fields[name] if isinstance(part, Completion) else blank_recorded(like, len(part)) for part in written]
+        fields[name] = join_recorded([blank_recorded(like, prompt_tokens), *parts])
     return fields
 
 
@@ -110,14 +110,14 @@ def _num_tokens(values: Recorded) -> int:
     return len(values.counts if isinstance(values, Ragged) else values)
 
 
-def _blank(like: Recorded, num_tokens: int) -> Recorded:
+def blank_recorded(like: Recorded, num_tokens: int) -> Recorded:
     """Return zeros for ``num_tokens`` tokens, or no values, in the form of ``like``."""
     if isinstance(like, Ragged):
         return Ragged(np.zeros(num_tokens, np.int32), like.values[:0])
     return np.zeros((num_tokens, *like.shape[1:]), like.dtype)
 
 
-def _join(parts: Sequence[Recorded]) -> Recorded:
+def join_recorded(parts: Sequence[Recorded]) -> Recorded:
     """Concatenate the parts of a field of tokens."""
     if isinstance(parts[0], Ragged):
         ragged = [part for part in parts if isinstance(part, Ragged)]
@@ -158,7 +158,7 @@ def recorded_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
         )
     fields: dict[str, Field] = {}
     for name in names:
-        joined = _join([t.fields[name] for t in trajectories])
+        joined = join_recorded([t.fields[name] for t in trajectories])
         if isinstance(joined, Ragged):
             fields[name] = Ragged(torch.from_numpy(joined.counts), torch.from_numpy(joined.values))
         else:

@@ -35,6 +35,7 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             "score": t.score and asdict(t.score),
             # A finished prompt ends with the first observation of its environment.
             **({"prompt": t.prompt.text} if t.score else {}),
+            **({"sequences": t.sequences} if t.sequences else {}),
         }
         for number, t in rows
     ]
@@ -84,6 +85,7 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
                 score=Score(**score) if (score := record.get("score")) else None,
                 support=supports[number] if supports else None,
                 fields={name: parts[number] for name, parts in recorded.items()},
+                sequences=tuple(record.get("sequences", ())),
             )
             groups.setdefault(record["group"], []).append(trajectory)
     except (safetensors.SafetensorError, KeyError, TypeError, IndexError) as error:

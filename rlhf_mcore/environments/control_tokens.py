@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+CUT = "\ue0ff"  # a letter of private use, behind the first one of a control token's name that is only a name
+
+
 class UnreadableText(ValueError):
     """A text that the tokenizer cannot split."""
 
@@ -52,6 +55,21 @@ class ControlTokens:
             return tokens
         except (ConfigError, TypeError, ValueError) as error:
             raise UnreadableText(f"returned an observation that cannot be encoded: {error}") from error
+
+    def cut(self, content: str) -> str:
+        """Mark the names of control tokens in a content before a template writes it; ``encode_cut`` takes the marks out."""
+        return self._pattern.sub(lambda name: name[0][:1] + CUT + name[0][1:], content.replace(CUT, "\ufffd"))
+
+    def encode_cut(self, text: str) -> list[int]:
+        """Encode a text with marks of ``cut``, whose other names of control tokens are tokens.
+
+        Raises:
+            UnreadableText: the tokenizer cannot split it.
+        """
+        try:
+            return [token for part in text.split(CUT) for token in token_ids(self._tokenizer, [part])[0]]
+        except (ConfigError, TypeError, ValueError) as error:
+            raise UnreadableText(f"the messages cannot be encoded: {error}") from error
 
     def _count(self, tokens: Sequence[int]) -> int:
         return sum(token in self._ids for token in tokens)

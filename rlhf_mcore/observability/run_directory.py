@@ -197,10 +197,12 @@ def write_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
     """What is kept of a trajectory. Of a turn in an environment: who wrote it, its text, and a reward of its own."""
-    turns = {}
+    turns: dict[str, Any] = {}
+    if trajectory.sequences:
+        turns["branches"] = len(trajectory.sequences)
     if trajectory.score is not None:
         after_prompt = [turn for turn in trajectory.turns if turn.writer != "prompt"]
-        turns = {"turns": [{"writer": t.writer, "text": t.text, "reward": t.reward} for t in after_prompt]}
+        turns |= {"turns": [{"writer": t.writer, "text": t.text, "reward": t.reward} for t in after_prompt]}
     return {
         "step": step,
         "prompt_id": trajectory.prompt.prompt_id,

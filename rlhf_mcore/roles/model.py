@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -122,6 +123,7 @@ class RoleModel:
                 row_lengths[number],
                 {name: column[number] for name, column in columns.items()},
                 {name: column[number] for name, column in others.items()},
+                batch.sequences_of(rows) if batch.sequences else None,
             )
             for number, rows in enumerate(own)
         ]
@@ -215,9 +217,10 @@ class RoleModel:
             microbatches = self.microbatches(parts[0], forward_only=True)
             outputs = self.model.forward(microbatches, function)
             if self.keeps_outputs:
-                rows, lengths = parts[0].rows, parts[0].lengths
+                rows, lengths = parts[0].rows, parts[0].sequence_lengths
                 tokens = restore_tokens(outputs, microbatches, lengths)
-                last[rows] = restore_last(outputs, microbatches, len(rows))
+                ends = [*accumulate(map(len, parts[0].sequences or [[0]] * len(rows)))]
+                last[rows] = restore_last(outputs, microbatches, len(lengths))[[end - 1 for end in ends]]
         return last, tokens
 
     def _deal(self, lengths: Tensor, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
@@ -342,7 +345,8 @@ class TrainedModel(RoleModel):
         if self.keeps_outputs:
             replica = self.layout.coordinates(dist.get_rank())["dp"]
             rows = self._deal(batch.lengths, range(batch.num_rows), 1)[replica]
-            tokens = restore_tokens(outputs, microbatches, batch.lengths[rows].tolist())
+            lengths = [size for sizes in batch.sequences_of(rows) for size in sizes]
+            tokens = restore_tokens(outputs, microbatches, lengths)
         return self.to_owners(batch, tokens)
 
     def _weigh(self, batch: TrainBatch, objective: Objective, tokens: RowTokens, counts: MinibatchCounts) -> RowTokens:
@@ -356,7 +360,7 @@ class TrainedModel(RoleModel):
         lengths = torch.tensor(tokens.lengths, dtype=torch.int64)
         weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)
         fields["weights"] = objective.weights(tokens, weights, counts.rows)
-        return RowTokens(tokens.rows, tokens.lengths, fields, tokens.ragged)
+        return RowTokens(tokens.rows, tokens.lengths, fields, tokens.ragged, tokens.sequences)
 
     def _update_all(self, objective: Objective, parts: list[RowTokens], counts: list[MinibatchCounts]) -> UpdateResult:
         assert self.model is not None

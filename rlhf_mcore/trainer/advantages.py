@@ -63,11 +63,13 @@ class AdvantageComputer:
         batch.rewards = token_rewards(scores, batch.loss_mask, rows, kl, in_reward, batch.turn_rewards)
         return metrics | self._advantages(batch, batch.rewards, rows)
 
-    def needs_old_logprobs(self) -> bool:
-        """Whether ``old_logprobs`` are needed before an update, whatever it is: for a KL in the reward, the loss, or the user."""
-        kl, loss = self.cfg.kl, POLICY_LOSSES.get(self.cfg.policy_loss)
+    def needs_old_logprobs(self, batch: TrainBatch) -> bool:
+        """Whether ``old_logprobs`` are needed before an update: for a KL in the reward, the loss, the user, ratios of whole rows."""
+        kl, loss, correction = self.cfg.kl, POLICY_LOSSES.get(self.cfg.policy_loss), self.cfg.rollout_correction
         in_reward = bool(kl.coef) and kl.placement == "reward"
-        return in_reward or self.cfg.old_logprobs == "always" or (loss is not None and loss.reads_covariance)
+        of_rows = bool(batch.sequences) and (correction.mode in ("sequence", "geometric") or correction.veto is not None)
+        reads = loss is not None and loss.reads_covariance
+        return in_reward or of_rows or reads or self.cfg.old_logprobs == "always"
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """How far the policy is from the engine's and the reference: ``correction``, the KL's next weight, metrics. Collective."""

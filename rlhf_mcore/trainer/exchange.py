@@ -151,6 +151,10 @@ def exchange_rows(
     _, lengths, num_sampled, truncated, holders, optional, digests = table.unbind(1)
     if (optional & _REWARDED).any():
         sent["turn_rewards"] = turn_rewards(trajectories)
+    sequences: dict[int, Sequence[int]] = {}
+    if (optional & _SEVERAL).any():
+        own = [(int(number), t.sequences) for number, t in zip(numbers, trajectories, strict=True) if t.sequences]
+        sequences = {number: tuple(lengths) for of_rank in all_gather_json(own) for number, lengths in of_rank}
     owners = owners_of(lengths.numpy(), dist.get_world_size())
     owned = rows_by_rank(owners, dist.get_world_size())
     rows = torch.from_numpy(owned[dist.get_rank()])
@@ -182,6 +186,7 @@ def exchange_rows(
         token_ids=moved["token_ids"],
         loss_mask=moved["loss_mask"],
         rollout_logprobs=moved["rollout_logprobs"],
+        sequences=sequences,
         turn_rewards=moved.get("turn_rewards"),
         versions=moved.get("versions"),
         support=own_support,
@@ -190,14 +195,15 @@ def exchange_rows(
 
 
 # What a row may have beside its tokens: rewards of turns, a support, what engines recorded.
-_REWARDED, _SUPPORTED, _RECORDED = 1, 2, 4
+_REWARDED, _SUPPORTED, _RECORDED, _SEVERAL = 1, 2, 4, 8
 _OWN = "recorded "  # before the name of a field that an engine recorded, where it is beside ours
 
 
 def _optional(trajectory: Trajectory) -> int:
     rewarded = any(turn.reward for turn in trajectory.turns)
     recorded = _RECORDED * bool(trajectory.fields)
-    return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None) + recorded
+    several = _SEVERAL * bool(trajectory.sequences)
+    return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None) + recorded + several
 
 
 def _move_fields(fields: Mapping[str, Field], lengths: Rows, holders: Rows, wanted: Sequence[Rows]) -> dict[str, Field]:

@@ -30,8 +30,17 @@ def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_fraction": float(batch.truncated.double().mean()),
         "rollout/num_tokens": float(lengths.sum()),
+        **branch_metrics(batch),
         **({"timing/prefix_hit": facts.prefix_hit} if facts.prefix_hit is not None else {}),
     }
+
+
+def branch_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Compute how often the step's episodes have branched, if one has."""
+    if not batch.sequences:
+        return {}
+    counts = [len(sizes) for sizes in batch.sequences_of(range(batch.num_rows))]
+    return {"rollout/branches_mean": sum(counts) / len(counts), "rollout/branches_max": float(max(counts))}
 
 
 def source_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:

@@ -169,7 +169,7 @@ class PolicyLearner:
                 batch.old_values, batch.bootstrap_values = roles.critic.compute_values(batch)
         learns, estimation = step > roles.warmup_steps, self.compute_advantages
         with timed("old_logprobs"):
-            if not learns or estimation.needs_old_logprobs() or not roles.actor.makes_one_update(batch):
+            if not learns or estimation.needs_old_logprobs(batch) or not roles.actor.makes_one_update(batch):
                 batch.old_logprobs = roles.actor.compute_logprobs(batch)
 
     def _update(self, step: int, batch: TrainBatch) -> list[UpdateResult]:

@@ -35,7 +35,10 @@ class StepWork:
 
     def count(self, batch: TrainBatch, *, learns: bool = True, has_old_pass: bool = False) -> None:
         """Count the work of a step. ``learns``: the actor learns too. ``has_old_pass``: old logprobs had a pass of their own."""
-        rows, tokens = counts(batch.lengths, batch.num_sampled), float(batch.lengths.sum())
+        lengths = batch.lengths
+        if batch.sequences:
+            lengths = lengths.new_tensor([size for sizes in batch.sequences_of(range(len(lengths))) for size in sizes])
+        rows, tokens = counts(lengths, batch.num_sampled), float(lengths.sum())
         add = self.throughput.add
         if self.generates:
             add("generate", rows.sampled, self.actor.flops.forward(_drawn(batch, rows)))
@@ -52,7 +55,7 @@ class StepWork:
 
 
 def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:
-    """Count rows [B] of so many tokens, of which so many were sampled."""
+    """Count sequences of so many tokens, of rows [B] of which so many were sampled."""
     n = lengths.double().numpy()
     return RowCounts(float(n.sum()), float(num_sampled.sum()), n, np.zeros(0))
 

@@ -498,3 +498,36 @@ def test_megatrons_generators_continue_where_they_were() -> None:
     set_rng_tracker_states({**states, "torch.cpu": torch.zeros(1)})
     assert draw() == expected
     tracker.reset()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_branches_of_a_row_do_not_see_each_other_and_have_the_gradient_of_one_sequence(
+    packing: bool, tmp_path: Path, groups: ModelGroups
+) -> None:
+    """A row of two turns, and the same as two branches: the first turn alone, and the second behind a copy that is not learned."""
+    make("qwen3", tmp_path)
+    model = build(tmp_path, groups, trainable=True)
+    model.add_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0))
+    ids = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.int32)
+    mask = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
+    again = torch.cat([torch.zeros(6, dtype=torch.bool), mask[6:]])
+    whole = RowTokens([0], [8], {"token_ids": ids, "mask": mask})
+    branched = RowTokens(
+        [0], [12], {"token_ids": torch.cat([ids[:4], ids]), "mask": torch.cat([mask[:4], again])}, sequences=[[4, 8]]
+    )
+
+    def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
+        logprobs = model.logprobs_and_entropy(outputs, part, TEMPERATURE)[0]
+        return (logprobs * part.fields["mask"]).sum() / 4, {"logprobs": (logprobs.detach() * part.fields["mask"]).sum()}
+
+    results = []
+    for tokens in (whole, branched):
+        cut = make_microbatches(tokens, max_tokens=16, packing=packing)
+        sums = model.forward_backward(cut, loss)
+        gradients = {p.name: p.tensor.main_grad.clone() for p in model.local_parameters() if hasattr(p.tensor, "main_grad")}
+        results.append((float(sums[0].loss), gradients, model.step(lr=0.0).grad_norm))
+    (loss_of_one, one, norm_of_one), (loss_of_two, two, norm_of_two) = results
+    assert loss_of_two == pytest.approx(loss_of_one, abs=1e-6) and norm_of_two == pytest.approx(norm_of_one, rel=1e-5)
+    assert norm_of_one > 1e-3 and one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
