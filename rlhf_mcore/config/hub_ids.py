@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PART = r"[A-Za-z0-9][\w.-]*"
+QUICKSTART_MODEL = "quickstart/model"  # of configs/quickstart: no id, though it has the form of one
 _MODEL = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[\w./-]+))?")
 _DATA = re.compile(rf"(?P<repo>{_PART}/{_PART})(/(?P<config>{_PART}))?(@(?P<revision>[\w./-]+))?(:(?P<split>{_PART}))?")
 _SNAPSHOT = re.compile(
@@ -44,7 +45,9 @@ class HubId:
         return snapshot if re.fullmatch(r"[0-9a-f]{40}", commit) and snapshot.is_dir() else None
 
     def command(self) -> str:
-        """Return the command that downloads it by hand."""
+        """Return the command that downloads it by hand, or makes it where it is the quickstart's."""
+        if self.repo == QUICKSTART_MODEL:
+            return "python tools/make_quickstart.py"
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
         return f"HF_HUB_OFFLINE=0 hf download {self.repo}{kind}" + (
             f" --revision {self.revision}" if self.revision != "main" else ""

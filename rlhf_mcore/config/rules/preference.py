@@ -20,6 +20,11 @@ def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator
             f"trainer.prompts_per_step={cfg.trainer.prompts_per_step}: algorithm.dpo.loss={cfg.algorithm.dpo.loss} estimates a "
             "divergence from responses to other prompts of a step; raise it to 2 or more"
         )
+    if cfg.algorithm.kl.coef:
+        yield (
+            f"algorithm.kl.coef={cfg.algorithm.kl.coef} has no effect with algorithm.kind={cfg.algorithm.kind}, whose distance from the "
+            "reference is set by algorithm.dpo.beta; remove it"
+        )
     if not needs_reference(cfg):
         for item in fields(reference):
             if value := getattr(reference, item.name):  # offload=False is what null has been resolved to

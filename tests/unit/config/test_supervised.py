@@ -182,6 +182,7 @@ def test_losses_over_pairs(workspace: Any, loss: str) -> None:
         ("dpo", ["algorithm.dpo.undesirable_weight=2"], ["undesirable_weight=2", "no effect", "algorithm.dpo.loss=kto"]),
         ("kto", ["trainer.prompts_per_step=1"], ["trainer.prompts_per_step=1", "responses to other prompts", "2 or more"]),
         ("simpo", ["reference.path=ref"], ["reference.path=ref", "no effect", "algorithm.dpo.loss=simpo", "remove"]),
+        ("dpo", ["algorithm.kl.coef=0.1"], ["algorithm.kl.coef=0.1", "no effect", "algorithm.dpo.beta", "remove"]),
         ("orpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "no effect", "remove"]),
         ("dpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "algorithm.kind=dpo", "set it to 0"]),
         ("dpo", ["reference.path=nowhere"], ["reference.path", "nowhere"]),
