@@ -48,13 +48,17 @@ def kind(request: pytest.FixtureRequest, workspace: Any) -> str:
         (["rollout.layout.tp=3", "rollout.engine=none", "rollout.sampling.temperature=0"], 2),
         (["reward.rules=[]", "reward.model.path=nowhere", "reward.model.layout.tp=7"], None),
         (["bridge.method=none", "critic.path=nowhere", "critic.layout.tp=5"], None),
-        (["algorithm.kl.coef=0.1", "algorithm.advantage=gae"], None),
+        (["algorithm.advantage=gae"], None),
         (["data.max_prompt_tokens=100000"], None),
         (["evaluate.samples=4"], None),
     ],
 )
 def test_good_configurations_pass(kind: str, overrides: list[str], world_size: int | None) -> None:
     assert check(kind, *overrides, world_size=world_size) == []
+
+
+def test_a_coefficient_of_kl_is_refused_where_a_reference_is_compared_with(kind: str) -> None:
+    assert bool(check(kind, "algorithm.kl.coef=0.1")) == (kind == "dpo")
 
 
 def test_a_run_is_one_model(kind: str) -> None:
