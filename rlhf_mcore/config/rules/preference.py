@@ -22,8 +22,8 @@ def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator
         )
     if cfg.algorithm.kl.coef:
         yield (
-            f"algorithm.kl.coef={cfg.algorithm.kl.coef} has no effect with algorithm.kind={cfg.algorithm.kind}: algorithm.dpo.beta sets "
-            "how far the policy goes from the reference; remove it"
+            f"algorithm.kl.coef={cfg.algorithm.kl.coef} has no effect with algorithm.kind={cfg.algorithm.kind}: algorithm.dpo.beta "
+            "sets how far the policy goes from the reference; remove it"
         )
     if not needs_reference(cfg):
         for item in fields(reference):
