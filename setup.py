@@ -60,10 +60,12 @@ EXTRAS_REQUIRE = {
     # The documentation as a site (./launch/docs.sh, which installs it locked and apart): search, diagrams, links that are checked.
     "docs": ["mkdocs-material>=9.5"],
     "dev": [
+        "anthropic",  # clients of the endpoint of agents, which vLLM brings too
         "hypothesis",
         "import-linter>=2",  # the floors of docs/architecture.md
         "mbridge==0.15.1",  # an independent map of weights, which tests compare ours with
         "mypy",
+        "openai",
         "pytest",
         "pytest-timeout",  # a hanging collective fails its test
         "pytest-xdist",  # the unit tier on several cores

@@ -140,7 +140,8 @@ TRACKERS = {
     "swanlab": Tracker("swanlab", "swanlab:SwanlabTracker"),
 }
 
-ENVIRONMENTS = ("tools", "gymnasium", "openenv", "verifiers")  # that need no file of the user's
+AGENT = "agent"
+ENVIRONMENTS = ("tools", "gymnasium", "openenv", "verifiers", AGENT)  # that need no file of the user's
 
 # What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
 PRESETS: dict[str, dict[str, Any]] = {

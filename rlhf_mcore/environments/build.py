@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from rlhf_mcore.config.choices import AGENT
+from rlhf_mcore.config.implied import longest_response
 from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, EnvironmentConfig
-    from rlhf_mcore.protocols import EngineRank, Generator
+    from rlhf_mcore.protocols import EngineRank, EpisodeDriver, Generator
     from rlhf_mcore.trainer.rollouts import Decode
 
     # environment.tool_parser, tokenizer, schemas of tools -> text of a turn -> message.
@@ -47,6 +49,7 @@ class EpisodeOrder:
     overlap: bool
     folder: str
     num_engines: int
+    max_total: int  # tokens of a sequence, its prompt included
     variables: Mapping[str, str] = field(repr=False)  # those of environment.env
 
     @classmethod
@@ -63,12 +66,15 @@ class EpisodeOrder:
             overlap=in_time if own.overlap is None else own.overlap,
             folder=os.getcwd(),
             num_engines=num_engines,
+            max_total=cfg.data.max_prompt_tokens + longest_response(cfg),
             variables={name: os.environ[name] for name in own.env if name in os.environ},
         )
 
-    def build(self) -> Episodes:
+    def build(self) -> EpisodeDriver:
         """Build the episodes."""
         own, tokenizer = self.own, load_tokenizer(self.tokenizer_dir)
+        if own.function == AGENT:
+            return self._agents(tokenizer)
         text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
         bounds = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
         rules: dict[str, Any] = {"fails": self.fails, "overlap": self.overlap, "pays": own.score != "reward"}
@@ -77,6 +83,26 @@ class EpisodeOrder:
             rules["action_of"] = lambda _, turn: parse(text.written_text_of(turn))
         os.environ.update(self.variables)
         return Episodes(sessions_of(own, self.num_engines, self.folder), text, bounds, **rules)
+
+    def _agents(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeDriver:
+        from rlhf_mcore.environments.agents.conversation import Conversation
+        from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
+        from rlhf_mcore.environments.agents.endpoint import Endpoint
+
+        own, parse = self.own, None
+        if (name := own.tool_parser) is not None:
+            self.make_parser(name, tokenizer, ())  # a parser that does not fit is refused now
+
+            def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+                return dict(self.make_parser(name, tokenizer, tools)(text))
+
+        limits = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
+        rules = AgentRules(limits, self.max_total, self.fails, own.score != "reward", own.branches)
+        os.environ.update(self.variables)
+        sessions = sessions_of(own, self.num_engines, self.folder)
+        return AgentEpisodes(
+            sessions, Endpoint(own.agent.host), Conversation(tokenizer, self.chat_template, parse), rules
+        )
 
 
 def episode_worker(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import EpisodeDriver, Generator
     from rlhf_mcore.types import Sampling
 
+TURNS = 2**40  # ids of turns are that of their episode and a multiple of it, where an episode has several under way
+
 
 class EpisodeGenerator:
     """A Generator for requests of episodes: while some wait for their environment, the engine draws the turns of others.
@@ -71,6 +73,8 @@ class EpisodeGenerator:
                 waits = episodes is not None and episodes.num_waiting  # while it draws: that depends on the time
                 drawn = self._engine.collect(0.0 if waits else math.inf)
                 ended += episodes.take(drawn) if episodes is not None else []
+            while not self._open and self._engine.num_in_flight:  # turns that nobody waits for any more
+                self._engine.collect(math.inf)
         except BaseException:
             self._open.clear()
             if episodes is not None:
@@ -94,7 +98,7 @@ class EpisodeGenerator:
         plain = [(r.request_id, r.name, list(r.prompt_ids), r.sampling.max_new_tokens, r.seed) for r in turns]
         plain, ended = broadcast_json((plain, ended), 0, self._group)
         agreed = [
-            Request(key, name, prompt_ids, replace(self._open[key], max_new_tokens=limit), seed)
+            Request(key, name, prompt_ids, replace(self._open[key % TURNS], max_new_tokens=limit), seed)
             for key, name, prompt_ids, limit, seed in plain
         ]
         return agreed, ended

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.config.choices import AGENT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.worker import KEY
 from rlhf_mcore.rewards.frames import encode
@@ -92,6 +93,7 @@ class Sessions:
         self._answers: list[tuple[int, Answer]] = []
         self._lost_in_a_row = 0
         self._num_calls = 0
+        self.wake: int | None = None  # a descriptor that ends a wait when it is readable
         self.close_all = weakref.finalize(self, _stop, self._hosts, os.getpid())
 
     def check(self) -> None:
@@ -146,9 +148,8 @@ class Sessions:
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._give_out()
-            if self._hosts and not self._answers:
-                self._round(end)
-            if self._answers or not self._num_calls or time.monotonic() >= end:
+            is_woken = bool(self._hosts and not self._answers) and self._round(end)
+            if self._answers or is_woken or not self._num_calls or time.monotonic() >= end:
                 break
         answers, self._answers = self._answers, []
         self._num_calls -= len(answers)
@@ -193,15 +194,17 @@ class Sessions:
         session = self._sessions.get(key)
         return session is not None and session.tries > self._limits.retries
 
-    def _round(self, end: float | None) -> None:
-        """Wait until something has happened or ``end``, and take note of it."""
+    def _round(self, end: float | None) -> bool:
+        """Wait until something has happened or ``end``, and take note of it. Returns whether ``wake`` is readable."""
         poll = select.poll()
         deadlines = [math.inf if end is None else end]
         for host in self._hosts:
             for descriptor, wanted in host.process.interests():
                 poll.register(descriptor, wanted)
             deadlines += host.calls.values() if host.ready else [host.deadline]
-        poll.poll(max(0, math.ceil(1000 * min(min(deadlines) - time.monotonic(), 60.0))))
+        if self.wake is not None:
+            poll.register(self.wake, select.POLLIN)
+        events = poll.poll(max(0, math.ceil(1000 * min(min(deadlines) - time.monotonic(), 60.0))))
         for host in list(self._hosts):
             ending = host.process.ending()
             try:
@@ -221,6 +224,7 @@ class Sessions:
             elif late := [key for key, deadline in host.calls.items() if now >= deadline]:
                 cause = f"gave no answer within environment.timeout_s={self._limits.timeout_s:g} s"
                 self._lose(host, cause, late, timed_out=True)
+        return any(descriptor == self.wake for descriptor, _ in events)
 
     def _take(self, host: _Host, message: dict[str, Any]) -> None:
         if "problem" in message:
@@ -278,8 +282,14 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
     """Make sessions of the configured class, for one of ``num_engines`` that may share a machine."""
     assert own.function is not None
     workers = own.workers or default_workers(num_engines)
-    limits = WorkerLimits(workers, own.timeout_s, own.memory_gib, tuple(own.env))
-    return Sessions(own.function, own.options or {}, limits, folder)
+    options, timeout_s = own.options or {}, own.timeout_s
+    if own.function == AGENT:  # its only step is an episode, with all tries
+        agent = own.agent
+        options = {name: getattr(agent, name) for name in ("command", "function", "url", "timeout_s", "retries")}
+        options["max_output_bytes"] = int(agent.max_output_kib * 1024)
+        timeout_s += agent.timeout_s * (1 + agent.retries)
+    limits = WorkerLimits(workers, timeout_s, own.memory_gib, tuple(own.env))
+    return Sessions(own.function, options, limits, folder)
 
 
 def check_loads(own: EnvironmentConfig) -> None:

@@ -31,6 +31,7 @@ BUILT_IN = {
     "gymnasium": "rlhf_mcore.environments.gymnasium:Gymnasium",
     "openenv": "rlhf_mcore.environments.openenv:OpenEnv",
     "verifiers": "rlhf_mcore.environments.verifiers:Verifiers",
+    "agent": "rlhf_mcore.environments.agents.program:Agent",
 }
 _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages'

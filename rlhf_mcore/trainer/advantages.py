@@ -67,9 +67,9 @@ class AdvantageComputer:
         """Whether ``old_logprobs`` are needed before an update: for a KL in the reward, the loss, the user, ratios of whole rows."""
         kl, loss, correction = self.cfg.kl, POLICY_LOSSES.get(self.cfg.policy_loss), self.cfg.rollout_correction
         in_reward = bool(kl.coef) and kl.placement == "reward"
-        of_rows = bool(batch.sequences) and (correction.mode in ("sequence", "geometric") or correction.veto is not None)
+        whole = correction.mode in ("sequence", "geometric") or correction.veto is not None
         reads = loss is not None and loss.reads_covariance
-        return in_reward or of_rows or reads or self.cfg.old_logprobs == "always"
+        return in_reward or (whole and bool(batch.sequences)) or reads or self.cfg.old_logprobs == "always"
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """How far the policy is from the engine's and the reference: ``correction``, the KL's next weight, metrics. Collective."""

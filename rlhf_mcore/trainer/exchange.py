@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
-from rlhf_mcore.parallel.rows import Rows, move_rows, owners_of, rows_by_rank
+from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
 from rlhf_mcore.types import FAILURES, Field, Prompt, Ragged, Score, TrainBatch, Trajectory
@@ -164,8 +163,10 @@ def exchange_rows(
         own_support = move_ragged(support, lengths.numpy(), holders.numpy(), owned)
     own_fields: dict[str, Field] = {}
     if (optional & _RECORDED).any():
-        recorded = _as_everywhere(recorded, problem, draws=bool(trajectories))
-        own_fields = _move_fields(recorded, lengths.numpy(), holders.numpy(), owned)
+        from rlhf_mcore.trainer.recorded_fields import as_everywhere, move_fields
+
+        recorded = as_everywhere(recorded, problem, draws=bool(trajectories))
+        own_fields = move_fields(recorded, lengths.numpy(), holders.numpy(), owned)
     checked = {name: values for name, values in moved.items() if name != "turn_rewards"}
     others = {_OWN + name: field for name, field in own_fields.items()}
     arrived = row_digests(checked, lengths[rows].tolist(), others | ({"support": own_support} if own_support else {}))
@@ -204,42 +205,6 @@ def _optional(trajectory: Trajectory) -> int:
     recorded = _RECORDED * bool(trajectory.fields)
     several = _SEVERAL * bool(trajectory.sequences)
     return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None) + recorded + several
-
-
-def _move_fields(fields: Mapping[str, Field], lengths: Rows, holders: Rows, wanted: Sequence[Rows]) -> dict[str, Field]:
-    """Send rows of fields of any kind, as ``move_rows``. Collective over the world."""
-    tensors = {name: values for name, values in fields.items() if isinstance(values, Tensor)}
-    moved: dict[str, Field] = dict(move_rows(tensors, lengths, holders, wanted))
-    for name, values in fields.items():
-        if isinstance(values, Ragged):
-            moved[name] = move_ragged(values, lengths, holders, wanted)
-    return moved
-
-
-def _as_everywhere(recorded: dict[str, Field], problem: str, *, draws: bool) -> dict[str, Field]:
-    """Return the fields that every rank has, of no tokens where this one draws nothing. Collective over the world.
-
-    Raises:
-        RuntimeError: on every rank, rows have different fields, or a rank has a problem.
-    """
-
-    def form(field: Field) -> list[Any]:
-        values = field.values if isinstance(field, Ragged) else field
-        return [isinstance(field, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape[1:])]
-
-    ranks = all_gather_json([problem, {name: form(recorded[name]) for name in sorted(recorded)} if draws else None])
-    if problems := [of_rank for of_rank, _ in ranks if of_rank]:
-        raise RuntimeError(problems[0])
-    forms, *others = [of_rank for _, of_rank in ranks if of_rank is not None]
-    if different := [other for other in others if other != forms]:
-        raise RuntimeError(f"engines recorded different fields of their tokens: {forms} and {different[0]}")
-    if draws:
-        return recorded
-    blanks: dict[str, Field] = {}
-    for name, (is_ragged, dtype, shape) in forms.items():
-        values = torch.zeros(0, *shape, dtype=getattr(torch, dtype))
-        blanks[name] = Ragged(torch.zeros(0, dtype=torch.int32), values) if is_ragged else values
-    return blanks
 
 
 def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int], others: Mapping[str, Field]) -> Tensor:

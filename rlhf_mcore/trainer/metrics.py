@@ -18,6 +18,7 @@ from rlhf_mcore.types import TrainBatch
 def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
     """Compute rewards and lengths over all rows of the step."""
     scores, lengths = batch.scores, batch.num_sampled.double()
+    branches = [len(batch.sequences.get(row, (0,))) for row in range(batch.num_rows)] if batch.sequences else []
     return {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
@@ -30,17 +31,10 @@ def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_fraction": float(batch.truncated.double().mean()),
         "rollout/num_tokens": float(lengths.sum()),
-        **branch_metrics(batch),
+        **({"rollout/branches_mean": sum(branches) / len(branches)} if branches else {}),
+        **({"rollout/branches_max": float(max(branches))} if branches else {}),
         **({"timing/prefix_hit": facts.prefix_hit} if facts.prefix_hit is not None else {}),
     }
-
-
-def branch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Compute how often the step's episodes have branched, if one has."""
-    if not batch.sequences:
-        return {}
-    counts = [len(sizes) for sizes in batch.sequences_of(range(batch.num_rows))]
-    return {"rollout/branches_mean": sum(counts) / len(counts), "rollout/branches_max": float(max(counts))}
 
 
 def source_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.config.choices import AGENT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.episodes import row_of
 from rlhf_mcore.environments.sessions import sessions_of
@@ -21,8 +22,14 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
     Raises:
         ConfigError: the environment cannot be loaded, call after call is lost, or one gives no answer in time.
     """
-    silent = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
+    silent: Any = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
     sessions, under_way = sessions_of(cfg.environment, 1, os.getcwd()), set(range(len(prompts)))
+    endpoint = None
+    if cfg.environment.function == AGENT:
+        from rlhf_mcore.environments.agents.endpoint import Endpoint
+
+        endpoint = Endpoint(cfg.environment.agent.host)
+        sessions.wake = endpoint.wake
     problems: dict[int, tuple[str, str]] = {}
     try:
         for key, prompt in enumerate(prompts):
@@ -30,8 +37,12 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
         for method in ("reset", "step"):
             if method == "step":
                 for key in under_way:
+                    if endpoint is not None:
+                        silent = {"base_url": endpoint.url, "api_key": endpoint.open(key)}
                     sessions.step(key, silent)
             while sessions.num_calls:
+                if endpoint is not None:
+                    endpoint.answer_nothing()
                 for key, answer in sessions.poll(None):
                     if answer.error:
                         under_way.discard(key)

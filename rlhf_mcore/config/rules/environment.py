@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_mcore.config.choices import ENVIRONMENTS, is_file_spec
+from rlhf_mcore.config.choices import AGENT, ENVIRONMENTS, is_file_spec
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tool_schemas import read_tools
@@ -15,11 +15,13 @@ def environment_problems(cfg: Config) -> Iterator[str]:
     """List the problems with the environment of a run: its function, its tools, its tokens."""
     own = cfg.environment
     if own.function is None:
+        yield from _agent_problems(cfg)
         return
     if own.function not in ENVIRONMENTS and not is_file_spec(own.function):
         yield f"environment.function={own.function} is neither path/to/file.py:Class nor one of {', '.join(ENVIRONMENTS)}; correct it"
     elif own.function not in ENVIRONMENTS:
         yield from map(FileProblem, function_problems(own.function, "environment.function"))
+    yield from _agent_problems(cfg)
     try:
         read_tools(own.tools)
     except ConfigError as error:
@@ -28,4 +30,36 @@ def environment_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"environment.max_tokens={own.max_tokens} of an episode is less than rollout.sampling.max_new_tokens="
             f"{cfg.rollout.sampling.max_new_tokens} of one turn; raise it, or lower that"
+        )
+
+
+def _agent_problems(cfg: Config) -> Iterator[str]:
+    """List the problems with an agent: exactly one of its kinds, of an environment that is one."""
+    own, agent = cfg.environment, cfg.environment.agent
+    kinds = [name for name in ("command", "function", "url") if getattr(agent, name)]
+    if own.function != AGENT:
+        for name in kinds:
+            yield f"environment.agent.{name} is set, and environment.function={own.function}; set environment.function=agent"
+        return
+    if len(kinds) != 1:
+        there = " and ".join(f"environment.agent.{name}" for name in kinds) or "none of them"
+        yield (
+            "environment.function=agent needs one of environment.agent.command, environment.agent.function and "
+            f"environment.agent.url, and {there} is set; set one"
+        )
+    if agent.function is not None:
+        yield from map(FileProblem, function_problems(agent.function, "environment.agent.function"))
+    if agent.url is not None and not agent.url.startswith(("http://", "https://")):
+        yield f"environment.agent.url={agent.url}: it must begin with http:// or https://"
+    if own.options is not None:
+        yield "environment.options has no effect with environment.function=agent; remove it, an agent has its settings in its file"
+    if own.overlap is False:
+        yield "environment.overlap=False: an engine draws turns of agents as they come; set it to null"
+    if not agent.host.strip():
+        yield f"environment.agent.host={agent.host!r}: give an address of this machine, such as 127.0.0.1"
+    if own.branches == "all" and cfg.algorithm.policy_loss in ("gspo", "gmpo"):
+        yield (
+            f"algorithm.policy_loss={cfg.algorithm.policy_loss} compares whole responses, and an episode of an agent may fall into "
+            "branches, each with a ratio of its own, so that the loss would depend on how often it forks; set ppo_clip or cispo, or "
+            "environment.branches to last or longest"
         )

@@ -6,7 +6,33 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_1, key, one_of
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, group, key, one_of
+
+
+@dataclass
+class AgentConfig(Group):
+    """A program that plays whole episodes, and asks the policy over HTTP (`environment.function: agent`)."""
+
+    command: Optional[list[str]] = key(
+        None,
+        "a program and its arguments: it reads the task as JSON, finds the endpoint in its environment, and may print a reward",
+        null="`function` or `url`",
+        more="`OPENAI_BASE_URL`, `OPENAI_API_KEY` and the same of Anthropic are set for it ([agents](agents.md)).",
+    )
+    function: Optional[str] = key(
+        None,
+        "`path/to/file.py:name` of f(task, base_url, api_key), a coroutine or a function, which may return a reward",
+        null="`command` or `url`",
+    )
+    url: Optional[str] = key(
+        None,
+        'where `{"task", "base_url", "api_key"}` is posted for each episode; the answer may have a reward',
+        null="`command` or `function`",
+    )
+    timeout_s: float = key(600.0, "for one try of an episode", ABOVE_0)
+    retries: int = key(0, "tries of an episode after the first, each from its beginning", AT_LEAST_0)
+    max_output_kib: float = key(64.0, "most that a program prints, or a server answers", ABOVE_0)
+    host: str = key("127.0.0.1", "address that the endpoint listens on; of this machine alone, unless it is changed")
 
 
 @dataclass
@@ -15,7 +41,7 @@ class EnvironmentConfig(Group):
 
     function: Optional[str] = key(
         None,
-        "`path/to/file.py:Class` with reset(row, seed) and step(action), `tools`, `gymnasium`, `openenv` or `verifiers`",
+        "`path/to/file.py:Class` with reset(row, seed) and step(action), `tools`, `gymnasium`, `openenv`, `verifiers` or `agent`",
         null="a response is one turn",
         more="One instance for each episode, in worker processes ([environments](environments.md)).",
     )
@@ -65,6 +91,16 @@ class EnvironmentConfig(Group):
             keep="is used for new messages alone; what was sampled stays as it is",
         ),
         more="Templates that take out the reasoning of earlier turns are of this kind.",
+    )
+    agent: AgentConfig = group(AgentConfig, "a program that plays whole episodes")
+    branches: str = key(
+        "all",
+        "`function: agent`: what is learned from where an agent has rewritten its history",
+        one_of(
+            all="every token that was sampled, once",
+            last="the branch of the last turn",
+            longest="the branch with most sampled tokens",
+        ),
     )
     timeout_s: float = key(60.0, "for one reset or step", ABOVE_0)
     memory_gib: float = key(8.0, "memory of a worker", ABOVE_0)

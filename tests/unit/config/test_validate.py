@@ -30,6 +30,8 @@ def test_a_good_configuration_passes(workspace: Any) -> None:
 
 APART = ["rollout.placement=disaggregated"]
 AHEAD = [*APART, "trainer.max_staleness=1"]
+AGENT = ["environment.function=agent"]
+SERVED = [*AGENT, "environment.agent.url=http://127.0.0.1:1"]
 GATHER = ["bridge.method=gather"]
 
 
@@ -149,6 +151,24 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
             None,
             ["reward.sources is set, but has no effect with environment.score=environment; remove it, or set"],
         ),
+        ([*AGENT], None, ["environment.function=agent needs one of", "none of them is set; set one"]),
+        (
+            [*AGENT, "environment.agent.command=[a]", "environment.agent.url=http://a"],
+            None,
+            ["environment.agent.command and environment.agent.url is set; set one"],
+        ),
+        (["environment.agent.command=[a]"], None, ["environment.agent.command is set", "set environment.function=agent"]),
+        ([*AGENT, "environment.agent.function=absent.py:play"], None, ["agent.function=absent.py:play", "does not exist"]),
+        ([*AGENT, "environment.agent.function=play"], None, ["environment.agent.function=play", "path/to/file.py:name"]),
+        ([*AGENT, "environment.agent.url=ftp://a"], None, ["environment.agent.url=ftp://a", "http:// or https://"]),
+        ([*SERVED, "environment.agent.host=' '"], None, ["environment.agent.host=' '", "such as 127.0.0.1"]),
+        ([*SERVED, "environment.agent.timeout_s=0"], None, ["environment.agent.timeout_s=0", "greater than 0"]),
+        ([*SERVED, "environment.agent.retries=-1"], None, ["environment.agent.retries=-1", "at least 0"]),
+        ([*SERVED, "environment.agent.max_output_kib=.inf"], None, ["environment.agent.max_output_kib=inf"]),
+        ([*SERVED, "environment.branches=none"], None, ["environment.branches='none'", "all, last, longest"]),
+        ([*SERVED, "environment.options={a: 1}"], None, ["environment.options has no effect", "remove it"]),
+        ([*SERVED, "environment.overlap=false"], None, ["environment.overlap=False", "set it to null"]),
+        ([*SERVED, "algorithm=gspo"], None, ["policy_loss=gspo", "environment.branches to last or longest"]),
         (["reward.remote.url=http://a/b", "reward.rules=[{name: mth}]"], None, ["did you mean 'math'?"]),
         (["rollout.placement=elsewhere"], None, ["rollout.placement", "colocated"]),
         (["rollout.engine=hf", "rollout.layout.tp=2"], None, ["rollout.layout.tp=2", "hf"]),

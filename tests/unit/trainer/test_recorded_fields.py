@@ -118,7 +118,7 @@ def test_a_field_that_arrives_changed_is_named_on_every_rank(monkeypatch: pytest
             moved["routes"][-1, 0, 0] ^= 1
         return moved
 
-    monkeypatch.setattr("rlhf_mcore.trainer.exchange.move_rows", move)
+    monkeypatch.setattr("rlhf_mcore.trainer.recorded_fields.move_rows", move)
 
     def body(group: ThreadGroup) -> str:
         rank = group.rank()

@@ -1,0 +1,325 @@
+"""Episodes of agents on their way: what they ask the policy, and what has come of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.agents.calls import Call, Refused, Said
+from rlhf_mcore.environments.agents.conversation import Conversation, Place, comparable
+from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.agents.program import UNGRADED
+from rlhf_mcore.environments.agents.tree import TokenTree
+from rlhf_mcore.environments.episodes import PART, EpisodeLimits, row_of, turn_seed
+from rlhf_mcore.environments.generator import TURNS
+from rlhf_mcore.environments.sessions import Answer, Sessions
+from rlhf_mcore.trainer.rollouts import check_completion, request_of, request_seed
+from rlhf_mcore.types import Completion, EpisodeRequest, Ragged, Recorded, Request, Score
+
+_LIMITS = {"turns": "environment.max_turns", "length": "environment.max_tokens", "seconds": "environment.max_seconds"}
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn that is being drawn. ``call`` is None where nobody asked: an episode without a turn is no row."""
+
+    request: Request
+    tree: TokenTree
+    place: Place
+    call: Call | None
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    asked: EpisodeRequest
+    started: float
+    tree: TokenTree = field(default_factory=TokenTree)
+    num_turns: int = 0  # that were asked for
+    limit: str = ""  # that was met: the reason of a refusal
+    failure: Answer | None = None  # of an agent that has asked nothing
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRules:
+    """How episodes of agents count. ``max_total``: tokens of a sequence, its first prompt included.
+
+    ``fails``: an agent without a result ends the run. ``needs_reward``: an agent gives the score.
+    """
+
+    limits: EpisodeLimits
+    max_total: int
+    fails: bool = True
+    needs_reward: bool = True
+    branches: str = "all"  # that are learned from
+
+
+class AgentEpisodes:
+    """The episodes of an engine, in its leading rank: an :class:`rlhf_mcore.protocols.EpisodeDriver`.
+
+    An agent is a session that takes one step, its whole episode. Meanwhile it asks the endpoint for turns, several at a time if it
+    wants. The engine draws what is there; so which turns are drawn together depends on the time.
+    """
+
+    def __init__(self, sessions: Sessions, endpoint: Endpoint, talk: Conversation, rules: AgentRules) -> None:
+        self._sessions, self._endpoint, self._talk, self._rules = sessions, endpoint, talk, rules
+        sessions.wake = endpoint.wake
+        self._open: dict[int, _Episode] = {}
+        self._turns: dict[int, _Turn] = {}
+        self._next = 1  # of turns
+        self._requests: list[Request] = []
+        self._finished: list[Completion] = []
+
+    @property
+    def num_open(self) -> int:
+        """Episodes that ``take`` has not returned."""
+        return len(self._open) + len(self._finished)
+
+    @property
+    def num_waiting(self) -> int:
+        """Episodes that wait for their agent."""
+        return self._sessions.num_calls
+
+    def begin(self, requests: Sequence[Request]) -> list[Request]:
+        """Start an agent for each request of an episode. Returns the others, which are single turns."""
+        for request in requests:
+            if isinstance(request, EpisodeRequest):
+                self._open[request.request_id] = _Episode(request, time.monotonic())
+                prompt, seed = request.prompt, request.sampling.seed
+                task_seed = request_seed(seed, request.step, prompt.index, -1 - prompt.occurrence)
+                row = {**row_of(prompt), "messages": prompt.messages, "seed": task_seed}
+                self._sessions.open(request.request_id, row, task_seed)
+        return [request for request in requests if not isinstance(request, EpisodeRequest)]
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Forget these episodes; unknown ids are ignored. Turns that are being drawn are dropped when they come."""
+        for key in self._open.keys() & set(request_ids):
+            self._close(key)
+        self._finished = [each for each in self._finished if each.request_id not in request_ids]
+
+    def abandon(self) -> None:
+        """Forget all episodes."""
+        self.cancel(list(self._open))
+
+    def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
+        """Return the turns to draw (:class:`rlhf_mcore.protocols.EpisodeDriver`).
+
+        Raises:
+            ConfigError: an agent gave no result, and that ends the run.
+        """
+        self._poll(0.0)
+        self._take_calls()
+        if not (engine_draws or self._requests or self._finished):
+            self._poll(wait_s)
+            self._take_calls()
+            if not self._requests:
+                return None
+        requests, self._requests = self._requests, []
+        return requests
+
+    def take(self, completions: Iterable[Completion]) -> list[Completion]:
+        """Give turns to those who asked. Returns episodes that have ended, and completions of other requests.
+
+        Raises:
+            RuntimeError: a turn must not be trained on.
+        """
+        others = []
+        for completion in completions:
+            turn = self._turns.pop(completion.request_id, None)
+            if turn is not None:
+                check_completion(turn.request, completion)
+                self._take_turn(turn, completion)
+            elif completion.request_id < TURNS:
+                others.append(completion)  # else nobody waits for it any more
+        finished, self._finished = self._finished, []
+        return others + finished
+
+    # ----------------------------------------------------------------------------------------------------------- agents
+    def _poll(self, timeout_s: float | None) -> None:
+        for key, answer in self._sessions.poll(timeout_s):
+            each = self._open[key]
+            if answer.error:
+                self._fail(key, each, answer)
+            elif not answer.done:
+                self._sessions.step(key, {"base_url": self._endpoint.url, "api_key": self._endpoint.open(key)})
+            elif not each.tree.nodes:
+                self._fail(key, each, Answer(error="ended without a turn of the policy"))
+            elif self._rules.needs_reward and answer.messages == [UNGRADED] and not each.limit:
+                error = "ended without a reward; let it give one, or set environment.score=reward"
+                self._fail(key, each, Answer(error=error))
+            else:
+                self._finish(key, each.limit or "stop", Score(answer.reward, {PART: answer.reward}))
+
+    def _fail(self, key: int, each: _Episode, answer: Answer) -> None:
+        """End an episode whose agent has no result. One that has met a limit has met it: the policy scores 0."""
+        if each.limit and each.tree.nodes:
+            self._finish(key, each.limit, Score(0.0, {PART: 0.0}))
+            return
+        cause = f"{self._sessions.name} on {each.asked.name}, after {len(each.tree.nodes)} turns, {answer.error}"
+        if self._rules.fails:
+            raise ConfigError(f"{cause}. Correct it, or set reward.on_error=zero to score such an episode 0")
+        self._endpoint.close(key)
+        if not each.tree.nodes:  # a row needs a turn of the policy
+            each.failure = answer
+            self._ask(key, each, Place(None, each.asked.prompt.text, list(each.asked.prompt.prompt_ids)), None)
+            return
+        kind = "timeout" if answer.timed_out else "error"
+        self._finish(key, "environment", Score(0.0, failure=kind, cause=cause))
+
+    def _close(self, key: int) -> _Episode:
+        each = self._open.pop(key)
+        self._endpoint.close(key)
+        self._sessions.close(key)
+        self._drop_turns(each.tree)
+        return each
+
+    def _drop_turns(self, tree: TokenTree) -> None:
+        dropped = {number for number, turn in self._turns.items() if turn.tree is tree}
+        self._turns = {number: turn for number, turn in self._turns.items() if number not in dropped}
+        self._requests = [request for request in self._requests if request.request_id not in dropped]
+
+    def _finish(self, key: int, reason: str, score: Score) -> None:
+        each = self._close(key)
+        drawn = each.tree.trajectory(each.asked.prompt, each.asked.sample, self._rules.branches)
+        last = each.tree.nodes[-1].turn
+        text = str(self._talk.tokenizer.decode(last.token_ids.tolist(), skip_special_tokens=True))
+        whole = replace(drawn, response_text=text, finish_reason=reason, score=score)
+        self._finished.append(replace(last, request_id=key, trajectory=whole))
+
+    # ------------------------------------------------------------------------------------------------------------ turns
+    def _take_calls(self) -> None:
+        """Find the places of what agents ask in their trees, all at a time."""
+        calls: list[Call] = []
+        for call in self._endpoint.take():
+            each = self._open.get(call.key)
+            if each is None:
+                call.answer(Refused(410, "the episode has ended"))
+            elif call.asked is None:  # its agent begins again
+                self._drop_turns(each.tree)
+                self._open[call.key] = _Episode(each.asked, each.started)
+                calls = [other for other in calls if other.key != call.key]
+            elif not call.gone:
+                calls.append(call)
+        asked = [(self._open[call.key].tree, call.asked) for call in calls if call.asked is not None]
+        for call, place in zip(calls, self._talk.find(asked), strict=True):
+            each = self._open[call.key]
+            if isinstance(place, str):
+                call.answer(Refused(400, place))
+            elif call.asked is not None and call.asked.tools and self._talk.parse is None:
+                call.answer(
+                    Refused(400, "tools are given, and environment.tool_parser is not set, so none can be called")
+                )
+            elif refusal := self._refuse(each, place, call.n):
+                call.answer(refusal)
+            else:
+                for _ in range(call.n):
+                    self._ask(call.key, each, place, call)
+
+    def _refuse(self, each: _Episode, place: Place, num_turns: int) -> Refused | None:
+        limits = self._rules.limits
+        if each.num_turns + num_turns > limits.max_turns:
+            each.limit = "turns"
+        elif limits.max_seconds is not None and time.monotonic() - each.started >= limits.max_seconds:
+            each.limit = "seconds"
+        elif self._room(place) < 1:
+            each.limit = "length"
+        else:
+            return None
+        code = "context_length_exceeded" if each.limit == "length" else "limit"
+        return Refused(400, f"the episode has reached {_LIMITS[each.limit]}", code)
+
+    def _room(self, place: Place) -> int:
+        """Return the most tokens that a turn may have: those of a sequence, and after its first prompt those of an episode."""
+        num_tokens, first = len(place.tokens()), len(place.context)
+        if place.parent is not None:
+            first = len(place.parent.path()[0].context)
+        most = self._rules.max_total
+        if self._rules.limits.max_tokens is not None:
+            most = min(most, first + self._rules.limits.max_tokens)
+        return most - num_tokens
+
+    def _ask(self, key: int, each: _Episode, place: Place, call: Call | None) -> None:
+        asked, number = each.asked, self._next * TURNS + key
+        first = request_of(number, asked.prompt, asked.sample, asked.sampling, asked.step)
+        name = f"{first.name}, turn {each.num_turns}"
+        seed = turn_seed(first.seed, each.num_turns) if each.num_turns else first.seed
+        limits = [asked.sampling.max_new_tokens, self._room(place), call.max_tokens if call is not None else None]
+        most = max(min(limit for limit in limits if limit is not None), 1)
+        sampling = replace(asked.sampling, max_new_tokens=most)
+        request = replace(first, name=name, prompt_ids=place.tokens(), seed=seed, sampling=sampling)
+        self._turns[number] = _Turn(request, each.tree, place, call)
+        if call is not None:
+            call.turns[number] = None
+        self._requests.append(request)
+        self._next, each.num_turns = self._next + 1, each.num_turns + 1
+
+    def _take_turn(self, turn: _Turn, drawn: Completion) -> None:
+        """Add a turn to its tree, and answer a call whose turns are all there. What nobody heard is not learned from."""
+        key, call, place = drawn.request_id % TURNS, turn.call, turn.place
+        each = self._open[key]
+        if call is None:
+            assert each.failure is not None
+            said, end, _ = self._talk.read(drawn, ())
+            each.tree.add(None, place.text, place.context, drawn, said, end)
+            self._fail(key, each, each.failure)
+            return
+        call.turns[drawn.request_id] = drawn
+        if call.gone or None in call.turns.values():
+            return
+        call.answer([self._add(turn, each, call.turns[number]) for number in sorted(call.turns)])
+
+    def _add(self, turn: _Turn, each: _Episode, drawn: Completion) -> Said:
+        assert turn.call is not None and turn.call.asked is not None
+        place, tools = turn.place, turn.call.asked.tools
+        cut, stop = self._cut(drawn, turn.call.stop)
+        said, end, message = self._talk.read(cut, tools)
+        if stop is not None:
+            message = {**message, "content": message["content"].partition(stop)[0]}
+        reply = comparable(message)
+        each.tree.add(
+            place.parent, place.text, place.context, cut, said, end, reply=reply, num_messages=place.num_messages
+        )
+        decode = self._talk.tokenizer.decode
+        tokens = [
+            (str(decode([token])), float(value))
+            for token, value in zip(cut.token_ids.tolist(), cut.logprobs, strict=True)
+        ]
+        return Said(message, tokens, "stop" if stop is not None else cut.finish_reason, len(place.tokens()), stop)
+
+    def _cut(self, drawn: Completion, stops: Sequence[str]) -> tuple[Completion, str | None]:
+        """Cut a turn behind the first token with which one of ``stops`` is complete: what follows was never needed."""
+        decode, ids = self._talk.tokenizer.decode, drawn.token_ids.tolist()
+        text = str(decode(ids, skip_special_tokens=True))
+        if not any(stop in text for stop in stops):
+            return drawn, None
+        for count in range(1, len(ids) + 1):
+            begun = str(decode(ids[:count], skip_special_tokens=True))
+            there = [stop for stop in stops if stop in begun]
+            if there:
+                return cut_turn(drawn, count), min(there, key=begun.index)
+        raise AssertionError("its text has it")
+
+
+def cut_turn(drawn: Completion, count: int) -> Completion:
+    """Return the first ``count`` tokens of a turn, with all that is recorded of them."""
+
+    def cut(values: Recorded) -> Recorded:
+        if isinstance(values, Ragged):
+            counts = values.counts[:count]
+            return Ragged(counts, values.values[: int(np.sum(counts))])
+        return values[:count]
+
+    support = cut(drawn.support) if drawn.support is not None else None
+    assert support is None or isinstance(support, Ragged)
+    return replace(
+        drawn,
+        token_ids=drawn.token_ids[:count],
+        logprobs=drawn.logprobs[:count],
+        versions=tuple((first, version) for first, version in drawn.versions if first < count),
+        finish_reason=drawn.finish_reason if count == len(drawn.token_ids) else "length",
+        support=support,
+        fields={name: cut(values) for name, values in drawn.fields.items()},
+    )

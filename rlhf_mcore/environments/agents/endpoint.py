@@ -1,0 +1,240 @@
+"""The server that agents ask for turns of the policy: HTTP on one address, with a key for each episode."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+from aiohttp import web
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.agents.calls import MODEL, Call, Refused, Said
+from rlhf_mcore.environments.agents.dialects import DIALECTS, Dialect, Order
+
+KEY = "environment.agent.host"
+BEGIN = "/v1/begin"  # of an episode, again: what was said in it is forgotten
+MAX_BYTES = 2**24  # of a request
+MAX_WAITING = 256  # requests of an episode at a time
+_ENDED = "the episode of this key has ended, or there was none"
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    number: int
+    api_key: str
+    waiting: set[Call] = field(default_factory=set)
+
+
+class Endpoint:
+    """Serves the episodes of an engine from a thread of its own; calls wait until the engine's thread takes them.
+
+    Args:
+        host: the address to listen on; a free port of it is taken.
+
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._calls: SimpleQueue[Call] = SimpleQueue()
+        self._by_digest: dict[bytes, _Episode] = {}
+        self._by_number: dict[int, _Episode] = {}
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while calls wait
+        self._loop = asyncio.new_event_loop()
+        ready, problem = Event(), list[OSError]()
+        self.url = ""
+
+        async def begin() -> None:
+            application = web.Application(client_max_size=MAX_BYTES)
+            for path in DIALECTS:
+                application.router.add_post(path, self._serve)
+            application.router.add_post(BEGIN, self._begin)
+            application.router.add_get("/v1/models", self._models)
+            runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+            await runner.setup()
+            site = web.TCPSite(runner, host, 0)
+            await site.start()
+            port = runner.addresses[0][1]
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+        def run() -> None:
+            asyncio.set_event_loop(self._loop)
+            try:
+                self._loop.run_until_complete(begin())
+            except OSError as error:
+                problem.append(error)
+            finally:
+                ready.set()
+            if not problem:
+                self._loop.run_forever()
+
+        Thread(target=run, name="agents", daemon=True).start()
+        ready.wait()
+        if problem:
+            raise ConfigError(f"{KEY}={host}: nothing can listen there ({problem[0]}); give an address of this machine")
+        self.close_all = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+
+    # ----------------------------------------------------------------------------------- of the engine's thread
+    def open(self, number: int) -> str:
+        """Begin to serve an episode. Returns its key."""
+        api_key = secrets.token_urlsafe(32)
+        episode = self._by_number[number] = _Episode(number, api_key)
+        self._by_digest[_digest(api_key)] = episode
+        return api_key
+
+    def close(self, number: int) -> None:
+        """Serve an episode no longer. Who still waits is refused."""
+        episode = self._by_number.pop(number, None)
+        if episode is None:
+            return
+        self._by_digest.pop(_digest(episode.api_key), None)
+        self._loop.call_soon_threadsafe(_refuse_all, episode)
+
+    def take(self) -> list[Call]:
+        """Return the calls that have come since."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wake)
+        calls = []
+        while True:
+            try:
+                calls.append(self._calls.get_nowait())
+            except Empty:
+                return calls
+
+    def answer_nothing(self) -> None:
+        """Answer the calls that have come by turns without a word, in the place of a policy."""
+        for call in self.take():
+            call.answer([Said({"role": "assistant", "content": ""}, (), "stop", 0)] * call.n)
+
+    # ------------------------------------------------------------------------------------ of the server's thread
+    def _episode_of(self, request: web.Request) -> _Episode:
+        """Find the episode of a request by its key.
+
+        Raises:
+            Refused: it has none, or one of no episode.
+        """
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        episode = self._by_digest.get(_digest(given))
+        if episode is None or not hmac.compare_digest(episode.api_key.encode(), given.encode("utf-8", "replace")):
+            raise Refused(401, _ENDED, "invalid_api_key")
+        return episode
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._episode_of(request)
+        except Refused as refusal:
+            return _refusal(DIALECTS["/v1/chat/completions"], refusal)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf_mcore", "type": "model"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _begin(self, request: web.Request) -> web.StreamResponse:
+        try:
+            episode = self._episode_of(request)
+        except Refused as refusal:
+            return _refusal(DIALECTS["/v1/chat/completions"], refusal)
+        _refuse_all(episode)
+        self._put(Call(episode.number, None, lambda _: None))
+        return web.json_response({})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        dialect = DIALECTS[request.path]
+        try:
+            episode = self._episode_of(request)
+            body = _object(await request.read())
+            order = dialect.read(body)
+            said = await self._ask(episode, order)
+        except Refused as refusal:
+            return _refusal(dialect, refusal)
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(dialect, Refused(413, f"the request has more than {MAX_BYTES} bytes"))
+        if not order.streams:
+            return web.json_response(dialect.write(body, said))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for name, value in dialect.stream(body, said):
+            text = value if isinstance(value, str) else json.dumps(value)
+            await response.write(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n".encode())
+        await response.write_eof()
+        return response
+
+    async def _ask(self, episode: _Episode, order: Order) -> list[Said]:
+        """Wait for the turns of an order.
+
+        Raises:
+            Refused: they are not drawn.
+        """
+        if len(episode.waiting) + len(order.asked) > MAX_WAITING:
+            raise Refused(429, f"the episode has {len(episode.waiting)} requests under way, of at most {MAX_WAITING}")
+        loop = asyncio.get_running_loop()
+        calls, answers = [], []
+        for asked in order.asked:
+            answer: asyncio.Future[list[Said] | Refused] = loop.create_future()
+            calls.append(Call(episode.number, asked, _teller(loop, answer), order.n, order.max_tokens, order.stop))
+            answers.append(answer)
+        episode.waiting.update(calls)
+        for call in calls:
+            self._put(call)
+        try:
+            said: list[Said] = []
+            for answer in answers:
+                given = await answer
+                if isinstance(given, Refused):
+                    raise given
+                said += given
+            return said
+        finally:
+            for call in calls:
+                call.gone = True
+            episode.waiting.difference_update(calls)
+
+    def _put(self, call: Call) -> None:
+        self._calls.put(call)
+        with suppress(BlockingIOError):
+            os.eventfd_write(self.wake, 1)
+
+
+def _digest(api_key: str) -> bytes:
+    return hashlib.sha256(api_key.encode("utf-8", "replace")).digest()
+
+
+def _teller(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any]) -> Callable[[Any], None]:
+    def settle(given: Any) -> None:
+        if not answer.done():
+            answer.set_result(given)
+
+    def tell(given: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended with the run
+            loop.call_soon_threadsafe(settle, given)
+
+    return tell
+
+
+def _refuse_all(episode: _Episode) -> None:
+    for call in list(episode.waiting):
+        call.gone = True
+        call.answer(Refused(410, _ENDED))
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {str(error)[:200]}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is no JSON object")
+    return body
+
+
+def _refusal(dialect: Dialect, refusal: Refused) -> web.Response:
+    return web.json_response(dialect.refuse(refusal), status=refusal.status)

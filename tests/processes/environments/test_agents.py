@@ -1,0 +1,195 @@
+"""Agents in real worker processes: programs, functions and servers, what they end with, and what becomes of those that do not."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.commands.reward_test import command as reward_test
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import EnvironmentConfig
+from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.agents.program import UNGRADED
+from rlhf_mcore.environments.sessions import Answer, sessions_of
+
+ASK = """
+import json, os, urllib.request
+
+def ask(base_url, api_key):
+    body = json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+"""
+FUNCTIONS = (
+    ASK
+    + """
+import asyncio, time
+from pathlib import Path
+
+async def play(task, base_url, api_key):
+    said = await asyncio.to_thread(ask, base_url, api_key)
+    return {"reward": task["ground_truth"] + len(said)}
+
+def plain(task, base_url, api_key):
+    ask(base_url, api_key)
+
+async def hangs(task, base_url, api_key):
+    await asyncio.sleep(600)
+
+async def fails_once(task, base_url, api_key):
+    if not Path("tried").exists():
+        Path("tried").touch()
+        raise KeyError("what")
+    return 1
+
+async def dies(task, base_url, api_key):
+    os._exit(3)
+
+async def odd(task, base_url, api_key):
+    return "much"
+"""
+)
+PROGRAM = (
+    ASK
+    + """
+import subprocess, sys, time
+task = json.loads(input())
+kind = task["ground_truth"]
+if kind == "hangs":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30); open('escaped', 'w')"])
+    time.sleep(600)
+if kind == "floods":
+    while True:
+        print("x" * 4096)
+if kind == "fails":
+    sys.exit("no idea")
+assert "HF_TOKEN" not in os.environ
+ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+print("thinking")
+print(json.dumps({"reward": 0.25}) if kind == "rewards" else "the end")
+"""
+)
+ROW = {"ground_truth": 3}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    Path("functions.py").write_text(FUNCTIONS)
+    Path("program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    served = Endpoint("127.0.0.1")
+    yield served
+    served.close_all()
+
+
+def play(endpoint: Endpoint, *truths: Any, **agent: Any) -> list[Answer]:
+    """The ends of episodes, one for each ground truth. The policy says nothing."""
+    own = EnvironmentConfig(function="agent", workers=1, timeout_s=5.0)
+    for name, value in agent.items():
+        setattr(own.agent, name, value)
+    sessions, answers = sessions_of(own, 1, str(Path.cwd())), dict[int, Answer]()
+    sessions.wake = endpoint.wake
+    try:
+        for key, truth in enumerate(truths):
+            sessions.open(key, {**ROW, "ground_truth": truth}, seed=1)
+        while len(answers) < len(truths):
+            for key, answer in sessions.poll(5.0):
+                if answer.done or answer.error:
+                    answers[key] = answer
+                else:
+                    sessions.step(key, {"base_url": endpoint.url, "api_key": endpoint.open(key)})
+            endpoint.answer_nothing()
+    finally:
+        sessions.close_all()
+        for key in range(len(truths)):
+            endpoint.close(key)
+    return [answers[key] for key in sorted(answers)]
+
+
+def test_functions(endpoint: Endpoint) -> None:
+    assert [answer.reward for answer in play(endpoint, 3, 4, function="functions.py:play")] == [3.0, 4.0]
+    [plain] = play(endpoint, 3, function="functions.py:plain")
+    assert (plain.messages, plain.done, plain.error) == ([UNGRADED], True, "")
+    [odd] = play(endpoint, 3, function="functions.py:odd")
+    assert "the agent ended with 'much'" in odd.error
+    [late] = play(endpoint, 3, function="functions.py:hangs", timeout_s=0.3)
+    assert "took longer than environment.agent.timeout_s=0.3 s" in late.error
+    [first] = play(endpoint, 3, function="functions.py:fails_once")
+    assert "KeyError" in first.error or "what" in first.error
+    Path("tried").unlink()
+    [second] = play(endpoint, 3, function="functions.py:fails_once", retries=1)
+    assert second.reward == 1.0 and not second.error
+    [lost] = play(endpoint, 3, function="functions.py:dies")
+    assert "exit" in lost.error or "ended" in lost.error
+
+
+def test_programs(endpoint: Endpoint) -> None:
+    command = [sys.executable, "program.py"]
+    begun = time.monotonic()
+    rewards, silent, fails, floods, hangs = play(
+        endpoint, "rewards", "silent", "fails", "floods", "hangs", command=command, timeout_s=6.0, max_output_kib=64.0
+    )
+    assert rewards.reward == 0.25 and not rewards.error
+    assert silent.messages == [UNGRADED] and not silent.error
+    assert "environment.agent.command ended with 1; it last printed: 'no idea'" in fails.error
+    assert "prints more than 65536 bytes" in floods.error
+    assert "took longer than environment.agent.timeout_s=6 s" in hangs.error
+    assert time.monotonic() - begun < 25 and not Path("escaped").exists()
+    with pytest.raises(ConfigError, match=r"environment\.agent\.command: there is no program 'no-such-program'"):
+        play(endpoint, 1, command=["no-such-program"])
+
+
+def test_servers(endpoint: Endpoint) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            kind = told["task"]["ground_truth"]
+            content = {"rewards": b'{"reward": 0.5}', "floods": b"[" * 10**6, "junk": b"junk"}.get(kind, b"{}")
+            assert told["base_url"].startswith("http://127.0.0.1:") and len(told["api_key"]) == 43
+            self.send_response(500 if kind == "fails" else 200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/play"
+        rewards, silent, floods, junk, fails = play(endpoint, "rewards", "silent", "floods", "junk", "fails", url=url)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert rewards.reward == 0.5 and silent.messages == [UNGRADED]
+    assert "answers more than 65536 bytes" in floods.error and "raised" in junk.error
+    assert "environment.agent.url answers with status 500" in fails.error
+
+
+def test_an_agent_is_tried_before_a_run(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    keys = {"function": "agent", "max_tokens": 999, "workers": 1}
+    Path("run.yaml").write_text(
+        json.dumps(
+            {"model": {"path": "m"}, "data": {"train": ["rows.jsonl"], "answer_key": "answer"}, "environment": keys}
+        )
+    )
+    assert reward_test.main(["run.yaml", "environment.agent.function=functions.py:plain"]) == 0
+    assert "2 episodes of a turn without a word, 0 failed" in capsys.readouterr().out
+    assert reward_test.main(["run.yaml", "environment.agent.function=functions.py:odd"]) == 2
+    assert "the agent ended with 'much'" in capsys.readouterr().out

@@ -1,0 +1,420 @@
+"""Agents at the endpoint of an engine: the packages that people use as clients, what is learned from, and who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import anthropic
+import openai
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.agents import endpoint as serving
+from rlhf_mcore.environments.agents.conversation import Conversation
+from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
+from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.episodes import EpisodeLimits
+from rlhf_mcore.environments.generator import EpisodeGenerator
+from rlhf_mcore.environments.sessions import Answer
+from rlhf_mcore.trainer.rollouts import episode_request
+from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
+from tests.unit.environments.conftest import Scripted
+
+PROMPT = Prompt("p", 0, [1, 2], "prompt", ground_truth="42", messages=[{"role": "user", "content": "q"}])
+
+
+class Clients:
+    """Sessions whose agents are threads of the test: ``play(base_url, api_key)`` returns the answer to the episode's step."""
+
+    name = "environment.function=agent"
+
+    def __init__(self, play: Callable[[str, str], Any]) -> None:
+        self.play, self.wake, self.pool = play, None, ThreadPoolExecutor()
+        self.answers: dict[int, Any] = {}
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.answers)
+
+    def open(self, key: int, row: Any, seed: int) -> None:
+        self.row = row
+        self.answers[key] = self.pool.submit(Answer)
+
+    def step(self, key: int, action: Any) -> None:
+        def run() -> Answer:
+            try:
+                return Answer(reward=float(self.play(action["base_url"], action["api_key"])), done=True)
+            except Exception as error:
+                return Answer(error=f"raised {error}", done=True)
+
+        self.answers[key] = self.pool.submit(run)
+
+    def close(self, key: int) -> None:
+        self.answers.pop(key, None)
+
+    def poll(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+        time.sleep(0 if timeout_s == 0.0 else 0.002)
+        done = [(key, self.answers.pop(key).result()) for key in list(self.answers) if self.answers[key].done()]
+        return done
+
+
+def parse(text: str, tools: Any) -> dict[str, Any]:
+    """As a parser of vLLM: "call:NAME:{...}" is a call."""
+    if not text.startswith("call:"):
+        return {"role": "assistant", "content": text, "tool_calls": []}
+    _, name, arguments = text.split(":", 2)
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+    }
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    served = Endpoint("127.0.0.1")
+    yield served
+    served.close_all()
+
+
+@pytest.fixture
+def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Callable[..., Any]]:
+    """Play episodes with a client. ``says``: the policy's turns in the order of their number in the history, or a function."""
+    before = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ 'call:' + c.function.name + ':' + c.function.arguments | tojson }}{% endfor %}"
+        "{{ '<end>' }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    ).replace("m.role + '>'", "('user' if m.role == 'system' else m.role) + '>'")
+
+    def run(says: Any, play: Any, n: int = 1, new: int = 40, fails: bool = True, **limits: Any) -> list[Trajectory]:
+        turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
+        engine = run.engine = Scripted(tokenizer, turns)  # type: ignore[attr-defined]
+        branches, total = limits.pop("branches", "all"), limits.pop("max_total", 400)
+        rules = AgentRules(EpisodeLimits(**{"max_turns": 8, **limits}), total, fails=fails, branches=branches)
+        sessions: Any = Clients(play)
+        run.sessions = sessions  # type: ignore[attr-defined]
+        driver = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, "auto", parse), rules)
+        plays = EpisodeGenerator(engine, driver)
+        sampling = Sampling(n=n, max_new_tokens=new, seed=5)
+        plays.submit([episode_request(k, PROMPT, k, sampling, 3) for k in range(n)])
+        ended: list[Completion] = []
+        while plays.num_in_flight:
+            ended += plays.collect(math.inf)
+        assert not endpoint._by_digest and not endpoint._by_number and not engine.num_in_flight
+        return [each.trajectory for each in sorted(ended, key=lambda e: e.request_id) if each.trajectory is not None]
+
+    yield run
+    tokenizer.chat_template = before
+
+
+def chat(base_url: str, api_key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=20)
+
+
+def sampled(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [
+        tokenizer.decode(trajectory.token_ids[turn.start : turn.stop])
+        for turn in trajectory.turns
+        if turn.writer == "policy"
+    ]
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_openai_chat_with_a_tool_is_one_sequence_of_sampled_tokens(
+    run: Any, tokenizer: PreTrainedTokenizerBase, streams: bool
+) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        client, messages = chat(base_url, api_key), [{"role": "user", "content": "q"}]
+        if not streams:
+            said = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=0.1).choices[
+                0
+            ]
+        else:
+            with client.chat.completions.stream(model="any", messages=messages, tools=TOOLS) as events:
+                said = events.get_final_completion().choices[0]
+        assert said.finish_reason == "tool_calls" and said.message.tool_calls[0].function.name == "add"
+        assert json.loads(said.message.tool_calls[0].function.arguments) == {"b": 2, "a": 1}
+        messages += [said.message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": said.message.tool_calls[0].id, "content": "3"}]
+        last = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, logprobs=True)
+        assert last.choices[0].message.content == "it is 3" and last.choices[0].finish_reason == "stop"
+        assert [token.token for token in last.choices[0].logprobs.content] == [*"it is 3", "<end>"]
+        assert [token.logprob for token in last.choices[0].logprobs.content] == [-1, -2, -3, -4, -5, -6, -7, -8]
+        assert last.usage.completion_tokens == 8
+        return 0.5
+
+    [whole] = run(['call:add:{"b":  2, "a": 1}', "it is 3"], play)  # spaces that no template would write again
+    assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{"b":  2, "a": 1}<end>', "it is 3<end>"]
+    assert tokenizer.decode(whole.token_ids).endswith('"a": 1}<end>\n<tool>3<end>\n<assistant>it is 3<end>')
+    assert whole.score.value == 0.5 and whole.finish_reason == "stop" and whole.response_text == "it is 3"
+    assert run.sessions.row["ground_truth"] == "42" and run.sessions.row["messages"] == PROMPT.messages
+    first, second = (request.prompt_ids for request in run.engine.requests)
+    assert second[: len(first)] == first and len({request.seed for request in run.engine.requests}) == 2
+
+
+def test_n_stop_and_a_rewritten_history(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        client, question = chat(base_url, api_key), [{"role": "user", "content": "q"}]
+        two = client.chat.completions.create(model="m", messages=question, n=2).choices
+        assert [each.message.content for each in two] == ["a STOP b", "a STOP b"] and [each.index for each in two] == [
+            0,
+            1,
+        ]
+        cut = client.chat.completions.create(model="m", messages=question, stop=["STOP"], max_tokens=30).choices[0]
+        assert cut.message.content == "a " and cut.finish_reason == "stop"
+        short = client.chat.completions.create(model="m", messages=question, max_tokens=3).choices[0]
+        assert short.message.content == "a S" and short.finish_reason == "length"
+        kept = [*question, {"role": "assistant", "content": "a STOP b"}, {"role": "user", "content": "r"}]
+        client.chat.completions.create(model="m", messages=kept)
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "summary"}])
+        return 1
+
+    [whole] = run(lambda text, seed: "a STOP b", play)
+    turns = ["a STOP b<end>", "a STOP b<end>", "a STOP", "a S", "a STOP b<end>", "a STOP b<end>"]
+    assert len(whole.sequences) == 5 and sorted(sampled(whole, tokenizer)) == sorted(turns)
+    [last] = run(lambda text, seed: "a STOP b", play, branches="last")
+    assert sampled(last, tokenizer) == ["a STOP b<end>"] and "summary" in tokenizer.decode(last.token_ids)
+
+
+def test_completions_of_texts_and_tokens(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        client = chat(base_url, api_key)
+        first = client.completions.create(model="m", prompt="Q: ", stop="\n", logprobs=0).choices[0]
+        assert first.text == "yes" and first.logprobs.token_logprobs == [-1, -2, -3, -4]
+        more = client.completions.create(model="m", prompt="Q: yes\nand ", max_tokens=3, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in more) == "yes"
+        both = client.completions.create(model="m", prompt=["x", [5, 6]], max_tokens=1).choices
+        assert [each.text for each in both] == ["y", "y"]
+        return 1
+
+    [whole] = run(lambda text, seed: "yes\nno", play)
+    parts = [tokenizer.decode(part) for part in _parts(whole)]
+    assert parts[0] == "Q: yes\nand yes" and sampled(whole, tokenizer)[:2] == ["yes\n", "yes"]
+
+
+def _parts(whole: Trajectory) -> list[Any]:
+    starts = [sum(whole.sequences[:k]) for k in range(len(whole.sequences))]
+    return [whole.token_ids[start : start + size] for start, size in zip(starts, whole.sequences, strict=True)]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_anthropic_messages_with_a_tool(run: Any, tokenizer: PreTrainedTokenizerBase, streams: bool) -> None:
+    tools: Any = [{"name": "add", "input_schema": {"type": "object", "properties": {}}}]
+
+    def play(base_url: str, api_key: str) -> float:
+        client = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0, timeout=20)
+        messages: Any = [{"role": "user", "content": "q"}]
+        common: Any = {"model": "m", "max_tokens": 40, "system": "be brief", "tools": tools}
+        if not streams:
+            said = client.messages.create(**common, messages=messages)
+        else:
+            with client.messages.stream(**common, messages=messages) as events:
+                said = events.get_final_message()
+        assert said.stop_reason == "tool_use" and said.content[-1].input == {"a": 1}
+        messages += [{"role": "assistant", "content": [part.model_dump(exclude_none=True) for part in said.content]}]
+        result = {"type": "tool_result", "tool_use_id": said.content[-1].id, "content": "3"}
+        messages += [{"role": "user", "content": [result]}]
+        last = client.messages.create(**common, messages=messages)
+        assert last.content[0].text == "done" and last.stop_reason == "end_turn" and last.usage.output_tokens == 5
+        return 1
+
+    [whole] = run(['call:add:{ "a":1}', "done"], play)
+    assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_openai_responses_with_a_tool(run: Any, tokenizer: PreTrainedTokenizerBase, streams: bool) -> None:
+    tools: Any = [
+        {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
+    ]
+
+    def play(base_url: str, api_key: str) -> float:
+        client, items = chat(base_url, api_key), [{"role": "user", "content": "q"}]
+        if not streams:
+            said = client.responses.create(model="m", input=items, tools=tools, instructions="be brief")
+        else:
+            with client.responses.stream(model="m", input=items, tools=tools, instructions="be brief") as events:
+                for _ in events:
+                    pass
+                said = events.get_final_response()
+        [call] = said.output
+        assert call.type == "function_call" and json.loads(call.arguments) == {"a": 1}
+        call = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+        items += [call, {"type": "function_call_output", "call_id": "call_0", "output": "3"}]
+        last = client.responses.create(model="m", input=items, tools=tools, instructions="be brief")
+        assert last.output_text == "done" and last.status == "completed"
+        return 1
+
+    [whole] = run(['call:add:{ "a":1}', "done"], play)
+    assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
+
+
+def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
+    run: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        async def ask_all() -> list[str]:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                asked = [
+                    client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(number)}])
+                    for number in range(4)
+                ]
+                return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
+
+        assert asyncio.run(ask_all()) == ["0!", "1!", "2!", "3!"]
+        return 1
+
+    whole = run(lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6)
+    assert [sorted(sampled(each, tokenizer)) for each in whole] == [["0!<end>", "1!<end>", "2!<end>", "3!<end>"]] * 6
+    assert [each.sample for each in whole] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "code"),
+    [
+        ({"max_turns": 2}, "turns", "limit"),
+        ({"max_tokens": 12}, "length", "context_length_exceeded"),
+        ({"max_total": 40}, "length", "context_length_exceeded"),
+        ({"max_seconds": 0.3}, "seconds", "limit"),
+    ],
+)
+def test_an_episode_that_meets_a_limit_is_truncated(run: Any, limits: Any, reason: str, code: str) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        client, messages = chat(base_url, api_key), [{"role": "user", "content": "q"}]
+        for _ in range(30):
+            said = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "r"}]
+            time.sleep(0.05)
+        return 1
+
+    [whole] = run(lambda text, seed: "abc", play, **{"max_turns": 40, **limits})
+    assert whole.finish_reason == reason and whole.is_truncated and whole.score.value == 0
+    assert run.engine.requests
+
+
+def post(base_url: str, path: str, content: bytes, api_key: str | None, **headers: str) -> tuple[int, Any]:
+    where = urlsplit(base_url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)
+    given = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
+    connection.request("POST", f"/v1/{path}", content, {**given, "Content-Type": "application/json", **headers})
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read() or b"null")
+
+
+HI = [{"role": "user", "content": "q"}]
+HOSTILE = [
+    ("chat/completions", b"{", 400, "no JSON"),
+    ("chat/completions", b"[" * 100_000, 400, "no JSON"),
+    ("chat/completions", b"[]", 400, "no JSON object"),
+    ("chat/completions", {}, 400, "messages must be a list"),
+    ("chat/completions", {"messages": [7]}, 400, "messages[0] has no role"),
+    ("chat/completions", {"messages": [{"role": "root", "content": "x"}]}, 400, "messages[0] has no role"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url'"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "\0"}]}, 400, "NUL"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "refuses these messages"),
+    ("chat/completions", {"messages": HI, "n": 10**9}, 400, "n is 1000000000"),
+    ("chat/completions", {"messages": HI, "max_tokens": -1}, 400, "max_tokens is -1"),
+    ("chat/completions", {"messages": HI, "stop": ["x"] * 99}, 400, "stop is"),
+    ("chat/completions", {"messages": HI, "top_logprobs": 5}, 400, "top_logprobs"),
+    ("chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("chat/completions", {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
+    ("chat/completions", {"messages": HI, "tools": "all"}, 400, "tools must be a list"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "tool_calls"),
+    ("completions", {"prompt": []}, 400, "prompt is empty"),
+    ("completions", {"prompt": [-1]}, 400, "prompt"),
+    ("completions", {"prompt": "x", "echo": True}, 400, "echo"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "'image'"),
+    ("messages", {"messages": HI, "tool_choice": {"type": "any"}}, 400, "tool_choice"),
+    ("responses", {"input": "x", "previous_response_id": "r"}, 400, "previous_response_id"),
+    ("responses", {"input": [{"type": "item_reference"}]}, 400, "item_reference"),
+]
+
+
+def test_junk_is_refused_in_one_line_and_harms_nobody(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        for path, body, status, reason in HOSTILE:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = post(base_url, path, content, api_key)
+            message = answer[1]["error"]["message"]
+            assert answer[0] == status and reason in message and "\n" not in message, (path, body, answer)
+        for key in (None, "", "x" * 43, api_key[:-1], api_key + "x", "ü"):
+            for path in ("chat/completions", "messages", "begin"):
+                assert post(base_url, path, b"{}", key and key.encode().decode("latin-1"))[0] == 401
+        assert post(base_url, "chat/completions", b"x" * (serving.MAX_BYTES + 1), api_key)[0] == 413
+        assert chat(base_url, api_key).models.list().data[0].id == "policy"
+        assert (
+            chat(base_url, api_key).chat.completions.create(model="m", messages=HI).choices[0].message.content == "ok"
+        )
+        return 1
+
+    [whole] = run(["ok"], play)
+    assert sampled(whole, tokenizer) == ["ok<end>"]
+
+
+def test_who_leaves_or_floods_is_not_learned_from(
+    run: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MAX_WAITING", 3)
+
+    def play(base_url: str, api_key: str) -> float:
+        client = chat(base_url, api_key)
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.05).chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "slow"}]
+            )
+        with ThreadPoolExecutor(12) as pool:
+            question = json.dumps({"messages": HI}).encode()
+            flood = pool.map(lambda _: post(base_url, "chat/completions", question, api_key)[0], range(12))
+            statuses = sorted(flood)
+        assert set(statuses) == {200, 429}, statuses
+        return statuses.count(200)
+
+    def says(text: str, seed: int) -> str:
+        time.sleep(0.4 if "slow" in text else 0.05)
+        return "slow" if "slow" in text else "ok"
+
+    [whole] = run(says, play, max_turns=99)
+    assert set(sampled(whole, tokenizer)) == {"ok<end>"} and len(sampled(whole, tokenizer)) == whole.score.value
+
+
+def test_an_agent_that_begins_again_is_learned_from_once(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        for _ in range(3):
+            assert post(base_url, "begin", b"", api_key)[0] == 200
+            chat(base_url, api_key).chat.completions.create(model="m", messages=HI)
+        return 1
+
+    [whole] = run(["ok"], play)
+    assert whole.sequences == () and sampled(whole, tokenizer) == ["ok<end>"]
+    assert len({request.seed for request in run.engine.requests}) == 1
+
+
+def test_an_agent_that_fails_ends_the_run_or_leaves_a_row_without_a_score(run: Any) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        raise ValueError("no idea")
+
+    with pytest.raises(ConfigError, match=r"after 0 turns, raised no idea\. Correct it, or set reward\.on_error=zero"):
+        run(["ok"], play)
+    [whole] = run(["ok"], play, fails=False)
+    assert whole.score.failure == "error" and "no idea" in whole.score.cause and whole.num_sampled == 3
+    with pytest.raises(ConfigError, match="ended without a turn of the policy"):
+        run(["ok"], lambda base_url, api_key: 1.0)
+
+
+def test_an_address_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"environment\.agent\.host=203\.0\.113\.1: nothing can listen there"):
+        Endpoint("203.0.113.1")
