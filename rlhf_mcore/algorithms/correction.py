@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32
+from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32, binary_kl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +53,25 @@ def ratio_factors(log_ratio: Tensor, cfg: RolloutCorrectionConfig) -> tuple[Tens
     return ratio, torch.where(kept, weight, 0), kept
 
 
+# Logprobs of float32 do not tell probabilities apart that are closer to 1.
+_CERTAIN = 1e-6
+
+
+def find_divergent(old_logprobs: Tensor, rollout_logprobs: Tensor, bound: float) -> Tensor:
+    """Return in which tokens trainer and engine are too far apart: KPop (Guo et al. 2026, Ant Group, ringtech.notion.site/kpop).
+
+    max(D(p || q), D(q || p)) > bound, with the trainer's and the engine's probability p and q of the sampled token and the divergence
+    D of two outcomes, :func:`~rlhf_mcore.algorithms.kl.binary_kl`. A band of ratios is equally wide for all tokens. This one is wider
+    for a rare token and narrower for a likely one. Probabilities are held between 1e-6 and 1 - 1e-6, as in prime-rl: else a token
+    whose logprob is rounded to 0 on one side alone would be infinitely far.
+
+    Args:
+        old_logprobs, rollout_logprobs: any shape, of the trainer before the step's updates and of the engine.
+    """
+    p, q = (values.double().exp().clamp(_CERTAIN, 1 - _CERTAIN) for values in (old_logprobs, rollout_logprobs))
+    return torch.maximum(binary_kl(p, q), binary_kl(q, p)) > bound
+
+
 @torch.no_grad()
 def factors_of_microbatch(
     old_logprobs: Tensor,
@@ -72,6 +91,8 @@ def factors_of_microbatch(
             sums /= zeros.index_add(0, ids, mask.flatten().double()).clamp(min=1)
         log_ratio = sums[sequence_ids].to(log_ratio.dtype)
     factor = ratio_factors(log_ratio, cfg)[1]
+    if cfg.max_binary_kl is not None:
+        factor = torch.where(find_divergent(old_logprobs, rollout_logprobs, cfg.max_binary_kl), 0, factor)
     if cfg.veto is not None:
         is_vetoed = zeros.scatter_reduce(0, ids, of_tokens, "amin") < math.log(cfg.veto)
         factor = torch.where(is_vetoed[sequence_ids], 0, factor)
@@ -114,7 +135,8 @@ def rollout_correction(
     clips, is the trainer's before the step's updates, with ``old_logprobs``. Rho is the ratio of proximal to behaviour policy.
 
     The factor is 0 if the ratio before the cap is outside of [mask_low, mask_high], and for a response with a token whose ratio is
-    below ``veto`` (Liu et al. 2025, "When Speed Kills Stability", part 3). With every mode it is 0 for tokens more than
+    below ``veto`` (Liu et al. 2025, "When Speed Kills Stability", part 3). With ``token`` it is also 0 for a token whose
+    divergence is above ``max_binary_kl`` (:func:`find_divergent`). With every mode it is 0 for tokens more than
     ``max_token_staleness`` versions old, and in responses with a token more than ``max_response_staleness`` old. The counts by which
     a loss is divided do not change. As in verl, NeMo-RL and TRL the factors apply to the policy term only; KL and entropy apply to
     every token. Log ratios are clamped to +-``MAX_LOG_RATIO``.
@@ -128,9 +150,9 @@ def rollout_correction(
     Returns:
         [N] float32 factors, and statistics of the ratios of all tokens (``off``, ``token``) or responses (other modes) of all rows:
         ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clipped_fraction`` (above the cap, and not masked), ``masked_fraction`` (not
-        in the band, or vetoed) and ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 if all are equal. For an
-        empty mask these are 1, and fractions 0. With ``staleness`` also those of tokens: ``staleness_mean``, ``staleness_max``, and
-        ``stale_fraction``, the share that is masked for its age.
+        in the band, divergent or vetoed) and ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 if all are equal.
+        For an empty mask these are 1, and fractions 0. With ``staleness`` also those of tokens: ``staleness_mean``, ``staleness_max``,
+        and ``stale_fraction``, the share that is masked for its age.
     """
     difference = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
     log_ratio, counted = torch.where(loss_mask, difference, 0), loss_mask
@@ -145,7 +167,10 @@ def rollout_correction(
         log_ratio = rows.to_tokens(sums.to(log_ratio.dtype))
         counted = rows.last(loss_mask)
     ratio, factor, kept = ratio_factors(log_ratio, cfg)
-    kept, factor = kept & ~is_vetoed, torch.where(is_vetoed, 0, factor)
+    is_left_out = is_vetoed
+    if cfg.max_binary_kl is not None:
+        is_left_out = is_vetoed | find_divergent(old_logprobs, rollout_logprobs, cfg.max_binary_kl)
+    kept, factor = kept & ~is_left_out, torch.where(is_left_out, 0, factor)
     is_capped = (ratio > cfg.cap) & kept if cfg.mode in ("token", "sequence") else torch.zeros_like(kept)
     ages: dict[str, float] = {}
     if staleness is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf_mcore.algorithms.interfaces import LossInputs, policy_loss
-from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32, kl_penalty
+from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32, binary_kl, kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 
 if TYPE_CHECKING:
@@ -137,9 +137,7 @@ def dppo_kl(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str,
     another, is above ``clip_high`` for a token that has become more likely, or above ``clip_low`` for one that has become less likely.
     """
     new, old = _probabilities(inputs)
-    # Infinite where the policy is certain of what the old one was not, and 0 where both are.
-    others = torch.special.xlogy(1 - old, 1 - old) - torch.special.xlogy(1 - old, 1 - new)
-    divergence = torch.special.xlogy(old, old) - torch.special.xlogy(old, new) + others
+    divergence = binary_kl(old, new)
     return _mask_divergence(
         inputs,
         too_high=(new > old) & (divergence > cfg.clip_high),

@@ -134,6 +134,8 @@ def _correction_problems(cfg: Config) -> Iterator[str]:
     if mode == "off" and bounds:
         key, value = next(iter(bounds.items()))
         yield f"{prefix}{key}={value:g} has no effect with {prefix}mode=off; choose token, sequence or geometric"
+    if mode != "token" and (limit := correction.max_binary_kl) is not None:
+        yield f"{prefix}max_binary_kl={limit:g} leaves out tokens, which {prefix}mode={mode} does not weigh; choose token"
     if mode == "geometric" and not bounds:
         yield f"{prefix}mode=geometric leaves out nothing; set {prefix}mask_low, mask_high or veto"
     if low is not None and high is not None and low >= high:

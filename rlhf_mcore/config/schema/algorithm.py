@@ -89,6 +89,14 @@ class RolloutCorrectionConfig(Group):
         null="none",
         more="1e-4 is usual.",
     )
+    max_binary_kl: Optional[float] = key(
+        None,
+        "`token`: it leaves out tokens for which the divergence of the two probabilities is larger, in either direction",
+        ABOVE_0,
+        null="none",
+        unit="nats",
+        more="KPop sets it to 0.1.",
+    )
     max_token_staleness: Optional[int] = key(
         None,
         "the policy term leaves out tokens that an older policy sampled",

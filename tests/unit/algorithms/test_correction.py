@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhf_mcore.algorithms.correction import (
     RATIO_MODES,
     factors_of_microbatch,
+    find_divergent,
     rollout_correction,
     rollout_ratio_statistics,
     takes_part,
@@ -153,6 +154,29 @@ def test_one_token_vetoes_its_response(mode: str):
     assert corrected(mode=mode, cap=100.0, veto=0.2)[1]["masked_fraction"] == 0.0
 
 
+def test_tokens_whose_probabilities_diverge_are_left_out():
+    # Probabilities (trainer, engine) of tokens, and the larger of the two divergences, worked out by hand:
+    # (0.5, 0.5): 0. (0.9, 0.99): .9 ln(.9/.99) + .1 ln(.1/.01) = 0.144480. (0.3, 0.1): .3 ln 3 + .7 ln(.7/.9) = 0.153664.
+    # (0.03, 0.01): .03 ln 3 + .97 ln(.97/.99) = 0.013162; the ratio is that of the last one.
+    # (1 - 1e-3, 1), the engine's rounded to certainty: .001 ln(.001/1e-6) + .999 ln(.999/(1-1e-6)) = 0.005909.
+    p = torch.tensor([[0.5, 0.9, 0.3, 0.03, 1 - 1e-3, NAN]], dtype=torch.float64)
+    q = torch.tensor([[0.5, 0.99, 0.1, 0.01, 1.0, NAN]], dtype=torch.float64)
+    mask = torch.tensor([[True] * 5 + [False]])
+
+    def left_out(bound: float) -> list[bool]:
+        assert torch.equal(find_divergent(p.log(), q.log(), bound), find_divergent(q.log(), p.log(), bound))
+        cfg = RolloutCorrectionConfig(mode="token", cap=100.0, max_binary_kl=bound)
+        factors, statistics = correction(p.log().float(), q.log().float(), mask, cfg)
+        assert statistics["masked_fraction"] == pytest.approx(factors[mask].eq(0).double().mean())
+        kept = factors != 0
+        torch.testing.assert_close(factors[kept], (p / q).float()[kept], rtol=1e-5, atol=0)
+        return factors.eq(0).tolist()[0]
+
+    assert left_out(0.1) == [False, True, True, False, False, True]
+    for place, divergence in ((1, 0.144480), (2, 0.153664), (3, 0.013162), (4, 0.005909)):
+        assert left_out(divergence - 2e-6)[place] and not left_out(divergence + 2e-6)[place]
+
+
 # The first row began two versions ago, and its last token one; outside of the mask there may be anything.
 AGES = torch.tensor([[99, 2, 1], [0, 0, 99], [99, 99, 99]])
 
@@ -248,9 +272,10 @@ def test_nothing_to_correct(mode: str):
 
 @pytest.mark.parametrize("mode", RATIO_MODES)
 @pytest.mark.parametrize("veto", [None, 0.3])
-def test_the_factors_of_a_microbatch_are_those_of_the_step(mode: str, veto: float | None):
+@pytest.mark.parametrize("max_binary_kl", [None, 0.05])
+def test_the_factors_of_a_microbatch_are_those_of_the_step(mode: str, veto: float | None, max_binary_kl: float | None):
     rollout = torch.full((3, 3), -3.0)
-    cfg = RolloutCorrectionConfig(mode=mode, cap=3.0, mask_low=0.2, veto=veto)
+    cfg = RolloutCorrectionConfig(mode=mode, cap=3.0, mask_low=0.2, veto=veto, max_binary_kl=max_binary_kl)
     expected, _ = correction(rollout + RATIOS.log(), rollout, MASK, cfg)
     ids = torch.arange(3)[:, None].expand(3, 3)
     factors = factors_of_microbatch(rollout + RATIOS.log(), rollout, MASK, ids, 3, cfg)
