@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +101,10 @@ class EpisodeOrder:
         rules = AgentRules(limits, self.max_total, self.fails, own.score != "reward", own.branches)
         os.environ.update(self.variables)
         sessions = sessions_of(own, self.num_engines, self.folder)
-        return AgentEpisodes(
-            sessions, Endpoint(own.agent.host), Conversation(tokenizer, self.chat_template, parse), rules
-        )
+        endpoint = Endpoint(own.agent.host)
+        episodes = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, self.chat_template, parse), rules)
+        weakref.finalize(episodes, endpoint.close_all)
+        return episodes
 
 
 def episode_worker(

@@ -160,3 +160,55 @@ def test_an_engine_of_two_ranks_takes_turns_with_a_tool(workspace: Path) -> None
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert called and max(line.get("timing/prefix_hit", 0) for line in lines) > 0  # of the turns after a call
     assert all(abs(line["rollout/logprob_diff_max"]) < 1e-3 for line in lines if "rollout/logprob_diff_max" in line)
+
+
+def test_an_agent_learns_a_tool_through_the_client_of_openai(workspace: Path) -> None:
+    ranks = ["trainer.world_size=2", "rollout.layout.tp=2", "actor.layout.tp=2"]
+    size = ["trainer.prompts_per_step=16", "trainer.minibatch_size=8", "rollout.sampling.n=8", "trainer.num_steps=4"]
+    run = train(workspace, "agent", "agent", *ranks, *size, "bridge.canary=true")
+    found, rewards = rollouts(run), learned(run)
+    assert len(found) == 4 * 128 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.2, rewards
+    assert all("branches" not in record for record in found)  # its history is told as it was
+    called = [record for record in found if record["turns"][0]["text"].startswith("<tool>")]
+    assert called and all(turn["writer"] == "environment" for record in called for turn in record["turns"][1::2])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(abs(line["rollout/logprob_diff_max"]) < 1e-3 for line in lines if "rollout/logprob_diff_max" in line)
+
+
+FORKS = """
+import asyncio
+from openai import AsyncOpenAI
+
+CLIENT = AsyncOpenAI(api_key="none", max_retries=0)
+
+async def play(task, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+
+    async def ask(*messages):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        return answer.choices[0].message
+
+    first = await ask(*task["messages"])
+    begun = [*task["messages"], first, {"role": "tool", "content": "7"}]
+    await asyncio.gather(ask(*begun), ask(*begun), ask({"role": "user", "content": "1*1="}))
+    if task["prompt_id"].endswith("3"):
+        raise ValueError("no idea")
+    return len(first.content) / 100
+"""
+
+
+def test_an_agent_that_forks_plays_on_engines_of_their_own(workspace: Path) -> None:
+    (workspace / "forks.py").write_text(FORKS)
+    settings = ["environment.agent.function=forks.py:play", "rollout.engine=hf", "rollout.placement=disaggregated"]
+    settings += ["trainer.max_staleness=1", "trainer.num_steps=3", "reward.on_error=zero", "reward.max_error_share=1"]
+    run = train(workspace, "agent", "forks", *settings)
+    found = rollouts(run)
+    assert len(found) == 3 * 16
+    for record in found:
+        assert record["branches"] == 3 and [turn["writer"] for turn in record["turns"]].count("policy") == 4
+        assert (record["failure"] == "error") == record["prompt_id"].endswith("3")
+    assert_registered(run, "rollout/branches_mean")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(line.get("rollout/branches_mean", 3) == 3 for line in lines)
+    [first] = [line for line in lines if line["step"] == 1]  # every token is of the policy that learns from it
+    assert first["rollout/staleness_max"] == 0 and first["rollout/logprob_diff_max"] < 1e-4

@@ -25,8 +25,9 @@ _LIMITS = {"turns": "environment.max_turns", "length": "environment.max_tokens",
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A turn that is being drawn. ``call`` is None where nobody asked: an episode without a turn is no row."""
+    """A turn of the episode ``key`` that is being drawn. ``call`` is None where nobody asked: an episode without a turn is no row."""
 
+    key: int
     request: Request
     tree: TokenTree
     place: Place
@@ -132,7 +133,7 @@ class AgentEpisodes:
             if turn is not None:
                 check_completion(turn.request, completion)
                 self._take_turn(turn, completion)
-            elif completion.request_id < TURNS:
+            elif completion.request_id < TURNS // 2:  # ids of episodes may be below 0
                 others.append(completion)  # else nobody waits for it any more
         finished, self._finished = self._finished, []
         return others + finished
@@ -250,7 +251,7 @@ class AgentEpisodes:
         most = max(min(limit for limit in limits if limit is not None), 1)
         sampling = replace(asked.sampling, max_new_tokens=most)
         request = replace(first, name=name, prompt_ids=place.tokens(), seed=seed, sampling=sampling)
-        self._turns[number] = _Turn(request, each.tree, place, call)
+        self._turns[number] = _Turn(key, request, each.tree, place, call)
         if call is not None:
             call.turns[number] = None
         self._requests.append(request)
@@ -258,13 +259,12 @@ class AgentEpisodes:
 
     def _take_turn(self, turn: _Turn, drawn: Completion) -> None:
         """Add a turn to its tree, and answer a call whose turns are all there. What nobody heard is not learned from."""
-        key, call, place = drawn.request_id % TURNS, turn.call, turn.place
-        each = self._open[key]
+        call, place, each = turn.call, turn.place, self._open[turn.key]
         if call is None:
             assert each.failure is not None
             said, end, _ = self._talk.read(drawn, ())
             each.tree.add(None, place.text, place.context, drawn, said, end)
-            self._fail(key, each, each.failure)
+            self._fail(turn.key, each, each.failure)
             return
         call.turns[drawn.request_id] = drawn
         if call.gone or None in call.turns.values():

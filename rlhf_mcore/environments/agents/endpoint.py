@@ -26,6 +26,7 @@ KEY = "environment.agent.host"
 BEGIN = "/v1/begin"  # of an episode, again: what was said in it is forgotten
 MAX_BYTES = 2**24  # of a request
 MAX_WAITING = 256  # requests of an episode at a time
+_END_S = 2.0  # for who still waits for an answer when a run ends
 _ENDED = "the episode of this key has ended, or there was none"
 
 
@@ -52,38 +53,40 @@ class Endpoint:
         self._by_number: dict[int, _Episode] = {}
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while calls wait
         self._loop = asyncio.new_event_loop()
-        ready, problem = Event(), list[OSError]()
+        ready, problem, ended = Event(), list[OSError](), asyncio.Event()
         self.url = ""
 
-        async def begin() -> None:
+        async def serve() -> None:
             application = web.Application(client_max_size=MAX_BYTES)
             for path in DIALECTS:
                 application.router.add_post(path, self._serve)
             application.router.add_post(BEGIN, self._begin)
             application.router.add_get("/v1/models", self._models)
-            runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+            runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
             await runner.setup()
             site = web.TCPSite(runner, host, 0)
             await site.start()
             port = runner.addresses[0][1]
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            ready.set()
+            await ended.wait()
+            await runner.cleanup()
 
         def run() -> None:
             asyncio.set_event_loop(self._loop)
             try:
-                self._loop.run_until_complete(begin())
+                self._loop.run_until_complete(serve())
             except OSError as error:
                 problem.append(error)
             finally:
                 ready.set()
-            if not problem:
-                self._loop.run_forever()
 
-        Thread(target=run, name="agents", daemon=True).start()
+        thread = Thread(target=run, name="agents", daemon=True)
+        thread.start()
         ready.wait()
         if problem:
             raise ConfigError(f"{KEY}={host}: nothing can listen there ({problem[0]}); give an address of this machine")
-        self.close_all = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        self.close_all = weakref.finalize(self, _end, self._loop, ended, thread)
 
     # ----------------------------------------------------------------------------------- of the engine's thread
     def open(self, number: int) -> str:
@@ -202,6 +205,11 @@ class Endpoint:
         self._calls.put(call)
         with suppress(BlockingIOError):
             os.eventfd_write(self.wake, 1)
+
+
+def _end(loop: asyncio.AbstractEventLoop, ended: asyncio.Event, thread: Thread) -> None:
+    loop.call_soon_threadsafe(ended.set)
+    thread.join(_END_S)
 
 
 def _digest(api_key: str) -> bytes:

@@ -98,6 +98,7 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
     ).replace("m.role + '>'", "('user' if m.role == 'system' else m.role) + '>'")
 
     def run(says: Any, play: Any, n: int = 1, new: int = 40, fails: bool = True, **limits: Any) -> list[Trajectory]:
+        first = limits.pop("first", 0)
         turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
         engine = run.engine = Scripted(tokenizer, turns)  # type: ignore[attr-defined]
         branches, total = limits.pop("branches", "all"), limits.pop("max_total", 400)
@@ -107,7 +108,7 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
         driver = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, "auto", parse), rules)
         plays = EpisodeGenerator(engine, driver)
         sampling = Sampling(n=n, max_new_tokens=new, seed=5)
-        plays.submit([episode_request(k, PROMPT, k, sampling, 3) for k in range(n)])
+        plays.submit([episode_request(first + k, PROMPT, k, sampling, 3) for k in range(n)])
         ended: list[Completion] = []
         while plays.num_in_flight:
             ended += plays.collect(math.inf)
@@ -263,8 +264,9 @@ def test_openai_responses_with_a_tool(run: Any, tokenizer: PreTrainedTokenizerBa
     assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
 
 
+@pytest.mark.parametrize("first", [0, -7])  # ids of evaluations are below 0
 def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
-    run: Any, tokenizer: PreTrainedTokenizerBase
+    run: Any, tokenizer: PreTrainedTokenizerBase, first: int
 ) -> None:
     def play(base_url: str, api_key: str) -> float:
         async def ask_all() -> list[str]:
@@ -278,7 +280,7 @@ def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
         assert asyncio.run(ask_all()) == ["0!", "1!", "2!", "3!"]
         return 1
 
-    whole = run(lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6)
+    whole = run(lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6, first=first)
     assert [sorted(sampled(each, tokenizer)) for each in whole] == [["0!<end>", "1!<end>", "2!<end>", "3!<end>"]] * 6
     assert [each.sample for each in whole] == list(range(6))
 
