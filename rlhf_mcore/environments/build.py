@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -92,10 +94,12 @@ class EpisodeOrder:
 
         own, parse = self.own, None
         if (name := own.tool_parser) is not None:
-            self.make_parser(name, tokenizer, ())  # a parser that does not fit is refused now
+            # A parser takes the schemas of its tools, and a tenth of a second to be made: agents have few lists of them.
+            parser_of = lru_cache(maxsize=64)(lambda tools: self.make_parser(name, tokenizer, json.loads(tools)))
+            parser_of("[]")  # one that does not fit is refused now
 
             def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-                return dict(self.make_parser(name, tokenizer, tools)(text))
+                return dict(parser_of(json.dumps(tools))(text))
 
         limits = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
         rules = AgentRules(limits, self.max_total, self.fails, own.score != "reward", own.branches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -278,6 +279,8 @@ class AgentEpisodes:
         said, end, message = self._talk.read(cut, tools)
         if stop is not None:
             message = {**message, "content": message["content"].partition(stop)[0]}
+        if calls := message.get("tool_calls"):  # parsers number those of a turn; in an episode each has an id of its own
+            message = {**message, "tool_calls": [{**call, "id": f"call_{secrets.token_hex(8)}"} for call in calls]}
         reply = comparable(message)
         each.tree.add(
             place.parent, place.text, place.context, cut, said, end, reply=reply, num_messages=place.num_messages

@@ -96,7 +96,7 @@ class TokenTree:
     def shared(self, text: str, nodes: Iterable[Node]) -> tuple[Node | None, int]:
         """Return the last of ``nodes``, each the child of the one before, up to which ``text`` tells what they do, and where it ends.
 
-        A template may trim the text of a turn, and may write its end or not.
+        A template may write the spaces of a turn differently, and may write its end or not.
         """
         last: Node | None = None
         place = 0
@@ -175,13 +175,19 @@ class TokenTree:
 
 
 def _after(text: str, place: int, said: str) -> int | None:
-    """Return where ``said`` ends in a text from ``place`` on; None where something else is there."""
+    """Return where ``said`` ends in a text from ``place`` on; None where something else is there. Templates may change spaces."""
     if text.startswith(said, place):
         return place + len(said)
-    core = said.strip()
-    while place < len(text) and text[place].isspace():
+    letters = [letter for letter in said if not letter.isspace()]
+    if not letters:
+        return None
+    for letter in letters:
+        while place < len(text) and text[place].isspace():
+            place += 1
+        if not text.startswith(letter, place):
+            return None
         place += 1
-    return place + len(core) if core and text.startswith(core, place) else None
+    return place
 
 
 def join_sequences(parts: Sequence[Trajectory]) -> Trajectory:

@@ -163,6 +163,25 @@ def test_texts_and_tokens_without_messages_continue_too(agent: Agent, tokenizer:
     assert place("twice").parent is None and place(tokens[:3]).parent is None
 
 
+def test_what_a_template_does_to_spaces_is_no_branch(tokenizer: PreTrainedTokenizerBase) -> None:
+    """As Qwen3's does within a thought, and Llama's around a turn: the tokens go on as they were sampled."""
+    before = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim | replace('</think>', '\n</think>\n\n') + '<end>' }}\n"
+        "{% endfor %}<assistant>"
+    )
+    try:
+        agent = Agent(tokenizer)
+        history = [user("q"), agent.ask([user("q")], " <think> x</think>a "), user("r")]
+        agent.ask(history, "b")
+        whole = agent.tree.trajectory(PROMPT, 0)
+        expected = "<user>q<end>\n<assistant> <think> x</think>a <end>\n<user>r<end>\n<assistant>b<end>"
+        assert whole.sequences == () and tokenizer.decode(whole.token_ids) == expected
+        assert learned(whole) == agent.engine.drawn
+    finally:
+        tokenizer.chat_template = before
+
+
 def test_what_a_template_takes_out_is_a_branch(tokenizer: PreTrainedTokenizerBase) -> None:
     own = Conversation(tokenizer).tokenizer
     before = own.chat_template
