@@ -141,7 +141,8 @@ TRACKERS = {
 }
 
 AGENT = "agent"
-ENVIRONMENTS = ("tools", "gymnasium", "openenv", "verifiers", AGENT)  # that need no file of the user's
+ASKING = (AGENT, "verifiers")  # environments that ask for turns at an endpoint
+ENVIRONMENTS = ("tools", "gymnasium", "openenv", *ASKING)  # that need no file of the user's
 
 # What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from rlhf_mcore.config.choices import AGENT
+from rlhf_mcore.config.choices import ASKING
 from rlhf_mcore.config.implied import longest_response
 from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.tokenizer import load_tokenizer
@@ -76,7 +76,7 @@ class EpisodeOrder:
     def build(self) -> EpisodeDriver:
         """Build the episodes."""
         own, tokenizer = self.own, load_tokenizer(self.tokenizer_dir)
-        if own.function == AGENT:
+        if own.function in ASKING:
             return self._agents(tokenizer)
         text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
         bounds = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)

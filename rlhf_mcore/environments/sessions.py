@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.choices import AGENT
+from rlhf_mcore.config.choices import AGENT, ASKING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.worker import KEY
 from rlhf_mcore.rewards.frames import encode
@@ -283,11 +283,12 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
     assert own.function is not None
     workers = own.workers or default_workers(num_engines)
     options, timeout_s = own.options or {}, own.timeout_s
-    if own.function == AGENT:  # its only step is an episode, with all tries
+    if own.function == AGENT:  # the only step is an episode, with all tries
         agent = own.agent
         options = {name: getattr(agent, name) for name in ("command", "function", "url", "timeout_s", "retries")}
         options["max_output_bytes"] = int(agent.max_output_kib * 1024)
-        timeout_s += agent.timeout_s * (1 + agent.retries)
+    if own.function in ASKING:
+        timeout_s += own.agent.timeout_s * (1 + own.agent.retries)
     limits = WorkerLimits(workers, timeout_s, own.memory_gib, tuple(own.env))
     return Sessions(own.function, options, limits, folder)
 

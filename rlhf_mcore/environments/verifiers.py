@@ -1,8 +1,7 @@
 """Environments of the package verifiers (interface of version 0.4): one episode of theirs is one of ours.
 
-verifiers asks a model for each turn over OpenAI's chat protocol. Here an endpoint on this host takes the request and answers with
-what the policy has written. Messages that come after the policy's turn are the observation; a request that tells an earlier turn
-differently is refused, so nothing that was sampled is tokenised again.
+verifiers asks a model for each turn, in the API that a harness speaks. The model is the policy, behind the endpoint of agents
+(``rlhf_mcore.environments.agents``): whatever a harness makes of its history, what was sampled is learned from.
 
 ``python -m rlhf_mcore.environments.verifiers`` writes the prompts of a taskset.
 """
@@ -25,11 +24,13 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, for_terminal
 from rlhf_mcore.config.show import redact
+from rlhf_mcore.environments.agents.calls import MODEL
+from rlhf_mcore.environments.agents.conversation import Asked
+from rlhf_mcore.environments.agents.endpoint import Endpoint
 
 KEY = "environment.options"
 INSTALL = "pip install --target FOLDER verifiers==0.4.0, and set environment.options.packages=FOLDER"
 _HARNESS = "rlhf_mcore_turns"
-_SESSION = "X-Session-ID"
 
 
 class Verifiers:
@@ -48,108 +49,29 @@ class Verifiers:
         self, taskset: Mapping[str, Any], env: Mapping[str, Any] | None = None, packages: str | None = None
     ) -> None:
         self._host = _host(json.dumps({**(env or {}), "taskset": taskset}), packages)
-        self._asked: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
-        self._answer: asyncio.Future[dict[str, Any]] | None = None
-        self._episode: asyncio.Task[Any] | None = None
-        self._told: list[dict[str, Any]] = []  # the conversation so far, as verifiers has told it
-        self._traces: list[str] = []  # of the agents in this episode
-        self._tools: list[Any] = []
+        self._task: Any = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Begin the task with the number ``extra_info.task``."""
+        """Take the task with the number ``extra_info.task``; ``step`` begins it."""
         number = row["extra_info"].get("task")
         if not isinstance(number, int):
             raise ValueError(
                 f"extra_info.task of this row is {number!r}: it must be the number of a task; write the rows by python -m {__name__}"
             )
-        asked = await self.begin(number)
-        if other := [message for message in asked["messages"] if _text(message).strip() not in row["prompt"]]:
-            raise ValueError(
-                f"task {number} asks {_text(other[0])!r:.200}, which is not in the prompt of this row: write the rows of this "
-                f"taskset by python -m {__name__}"
-            )
+        self._task = self._host.task(number)
 
-    async def begin(self, number: int) -> dict[str, Any]:
-        """Start an episode. Returns the first request to the policy."""
-        task = self._host.task(number)
-        self._episode = asyncio.create_task(self._host.play(task, self))
-        asked = await self._next()
-        if asked is None:
-            raise RuntimeError(f"task {number} has ended before it asked the policy")
-        self._tools = asked.get("tools") or []
-        return asked
-
-    async def step(self, action: str | Mapping[str, Any]) -> tuple[list[dict[str, str]], float, bool]:
-        """Give the environment a turn, and return its answer."""
-        assert self._answer is not None and self._episode is not None
-        if self._tools and isinstance(action, str):
-            raise ValueError(
-                "the task has tools, and environment.tool_parser is not set, so that none can be called: set it, and "
-                f"environment.tools to the file that python -m {__name__} --tools writes"
-            )
-        message: dict[str, Any] = {"role": "assistant", "content": action}
-        if not isinstance(action, str):
-            message |= {"content": action["content"]}
-            message |= {"tool_calls": action["tool_calls"]} if action["tool_calls"] else {}
-        before = len(self._told) + 1
-        self._told.append(message)
-        self._answer.set_result(message)
-        asked = await self._next()
-        if asked is not None:
-            return [{"role": m["role"], "content": _text(m)} for m in asked["messages"][before:]], 0.0, False
-        return [], self._host.reward_of(self._episode.result(), self._traces[0]), True
-
-    async def close(self) -> None:
-        """End the episode, wherever it is."""
-        for trace in self._traces:
-            self._host.episodes.pop(trace, None)
-        if self._answer is not None:
-            self._answer.cancel()
-        if self._episode is not None and not self._episode.done():
-            self._episode.cancel()
-            await asyncio.wait([self._episode])
-
-    async def ask(self, trace: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask for the policy's turn, and wait for it."""
-        messages, turns = body["messages"], self._told
-        if not self._traces:
-            self._traces.append(trace)
-        problem = None
-        if trace not in self._traces:
-            problem = "has a second agent that the policy plays; give all but one a model and a client of their own"
-        elif [*map(_said, messages[: len(turns)])] != [*map(_said, turns)] or len(messages) <= len(turns):
-            problem = (
-                "tells the turns so far differently than they were; use a harness that leaves the conversation as it is"
-            )
-        if problem is not None:
-            self._asked.put_nowait(RuntimeError(f"the environment of verifiers {problem}"))
-            raise asyncio.CancelledError
-        self._told = list(messages)
-        self._answer = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(body)
-        return await self._answer
-
-    async def _next(self) -> dict[str, Any] | None:
-        """Wait for the next request to the policy; None where the episode has ended.
-
-        Raises:
-            RuntimeError: the conversation cannot be followed.
-        """
-        assert self._episode is not None
-        asking = asyncio.create_task(self._asked.get())
-        await asyncio.wait([asking, self._episode], return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-            asking.cancel()
-            self._episode.result()
-            return None
-        request = asking.result()
-        if isinstance(request, Exception):
-            raise request
-        return request
+    async def step(self, action: Mapping[str, str]) -> tuple[None, float, bool]:
+        """Play the whole episode, with the policy at the endpoint that ``action`` names."""
+        aiohttp = import_module("aiohttp")
+        headers = {"Authorization": f"Bearer {action['api_key']}"}
+        async with aiohttp.ClientSession() as web, web.post(f"{action['base_url']}/begin", headers=headers) as answer:
+            if answer.status != 200:
+                raise RuntimeError("the endpoint does not know the episode")
+        return None, await self._host.play(self._task, action["base_url"], action["api_key"]), True
 
 
 class _Host:
-    """The environment of a process, the endpoint that its policy is asked at, and the episodes under way."""
+    """The environment of a process, for all of its episodes."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         loaders, agents = _module("utils.loaders"), _module("configs.agent")
@@ -167,7 +89,7 @@ class _Host:
         self._more = iter(self._environment.taskset)
         self._ready: asyncio.Task[Any] | None = None
         self._holder: asyncio.Task[None] | None = None
-        self.episodes: dict[str, Verifiers] = {}  # by the id of a trace
+        self._numbers = count()
 
     def task(self, number: int) -> Any:
         """Return the task with this number.
@@ -182,32 +104,39 @@ class _Host:
             self._tasks.append(task)
         return self._tasks[number]
 
-    async def play(self, task: Any, episode: Verifiers) -> Any:
-        """Play an episode of verifiers from its beginning to its end."""
-        if self._ready is None:
-            self._ready = asyncio.create_task(self._serve())
-        port = await self._ready
-        client = self._v1.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1", api_key_var="NO_KEY")
-        context = self._v1.clients.ModelContext(model="policy", client=client)
-
-        def register(trace: Any) -> None:
-            self.episodes[trace.id] = episode
-
-        return await self._environment.run_episode(task, context, on_trace=register)
-
-    def reward_of(self, played: Any, trace_id: str) -> float:
-        """Return the reward of the agent that the policy has played.
+    async def play(self, task: Any, base_url: str, api_key: str) -> float:
+        """Play an episode of verifiers from its beginning to its end. Returns the reward of the agent that the policy has played.
 
         Raises:
-            RuntimeError: the episode has failed.
+            RuntimeError: the episode has failed, or the policy has played several agents, whose rewards may be opposed.
         """
+        if self._ready is None:
+            self._ready = asyncio.create_task(self._begin())
+        await self._ready
+        variable = f"RLHF_MCORE_EPISODE_{next(self._numbers)}"  # a client of verifiers reads its key from one
+        os.environ[variable] = api_key
+        try:
+            client = self._v1.EvalClientConfig(base_url=base_url, api_key_var=variable)
+            played = await self._environment.run_episode(
+                task, self._v1.clients.ModelContext(model=MODEL, client=client)
+            )
+        finally:
+            del os.environ[variable]
         errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
         if errors or not played.ok:
             raise RuntimeError("verifiers reports " + ("; ".join(f"{e.type}: {e.message}" for e in errors) or "no end"))
-        return float(next(trace.reward for trace in played.traces if trace.id == trace_id))
+        clients = [(trace, trace.agent.config.client) for trace in played.traces]
+        own = [trace for trace, its in clients if its is None or its.api_key_var == variable]
+        if len(own) != 1:
+            raise RuntimeError(
+                f"the policy has played {len(own)} agents in an episode of verifiers: give all but one a model and a client of "
+                "their own"
+            )
+        return float(own[0].reward)
 
-    async def _serve(self) -> int:
-        web, begun = import_module("aiohttp.web"), asyncio.Event()
+    async def _begin(self) -> None:
+        """Start what the environment serves to its agents, for as long as the process lives."""
+        begun = asyncio.Event()
 
         async def hold() -> None:
             async with self._environment.serving():
@@ -219,30 +148,6 @@ class _Host:
         await asyncio.wait([self._holder, beginning], return_when=asyncio.FIRST_COMPLETED)
         if self._holder.done():
             self._holder.result()
-        application = web.Application(client_max_size=2**30)
-        application.router.add_post("/v1/chat/completions", self._complete)
-        runner = web.AppRunner(application, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return int(site._server.sockets[0].getsockname()[1])
-
-    async def _complete(self, request: Any) -> Any:
-        web, body, trace = import_module("aiohttp.web"), await request.json(), request.headers.get(_SESSION, "")
-        try:
-            message = await self.episodes[trace].ask(trace, body)
-        except (asyncio.CancelledError, KeyError):
-            return web.json_response({"error": {"message": "the episode is over"}}, status=410)
-        reason = "tool_calls" if "tool_calls" in message else "stop"
-        choice, whole = {"index": 0, "finish_reason": reason}, {"id": "turn", "created": 0, "model": "policy"}
-        if not body.get("stream"):
-            return web.json_response(
-                {**whole, "object": "chat.completion", "choices": [{**choice, "message": message}]}
-            )
-        calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls", []))]
-        delta = message | ({"tool_calls": calls} if calls else {})
-        chunk = json.dumps({**whole, "object": "chat.completion.chunk", "choices": [{**choice, "delta": delta}]})
-        return web.Response(text=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
 
 
 @lru_cache(maxsize=4)
@@ -328,17 +233,6 @@ async def _called(call_mcp: Any, function: Mapping[str, str], connections: Any, 
     return await call_mcp(connections, dispatch, name, arguments)
 
 
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)  # a KeyError names others
-
-
-def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Extract the parts of a message that a harness may not change."""
-    calls = [(call["id"], *call["function"].values()) for call in message.get("tool_calls") or []]
-    return message["role"], _text(message), calls
-
-
 # ------------------------------------------------------------------------------------------------------------------ rows
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the prompts of a taskset; returns the exit status."""
@@ -367,22 +261,37 @@ async def _openings(options: dict[str, Any], first: int, rows: int) -> tuple[lis
     """Read what the first tasks ask the policy, as rows; and their tools, which are the same in all of them."""
     prompts: list[dict[str, Any]] = []
     tools: list[Any] = []
-    for number in count(first):
+    endpoint = Endpoint("127.0.0.1")
+    for number in range(first, first + rows):
         episode = Verifiers(**options)
-        if len(prompts) == rows:
-            break
         try:
-            asked = await episode.begin(number)
+            await episode.reset({"extra_info": {"task": number}}, seed=0)
         except IndexError:
             break
-        finally:
-            await episode.close()
-        if prompts and (asked.get("tools") or []) != tools:
+        asked = await _first_request(episode, endpoint, number)
+        if prompts and list(asked.tools) != tools:
             raise RuntimeError(f"task {number} has other tools than task {first}; a run has one list of them")
-        tools = asked.get("tools") or []
-        prompt = [{"role": message["role"], "content": _text(message)} for message in asked["messages"]]
+        tools = list(asked.tools)
+        prompt = [{"role": message["role"], "content": message["content"]} for message in asked.messages]
         prompts.append({"prompt": prompt, "data_source": "verifiers", "extra_info": {"task": number}})
     return prompts, tools
+
+
+async def _first_request(episode: Verifiers, endpoint: Endpoint, number: int) -> Asked:
+    """Begin a task, and end it when it has asked the policy."""
+    action = {"base_url": endpoint.url, "api_key": endpoint.open(number)}
+    playing = asyncio.create_task(episode.step(action))
+    try:
+        while not playing.done():
+            if calls := [call.asked for call in endpoint.take() if call.asked is not None]:
+                return calls[0]
+            await asyncio.sleep(0.01)
+        playing.result()
+        raise RuntimeError(f"task {number} has ended before it asked the policy")
+    finally:
+        endpoint.close(number)
+        playing.cancel()
+        await asyncio.wait([playing])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.choices import AGENT
+from rlhf_mcore.config.choices import ASKING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.episodes import row_of
 from rlhf_mcore.environments.sessions import sessions_of
@@ -25,7 +25,7 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
     silent: Any = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
     sessions, under_way = sessions_of(cfg.environment, 1, os.getcwd()), set(range(len(prompts)))
     endpoint = None
-    if cfg.environment.function == AGENT:
+    if cfg.environment.function in ASKING:
         from rlhf_mcore.environments.agents.endpoint import Endpoint
 
         endpoint = Endpoint(cfg.environment.agent.host)

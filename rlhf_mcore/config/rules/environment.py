@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_mcore.config.choices import AGENT, ENVIRONMENTS, is_file_spec
+from rlhf_mcore.config.choices import AGENT, ASKING, ENVIRONMENTS, is_file_spec
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tool_schemas import read_tools
@@ -37,6 +37,8 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
     """List the problems with an agent: exactly one of its kinds, of an environment that is one."""
     own, agent = cfg.environment, cfg.environment.agent
     kinds = [name for name in ("command", "function", "url") if getattr(agent, name)]
+    if own.function in ASKING:
+        yield from _asking_problems(cfg)
     if own.function != AGENT:
         for name in kinds:
             yield f"environment.agent.{name} is set, and environment.function={own.function}; set environment.function=agent"
@@ -53,6 +55,11 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
         yield f"environment.agent.url={agent.url}: it must begin with http:// or https://"
     if own.options is not None:
         yield "environment.options has no effect with environment.function=agent; remove it, an agent has its settings in its file"
+
+
+def _asking_problems(cfg: Config) -> Iterator[str]:
+    """List the problems with an environment that asks at an endpoint."""
+    own, agent = cfg.environment, cfg.environment.agent
     if own.overlap is False:
         yield "environment.overlap=False: an engine draws turns of agents as they come; set it to null"
     if not agent.host.strip():

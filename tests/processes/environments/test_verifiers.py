@@ -13,11 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.sessions import Answer, Sessions
-from rlhf_mcore.rewards.items import WorkerLimits
+from rlhf_mcore.config.schema import EnvironmentConfig
+from rlhf_mcore.environments.agents.conversation import Conversation
+from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
+from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.episodes import EpisodeLimits
+from rlhf_mcore.environments.generator import EpisodeGenerator
+from rlhf_mcore.environments.sessions import sessions_of
+from rlhf_mcore.trainer.rollouts import episode_request
+from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.commands import ROOT, finished
+from tests.unit.environments.conftest import Scripted, tokenizer
+from tests.unit.environments.test_agents import parse
+
+__all__ = ["tokenizer"]
 
 PACKAGES = os.environ.get("RLHF_MCORE_TEST_VERIFIERS", "")
 TASKSETS = """
@@ -120,28 +132,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Played:
-    """Sessions of a taskset in one process, a call at a time."""
+    """Episodes of a taskset in one process, with a policy that is told what to say."""
 
-    def __init__(self, taskset: str, **env: Any) -> None:
-        options = {"packages": PACKAGES, "taskset": {"id": taskset}, "env": env}
-        self.sessions = Sessions("verifiers", options, WorkerLimits(workers=1, timeout_s=120))
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, taskset: str, says: Any, **env: Any) -> None:
+        own = EnvironmentConfig(function="verifiers", workers=1, timeout_s=60.0)
+        own.options = {"packages": PACKAGES, "taskset": {"id": taskset}, "env": env}
+        own.agent.timeout_s = 60.0
+        self.sessions, endpoint = sessions_of(own, 1, str(Path.cwd())), Endpoint("127.0.0.1")
+        rules = AgentRules(EpisodeLimits(max_turns=8), 4000, fails=False)
+        driver = AgentEpisodes(self.sessions, endpoint, Conversation(tokenizer, "auto", parse), rules)
+        self.engine = Scripted(tokenizer, says)
+        self.plays = EpisodeGenerator(self.engine, driver)
 
-    def answer(self) -> dict[int, Answer]:
-        """To everything that was called."""
-        found: dict[int, Answer] = {}
-        while self.sessions.num_calls:
-            found |= dict(self.sessions.poll(None))
-        return found
-
-    def open(self, key: int, row: dict[str, Any]) -> Answer:
-        """A session of a row."""
-        self.sessions.open(key, row, seed=0)
-        return self.answer()[key]
-
-    def step(self, key: int, action: Any) -> Answer:
-        """A turn of the policy."""
-        self.sessions.step(key, action)
-        return self.answer()[key]
+    def play(self, *rows: dict[str, Any]) -> list[Trajectory]:
+        """An episode for each row."""
+        sampling = Sampling(max_new_tokens=99, seed=5)
+        prompts = [Prompt(str(k), k, [1], row["prompt"], extra_info=row["extra_info"]) for k, row in enumerate(rows)]
+        drawn = self.plays.generate([episode_request(k, prompt, 0, sampling, 1) for k, prompt in enumerate(prompts)])
+        return [one.trajectory for one in sorted(drawn, key=lambda one: one.request_id) if one.trajectory is not None]
 
 
 def rows(folder: Path, taskset: str) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -156,53 +164,54 @@ def rows(folder: Path, taskset: str) -> tuple[list[dict[str, Any]], list[Any]]:
     return found, json.loads(Path("tools.json").read_text())
 
 
-def test_an_environment_of_several_turns_is_played_from_its_rows(folder: Path) -> None:
+def said(episode: Trajectory) -> list[tuple[str, str]]:
+    """The turns of policy and environment."""
+    return [(turn.writer, turn.text) for turn in episode.turns if turn.writer != "prompt"]
+
+
+def test_an_environment_of_several_turns_is_played_from_its_rows(
+    folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     given, tools = rows(folder, "guess_v1")
     assert [row["prompt"] for row in given] == [f"Be brief. Guess number {number}." for number in range(3)]
     assert (tools, given[2]["extra_info"]) == ([], {"task": 2})
-    played = Played("guess_v1")
-    for key, row in enumerate(given):
-        assert played.open(key, row) == Answer()
-    for key in range(3):
-        played.sessions.step(key, "1")
-    found = played.answer()
-    assert [(a.messages, a.reward, a.done) for a in (found[0], found[1], found[2])] == [
-        ([{"role": "user", "content": "lower"}], 0.0, False),
-        ([], 1.0, True),
-        ([{"role": "user", "content": "higher"}], 0.0, False),
-    ]
-    assert (played.step(2, "2").reward, played.step(0, "0").done) == (1.0, True)
-    played.open(3, given[0])
-    assert "ValueError: invalid literal for int() with base 10: 'one'" in played.step(3, "one").error
-    assert "'Guess number 0.', which is not in the prompt" in played.open(4, given[0] | {"prompt": "Be brief."}).error
-    assert "there is no task 7: the taskset has 3" in played.open(5, given[0] | {"extra_info": {"task": 7}}).error
+
+    def guess(text: str, seed: int) -> str:
+        return "0" if "lower" in text else "2" if "higher" in text else "1"
+
+    played = Played(tokenizer, "guess_v1", guess)
+    low, right, high = played.play(*given)
+    assert [episode.score.value for episode in (low, right, high) if episode.score] == [1.0, 1.0, 1.0]
+    assert said(right) == [("policy", "1")] and right.sequences == low.sequences == ()
+    assert [text for _, text in said(high)] == ["1", "<end>\n<user>higher<end>\n<assistant>", "2"]
+    assert "Be brief." in tokenizer.decode(high.token_ids)
+    [lost] = played.play(given[0] | {"extra_info": {"task": 7}})
+    assert lost.score is not None and "there is no task 7: the taskset has 3" in lost.score.cause
+    [odd] = played.play(given[0] | {"extra_info": {}})
+    assert odd.score is not None and "write the rows by python -m rlhf_mcore" in odd.score.cause
     played.sessions.close_all()
-    ended = Played("guess_v1", player={"max_turns": 1})
-    ended.open(0, given[0])
-    assert (ended.step(0, "1").reward, ended.sessions.num_calls) == (0.0, 0)  # verifiers has ended it, and scored it
+    ended = Played(tokenizer, "guess_v1", guess, player={"max_turns": 1})
+    [cut] = ended.play(given[0])  # verifiers has ended it, and scored it
+    assert cut.score is not None and cut.score.value == 0.0 and cut.score.failure is None
     ended.sessions.close_all()
     with pytest.raises(ConfigError, match=r"environment\.options: verifiers does not load .*<redacted>.*nowhere"):
-        Played("nowhere", player={"client": {"api_key": "x"}}).open(0, given[0])
+        Played(tokenizer, "nowhere", guess, player={"client": {"api_key": "x"}}).play(given[0])
 
 
-def test_tools_of_a_task_are_called_through_their_servers(folder: Path) -> None:
+def test_tools_of_a_task_are_called_through_their_servers(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     [row], [tool] = rows(folder, "add_v1")
     assert tool["function"]["description"] == "Add two numbers."
-    played = Played("add_v1")
-    for key in range(2):
-        assert played.open(key, row) == Answer()
-    call = {"name": tool["function"]["name"], "arguments": '{"a": 2, "b": 3}'}
-    called = {"content": "", "tool_calls": [{"id": "call_0", "type": "function", "function": call}]}
-    assert played.step(0, called).messages == [{"role": "tool", "content": "5"}]
-    last = played.step(0, {"content": "5", "tool_calls": []})
-    assert (last.reward, last.done) == (0.5, True)
-    assert "environment.tool_parser is not set" in played.step(1, "5").error
+    call = f"call:{tool['function']['name']}:" + '{"a": 2,  "b": 3}'
+    played = Played(tokenizer, "add_v1", lambda text, seed: "5" if "<tool>5" in text else call)
+    [episode] = played.play(row)
+    assert episode.score is not None and (episode.score.value, episode.score.cause) == (0.5, "")
+    assert said(episode)[0] == ("policy", call) and said(episode)[-1] == ("policy", "5") and not episode.sequences
     played.sessions.close_all()
 
 
-def test_a_conversation_that_is_told_differently_is_refused(folder: Path) -> None:
-    played = Played("once_v1")
-    assert played.open(0, {"prompt": "first", "extra_info": {"task": 0}}) == Answer()
-    assert "tells the turns so far differently than they were" in played.step(0, "well").error
-    assert "write the rows by python -m rlhf_mcore" in played.open(1, {"prompt": "first", "extra_info": {}}).error
+def test_a_conversation_that_is_told_differently_is_a_branch(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    played = Played(tokenizer, "once_v1", lambda text, seed: "well")
+    [episode] = played.play({"prompt": "first", "extra_info": {"task": 0}})
+    assert episode.score is not None and episode.score.cause == ""
+    assert len(episode.sequences) == 2 and said(episode) == [("policy", "well"), ("policy", "well")]
     played.sessions.close_all()

@@ -168,6 +168,7 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         ([*SERVED, "environment.branches=none"], None, ["environment.branches='none'", "all, last, longest"]),
         ([*SERVED, "environment.options={a: 1}"], None, ["environment.options has no effect", "remove it"]),
         ([*SERVED, "environment.overlap=false"], None, ["environment.overlap=False", "set it to null"]),
+        (["environment.function=verifiers", "environment.overlap=false"], None, ["environment.overlap=False", "null"]),
         ([*SERVED, "algorithm=gspo"], None, ["policy_loss=gspo", "environment.branches to last or longest"]),
         (["reward.remote.url=http://a/b", "reward.rules=[{name: mth}]"], None, ["did you mean 'math'?"]),
         (["rollout.placement=elsewhere"], None, ["rollout.placement", "colocated"]),
