@@ -7,7 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class Prompt:
 class Sampling:
     """How a response is drawn. ``temperature == 0`` is greedy; ``top_k == -1`` and ``top_p == 1.0`` are off.
 
-    ``records_support``: completions have the tokens that each of theirs was drawn from.
+    ``records_support``: completions have the tokens that each of theirs was drawn from. ``baseline``: beside the ``n`` responses that
+    are learned from, each prompt has a greedy one, its sample number ``n``.
     """
 
     n: int = 1
@@ -67,6 +68,18 @@ class Sampling:
     max_new_tokens: int = 256
     seed: int = 0
     records_support: bool = False
+    baseline: bool = False
+
+    @property
+    def num_drawn(self) -> int:
+        """Responses to a prompt that are drawn."""
+        return self.n + self.baseline
+
+    def of_sample(self, sample: int) -> Sampling:
+        """Return how response ``sample`` to a prompt is drawn."""
+        if sample < self.n:
+            return self
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, records_support=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +278,8 @@ class TrainBatch:
     bootstrap_values: Tensor | None = None
     # [B, K] float64, on every rank: the parts of the scores that algorithm.reward_weights names, in its order
     score_parts: Tensor | None = None
+    # [B] float64, on every rank: the score of the greedy response to the row's prompt, where one is drawn
+    baselines: Tensor | None = None
     correction: Tensor | None = None  # [N] float32: factors of the token weights of the policy loss
     # The prompts of this batch with responses to others of them; for losses that need them
     mismatched: TrainBatch | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32, binary_kl
+from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,25 +53,6 @@ def ratio_factors(log_ratio: Tensor, cfg: RolloutCorrectionConfig) -> tuple[Tens
     return ratio, torch.where(kept, weight, 0), kept
 
 
-# Logprobs of float32 do not tell probabilities apart that are closer to 1.
-_CERTAIN = 1e-6
-
-
-def find_divergent(old_logprobs: Tensor, rollout_logprobs: Tensor, bound: float) -> Tensor:
-    """Return in which tokens trainer and engine are too far apart: KPop (Guo et al. 2026, Ant Group, ringtech.notion.site/kpop).
-
-    max(D(p || q), D(q || p)) > bound, with the trainer's and the engine's probability p and q of the sampled token and the divergence
-    D of two outcomes, :func:`~rlhf_mcore.algorithms.kl.binary_kl`. A band of ratios is equally wide for all tokens. This one is wider
-    for a rare token and narrower for a likely one. Probabilities are held between 1e-6 and 1 - 1e-6, as in prime-rl: else a token
-    whose logprob is rounded to 0 on one side alone would be infinitely far.
-
-    Args:
-        old_logprobs, rollout_logprobs: any shape, of the trainer before the step's updates and of the engine.
-    """
-    p, q = (values.double().exp().clamp(_CERTAIN, 1 - _CERTAIN) for values in (old_logprobs, rollout_logprobs))
-    return torch.maximum(binary_kl(p, q), binary_kl(q, p)) > bound
-
-
 @torch.no_grad()
 def factors_of_microbatch(
     old_logprobs: Tensor,
@@ -92,6 +73,8 @@ def factors_of_microbatch(
         log_ratio = sums[sequence_ids].to(log_ratio.dtype)
     factor = ratio_factors(log_ratio, cfg)[1]
     if cfg.max_binary_kl is not None:
+        from rlhf_mcore.algorithms.divergence import find_divergent
+
         factor = torch.where(find_divergent(old_logprobs, rollout_logprobs, cfg.max_binary_kl), 0, factor)
     if cfg.veto is not None:
         is_vetoed = zeros.scatter_reduce(0, ids, of_tokens, "amin") < math.log(cfg.veto)
@@ -136,7 +119,7 @@ def rollout_correction(
 
     The factor is 0 if the ratio before the cap is outside of [mask_low, mask_high], and for a response with a token whose ratio is
     below ``veto`` (Liu et al. 2025, "When Speed Kills Stability", part 3). With ``token`` it is also 0 for a token whose
-    divergence is above ``max_binary_kl`` (:func:`find_divergent`). With every mode it is 0 for tokens more than
+    divergence is above ``max_binary_kl`` (``divergence.py``). With every mode it is 0 for tokens more than
     ``max_token_staleness`` versions old, and in responses with a token more than ``max_response_staleness`` old. The counts by which
     a loss is divided do not change. As in verl, NeMo-RL and TRL the factors apply to the policy term only; KL and entropy apply to
     every token. Log ratios are clamped to +-``MAX_LOG_RATIO``.
@@ -169,6 +152,8 @@ def rollout_correction(
     ratio, factor, kept = ratio_factors(log_ratio, cfg)
     is_left_out = is_vetoed
     if cfg.max_binary_kl is not None:
+        from rlhf_mcore.algorithms.divergence import find_divergent
+
         is_left_out = is_vetoed | find_divergent(old_logprobs, rollout_logprobs, cfg.max_binary_kl)
     kept, factor = kept & ~is_left_out, torch.where(is_left_out, 0, factor)
     is_capped = (ratio > cfg.cap) & kept if cfg.mode in ("token", "sequence") else torch.zeros_like(kept)

@@ -38,6 +38,7 @@ class AdvantageInputs:
     old_values: Tensor | None = None  # [N] float32: value of the state before a token; with a critic
     # [B] float32: value of the state after the last token; with bootstrap_truncated
     bootstrap_values: Tensor | None = None
+    baselines: Tensor | None = None  # [B] float64: the score of the greedy response to the same prompt
     score_parts: Tensor | None = None  # [B, K] float64: the parts of the scores that algorithm.reward_weights names
     fields: Mapping[str, Field] = field(default_factory=dict)  # [N, ...] by name, those that the estimator ``reads``
 

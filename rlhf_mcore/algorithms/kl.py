@@ -21,15 +21,6 @@ kl_estimator = registering(ESTIMATORS, KL_ESTIMATORS)
 MAX_LOG_RATIO = 20.0
 
 
-def binary_kl(p: Tensor, q: Tensor) -> Tensor:
-    """Compute KL(p || q) of two outcomes, the sampled token or another, from probabilities of the token.
-
-    D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). It is infinite where q is certain of what p is not.
-    """
-    others = torch.special.xlogy(1 - p, 1 - p) - torch.special.xlogy(1 - p, 1 - q)
-    return torch.special.xlogy(p, p) - torch.special.xlogy(p, q) + others
-
-
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, mask: Tensor | None = None, clip: float | None = None
 ) -> Tensor:

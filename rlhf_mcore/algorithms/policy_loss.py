@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf_mcore.algorithms.interfaces import LossInputs, policy_loss
-from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32, binary_kl, kl_penalty
+from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32, kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ def dppo_kl(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str,
     As :func:`dppo_tv`, where q log(q / p) + (1 - q) log((1 - q) / (1 - p)), the divergence of two outcomes, the sampled token or
     another, is above ``clip_high`` for a token that has become more likely, or above ``clip_low`` for one that has become less likely.
     """
+    from rlhf_mcore.algorithms.divergence import binary_kl  # other losses have no use for it
+
     new, old = _probabilities(inputs)
     divergence = binary_kl(old, new)
     return _mask_divergence(

@@ -16,6 +16,7 @@ from rlhf_mcore.cli.generation import (
     OnDeviceBridge,
     Rewards,
     build_canary,
+    build_exchange,
     changed_only,
     choose_collect,
     training_sampling,
@@ -39,7 +40,6 @@ from rlhf_mcore.rollout.remote.fleet_state import FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineOrder
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
-from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_of
@@ -96,9 +96,7 @@ def build_disaggregated(
     engines = SharedEngines(first, sync_again)
     worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
     on_error = OnError.of(cfg.reward)
-    exchange = RowExchange(
-        rollout.sampling.n, schedule.max_staleness > 0, on_error, parts=tuple(cfg.algorithm.reward_weights or ())
-    )
+    exchange = build_exchange(cfg, on_error)
     collect = choose_collect(cfg, on_error)
     resync = bridge.sync if copies is None else lambda _version: sync_again()
     source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collect)

@@ -16,6 +16,7 @@ from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.run.sync import ChangedOnlyBridge, GatherBridge, PlannedBridge, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.implied import draws_greedy
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler
@@ -104,7 +105,7 @@ def build_colocated(
         sampling,
         rewards.graders,
         choose_collect(cfg, on_error),
-        RowExchange(sampling.n, on_error=on_error, parts=tuple(cfg.algorithm.reward_weights or ())),
+        build_exchange(cfg, on_error),
         record,
         rewards.add_model,
     )
@@ -134,9 +135,16 @@ def _closed_at_end(engine: Engine) -> Iterator[None]:
     engine.close()
 
 
+def build_exchange(cfg: Config, on_error: OnError) -> RowExchange:
+    asynchronous, parts = cfg.trainer.max_staleness > 0, tuple(cfg.algorithm.reward_weights or ())
+    return RowExchange(cfg.rollout.sampling.n, asynchronous, on_error, parts, draws_greedy(cfg))
+
+
 def training_sampling(cfg: Config) -> Sampling:
     sampling = cfg.rollout.sampling
-    return Sampling(**vars(sampling), seed=cfg.seed, records_support=truncates(sampling))
+    return Sampling(
+        **vars(sampling), seed=cfg.seed, records_support=truncates(sampling), baseline=draws_greedy(cfg)
+    )
 
 
 def choose_collect(cfg: Config, on_error: OnError) -> Collect:

@@ -42,6 +42,7 @@ class Estimator:
     whitens: bool = False  # over the tokens of a step; algorithm.whiten_advantages may ask for it
     discounts: bool = False  # by algorithm.gamma, later rewards of a response
     credits_turns: bool = True  # with algorithm.turn_credit
+    needs_greedy: bool = False  # a greedy response to each prompt, whose score is the baseline
     compares_parts: bool = False  # of the scores, those that algorithm.reward_weights names, and nothing else
 
 
@@ -91,6 +92,7 @@ ADVANTAGES = {
     "rloo": Estimator(compares_group=True),
     "opo": Estimator(compares_group=True, credits_turns=False),
     "gdpo": Estimator(compares_group=True, credits_turns=False, compares_parts=True),
+    "remax": Estimator(credits_turns=False, needs_greedy=True),
     "reinforce": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus_baseline": Estimator(compares_group=True, whitens=True),
@@ -164,6 +166,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740): the log-likelihood of a response is a sum over its tokens.
     "rloo": {"advantage": "rloo", "loss_aggregation": "constant", "kl.estimator": "k1", "kl.placement": "reward"},
+    # Li et al. 2023 (arXiv 2310.10505): the log-likelihood of a response is a sum over its tokens, the KL part of the reward.
+    "remax": {"advantage": "remax", "loss_aggregation": "constant", "kl.estimator": "k1", "kl.placement": "reward"},
     # Hu et al. 2025, REINFORCE++ (arXiv 2501.03262).
     "reinforce_plus_plus": {
         "advantage": "reinforce_plus_plus",

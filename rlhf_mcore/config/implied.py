@@ -68,6 +68,11 @@ def needs_critic(cfg: Config) -> bool:
     return cfg.algorithm.use_critic == "true"
 
 
+def draws_greedy(cfg: Config) -> bool:
+    """Tell whether each prompt has a greedy response beside those that are learned from."""
+    return run_kind(cfg).generates and ADVANTAGES.get(cfg.algorithm.advantage, Estimator()).needs_greedy
+
+
 def needs_reference(cfg: Config) -> bool:
     """Tell whether the policy is compared with a frozen one. Under adapters that is the actor without them."""
     kind = run_kind(cfg)

@@ -53,6 +53,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/std", "standard deviation of the scores", healthy="above 0", remedy="see reward/share_same"),
         Metric("reward/max", "highest score of the step"),
         Metric("reward/min", "lowest score of the step"),
+        Metric("reward/baseline_mean", "mean score of the greedy responses (remax), which no other metric counts"),
         Metric("reward/share_zero", "responses that score exactly 0", SHARE),
         Metric("reward/share_max", "responses with the highest score of the step, where scores differ", SHARE),
         Metric("reward/share_same", "prompts whose responses all score the same, so that a group teaches nothing", SHARE),

@@ -8,6 +8,7 @@ from functools import partial
 
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.implied import draws_greedy
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
 from rlhf_mcore.planning.counts import num_parameters
@@ -125,7 +126,8 @@ def kv_tokens(inputs: PlanInputs) -> int:
     """
     rollout = inputs.cfg.rollout
     if not engine_kind(rollout.engine).reserves_cache:
-        rows = inputs.cfg.trainer.prompts_per_step * rollout.sampling.n // num_engines(inputs.cfg, inputs.world_size)
+        drawn = rollout.sampling.n + draws_greedy(inputs.cfg)
+        rows = inputs.cfg.trainer.prompts_per_step * drawn // num_engines(inputs.cfg, inputs.world_size)
         return min(rollout.max_num_seqs, max(rows, 1)) * (_longest(inputs) + state_tokens(inputs))
     budget = int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - _engine_weights(inputs)
     budget -= _prefill_bytes(inputs)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from rlhf_mcore.config.implied import draws_greedy
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import delta_elements
 from rlhf_mcore.planning.counts import active_parameters, model_flops, mtp_flops
@@ -44,10 +45,11 @@ def phase_seconds(inputs: PlanInputs, sync_s: float) -> dict[str, float]:
 def _generate(inputs: PlanInputs) -> float:
     """Estimate prompts once, then steps of decoding with as many sequences as there are or fit."""
     work, sampling = inputs.work, inputs.cfg.rollout.sampling
-    sequences = work.sequences / num_engines(inputs.cfg, inputs.world_size)
+    drawn = sampling.n + draws_greedy(inputs.cfg)
+    sequences = work.sequences * drawn / sampling.n / num_engines(inputs.cfg, inputs.world_size)
     running = max(1.0, min(sequences, most_running(inputs)))
     steps = max(sequences * work.response_tokens / running, float(sampling.max_new_tokens))
-    prompts_s = prefill_token_s(inputs) * work.prompt_tokens * sequences / sampling.n
+    prompts_s = prefill_token_s(inputs) * work.prompt_tokens * sequences / drawn
     return prompts_s + steps * decode_step_s(inputs, running)
 
 

@@ -104,7 +104,7 @@ class AdvantageComputer:
         inputs = AdvantageInputs(
             rewards, batch.loss_mask, rows, batch.group_ids, batch.truncated, batch.old_values, batch.bootstrap_values
         )
-        inputs.score_parts = batch.score_parts
+        inputs.score_parts, inputs.baselines = batch.score_parts, batch.baselines
         inputs.fields = pick_fields(batch, self.estimate, f"algorithm.advantage={self.cfg.advantage}")
         found = self.estimate(inputs, self.cfg)
         batch.advantages, batch.returns = found.advantages, found.returns

@@ -210,7 +210,7 @@ class SamplingAhead:
     def _requests(self, group: Group, version: int) -> Iterable[Request]:
         sampling = sampling_of_batch(self._sampling, group.attempt)
         group.version = version
-        for sample in range(sampling.n):
+        for sample in range(sampling.num_drawn):
             request = self._make_request(self._next_id, group.prompt, sample, sampling, group.step)
             group.requests[request.request_id] = request
             self._asked[request.request_id] = group, sample
@@ -322,7 +322,7 @@ class SamplingAhead:
         """
         by_number = {group.number: group for group in self._groups}
         for number, trajectories in finished.items():
-            if self._sampling.records_support and any(t.support is None for t in trajectories):
+            if any(self._sampling.of_sample(t.sample).records_support and t.support is None for t in trajectories):
                 continue
             group = by_number[number]
             group.trajectories, group.scores = trajectories, self._begin_scores(trajectories)

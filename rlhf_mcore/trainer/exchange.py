@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -40,13 +41,14 @@ class RowExchange:
 
     ``asynchronous``: tokens may be older than the weights that learn from them, so the policy version of each travels too.
     ``on_error``: what becomes of prompts with a response that has no score. ``parts``: names of parts of the scores that are learned
-    from one by one.
+    from one by one. ``baselines``: each prompt has a greedy response too.
     """
 
     samples_per_prompt: int
     asynchronous: bool = False
     on_error: OnError = field(default_factory=OnError)
     parts: tuple[str, ...] = ()
+    baselines: bool = False
 
     def __call__(
         self,
@@ -55,6 +57,7 @@ class RowExchange:
         trajectories: Sequence[Trajectory],
         scores: Sequence[Score],
         left_out: Sequence[Score] = (),
+        greedy: Mapping[int, Score] = MappingProxyType({}),
     ) -> tuple[TrainBatch, ScoreFacts]:
         """Exchange the rows of a step, and what is known of their scores. Collective over the world.
 
@@ -63,13 +66,14 @@ class RowExchange:
             positions: for each trajectory the place of its prompt in ``prompts``; a data set smaller than a step repeats prompts.
             trajectories, scores: those that this rank has drawn, maybe none.
             left_out: scores of responses that this rank has drawn in vain; failures among them count.
+            greedy: scores of the greedy responses that this rank has drawn, by the place of their prompt.
 
         Raises:
             ConfigError: on every rank, too many responses have no score, no prompt is left, or no score has one of the ``parts``.
             LostTrajectory: on every rank, a trajectory is missing, doubled, or arrives changed.
             RuntimeError: on every rank, a trajectory has no finite score.
         """
-        facts, failed, first = _gather_facts(positions, trajectories, scores, left_out, self.on_error)
+        facts, failed, first = _gather_facts(positions, trajectories, scores, left_out, greedy, self.on_error)
         kept = self.on_error.left(prompts, failed, first)
         facts.num_dropped = len(prompts) - len(kept)
         if facts.num_dropped:
@@ -78,6 +82,7 @@ class RowExchange:
             prompts = [prompts[place] for place in kept]
             positions = [place_of[positions[k]] for k in mine_left]
             trajectories, scores = [trajectories[k] for k in mine_left], [scores[k] for k in mine_left]
+            greedy = {place_of[place]: score for place, score in greedy.items() if place in place_of}
         num_samples = self.samples_per_prompt
         numbers = np.array([p * num_samples + t.sample for p, t in zip(positions, trajectories, strict=True)], np.int64)
         order = np.argsort(numbers, kind="stable").tolist()
@@ -91,6 +96,10 @@ class RowExchange:
 
         batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.asynchronous)
         batch.prompts = list(prompts)
+        if self.baselines:
+            from rlhf_mcore.trainer.greedy import gather_baselines
+
+            batch.baselines = gather_baselines(prompts, greedy).repeat_interleave(num_samples)
         if self.parts:
             self._refuse_unknown_parts(facts)
             own = [[float(numbers[k]), *(scores[k].parts.get(part, 0.0) for part in self.parts)] for k in order]
@@ -237,6 +246,7 @@ def _gather_facts(
     trajectories: Sequence[Trajectory],
     scores: Sequence[Score],
     left_out: Sequence[Score],
+    greedy: Mapping[int, Score],
     on_error: OnError,
 ) -> tuple[ScoreFacts, set[int], str]:
     """Return facts, the places of prompts that have a response without a score, and the first cause. Collective over the world.
@@ -248,14 +258,14 @@ def _gather_facts(
     for score in scores:
         for name, value in score.parts.items():
             parts[name].append(value)
-    failed = [score for score in (*scores, *left_out) if score.failure is not None]
+    failed = [score for score in (*scores, *left_out, *greedy.values()) if score.failure is not None]
     mine = {
         "sums": {name: (sum(values), len(values)) for name, values in parts.items()},
         "failures": Counter(score.failure for score in failed),
         "unread": Counter(t.prompt.data_source for t, s in zip(trajectories, scores, strict=True) if not s.answered),
-        "places": [place for place, score in zip(positions, scores, strict=True) if score.failure is not None],
+        "places": [place for place, score in (*zip(positions, scores, strict=True), *greedy.items()) if score.failure is not None],
         "causes": [score.cause or score.failure for score in failed[:1]],
-        "total": len(scores) + len(left_out),
+        "total": len(scores) + len(left_out) + len(greedy),
         "prefix": (sum(t.num_cached for t in trajectories), sum(t.num_prefilled for t in trajectories)),
     }
     totals, counts, failures, unread = defaultdict[str, float](float), Counter[str](), Counter[str](), Counter[str]()

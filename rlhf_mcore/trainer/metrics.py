@@ -24,6 +24,7 @@ def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
         "reward/std": float(scores.std(unbiased=False)),
         "reward/max": float(scores.max()),
         "reward/min": float(scores.min()),
+        **({"reward/baseline_mean": float(batch.baselines.mean())} if batch.baselines is not None else {}),
         **{f"reward/{kind}s": float(count) for kind, count in facts.failures.items()},
         **({"reward/dropped_prompts": float(facts.num_dropped)} if facts.num_dropped else {}),
         **{f"reward/{name}_mean": mean for name, mean in facts.part_means.items()},

@@ -93,7 +93,7 @@ class SampledBatches:
                 self.recorder.progress(f"{count} finished · {waiting} waiting · longest {longest:,} tokens")
 
             with self.recorder.phase("generate"):
-                self.recorder.progress(f"{len(prompts) * self.sampling.n} responses to {len(prompts)} prompts")
+                self.recorder.progress(f"{len(prompts) * self.sampling.num_drawn} responses to {len(prompts)} prompts")
                 sampling = sampling_of_batch(self.sampling, number)
                 positions, trajectories = self.worker.draw_step(prompts, sampling, step=step, finished=finished)
             with self.recorder.phase("score"):
@@ -112,10 +112,15 @@ def scored_batch(
     note_lengths: Callable[[Sequence[Prompt], Sequence[int], Sequence[int]], None] = lambda *_: None,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Make the rows of a step from what every rank has drawn and scored, and metrics of them. Collective over the world."""
+    greedy: dict[int, Score] = {}
+    if exchange.baselines:
+        from rlhf_mcore.trainer.greedy import take_out_greedy
+
+        greedy = take_out_greedy(collected, exchange.samples_per_prompt)
     positions, trajectories, scores = collected.positions, collected.trajectories, collected.scores
     recorder.rollouts(step, trajectories, scores)
     with recorder.phase("exchange"):
-        batch, facts = exchange(collected.prompts, positions, trajectories, scores, collected.left_out)
+        batch, facts = exchange(collected.prompts, positions, trajectories, scores, collected.left_out, greedy)
     assert batch.prompts is not None
     note_lengths(batch.prompts, batch.group_ids.tolist(), batch.num_sampled.tolist())
     return batch, collected.metrics() | rollout_metrics(batch, facts) | source_metrics(batch, facts)

@@ -34,7 +34,8 @@ def request_of(number: int, prompt: Prompt, sample: int, sampling: Sampling, ste
     """Make request ``number``: for response ``sample`` to a prompt of ``step``."""
     # A prompt's further occurrences are seeded as further samples: the second has those from ``sampling.n`` on.
     seed = request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample)
-    return Request(number, f"prompt {prompt.prompt_id!r}, sample {sample}", prompt.prompt_ids, sampling, seed)
+    name = f"prompt {prompt.prompt_id!r}, sample {sample}"
+    return Request(number, name, prompt.prompt_ids, sampling.of_sample(sample), seed)
 
 
 def episode_request(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> EpisodeRequest:
@@ -129,7 +130,7 @@ class RolloutWorker:
             LostTrajectory: a response is missing, doubled, or was not asked for.
             RuntimeError: a response that must not be trained on.
         """
-        numbered, take = number_occurrences(prompts), self.dealer.share(prompts, sampling.n, self.engine)
+        numbered, take = number_occurrences(prompts), self.dealer.share(prompts, sampling.num_drawn, self.engine)
         expected = OpenRequests()
         unfinished: dict[int, list[Completion]] = {}  # by the places of their prompts in the step
         groups: dict[int, list[Trajectory]] = {}
@@ -146,18 +147,18 @@ class RolloutWorker:
                 break
             for completion in self.generator.collect(math.inf):
                 expected.match(completion)
-                place = completion.request_id // sampling.n
+                place = completion.request_id // sampling.num_drawn
                 group = unfinished.setdefault(place, [])
                 group.append(completion)
-                if len(group) == sampling.n:
-                    groups[place] = self._build_trajectories(numbered, unfinished.pop(place), sampling.n)
+                if len(group) == sampling.num_drawn:
+                    groups[place] = self._build_trajectories(numbered, unfinished.pop(place), sampling.num_drawn)
                     finished(place, groups[place])
         expected.refuse_missing()
         places = sorted(groups)
         return [place for place in places for _ in groups[place]], [t for place in places for t in groups[place]]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        """Draw ``sampling.n`` responses to each prompt, in this order. Returns [] on ranks that do not lead their engine.
+        """Draw all responses to each prompt, in this order. Returns [] on ranks that do not lead their engine.
 
         Raises:
             LostTrajectory, RuntimeError: as ``draw_step``.
@@ -168,17 +169,17 @@ class RolloutWorker:
         for completion in completions:
             expected.match(completion)
         expected.refuse_missing()
-        return self._build_trajectories(prompts, completions, sampling.n)
+        return self._build_trajectories(prompts, completions, sampling.num_drawn)
 
     def _make_requests(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, first: int = 0) -> list[Request]:
         """Make the requests for all samples of prompts, of which the first has place ``first`` in the step.
 
         The id of a request is the place of its prompt times the number of samples, plus the sample.
         """
-        samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
+        samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.num_drawn)]
         return [
             self.make_request(number, prompt, sample, sampling, step)
-            for number, (prompt, sample) in enumerate(samples, first * sampling.n)
+            for number, (prompt, sample) in enumerate(samples, first * sampling.num_drawn)
         ]
 
     def _build_trajectories(

@@ -128,6 +128,18 @@ def test_losses_that_hold_back_tokens_of_high_covariance(seed: int, loss: str) -
     )
 
 
+def test_greedy_responses_as_baselines() -> None:
+    batch = Ragged(1)
+    generator = torch.Generator().manual_seed(3)
+    rewards = torch.where(batch.mask, torch.randn(batch.mask.shape, generator=generator), 0)
+    baselines, nobody = torch.randn(len(LENGTHS), generator=generator), torch.zeros(len(LENGTHS))
+    inputs = advantage_inputs(rewards, batch.mask, nobody.long(), nobody.bool())
+    inputs.baselines = baselines.double()
+    theirs, _ = verl.core_algos.compute_remax_outcome_advantage(rewards, baselines, batch.floats)
+    ours = find_advantage_estimator("remax")(inputs, AlgorithmConfig()).advantages
+    assert_same(ours.view_as(theirs), theirs, batch.mask, rtol=1e-5)  # theirs adds up in float32
+
+
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_parts_of_scores(normalize_std: bool) -> None:
     """verl divides by the deviation over tokens, with N - 1: here all responses have as many, so the two differ by a factor."""

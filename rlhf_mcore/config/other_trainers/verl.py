@@ -39,6 +39,7 @@ ADVANTAGES = {
     "rloo_vectorized": "rloo",
     "opo": "opo",
     "gdpo": "gdpo",
+    "remax": "remax",
     "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
 }
@@ -66,7 +67,7 @@ def _weights(values: Values) -> dict[str, float]:
 def samples(values: Values) -> dict[str, Any]:
     """Carry over the responses per prompt. With a single one theirs falls back to the bare score, ours compares."""
     count, estimator = int(values[ROLLOUT + "n"]), values["algorithm.adv_estimator"]
-    if count == 1 and estimator in ADVANTAGES and estimator not in ("gae", "reinforce_plus_plus"):
+    if count == 1 and estimator in ADVANTAGES and estimator not in ("gae", "reinforce_plus_plus", "remax"):
         raise Lost(
             f"{estimator} compares the responses to one prompt with each other: 2 are drawn", {"rollout.sampling.n": 2}
         )

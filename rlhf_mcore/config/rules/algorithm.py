@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from rlhf_mcore.config.derive import correction_mode, part_weights
-from rlhf_mcore.config.implied import needs_critic
+from rlhf_mcore.config.implied import draws_greedy, needs_critic
 from rlhf_mcore.config.schema import AlgorithmConfig, Config, CovarianceConfig, SapoConfig
 
 
@@ -20,7 +20,7 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
             f"rollout.sampling.n={n}: algorithm.advantage={algorithm.advantage} compares the responses to "
             "one prompt with each other; set rollout.sampling.n to 2 or more"
         )
-    if n < 2 and algorithm.dynamic_sampling.enabled:
+    if n < 2 and algorithm.dynamic_sampling.enabled and not draws_greedy(cfg):
         yield (
             f"rollout.sampling.n={n}: algorithm.dynamic_sampling.enabled=True keeps prompts whose responses differ in "
             "score; set rollout.sampling.n to 2 or more, or switch it off"
@@ -69,10 +69,26 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
             f"algorithm.dual_clip={algorithm.dual_clip:g} has no effect with algorithm.policy_loss="
             f"{algorithm.policy_loss}; set it to null"
         )
+    if draws_greedy(cfg):
+        yield from _greedy_problems(cfg)
     yield from _part_problems(cfg)
     yield from _kl_problems(algorithm)
     yield from _correction_problems(cfg)
     yield from _overlong_problems(cfg)
+
+
+def _greedy_problems(cfg: Config) -> Iterator[str]:
+    chosen = f"algorithm.advantage={cfg.algorithm.advantage}"
+    if cfg.environment.function is not None:
+        yield (
+            f"environment.function={cfg.environment.function}: {chosen} compares with a greedy response, and plays no greedy "
+            "episode; choose grpo or rloo"
+        )
+    if cfg.algorithm.overlong.enabled:
+        yield (
+            f"algorithm.overlong.enabled=True takes nothing off the greedy response that {chosen} compares with; set it to false, "
+            "and add rule length to reward.rules"
+        )
 
 
 def _part_problems(cfg: Config) -> Iterator[str]:

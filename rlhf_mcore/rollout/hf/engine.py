@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,9 +60,10 @@ class HFEngine(LiveEngine):
         """
         if self._batch is None or all(self._batch.finished):
             first = _distribution(self._waiting[0][0].sampling)  # what is decoded together is drawn in the same way
-            same = list(takewhile(lambda pair: _distribution(pair[0].sampling) == first, self._waiting))
-            del self._waiting[: len(same[: self._batch_size])]
-            self._batch = _Batch(same[: self._batch_size], self._tokenizer.pad_token_id, self._device)
+            same = [pair for pair in self._waiting if _distribution(pair[0].sampling) == first][: self._batch_size]
+            taken = {request.request_id for request, _ in same}
+            self._waiting = [pair for pair in self._waiting if pair[0].request_id not in taken]
+            self._batch = _Batch(same, self._tokenizer.pad_token_id, self._device)
         batch = self._batch
         return [
             Completion(

@@ -15,11 +15,11 @@ from torch import Tensor
 from rlhf_mcore.algorithms.correction import (
     RATIO_MODES,
     factors_of_microbatch,
-    find_divergent,
     rollout_correction,
     rollout_ratio_statistics,
     takes_part,
 )
+from rlhf_mcore.algorithms.divergence import find_divergent
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.config.schema import RolloutCorrectionConfig
 from tests.rows import everything

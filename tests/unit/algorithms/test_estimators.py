@@ -35,6 +35,7 @@ class Response:
     values: list[float]
     end: float = 0.0
     truncated: bool = False
+    greedy: float = 0.0  # the score of the greedy response to its prompt
 
 
 def inputs(responses: list[Response], garbage: float = NAN, gap: int = 1) -> AdvantageInputs:
@@ -48,7 +49,7 @@ def inputs(responses: list[Response], garbage: float = NAN, gap: int = 1) -> Adv
         loss_mask[row, places] = True
         rewards[row, places] = torch.tensor(response.rewards)
         values[row, places] = torch.tensor(response.values)
-    return advantage_inputs(
+    made = advantage_inputs(
         rewards,
         loss_mask,
         group_ids=torch.tensor([r.group for r in responses], dtype=torch.int64),
@@ -56,6 +57,8 @@ def inputs(responses: list[Response], garbage: float = NAN, gap: int = 1) -> Adv
         old_values=values,
         bootstrap_values=torch.tensor([r.end if r.truncated else garbage for r in responses]),
     )
+    made.baselines = torch.tensor([r.greedy for r in responses], dtype=torch.float64)
+    return made
 
 
 def per_token(values: torch.Tensor, made: AdvantageInputs) -> list[list[float]]:
@@ -116,6 +119,16 @@ def test_opo_by_hand():
     made = inputs([Response(0, [1.0], [0.0]), Response(0, [0, 0, 0.0], [0.0] * 3)])
     advantages = per_token(ADVANTAGE_ESTIMATORS["opo"](made, AlgorithmConfig()).advantages, made)
     assert advantages == [pytest.approx([0.75]), pytest.approx([-0.25] * 3)]
+
+
+def test_remax_by_hand():
+    # Scores 1 and 0 of one prompt, whose greedy response has 0.25; a KL of 0.1 and 0.2 is charged before the last token of the first.
+    # Rewards to go: 1 - 0.1 - 0.2, 1 - 0.2, 1. The other prompt's response scores as its greedy one does, and teaches exactly nothing.
+    first = Response(0, [-0.1, -0.2, 1.0], [9.0] * 3, greedy=0.25)
+    made = inputs([first, Response(0, [0.0], [9.0], greedy=0.25), Response(1, [0.0, 0.75], [9.0] * 2, greedy=0.75)])
+    for cfg in (AlgorithmConfig(), AlgorithmConfig(gamma=0.5, lam=0.1)):
+        advantages = per_token(ADVANTAGE_ESTIMATORS["remax"](made, cfg).advantages, made)
+        assert advantages == [pytest.approx([0.45, 0.55, 0.75], abs=1e-6), [-0.25], [0.0, 0.0]]
 
 
 def test_gdpo_tells_equal_sums_of_unequal_parts_apart():
@@ -352,6 +365,8 @@ def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[lis
         return slow_gdpo([[sum(r.rewards)] for r in responses], [1.0], responses, cfg.normalize_std)
     if name == "reinforce":
         return rewards_to_go
+    if name == "remax":
+        return [[sum(r.rewards[t:]) - r.greedy for t in range(len(r.rewards))] for r in responses]
     return slow_normalized(rewards_to_go if name == "reinforce_plus_plus" else over_mean)
 
 
@@ -368,7 +383,8 @@ def steps(draw: st.DrawFn, equal: bool = False) -> list[Response]:
         for _ in range(size):
             tokens = draw(st.lists(token, min_size=1 if equal else 0, max_size=5))
             rewards = [0.0] * (len(tokens) - 1) + [score] if equal else [r for r, _ in tokens]
-            made.append(Response(group, rewards, [v for _, v in tokens], draw(number), draw(st.booleans())))
+            greedy = score if equal else draw(number)
+            made.append(Response(group, rewards, [v for _, v in tokens], draw(number), draw(st.booleans()), greedy))
     return draw(st.permutations(made))
 
 

@@ -47,9 +47,10 @@ def test_what_validation_knows_of_them():
     told = choices.ADVANTAGES
     compared = {"grpo", "rloo", "opo", "gdpo", "reinforce_plus_plus_baseline"}
     assert {name for name in told if told[name].compares_group} == compared
-    assert [name for name in told if not told[name].credits_turns] == ["opo", "gdpo"]
+    assert [name for name in told if not told[name].credits_turns] == ["opo", "gdpo", "remax"]
     assert [name for name in told if told[name].needs_values] == ["gae"]
-    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo", "gdpo"}
+    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo", "gdpo", "remax"}
+    assert [name for name in told if told[name].needs_greedy] == ["remax"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_dual_clip] == ["ppo_clip"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_sapo] == ["sapo"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_covariance] == ["kl_cov", "clip_cov"]

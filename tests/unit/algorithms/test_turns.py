@@ -59,7 +59,7 @@ def inputs(episodes: list[Episode], garbage: float = NAN) -> AdvantageInputs:
             values += [garbage] * first + [value for _, value in turn] + [garbage] * answer
             mask += [False] * first + [True] * len(turn) + [False] * answer
         lengths.append(len(mask) - start)
-    return AdvantageInputs(
+    made = AdvantageInputs(
         torch.tensor(rewards, dtype=torch.float32),
         torch.tensor(mask, dtype=torch.bool),
         OwnedRows(torch.arange(len(episodes)), torch.tensor(lengths, dtype=torch.int64)),
@@ -68,6 +68,8 @@ def inputs(episodes: list[Episode], garbage: float = NAN) -> AdvantageInputs:
         old_values=torch.tensor(values, dtype=torch.float32),
         bootstrap_values=torch.tensor([one.end if one.truncated else garbage for one in episodes]),
     )
+    made.baselines = torch.full((len(episodes),), 0.5, dtype=torch.float64)
+    return made
 
 
 def per_turn(values: Tensor, made: AdvantageInputs, episodes: list[Episode]) -> list[list[list[float]]]:
@@ -244,6 +246,10 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
 def slow(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> list[list[list[float]]]:
     if name == "gae":
         return [slow_recursion(one, cfg, cfg.lam, with_values=True) for one in episodes]
+    if name == "remax":
+        plain = AlgorithmConfig()
+        found = [slow_recursion(one, plain, 1.0, with_values=False) for one in episodes]
+        return [[[x - 0.5 for x in turn] for turn in one] for one in found]
     if name.endswith("baseline") or name in ("grpo", "rloo", "opo", "gdpo"):
         found = slow_compared(episodes, cfg, name)
     else:

@@ -227,6 +227,10 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["algorithm.rollout_correction.max_binary_kl=0.1"], None, ["max_binary_kl=0.1", "mode=off", "choose token"]),
         (["algorithm.rollout_correction={mode: sequence, max_binary_kl: 0.1}"], None, ["mode=sequence", "choose token"]),
         (["algorithm.rollout_correction.mode=geometric"], None, ["mode=geometric", "mask_low", "veto"]),
+        (["algorithm=remax", "algorithm.overlong.enabled=true"], None, ["overlong.enabled=True", "advantage=remax", "length"]),
+        (["algorithm=remax", "environment.function=tools"], None, ["environment.function=tools", "advantage=remax", "rloo"]),
+        (["algorithm=remax", "algorithm.turn_credit=true"], None, ["turn_credit=True", "advantage=remax", "set it to false"]),
+        (["algorithm=remax", "algorithm.use_critic=true"], None, ["use_critic=true", "advantage=remax", "auto"]),
         (["algorithm=opo", "algorithm.turn_credit=true"], None, ["turn_credit=True", "advantage=opo", "set it to false"]),
         (["algorithm=grpo", "algorithm.lam_alpha=0.05"], None, ["lam_alpha=0.05", "advantage=grpo", "null"]),
         (

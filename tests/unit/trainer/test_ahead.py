@@ -15,7 +15,7 @@ from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.trainer.ahead import Group, SamplingAhead, Schedule
 from rlhf_mcore.trainer.rollouts import LostTrajectory
-from rlhf_mcore.types import Completion, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import Completion, Ragged, Request, Sampling, Score, Trajectory
 from tests.messages import refused
 from tests.unit.trainer.records import prompt
 
@@ -67,9 +67,11 @@ def scores_of(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
     return lambda: [Score(float(t.sampled_ids[0])) for t in trajectories]
 
 
-def ahead_of(engines: Engines, schedule: Schedule) -> tuple[SamplingAhead, PromptSampler]:
+def ahead_of(
+    engines: Engines, schedule: Schedule, sampling: Sampling | None = None
+) -> tuple[SamplingAhead, PromptSampler]:
     sampler = PromptSampler(len(PROMPTS), schedule.prompts_per_step, seed=5, shuffle=True)
-    sampling = Sampling(n=SAMPLES, seed=9)
+    sampling = sampling or Sampling(n=SAMPLES, seed=9)
     return SamplingAhead(
         PROMPTS, sampler, engines, lambda rows: ["text"] * len(rows), sampling, schedule, scores_of
     ), sampler
@@ -205,6 +207,29 @@ def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) ->
         drawn = [number for taken in found for number, *_ in taken]
         drawn += [group["number"] for group in resumed.state_dict()["groups"]]
         assert sorted(drawn) == list(range(9, sampler.num_drawn))
+
+
+def test_greedy_responses_are_drawn_ahead_and_wait_in_a_checkpoint_with_the_samples() -> None:
+    sampling = Sampling(n=1, top_k=3, seed=9, records_support=True, baseline=True)
+    ahead, _ = ahead_of(engines := Engines(random.Random(1), at_once=99), Schedule(2, 1), sampling)
+
+    def with_support(request: Request, versions: list[int]) -> Completion:
+        made = completion(request, versions)
+        if request.sampling.records_support:
+            made.support = Ragged(np.ones(len(made.token_ids), np.int32), made.token_ids)
+        return made
+
+    ahead.fill(1)
+    assert sorted(r.sampling.temperature for r, _ in engines.begun.values()) == [0.0] * 4 + [1.0] * 4
+    engines.collect = lambda timeout_s: [with_support(*engines.begun.pop(k)) for k in sorted(engines.begun)]  # type: ignore[method-assign]
+    ahead.poll(1.0)
+    waiting = told(ahead.take(2))
+    assert [len(samples) for *_, samples in waiting] == [2, 2]
+    state, data = ahead.state_dict(), encode_trajectories(ahead.finished())
+    resumed, _ = ahead_of(Engines(random.Random(2)), Schedule(2, 1), sampling)
+    resumed.load_state_dict(state)
+    resumed.load_finished(decode_trajectories(data, resumed.prompts_by_number()))
+    assert resumed.is_ready(2) and told(resumed.take(2)) == told(ahead.take(2))
 
 
 def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:

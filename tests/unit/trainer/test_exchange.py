@@ -321,3 +321,58 @@ def test_a_part_that_no_score_has_is_refused_with_those_there_are() -> None:
     scores = [Score(0.0, {"boxed": 1.0, "format": 0.0}) for _ in trajectories]
     with refused(ConfigError, field="algorithm.reward_weights", value="'boxd'", remedy=("boxed", "format")):
         RowExchange(SAMPLES, parts=("boxed", "boxd"))(PROMPTS, positions, trajectories, scores)
+
+
+GREEDY = {place: Score(place / 8 - 0.3) for place in range(len(PROMPTS))}
+
+
+@pytest.mark.usefixtures("rank_threads")
+def test_scores_of_greedy_responses_are_known_for_every_row_on_every_rank() -> None:
+    positions, trajectories = made()
+    exchange = RowExchange(SAMPLES, baselines=True)
+
+    def of_rank(group: ThreadGroup) -> tuple[list[float], float]:
+        """The first rank has drawn nothing, the others every other prompt."""
+        places = [place for place in reversed(range(8)) if group.rank() == 1 + place % 2]
+        mine = [k for k, place in enumerate(positions) if place in places]
+        scores = [score(trajectories[k]) for k in mine]
+        greedy = {place: GREEDY[place] for place in places}
+        batch, facts = exchange(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], scores, (), greedy)
+        assert batch.baselines is not None
+        return batch.baselines.tolist(), rollout_metrics(batch, facts)["reward/baseline_mean"]
+
+    expected = [place / 8 - 0.3 for place in range(8) for _ in range(SAMPLES)]
+    assert run_ranks(3, of_rank) == [(expected, pytest.approx(3.5 / 8 - 0.3))] * 3
+
+
+def test_metrics_of_samples_do_not_count_greedy_responses() -> None:
+    positions, trajectories = made()
+    scores = [score(t) for t in trajectories]
+    with_greedy = RowExchange(SAMPLES, baselines=True)(PROMPTS, positions, trajectories, scores, (), GREEDY)
+    metrics = rollout_metrics(*with_greedy)
+    del metrics["reward/baseline_mean"]
+    assert metrics == rollout_metrics(*RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores))
+
+
+def test_a_greedy_response_that_is_missing_or_has_no_finite_score_ends_the_step() -> None:
+    positions, trajectories = made()
+    exchange, scores = RowExchange(SAMPLES, baselines=True), [score(t) for t in trajectories]
+    with pytest.raises(LostTrajectory, match="7 greedy responses for 8 prompts"):
+        exchange(PROMPTS, positions, trajectories, scores, (), {place: GREEDY[place] for place in range(7)})
+    with pytest.raises(RuntimeError, match="greedy response to prompt 'p2' has no finite score"):
+        exchange(PROMPTS, positions, trajectories, scores, (), GREEDY | {2: Score(float("nan"))})
+
+
+def test_a_prompt_whose_greedy_response_has_no_score_can_leave_the_step() -> None:
+    positions, trajectories = made()
+    scores, greedy = [score(t) for t in trajectories], GREEDY | {2: Score(0.0, failure="timeout", cause="late")}
+    exchange = RowExchange(SAMPLES, on_error=OnError(drop=True), baselines=True)
+    batch, facts = exchange(PROMPTS, positions, trajectories, scores, (), greedy)
+    assert facts.num_dropped == 1 and facts.failures == {"error": 0, "timeout": 1}
+    assert batch.baselines is not None and batch.prompts is not None
+    assert [p.index for p in batch.prompts] == [0, 1, 3, 4, 5, 6, 7]
+    assert batch.baselines[::SAMPLES].tolist() == [GREEDY[place].value for place in (0, 1, 3, 4, 5, 6, 7)]
+    with refused(ConfigError, field="reward.max_error_share", value="0.03", remedy="raise reward.max_error_share"):
+        RowExchange(SAMPLES, on_error=OnError(max_share=0.03), baselines=True)(
+            PROMPTS, positions, trajectories, scores, (), greedy
+        )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rlhf_mcore.data.sampler import WeightedSampler
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.trainer.rollouts import LostTrajectory, OpenRequests, RolloutWorker, check_completion, request_seed
+from rlhf_mcore.trainer.rollouts import (
+    LostTrajectory,
+    OpenRequests,
+    RolloutWorker,
+    check_completion,
+    request_of,
+    request_seed,
+)
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
 from tests.unit.trainer.records import Streaming
 
@@ -176,3 +184,32 @@ def test_what_must_not_be_trained_on_is_refused_by_name(drawn: Completion, messa
         with pytest.raises(RuntimeError, match=message) as raised:
             refused()
         assert "'sum-17', sample 3" in str(raised.value)
+
+
+def test_beside_the_samples_of_a_prompt_one_greedy_response_is_drawn() -> None:
+    prompts = [Prompt(f"row-{i}", i, [1, i], "") for i in range(3)]
+    sampling = Sampling(n=2, temperature=0.7, top_p=0.9, top_k=5, seed=5)
+    engines = [Generating(), Generating()]
+    for engine, wanted in zip(engines, (replace(sampling, baseline=True), sampling), strict=True):
+        by = RolloutWorker(engine, EngineRank(), letters)
+        places, made = by.draw_step(prompts, wanted, step=3)
+        assert places == [place for place in range(3) for _ in range(wanted.num_drawn)]
+        assert [t.sample for t in made] == list(range(wanted.num_drawn)) * 3
+        # Each trajectory holds the number of its request, and is of the prompt that this one was for.
+        asked = {request.request_id: request for request in engine.asked}
+        assert [asked[int(t.sampled_ids[0])].prompt_ids for t in made] == [[1, place] for place in places]
+    greedy = [request for request in engines[0].asked if request.sampling.temperature == 0]
+    assert [request.prompt_ids for request in greedy] == [[1, 0], [1, 1], [1, 2]]
+    assert all((request.sampling.top_p, request.sampling.top_k) == (1.0, -1) for request in greedy)
+    # The samples are drawn as without it.
+    drawn = [(r.prompt_ids, r.seed, r.sampling.temperature, r.sampling.top_k) for r in engines[0].asked if r not in greedy]
+    assert drawn == [(r.prompt_ids, r.seed, r.sampling.temperature, r.sampling.top_k) for r in engines[1].asked]
+
+
+def test_no_support_is_asked_of_a_greedy_response() -> None:
+    sampling = Sampling(n=1, top_k=5, records_support=True, baseline=True)
+    sampled, greedy = (request_of(k, Prompt("p", 0, [1], ""), k, sampling, 1) for k in range(2))
+    assert (sampled.sampling.records_support, greedy.sampling.records_support) == (True, False)
+    check_completion(greedy, completion(1, [4], [-0.5]))
+    with pytest.raises(RuntimeError, match="did not record"):
+        check_completion(sampled, completion(0, [4], [-0.5]))

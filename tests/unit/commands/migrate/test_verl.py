@@ -76,6 +76,10 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
             {"algorithm.advantage": "gdpo", "algorithm.reward_weights": {"format": 0.5, "right": 1.0}},
         ),
         (
+            ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1"],
+            {"algorithm.preset": "remax", "algorithm.advantage": "remax", "rollout.sampling.n": 1},
+        ),
+        (
             [ACTOR + "policy_loss.loss_mode=kl_cov", ACTOR + "policy_loss.ppo_kl_coef=1.0"],
             {"algorithm.policy_loss": "kl_cov", "algorithm.covariance.share": 2e-4, "algorithm.covariance.kl_coef": 1.0},
         ),
@@ -196,7 +200,7 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("algorithm.adv_estimator=remax", "'remax' has no counterpart; there are: gae, grpo"),
+        ("algorithm.adv_estimator=grpo_passk", "'grpo_passk' has no counterpart; there are: gae, grpo"),
         (ACTOR + "policy_loss.loss_mode=dro", "'dro' has no counterpart"),
         ("actor_rollout_ref.rollout.name=sglang", "'sglang' has no counterpart; there are: hf, vllm"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "see environment"),
