@@ -5,29 +5,18 @@ The seeds of responses do not depend on either. What does, by rounding alone, is
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.types import Prompt
 
+if TYPE_CHECKING:
+    from rlhf_mcore.trainer.longest_first import Claims
+
 IN_ORDER, LONGEST_FIRST, SHARED_QUEUE = "in_order", "longest_first", "shared_queue"
 _ROWS = 65536  # whose lengths are known: a checkpoint has them in JSON
-
-
-class Claims(Protocol):
-    """Counts for all ranks together."""
-
-    def begin(self) -> None:
-        """Count from 0 again. Every rank calls it equally often."""
-        ...
-
-    def claim(self, count: int) -> int:
-        """The first of ``count`` numbers that no other engine gets; the same on every rank of an engine."""
-        ...
 
 
 class ExpectedLengths:
@@ -79,33 +68,10 @@ def _mean(length: tuple[int, int]) -> float:
 Take = Callable[[int], list[int]]
 
 
-def _take_at_once(places: list[int]) -> Take:
+def take_at_once(places: list[int]) -> Take:
     """Begin all of them at the first call."""
     calls = iter([places])
     return lambda num_in_flight: next(calls, [])
-
-
-@dataclass(slots=True)
-class _SharedQueue:
-    """A queue from which the engine takes that has room first."""
-
-    waiting: deque[int]
-    claims: Claims
-    num_samples: int
-    most: int  # responses that an engine draws at a time
-    first: int = 0  # the number of ``waiting[0]``
-
-    def take(self, num_in_flight: int) -> list[int]:
-        room = (self.most - num_in_flight) // self.num_samples
-        count = room if num_in_flight else max(room, 1)
-        if count < 1 or not self.waiting:
-            return []
-        claimed = self.claims.claim(count)
-        for _ in range(min(claimed - self.first, len(self.waiting))):  # which others have
-            self.waiting.popleft()
-        taken = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
-        self.first = claimed + count
-        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +91,8 @@ class Dealer:
     def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Take:
         """Decide what this engine draws of a step. Every rank calls it, with the same prompts."""
         if self.order == IN_ORDER:
-            return _take_at_once(list(range(engine.engine_index, len(prompts), engine.num_engines)))
+            return take_at_once(list(range(engine.engine_index, len(prompts), engine.num_engines)))
+        from rlhf_mcore.trainer.longest_first import share_by_length
+
         expected = list(map(self.lengths.of, prompts))
-        longest_first = sorted(range(len(prompts)), key=lambda place: -expected[place])
-        if self.order == LONGEST_FIRST:
-            loads: list[tuple[float, int]] = [(0.0, index) for index in range(engine.num_engines)]
-            shares: list[list[int]] = [[] for _ in loads]
-            for place in longest_first:
-                load, index = loads[0]
-                shares[index].append(place)
-                heapq.heapreplace(loads, (load + expected[place], index))
-            return _take_at_once(shares[engine.engine_index])
-        assert self.claims is not None
-        self.claims.begin()
-        even = -(-len(prompts) // engine.num_engines) * num_samples
-        return _SharedQueue(deque(longest_first), self.claims, num_samples, min(self.max_in_flight, even)).take
+        return share_by_length(expected, num_samples, engine, self.claims, self.max_in_flight)
