@@ -68,7 +68,7 @@ def _mean(length: tuple[int, int]) -> float:
 Take = Callable[[int], list[int]]
 
 
-def take_at_once(places: list[int]) -> Take:
+def _take_at_once(places: list[int]) -> Take:
     """Begin all of them at the first call."""
     calls = iter([places])
     return lambda num_in_flight: next(calls, [])
@@ -91,8 +91,10 @@ class Dealer:
     def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Take:
         """Decide what this engine draws of a step. Every rank calls it, with the same prompts."""
         if self.order == IN_ORDER:
-            return take_at_once(list(range(engine.engine_index, len(prompts), engine.num_engines)))
-        from rlhf_mcore.trainer.longest_first import share_by_length
+            return _take_at_once(list(range(engine.engine_index, len(prompts), engine.num_engines)))
+        from rlhf_mcore.trainer.longest_first import share_evenly, share_queue
 
         expected = list(map(self.lengths.of, prompts))
-        return share_by_length(expected, num_samples, engine, self.claims, self.max_in_flight)
+        if self.claims is None:
+            return _take_at_once(share_evenly(expected, engine))
+        return share_queue(expected, num_samples, engine, self.claims, self.max_in_flight).take

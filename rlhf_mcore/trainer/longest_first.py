@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.trainer.dealing import Take, take_at_once
 
 
 class Claims(Protocol):
@@ -25,7 +24,7 @@ class Claims(Protocol):
 
 
 @dataclass(slots=True)
-class _SharedQueue:
+class SharedQueue:
     """A queue from which the engine takes that has room first."""
 
     waiting: deque[int]
@@ -35,6 +34,7 @@ class _SharedQueue:
     first: int = 0  # the number of ``waiting[0]``
 
     def take(self, num_in_flight: int) -> list[int]:
+        """Return the places of the prompts that the engine begins now."""
         room = (self.most - num_in_flight) // self.num_samples
         count = room if num_in_flight else max(room, 1)
         if count < 1 or not self.waiting:
@@ -47,22 +47,25 @@ class _SharedQueue:
         return taken
 
 
-def share_by_length(
-    expected: Sequence[float], num_samples: int, engine: EngineRank, claims: Claims | None, max_in_flight: int
-) -> Take:
-    """Decide what this engine draws of prompts with ``expected`` lengths, the longest first: with ``claims`` from a shared queue.
+def share_evenly(expected: Sequence[float], engine: EngineRank) -> list[int]:
+    """Return the places of the prompts that this engine draws, the longest first: engines expect equally much."""
+    loads: list[tuple[float, int]] = [(0.0, index) for index in range(engine.num_engines)]
+    shares: list[list[int]] = [[] for _ in loads]
+    for place in _longest_first(expected):
+        load, index = loads[0]
+        shares[index].append(place)
+        heapq.heapreplace(loads, (load + expected[place], index))
+    return shares[engine.engine_index]
 
-    Without, engines expect equally much.
-    """
-    longest_first = sorted(range(len(expected)), key=lambda place: -expected[place])
-    if claims is None:
-        loads: list[tuple[float, int]] = [(0.0, index) for index in range(engine.num_engines)]
-        shares: list[list[int]] = [[] for _ in loads]
-        for place in longest_first:
-            load, index = loads[0]
-            shares[index].append(place)
-            heapq.heapreplace(loads, (load + expected[place], index))
-        return take_at_once(shares[engine.engine_index])
+
+def share_queue(
+    expected: Sequence[float], num_samples: int, engine: EngineRank, claims: Claims, max_in_flight: int
+) -> SharedQueue:
+    """Return the queue of all prompts, the longest first. Every rank calls it, with the same lengths."""
     claims.begin()
     even = -(-len(expected) // engine.num_engines) * num_samples
-    return _SharedQueue(deque(longest_first), claims, num_samples, min(max_in_flight, even)).take
+    return SharedQueue(deque(_longest_first(expected)), claims, num_samples, min(max_in_flight, even))
+
+
+def _longest_first(expected: Sequence[float]) -> list[int]:
+    return sorted(range(len(expected)), key=lambda place: -expected[place])
