@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
+from rlhf_mcore.data.episodes import flat_fields, flat_support
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
 from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
@@ -137,11 +137,18 @@ def exchange_rows(
         RuntimeError: a row has no finite score, or engines recorded other fields of it than of others.
     """
     num_rows, sent, support = len(group_ids), flat_fields(trajectories), flat_support(trajectories)
-    try:
-        recorded, problem = recorded_fields(trajectories), ""
-    except ValueError as error:
-        recorded, problem = {}, str(error)  # for all ranks
+    recorded: dict[str, Field] = {}
+    problem = ""
+    if any(trajectory.fields for trajectory in trajectories):
+        from rlhf_mcore.data.token_fields import recorded_fields
+
+        try:
+            recorded = recorded_fields(trajectories)
+        except ValueError as error:
+            problem = str(error)  # for all ranks
     if asynchronous:
+        from rlhf_mcore.data.token_fields import token_versions
+
         sent["versions"] = token_versions(trajectories)
     facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), _optional(t)) for t in trajectories]
     mine = torch.tensor(facts, dtype=torch.int64).reshape(-1, 5)
@@ -158,6 +165,8 @@ def exchange_rows(
         raise RuntimeError(f"rows {(~scores.isfinite()).nonzero().flatten().tolist()} of the step have no finite score")
     _, lengths, num_sampled, truncated, holders, optional, digests = table.unbind(1)
     if (optional & _REWARDED).any():
+        from rlhf_mcore.data.token_fields import turn_rewards
+
         sent["turn_rewards"] = turn_rewards(trajectories)
     sequences: dict[int, Sequence[int]] = {}
     if (optional & _SEVERAL).any():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.data.episodes import token_versions
+from rlhf_mcore.data.token_fields import token_versions
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.environments.agents.conversation import Asked, Conversation, Place, comparable
 from rlhf_mcore.environments.agents.tree import TokenTree
