@@ -33,6 +33,7 @@ def find_advantage_estimator(name: str) -> AdvantageEstimator:
     if name not in ADVANTAGE_ESTIMATORS:
         # What is relative to a group's outcomes has no use for them.
         import rlhf_mcore.algorithms.decoupled
+        import rlhf_mcore.algorithms.distillation
         import rlhf_mcore.algorithms.returns  # noqa: F401
 
     function = _find(ADVANTAGE_ESTIMATORS, name, "algorithm.advantage")

@@ -25,6 +25,7 @@ from rlhf_mcore.config.schema import (
     RecomputeConfig,
     ReferenceConfig,
     RewardModelConfig,
+    TeacherConfig,
 )
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import ModelGeometry
@@ -41,7 +42,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
-from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.policy import Actor, FrozenPolicy, Reference
 
 if TYPE_CHECKING:
     from rlhf_mcore.roles.critic import Critic
@@ -117,6 +118,15 @@ class ModelBuilder:
         overrides = Overrides("actor.megatron", actor.megatron or {})
         model = self._frozen(spec, path, layout, overrides, cfg, name="reference", saved_as=saved_as)
         return Reference(model, self._temperature)
+
+    def teacher(self) -> FrozenPolicy:
+        cfg = self.cfg.teacher
+        assert cfg.path is not None
+        spec = load_spec(cfg.path, field="teacher.path")
+        layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
+        overrides = Overrides("teacher.megatron", cfg.megatron or {})
+        model = self._frozen(spec, cfg.path, layout, overrides, cfg, name="teacher", dtype=cfg.dtype)
+        return FrozenPolicy(model, self.cfg.rollout.sampling.temperature)
 
     def reward_model(self) -> RewardModel:
         from rlhf_mcore.roles.reward_model import RewardModel
@@ -246,7 +256,7 @@ class ModelBuilder:
         path: str,
         layout: ParallelLayout,
         overrides: Overrides,
-        cfg: ReferenceConfig | RewardModelConfig,
+        cfg: ReferenceConfig | RewardModelConfig | TeacherConfig,
         *,
         name: str,
         dtype: str | None = None,

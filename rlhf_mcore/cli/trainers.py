@@ -34,7 +34,7 @@ from rlhf_mcore.protocols import Evaluator, RewardFunction
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import Actor
-from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.advantages import TEACHER_LOGPROBS, AdvantageComputer
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
@@ -63,12 +63,14 @@ def rl_trainer(run: RunContext) -> Trainer:
         note_kernels(run, actor.model)
         critic = models.critic() if needs_critic(cfg) else None
         reference = models.reference() if needs_reference(cfg) else None
+        teacher = models.teacher() if cfg.teacher.path is not None else None
         model_reward = None
         if cfg.reward.model.path is not None:
             from rlhf_mcore.trainer.model_reward import ModelReward
 
             model_reward = ModelReward(graders, models.reward_model().compute_scores, cfg.reward.model.weight)
-    sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), AdvantageComputer(cfg.algorithm)
+    sampler, counters = _prompt_sampler(cfg, data.train), Counters()
+    estimation = AdvantageComputer(cfg.algorithm, teacher_coef=0.0 if teacher is None else cfg.teacher.coef)
     saved = [SavedModel("actor", actor.model, cfg.model.path)]
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
     if critic is not None:
@@ -89,6 +91,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         trained_work(critic.model) if critic is not None else None,
         model_flops(reference.model.spec.geometry) if reference is not None else None,
         generates=cfg.rollout.placement == "colocated",
+        teacher=model_flops(teacher.model.spec.geometry) if teacher is not None else None,
     )
     roles = Roles(
         actor,
@@ -96,6 +99,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         reference,
         warmup_steps=cfg.critic.warmup_steps if critic is not None else 0,
         refresh_steps=cfg.reference.refresh_steps,
+        computes={} if teacher is None else {TEACHER_LOGPROBS: teacher.compute_logprobs},
     )
     shown, tokens = cfg.logging, None
     if shown.rollout_tokens:
@@ -171,7 +175,7 @@ def with_offload(run: RunContext) -> Config:
     from rlhf_mcore.planning.plan import with_offload
 
     decided = with_offload(run.cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=smallest))
-    keys = {"actor": "actor", "critic": "critic", "reference": "reference", "reward": "reward.model"}
+    keys = {"actor": "actor", "critic": "critic", "reference": "reference", "reward": "reward.model", "teacher": "teacher"}
     for role in roles_of(decided, dist.get_world_size(), run.dtype):
         key = f"{keys[role.name]}.offload"
         if role.offload and value_of(run.cfg, key) in ("auto", None):

@@ -44,6 +44,7 @@ class Estimator:
     credits_turns: bool = True  # with algorithm.turn_credit
     needs_greedy: bool = False  # a greedy response to each prompt, whose score is the baseline
     compares_parts: bool = False  # of the scores, those that algorithm.reward_weights names, and nothing else
+    reads_scores: bool = True  # else the teacher alone is learned from, and nothing has to score
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ ADVANTAGES = {
     "reinforce": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus_baseline": Estimator(compares_group=True, whitens=True),
+    "distillation": Estimator(reads_scores=False),
 }
 POLICY_LOSSES = {
     "ppo_clip": Loss(reads_dual_clip=True),
@@ -232,6 +234,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dynamic_sampling.enabled": True,
         "overlong.enabled": True,
     },
+    # Lu and Thinking Machines Lab 2025, On-Policy Distillation: the reverse KL to a teacher (Agarwal et al. 2023, arXiv 2306.13649;
+    # Gu et al. 2023, arXiv 2306.08543), at each drawn token, as its advantage.
+    "distillation": {"advantage": "distillation", "loss_aggregation": "token"},
     # Not reinforcement learning: the likelihood of given responses, and Bradley and Terry 1952 over pairs of them.
     "sft": {"kind": "sft", "loss_aggregation": "token"},
     "reward_model": {"kind": "reward_model"},

@@ -99,7 +99,7 @@ def resolve(cfg: Config) -> Config:
         cfg.model.tokenizer_path = cfg.model.path
     if cfg.bridge.canary is None:
         cfg.bridge.canary = cfg.rollout.placement == "colocated"
-    for frozen in (cfg.reference, cfg.reward.model):
+    for frozen in (cfg.reference, cfg.reward.model, cfg.teacher):
         if frozen.offload_by_layer and frozen.offload is None:
             frozen.offload = True
     return cfg

@@ -28,6 +28,7 @@ MODEL_KEYS = (
     "critic.path",
     "reference.path",
     "reward.model.path",
+    "teacher.path",
     "evaluate.checkpoint",
     "evaluate.compare",
 )

@@ -56,6 +56,8 @@ def role_layouts(cfg: Config) -> list[RoleLayout]:
         roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
     if cfg.reward.model.path is not None:
         roles.append(RoleLayout("reward.model", cfg.reward.model.layout, cfg.reward.model.ranks))
+    if cfg.teacher.path is not None:
+        roles.append(RoleLayout("teacher", cfg.teacher.layout, cfg.teacher.ranks))
     return roles
 
 
@@ -79,6 +81,11 @@ def needs_reference(cfg: Config) -> bool:
     if kind.compares:
         return PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss, PreferenceLoss()).needs_reference
     return kind.generates and bool(cfg.algorithm.kl.coef)
+
+
+def reads_scores(cfg: Config) -> bool:
+    """Tell whether advantages are computed from scores. Else scores are metrics alone, and need not be there."""
+    return ADVANTAGES.get(cfg.algorithm.advantage, Estimator()).reads_scores
 
 
 def needs_answer(cfg: Config) -> bool:

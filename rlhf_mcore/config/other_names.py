@@ -247,7 +247,7 @@ _ABSENT = {
     "reward_weights": "a weight stands with its rule: reward.rules=[{name: ..., weight: ...}]",
     "vf_coef value_loss_coef vf_loss_coef": "actor and critic have no layers in common; set critic.optimizer.lr",
     "kl_ctrl.type kl_ctrl": "set algorithm.kl.controller.name and algorithm.kl.coef",
-    "dpo* orpo* kto* simpo* gkd* teacher* distill*": "there is no such algorithm here; algorithm.preset has those that are",
+    "gkd* distill*": "algorithm.preset=distillation learns from the model in teacher.path",
     "num_workers dataloader_num_workers num_proc": "data are read once, before training, into memory",
 }
 

@@ -16,6 +16,7 @@ _GENERATION = (
     "environment.",
     "critic.",
     "reference.",
+    "teacher.",
     "algorithm.advantage",
     "algorithm.policy_loss",
 )

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.implied import reads_scores
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.rules.alarms import alarm_problems
@@ -43,7 +44,7 @@ from rlhf_mcore.config.rules.trainer import (
     schedule_problems,
 )
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.schema.key import Choices, Range
 from rlhf_mcore.config.tokenizer_match import own_tokenizer_problems
 from rlhf_mcore.config.user_functions import function_problems
@@ -83,6 +84,10 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
             *reward_problems(cfg),
         ]
         problems += [*ray_problems(cfg), *prompt_problems(cfg), *role_problems(cfg, geometry if in_range else None)]
+        if cfg.teacher != TeacherConfig() or not reads_scores(cfg):
+            from rlhf_mcore.config.rules.teacher import teacher_problems  # few runs have one
+
+            problems += teacher_problems(cfg, geometry if in_range else None)
         if in_range:
             problems += [
                 *engine_problems(cfg, world_size, geometry),

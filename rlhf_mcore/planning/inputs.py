@@ -12,7 +12,14 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import adapter_sizes, longest_example, needs_critic, needs_reference, offloaded_parts
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, ReferenceConfig, RewardModelConfig
+from rlhf_mcore.config.schema import (
+    Config,
+    LayoutConfig,
+    RecomputeConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TeacherConfig,
+)
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
@@ -134,6 +141,9 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         geometry = read_geometry(reward.path, "sequence")
         own_dtype = _dtype(reward.dtype, dtype)
         roles.append(_frozen("reward", geometry, own, own_dtype, reward))
+    if (teacher := cfg.teacher).path is not None:
+        own = parallel_layout(teacher.layout, teacher.ranks, world_size, "teacher.layout")
+        roles.append(_frozen("teacher", read_geometry(teacher.path, "lm"), own, _dtype(teacher.dtype, dtype), teacher))
     return roles
 
 
@@ -142,7 +152,11 @@ def _dtype(stated: str | None, default: str) -> str:
 
 
 def _frozen(
-    name: str, geometry: ModelGeometry, layout: ParallelLayout, dtype: str, cfg: ReferenceConfig | RewardModelConfig
+    name: str,
+    geometry: ModelGeometry,
+    layout: ParallelLayout,
+    dtype: str,
+    cfg: ReferenceConfig | RewardModelConfig | TeacherConfig,
 ) -> PlannedRole:
     parts, by_layer = (("weights",) if cfg.offload else ()), bool(cfg.offload) and cfg.offload_by_layer
     return PlannedRole(name, geometry, layout, False, dtype, offload=parts, by_layer=by_layer)

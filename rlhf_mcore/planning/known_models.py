@@ -24,7 +24,8 @@ def described(cfg: Config) -> Iterator[list[str]]:
     """
     notes: list[str] = []
     with TemporaryDirectory(prefix="rlhf-mcore-plan-") as directory:
-        for owner, key in ((cfg.model, "model"), (cfg.critic, "critic"), (cfg.reference, "reference")):
+        for key in ("model", "critic", "reference", "teacher"):
+            owner = getattr(cfg, key)
             if _is_missing(owner.path) and (known := _by_name(str(owner.path))) is not None:
                 notes.append(f"{key}.path={owner.path} is not here; planned with configs/models/{known.name}")
                 owner.path = str(known)

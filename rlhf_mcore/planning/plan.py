@@ -125,12 +125,14 @@ def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumption
     for choice, frozen in product(("never", "state", "always") if shared else ("never",), (False, True)):
         actor = replace(cfg.actor, offload=choice) if cfg.actor.offload == "auto" else cfg.actor
         critic = replace(cfg.critic, offload=choice) if cfg.critic.offload == "auto" else cfg.critic
-        reference, reward = cfg.reference, cfg.reward
+        reference, reward, teacher = cfg.reference, cfg.reward, cfg.teacher
         if reference.offload is None:
             reference = replace(reference, offload=frozen)
         if reward.model.offload is None:
             reward = replace(reward, model=replace(reward.model, offload=frozen))
-        candidate = replace(cfg, actor=actor, critic=critic, reference=reference, reward=reward)
+        if teacher.offload is None:
+            teacher = replace(teacher, offload=frozen)
+        candidate = replace(cfg, actor=actor, critic=critic, reference=reference, reward=reward, teacher=teacher)
         if candidate == cfg or all(phase.fits for phase in _phases(candidate, world_size, gpu, assumed)):
             break
     return candidate

@@ -62,11 +62,8 @@ def keep_logprobs(batch: TrainBatch, drawn: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Reference:
-    """The frozen policy. It has the actor's layout, so it can be refreshed rank by rank.
-
-    If the actor learns adapters, ``model`` is the actor's own, and is run without these.
-    """
+class FrozenPolicy:
+    """A policy that does not learn, such as a teacher. Its layout is its own."""
 
     model: RoleModel
     temperature: float
@@ -75,6 +72,14 @@ class Reference:
         """Compute logprobs [N] fp32 of the sampled tokens, zero elsewhere. Collective over the world."""
         with self.model.adapters_off():
             return logprobs_of(self.model, batch, self.temperature)
+
+
+@dataclass(slots=True)
+class Reference(FrozenPolicy):
+    """The frozen policy that the KL compares with. It has the actor's layout, so it can be refreshed rank by rank.
+
+    If the actor learns adapters, ``model`` is the actor's own, and is run without these.
+    """
 
     def refresh(self, actor: Actor) -> None:
         """Copy the actor's weights."""

@@ -19,6 +19,8 @@ from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.types import TrainBatch
 
+TEACHER_LOGPROBS = "teacher_logprobs"  # field of the tokens of a batch: [N] float32, zero outside of the loss mask
+
 
 @dataclass(slots=True)
 class AdvantageComputer:
@@ -29,6 +31,7 @@ class AdvantageComputer:
 
     cfg: AlgorithmConfig
     merge: Callable[[Tensor], Tensor] = merge_rows
+    teacher_coef: float = 0.0  # weight of a teacher's advantages; 0: there is no teacher
     estimate: AdvantageEstimator = field(init=False)
     kl_controller: KLController = field(init=False)
 
@@ -61,15 +64,20 @@ class AdvantageComputer:
         batch.kl_coef = coef if kl is None else 0.0
         in_reward = 0.0 if kl is None else coef
         batch.rewards = token_rewards(scores, batch.loss_mask, rows, kl, in_reward, batch.turn_rewards)
-        return metrics | self._advantages(batch, batch.rewards, rows)
+        metrics |= self._advantages(batch, batch.rewards, rows)
+        if self.teacher_coef:
+            metrics |= self._add_teacher(batch, rows)
+        return metrics
 
     def needs_old_logprobs(self, batch: TrainBatch) -> bool:
-        """Whether ``old_logprobs`` are needed before an update: for a KL in the reward, the loss, the user, ratios of whole rows."""
+        """Whether ``old_logprobs`` are needed before an update: for a teacher, a KL in the reward, the loss, the user, rows."""
         kl, loss, correction = self.cfg.kl, POLICY_LOSSES.get(self.cfg.policy_loss), self.cfg.rollout_correction
         in_reward = bool(kl.coef) and kl.placement == "reward"
         whole = correction.mode in ("sequence", "geometric") or correction.veto is not None
         reads = loss is not None and loss.reads_covariance
-        return in_reward or (whole and bool(batch.sequences)) or reads or self.cfg.old_logprobs == "always"
+        if self.teacher_coef or in_reward or reads:
+            return True
+        return (whole and bool(batch.sequences)) or self.cfg.old_logprobs == "always"
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """How far the policy is from the engine's and the reference: ``correction``, the KL's next weight, metrics. Collective."""
@@ -82,11 +90,19 @@ class AdvantageComputer:
 
     def _kl(self, batch: TrainBatch) -> Tensor:
         """[N] of the policy before the step's updates to the reference, both without top-k and top-p."""
-        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        cfg, logprobs = self.cfg.kl, batch.old_logprobs
-        if batch.log_mass is not None:
-            logprobs = logprobs + batch.log_mass
-        return kl_penalty(logprobs, batch.ref_logprobs, cfg.estimator, mask=batch.loss_mask, clip=cfg.clip)
+        assert batch.ref_logprobs is not None
+        cfg = self.cfg.kl
+        return kl_penalty(_whole_logprobs(batch), batch.ref_logprobs, cfg.estimator, mask=batch.loss_mask, clip=cfg.clip)
+
+    def _add_teacher(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
+        """Subtract the KL of the policy to the teacher from the advantages, token by token. Returns metrics. Collective."""
+        from rlhf_mcore.algorithms.distillation import reverse_kl  # a run without a teacher has no use for it
+
+        teacher = batch.fields[TEACHER_LOGPROBS]
+        assert isinstance(teacher, Tensor) and batch.advantages is not None
+        kl = reverse_kl(_whole_logprobs(batch), teacher, batch.loss_mask)
+        batch.advantages = batch.advantages - self.teacher_coef * kl
+        return {"teacher/kl": _mean(kl, batch, rows)}
 
     def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
         """The distance between the engine's distribution and the trainer's is always a metric; it is corrected where configured."""
@@ -115,6 +131,12 @@ class AdvantageComputer:
         sums = explained_variance_sums(batch.old_values, found.returns, batch.loss_mask, rows)
         returns = _mean(found.returns, batch, rows)
         return {"critic/explained_variance": explained_variance(sums), "critic/returns": returns}
+
+
+def _whole_logprobs(batch: TrainBatch) -> Tensor:
+    """Return logprobs [N] of the policy before the step's updates, without top-k and top-p."""
+    assert batch.old_logprobs is not None
+    return batch.old_logprobs if batch.log_mass is None else batch.old_logprobs + batch.log_mass
 
 
 def _mean(values: Tensor, batch: TrainBatch, rows: OwnedRows) -> float:

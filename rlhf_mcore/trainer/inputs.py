@@ -31,7 +31,7 @@ from rlhf_mcore.rewards.reward import what_scores
 
 Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
 
-_MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward.model.path")
+_MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward.model.path", "teacher.path")
 # Texts, and how many bytes of each are read.
 _TEXTS: dict[str, float] = {"reward.judge.rubric_file": INDEX.num_bytes, "environment.tools": INDEX.num_bytes}
 _TEXTS |= {"environment.options.corpus": math.inf}

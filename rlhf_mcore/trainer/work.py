@@ -32,6 +32,7 @@ class StepWork:
     critic: TrainedWork | None = None
     reference: ModelFlops | None = None
     generates: bool = False
+    teacher: ModelFlops | None = None
 
     def count(self, batch: TrainBatch, *, learns: bool = True, has_old_pass: bool = False) -> None:
         """Count the work of a step. ``learns``: the actor learns too. ``has_old_pass``: old logprobs had a pass of their own."""
@@ -46,6 +47,8 @@ class StepWork:
             add("old_logprobs", tokens, FORWARD * self.actor.flops.forward(rows))
         if self.reference is not None:
             add("reference", tokens, FORWARD * self.reference.forward(rows))
+        if self.teacher is not None:
+            add("teacher_logprobs", tokens, FORWARD * self.teacher.forward(rows))
         if self.critic is not None:
             add("values", tokens, FORWARD * self.critic.flops.forward(rows))
         for trained in (self.actor if learns else None, self.critic):

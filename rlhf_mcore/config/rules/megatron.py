@@ -273,6 +273,7 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
     if run_kind(cfg).generates:
         trained += [("critic", cfg.critic.megatron)] if needs_critic(cfg) else []
         frozen += [("reward.model", cfg.reward.model.megatron)] if cfg.reward.model.path is not None else []
+        frozen += [("teacher", cfg.teacher.megatron)] if cfg.teacher.path is not None else []
     for role, recompute in (("actor", cfg.actor.recompute), ("critic", cfg.critic.recompute)):
         if unknown := sorted(set(recompute.modules) - set(RECOMPUTED)):
             yield f"{role}.recompute.modules: {shorten(unknown)} is no part of a layer; choose from: {', '.join(RECOMPUTED)}"

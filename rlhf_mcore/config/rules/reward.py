@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rlhf_mcore.config.choices import GRADERS
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.implied import grades
+from rlhf_mcore.config.implied import grades, reads_scores
 from rlhf_mcore.config.keys import value_of, walk
 from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
@@ -116,7 +116,8 @@ def reward_problems(cfg: Config) -> Iterator[str]:
     for index, function in enumerate(cfg.reward.functions):
         yield from map(FileProblem, function_problems(function.path, f"reward.functions[{index}].path"))
     yield from functions_problems(cfg.reward)
-    yield from rule_problems(cfg.reward)
+    if reads_scores(cfg) or cfg.reward.rules or cfg.reward.sources is not None:
+        yield from rule_problems(cfg.reward)
     yield from service_problems(cfg.reward)
     for key, names in {"reward.env": cfg.reward.env, "environment.env": cfg.environment.env}.items():
         for name in names:

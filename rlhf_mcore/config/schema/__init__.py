@@ -36,6 +36,7 @@ from rlhf_mcore.config.schema.models import (
     ReferenceConfig,
     RewardModelConfig,
     ScheduleConfig,
+    TeacherConfig,
 )
 from rlhf_mcore.config.schema.rollout import (
     BridgeConfig,
@@ -94,6 +95,7 @@ __all__ = [
     "SapoConfig",
     "ScheduleConfig",
     "SpeculativeConfig",
+    "TeacherConfig",
     "TrainerConfig",
 ]
 
@@ -129,6 +131,11 @@ class Config(Group):
         ReferenceConfig,
         "the frozen policy",
         "Built only when `algorithm.kl.coef` is not 0, or `algorithm.dpo.loss` reads it; it has the actor's layout.",
+    )
+    teacher: TeacherConfig = group(
+        TeacherConfig,
+        "a frozen policy to learn from",
+        "Built only with `teacher.path`; its layout and precision are its own. See [distillation](distillation.md).",
     )
     rollout: RolloutConfig = group(
         RolloutConfig, "the engines that generate", "There are world size / `rollout.layout.tp` of them."

@@ -199,14 +199,15 @@ class AlgorithmConfig(Group):
         "grpo",
         "",
         one_of(*PRESETS),
-        more="See [algorithms](algorithms.md), [supervised training](supervised.md) for `sft` and `reward_model`, and "
-        "[preferences](preferences.md) for the rest.",
+        more="See [algorithms](algorithms.md), [distillation](distillation.md), [supervised training](supervised.md) for `sft` and "
+        "`reward_model`, and [preferences](preferences.md) for what follows them.",
     )
     kind: str = key(
         "rl",
         "",
         Choices({kind.name: kind.purpose for kind in RUN_KINDS.values()}),
-        more="The last three look at no key of `rollout`, `bridge`, `reward` and `critic`, and `dpo` alone at those of `reference`.",
+        more="The last three look at no key of `rollout`, `bridge`, `reward`, `critic` and `teacher`, and `dpo` alone at those of "
+        "`reference`.",
         is_fixed=True,
     )
     advantage: str = key("grpo", "estimator of advantages", function_or(ADVANTAGES), is_fixed=True)

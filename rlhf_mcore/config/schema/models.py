@@ -358,6 +358,32 @@ class ReferenceConfig(Group):
 
 
 @dataclass
+class TeacherConfig(Group):
+    """A frozen policy that a student learns from, token by token."""
+
+    path: Optional[str] = key(
+        None,
+        "the teacher, with the tokenizer of `model.path`",
+        null="none",
+        more="Any model family. See [distillation](distillation.md).",
+    )
+    coef: float = key(
+        1.0,
+        "weight of the teacher in the advantages",
+        ABOVE_0,
+        more="Each drawn token gets `coef` times (the teacher's logprob - the policy's).",
+    )
+    dtype: Optional[str] = key(None, "", _DTYPES, null="`model.dtype`")
+    layout: LayoutConfig = group(LayoutConfig, "its own, over `teacher.ranks`")
+    ranks: Optional[list[int]] = key(None, "as `actor.ranks`", null="all")
+    megatron: Optional[dict[str, Any]] = key(
+        None, "as `actor.megatron`; fields of TransformerConfig alone", null="none"
+    )
+    offload: Optional[bool] = key(None, "as `reference.offload`", null=_WHERE_NEEDED)
+    offload_by_layer: bool = key(False, "as `reference.offload_by_layer`", only_with="teacher.offload")
+
+
+@dataclass
 class RewardModelConfig(Group):
     """A reward model; its score is added to that of the rules or the function."""
 

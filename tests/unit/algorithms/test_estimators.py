@@ -365,6 +365,8 @@ def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[lis
         return slow_gdpo([[sum(r.rewards)] for r in responses], [1.0], responses, cfg.normalize_std)
     if name == "reinforce":
         return rewards_to_go
+    if name == "distillation":
+        return [[0.0] * len(r.rewards) for r in responses]
     if name == "remax":
         return [[sum(r.rewards[t:]) - r.greedy for t in range(len(r.rewards))] for r in responses]
     return slow_normalized(rewards_to_go if name == "reinforce_plus_plus" else over_mean)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_mcore.algorithms import covariance, decoupled, returns  # noqa: F401  # which add to the tables
+from rlhf_mcore.algorithms import covariance, decoupled, distillation, returns  # noqa: F401  # which add to the tables
 from rlhf_mcore.algorithms.interfaces import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -49,7 +49,8 @@ def test_what_validation_knows_of_them():
     assert {name for name in told if told[name].compares_group} == compared
     assert [name for name in told if not told[name].credits_turns] == ["opo", "gdpo", "remax"]
     assert [name for name in told if told[name].needs_values] == ["gae"]
-    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo", "gdpo", "remax"}
+    assert [name for name in told if not told[name].reads_scores] == ["distillation"]
+    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo", "gdpo", "remax", "distillation"}
     assert [name for name in told if told[name].needs_greedy] == ["remax"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_dual_clip] == ["ppo_clip"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_sapo] == ["sapo"]

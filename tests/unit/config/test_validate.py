@@ -52,7 +52,7 @@ GDPO = ["algorithm=gdpo", "algorithm.reward_weights={boxed: 1}"]
         (["rollout.max_model_len=768"], None),
         (["evaluate.max_new_tokens=512"], None),
         (["rollout.engine=hf", "model.dtype=fp16"], None),
-        *[([f"algorithm={preset}"], None) for preset, keys in PRESETS.items() if "kind" not in keys],
+        *[([f"algorithm={preset}"], None) for preset, keys in PRESETS.items() if "kind" not in keys and preset != "distillation"],
         (["algorithm=reinforce_plus_plus", "rollout.sampling.n=1"], None),
         (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.kl.coef=0.05"], None),  # k1 in the reward is sound
         (["algorithm.kl={coef: 0.01, controller: {name: linear, final: 0.1, steps: 50}}"], None),

@@ -151,6 +151,14 @@ def test_a_reward_model_scores_beside_an_engine_that_is_awake() -> None:
     assert not any(awake & p.parts.keys() for p in apart if p.phase == "reward forward")
 
 
+def test_a_teacher_has_a_layout_and_a_pass_of_its_own() -> None:
+    teacher = f"teacher.path={ROOT / 'configs' / 'models' / 'Qwen2.5-7B'}"
+    made = planned("Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", teacher, "teacher.layout.tp=8")
+    assert [(role.name, role.layout["tp"]) for role in made.roles] == [("actor", 1), ("teacher", 8)]
+    (phase,) = (phase for phase in made.phases if phase.phase == "teacher forward")
+    assert phase.parts["teacher weights"] == pytest.approx(2 * 7_615_616_512 / 8, rel=1e-3)
+
+
 def test_the_engine_hf_has_no_share_of_the_device_and_is_whole_on_every_rank() -> None:
     """Its cache is that of what it decodes: 8 ranks, 8 prompts with 8 samples each, 512 + 256 tokens of 28 layers, 4 heads of 128."""
     overrides = "rollout.engine=hf", "rollout.layout.tp=4", "rollout.gpu_memory_utilization=0.9"

@@ -12,7 +12,7 @@ from rlhf_mcore.config.schema import (
     OverlongConfig,
     RolloutCorrectionConfig,
 )
-from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.advantages import TEACHER_LOGPROBS, AdvantageComputer
 from rlhf_mcore.types import TrainBatch
 from tests.rows import Row, batch_of, flat, padded
 
@@ -147,3 +147,28 @@ def test_long_responses_lose_some_of_their_score() -> None:
     metrics = estimate(made, normalize_std=False, overlong=overlong)
     assert made.rewards is not None and padded(made, made.rewards).sum(1).tolist() == [1.0, 0.5, 0.0]
     assert metrics["reward/overlong_mean"] == pytest.approx(-0.5)
+
+
+def with_teacher(made: TrainBatch, teacher: list[float]) -> TrainBatch:
+    """Give every response token the policy's logprob -1, and the teacher's in the order of the tokens."""
+    made.old_logprobs = torch.where(made.loss_mask, -1.0, 0.0)
+    logprobs = torch.zeros(made.token_ids.shape)
+    logprobs[made.loss_mask] = torch.tensor(teacher)
+    made.fields[TEACHER_LOGPROBS] = logprobs
+    return made
+
+
+def test_a_teacher_alone() -> None:
+    made = with_teacher(batch([1.0, 0.0], [2, 1], [0, 0]), [-0.5, -3.0, -1.0])
+    metrics = AdvantageComputer(AlgorithmConfig(advantage="distillation"), teacher_coef=0.5)(made)
+    assert made.advantages is not None
+    assert padded(made, made.advantages).tolist() == [[0, 0.25, -1.0], [0, 0, 0]], "scores do not count"
+    assert metrics["teacher/kl"] == pytest.approx((-0.5 + 2.0 + 0.0) / 3)
+
+
+def test_a_teacher_beside_scores() -> None:
+    made = with_teacher(batch([1.0, 0.0], [2, 1], [0, 0]), [-0.5, -3.0, -1.0])
+    computer = AdvantageComputer(AlgorithmConfig(normalize_std=False), teacher_coef=0.5)
+    computer(made)
+    assert computer.needs_old_logprobs(made) and made.advantages is not None
+    assert padded(made, made.advantages).tolist() == [[0, 0.75, -0.5], [0, -0.5, 0]]

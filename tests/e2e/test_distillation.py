@@ -1,0 +1,54 @@
+"""A run with a teacher: its numbers are those of a reference of the same weights, in any layout, and it resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.commands import environment
+from tests.metric_names import assert_registered
+from tests.tiny_training import assert_same_end, make, run_locally
+
+TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("distillation")
+    make(directory)
+    shutil.copytree(directory / "quickstart/model", directory / "teacher")
+    file = directory / "teacher/model.safetensors"
+    save_file({name: weight * 1.1 for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+    return directory
+
+
+def train(directory: Path, name: str, *overrides: str) -> tuple[Path, list[dict[str, Any]]]:
+    run = run_locally(directory, name, environment(directory), *overrides)
+    return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_teacher_is_read_as_a_reference_of_the_same_weights_is(workspace: Path) -> None:
+    """k1 of the same model, once as the KL to the reference and once as the teacher's, which is cut in other ways."""
+    compared = ["reference.path=teacher", "algorithm.kl.coef=1e-6", "algorithm.kl.estimator=k1", "algorithm.kl.placement=reward", "trainer.num_steps=1"]
+    for layout in (
+        [],
+        ["teacher.layout.pp=2"],
+        ["teacher.layout.tp=2", "teacher.offload=true", "teacher.offload_by_layer=true"],
+    ):
+        run, metrics = train(workspace, f"as{len(layout)}", *TAUGHT, *compared, *layout)
+        assert abs(metrics[1]["teacher/kl"]) > 1e-4
+        assert metrics[1]["teacher/kl"] == pytest.approx(metrics[1]["kl/mean"], rel=1e-4), layout
+    assert_registered(run, "teacher/kl", "timing/<phase>_s", "throughput/<phase>_tokens_per_s")
+    assert "timing/teacher_logprobs_s" in metrics[1]
+
+
+def test_a_run_that_goes_on_ends_as_one_that_was_left_alone(workspace: Path) -> None:
+    calm, _ = train(workspace, "calm", *TAUGHT)
+    train(workspace, "parts", *TAUGHT, "trainer.num_steps=1")
+    parts, _ = train(workspace, "parts", *TAUGHT)
+    assert_same_end(parts, calm)

@@ -1,0 +1,81 @@
+"""Configurations with a teacher: what they need, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.validate import validate
+
+
+def check(*overrides: str) -> list[str]:
+    try:
+        validate(load_config("run.yaml", list(overrides)))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.fixture(autouse=True)
+def models(workspace: Any) -> None:
+    for name, changes in {"teacher": {"hidden_size": 384}, "small": {"vocab_size": 50}}.items():
+        workspace.write_hf_config(name, **changes)
+        workspace.write(f"{name}/model.safetensors", "")
+        workspace.write(f"{name}/tokenizer.json", "{}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=distillation", "teacher.path=teacher"],
+        ["algorithm=distillation", "teacher.path=teacher", "reward.rules=[]"],
+        ["algorithm=grpo", "teacher.path=teacher", "teacher.coef=0.2", "teacher.layout.tp=2", "trainer.world_size=2"],
+        ["algorithm=ppo", "teacher.path=teacher", "teacher.offload=true", "teacher.offload_by_layer=true"],
+    ],
+)
+def test_good_configurations_pass(overrides: list[str]) -> None:
+    assert check(*overrides) == []
+
+
+TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm=distillation"], ["teacher.path=null", "algorithm.advantage=distillation", "give the directory"]),
+        (["teacher.coef=0.5"], ["teacher.coef=0.5", "no effect", "teacher.path=null", "remove it"]),
+        ([*TAUGHT, "teacher.coef=0"], ["teacher.coef=0", "greater than 0"]),
+        (["algorithm=distillation", "teacher.path=nowhere"], ["teacher.path=nowhere"]),
+        (["algorithm=distillation", "teacher.path=small"], ["teacher.path=small", "vocab_size=50", "100", "choose"]),
+        (
+            [*TAUGHT, "algorithm.dynamic_sampling.enabled=true"],
+            ["dynamic_sampling.enabled=True", "reads no score", "false"],
+        ),
+        ([*TAUGHT, "teacher.layout.tp=4", "trainer.world_size=2"], ["teacher.layout.tp=4"]),
+        (
+            [*TAUGHT, "teacher.offload=false", "teacher.offload_by_layer=true"],
+            ["teacher.offload_by_layer=True", "teacher.offload"],
+        ),
+        ([*TAUGHT, "teacher.dtype=int8"], ["teacher.dtype", "int8"]),
+        ([*TAUGHT, "teacher.ranks=[5]"], ["teacher.ranks"]),
+        ([*TAUGHT, "teacher.megatron={nothing: 1}"], ["teacher.megatron", "nothing"]),
+    ],
+)
+def test_mistakes_are_refused(overrides: list[str], words: list[str]) -> None:
+    problems = check(*overrides)
+    assert len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems
+
+
+def test_another_tokenizer_is_refused_with_its_first_difference(workspace: Any) -> None:
+    for name, vocab in {"model": {"a": 0, "b": 1}, "teacher": {"a": 1, "b": 0}}.items():
+        workspace.write(f"{name}/tokenizer.json", json.dumps({"model": {"vocab": vocab}}))
+    (problem,) = check(*TAUGHT)
+    assert all(word in problem for word in ("teacher.path=teacher", "token 0", "'a'", "'b'", "model.tokenizer_path")), (
+        problem
+    )
