@@ -8,7 +8,6 @@ With an environment, a response has several turns of the policy. ``turn_gamma`` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ ROUNDING = {torch.float32: 5 * 2.0**-23, torch.float64: 2.0**-40}
 @advantage_estimator("grpo")
 def grpo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """Outcome relative to the group: GRPO, or Dr. GRPO without ``normalize_std``. See :func:`group_relative`."""
-    return Advantages(_compare_outcomes(inputs, cfg, partial(group_relative, normalize_std=cfg.normalize_std)))
+    return Advantages(compare_outcomes(inputs, cfg, partial(group_relative, normalize_std=cfg.normalize_std)))
 
 
 @advantage_estimator("rloo")
@@ -42,25 +41,13 @@ def rloo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     Raises:
         ValueError: a group has a single response.
     """
-    return Advantages(_compare_outcomes(inputs, cfg, _leave_one_out))
-
-
-@advantage_estimator("opo")
-def opo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Outcome minus the baseline of least variance: OPO (Hao et al. 2025, arXiv 2505.23585, eq. 8).
-
-    A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, with the responses' lengths l in trainable tokens. The square of a
-    response's gradient is taken to grow with its length.
-    """
-    lengths = inputs.rows.sums(torch.ones_like(inputs.rewards), inputs.loss_mask)
-    of_responses = replace(cfg, turn_credit=False)
-    return Advantages(_compare_outcomes(inputs, of_responses, partial(_minus_mean_by_length, lengths=lengths)))
+    return Advantages(compare_outcomes(inputs, cfg, _leave_one_out))
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): outcome - mean, normalised over all tokens."""
-    relative = _compare_outcomes(inputs, cfg, partial(group_relative, normalize_std=False))
+    relative = compare_outcomes(inputs, cfg, partial(group_relative, normalize_std=False))
     return Advantages(whiten(relative, inputs.loss_mask, inputs.rows))
 
 
@@ -69,7 +56,7 @@ def outcomes(inputs: AdvantageInputs) -> Tensor:
     return inputs.rows.sums(inputs.rewards, inputs.loss_mask)
 
 
-def _compare_outcomes(
+def compare_outcomes(
     inputs: AdvantageInputs, cfg: AlgorithmConfig, compare: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Apply ``compare`` (values, groups -> advantages) to outcomes: [N] advantages, zero outside the loss mask.
@@ -99,14 +86,6 @@ def _compare_outcomes(
     of_tokens = torch.zeros(inputs.rewards.shape, dtype=torch.float32)
     of_tokens[turns.tokens] = of_turns[turns.rows, turns.places][turns.of_token]
     return of_tokens
-
-
-def _minus_mean_by_length(values: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    relative = group_relative(values, groups, normalize_std=False)  # equal values are exact zeros
-    _, index = torch.unique(groups, return_inverse=True)
-    zeros = lengths.new_zeros(len(groups))
-    means = zeros.index_add(0, index, lengths * relative) / zeros.index_add(0, index, lengths).clamp(min=1)
-    return relative - means[index]
 
 
 def _leave_one_out(values: Tensor, groups: Tensor) -> Tensor:

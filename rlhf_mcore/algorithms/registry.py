@@ -32,6 +32,7 @@ def find_advantage_estimator(name: str) -> AdvantageEstimator:
     """
     if name not in ADVANTAGE_ESTIMATORS:
         # What is relative to a group's outcomes has no use for them.
+        import rlhf_mcore.algorithms.baselines
         import rlhf_mcore.algorithms.decoupled
         import rlhf_mcore.algorithms.distillation
         import rlhf_mcore.algorithms.returns  # noqa: F401
@@ -43,7 +44,10 @@ def find_advantage_estimator(name: str) -> AdvantageEstimator:
 def find_policy_loss(name: str) -> PolicyLoss:
     """Return the loss that ``algorithm.policy_loss`` names, as :func:`find_advantage_estimator` does."""
     if name not in POLICY_LOSSES:
-        import rlhf_mcore.algorithms.covariance  # noqa: F401  # other losses have no use for it
+        # Other losses have no use for them.
+        import rlhf_mcore.algorithms.bounds
+        import rlhf_mcore.algorithms.covariance
+        import rlhf_mcore.algorithms.divergence  # noqa: F401
 
     return _find(POLICY_LOSSES, name, "algorithm.policy_loss")
 

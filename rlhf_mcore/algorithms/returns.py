@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +53,7 @@ def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
 
     Turns are handled as in :func:`gae`.
     """
-    advantages = _discount_rewards(inputs, cfg)
+    advantages = discount_rewards(inputs, cfg)
     if cfg.whiten_advantages:
         advantages = whiten(advantages, inputs.loss_mask, inputs.rows)
     return Advantages(advantages.float())
@@ -63,23 +62,11 @@ def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
 @advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): :func:`reinforce`, normalised over all tokens of the step."""
-    advantages = reinforce(inputs, cfg).advantages if cfg.whiten_advantages else _discount_rewards(inputs, cfg)
+    advantages = reinforce(inputs, cfg).advantages if cfg.whiten_advantages else discount_rewards(inputs, cfg)
     return Advantages(whiten(advantages, inputs.loss_mask, inputs.rows).float())
 
 
-@advantage_estimator("remax")
-def remax(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Sum of the rewards from a token on, minus the greedy response's score: ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1).
-
-    A_t = sum_k r_{t+k} - b, with the score b of the greedy response to the same prompt. b does not depend on what was sampled, so the
-    gradient stays unbiased. The KL of the reward is in the r of the sampled response alone.
-    """
-    assert inputs.baselines is not None, "remax needs the scores of greedy responses"
-    sums = _discount_rewards(inputs, replace(cfg, gamma=1.0, turn_gamma=1.0, turn_credit=False))
-    return Advantages(torch.where(inputs.loss_mask, sums - inputs.rows.to_tokens(inputs.baselines), 0).float())
-
-
-def _discount_rewards(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Tensor:
+def discount_rewards(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Tensor:
     """Compute the discounted sum of the rewards from each token on: [N] float64."""
     zeros = torch.zeros(inputs.rewards.shape, dtype=torch.float64)
     ends = torch.zeros_like(inputs.truncated, dtype=torch.float64)

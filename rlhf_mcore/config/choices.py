@@ -35,7 +35,7 @@ def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An advantage estimator (``algorithms/advantages.py``, ``algorithms/returns.py``)."""
+    """An advantage estimator (``algorithms/advantages.py``, ``baselines.py``, ``returns.py``)."""
 
     compares_group: bool = False  # the responses to one prompt with each other: needs two of them
     needs_values: bool = False  # of a critic

@@ -34,7 +34,8 @@ def train(directory: Path, name: str, *overrides: str) -> tuple[Path, list[dict[
 
 def test_a_teacher_is_read_as_a_reference_of_the_same_weights_is(workspace: Path) -> None:
     """k1 of the same model, once as the KL to the reference and once as the teacher's, which is cut in other ways."""
-    compared = ["reference.path=teacher", "algorithm.kl.coef=1e-6", "algorithm.kl.estimator=k1", "algorithm.kl.placement=reward", "trainer.num_steps=1"]
+    kl = ["algorithm.kl.coef=1e-6", "algorithm.kl.estimator=k1", "algorithm.kl.placement=reward"]
+    compared = ["reference.path=teacher", *kl, "trainer.num_steps=1"]
     for layout in (
         [],
         ["teacher.layout.pp=2"],

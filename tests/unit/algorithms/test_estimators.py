@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rlhf_mcore.algorithms.baselines  # noqa: F401  # its estimators are in the table
 from rlhf_mcore.algorithms.advantages import group_relative, grpo, rloo, whiten
 from rlhf_mcore.algorithms.decoupled import gdpo
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_mcore.algorithms import covariance, decoupled, distillation, returns  # noqa: F401  # which add to the tables
+from rlhf_mcore.algorithms import (  # noqa: F401  # which add to the tables
+    baselines,
+    bounds,
+    covariance,
+    decoupled,
+    distillation,
+    divergence,
+    returns,
+)
 from rlhf_mcore.algorithms.interfaces import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,

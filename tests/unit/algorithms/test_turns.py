@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import rlhf_mcore.algorithms.baselines  # noqa: F401  # its estimators are in the table
 from rlhf_mcore.algorithms.advantages import grpo, rloo
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rlhf_mcore.algorithms.registry import find_policy_loss
@@ -244,6 +245,8 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
 
 
 def slow(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> list[list[list[float]]]:
+    if name == "distillation":
+        return [[[0.0] * len(turn) for turn in one.turns] for one in episodes]
     if name == "gae":
         return [slow_recursion(one, cfg, cfg.lam, with_values=True) for one in episodes]
     if name == "remax":

@@ -56,7 +56,7 @@ TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
             [*TAUGHT, "algorithm.dynamic_sampling.enabled=true"],
             ["dynamic_sampling.enabled=True", "reads no score", "false"],
         ),
-        ([*TAUGHT, "teacher.layout.tp=4", "trainer.world_size=2"], ["teacher.layout.tp=4"]),
+        ([*TAUGHT, "teacher.layout.tp=4", "trainer.world_size=2"], ["teacher.layout.tp", "4", "multiple"]),
         (
             [*TAUGHT, "teacher.offload=false", "teacher.offload_by_layer=true"],
             ["teacher.offload_by_layer=True", "teacher.offload"],
