@@ -14,7 +14,7 @@ from tests.commands import environment
 from tests.metric_names import assert_registered
 from tests.tiny_training import assert_same_end, make, run_locally
 
-TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
+TAUGHT = ["algorithm=distillation", "teacher.path=teacher", "data.eval=[]", "evaluate.every=0"]
 
 
 @pytest.fixture(scope="module")

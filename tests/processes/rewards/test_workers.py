@@ -197,8 +197,14 @@ def test_workers_see_no_credentials(reward: Callable[..., PooledReward], monkeyp
     assert started_with.value == 0.0
 
 
-def test_scores_come_in_order_from_several_workers(reward: Callable[..., PooledReward]) -> None:
-    body = "time.sleep(0.002 * (int(solution_str) % 3)); return {'score': int(solution_str), 'pid': os.getpid()}"
+def test_scores_come_in_order_from_several_workers(reward: Callable[..., PooledReward], tmp_path: Path) -> None:
+    """Each worker waits at its first response until all three have one: on a busy machine two could score all the others."""
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    body = f"""open({str(begun)!r} + f'/{{os.getpid()}}', 'w').close()
+    while len(os.listdir({str(begun)!r})) < 3: time.sleep(0.005)
+    time.sleep(0.002 * (int(solution_str) % 3))
+    return {{'score': int(solution_str), 'pid': os.getpid()}}"""
     scores = reward(body, workers=3).score([trajectory(str(number), number) for number in range(200)])
     assert [score.value for score in scores] == list(map(float, range(200)))
     assert len({score.parts["pid"] for score in scores}) == 3

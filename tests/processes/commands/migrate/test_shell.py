@@ -191,7 +191,10 @@ def test_a_script_cannot_touch_what_is_not_its_own(hostile: str, tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         script = hostile.format(tmp_path, "/usr/bin/python3", os.getpid(), server.getsockname()[1])
-        words = read_script(f"X=1\n{script}{LAUNCH}").commands
+        try:
+            words = read_script(f"X=1\n{script}{LAUNCH}").commands
+        except ConfigError:  # it has killed what reads it, before or after the first word was read
+            words = []
         with pytest.raises(BlockingIOError):
             server.accept()
     assert ["python", "-m", "verl.trainer.main_ppo", "a=1"] in words or "kill" in hostile
