@@ -14,7 +14,8 @@ from tests.commands import environment
 from tests.metric_names import assert_registered
 from tests.tiny_training import assert_same_end, make, run_locally
 
-TAUGHT = ["algorithm=distillation", "teacher.path=teacher", "data.eval=[]", "evaluate.every=0"]
+TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
+EVALUATED = ["evaluate.every=1"]  # else the run that stops evaluates where the other does not
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_a_teacher_is_read_as_a_reference_of_the_same_weights_is(workspace: Path
 
 
 def test_a_run_that_goes_on_ends_as_one_that_was_left_alone(workspace: Path) -> None:
-    calm, _ = train(workspace, "calm", *TAUGHT)
-    train(workspace, "parts", *TAUGHT, "trainer.num_steps=1")
-    parts, _ = train(workspace, "parts", *TAUGHT)
+    calm, _ = train(workspace, "calm", *TAUGHT, *EVALUATED)
+    train(workspace, "parts", *TAUGHT, *EVALUATED, "trainer.num_steps=1")
+    parts, _ = train(workspace, "parts", *TAUGHT, *EVALUATED)
     assert_same_end(parts, calm)
