@@ -94,7 +94,8 @@ class AdapterSizes:
     alpha: float
     targets: tuple[str, ...]  # layers that have one; see ``rlhf_mcore.families.adapters``
     use_rslora: bool = False  # scale by the root of the rank (Kalajdzievski 2023, arXiv 2312.03732)
-    fixed: int = 0  # so many of the rows of an A, the last ones, do not learn, nor do the columns of B that go with them
+    # So many of the rows of an A, the last ones, do not learn, nor do the columns of B that go with them
+    fixed: int = 0
     use_dora: bool = False  # beside A and B a magnitude for each output (Liu et al. 2024, arXiv 2402.09353)
 
     @property
@@ -122,9 +123,8 @@ class ModelGeometry:
     window: WindowSizes | None = None
     delta: DeltaSizes | None = None
     experts: ExpertSizes | None = None
-    mtp_layers: int = (
-        0  # behind the last layer, where they are trained with the model; numbered as if they were further ones
-    )
+    # Behind the last layer, where they are trained with the model; numbered as if they were further ones
+    mtp_layers: int = 0
     adapter: AdapterSizes | None = None  # of a geometry of adapters alone, which are what has names and shapes
 
     @classmethod

@@ -141,9 +141,7 @@ def start(run: RunContext) -> Fleet:
 
         episodes = EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
     plan = FleetPlan(
-        EngineOrder(
-            rollout, model, EngineEnd, episodes, os.getcwd(), cfg.deterministic
-        ),
+        EngineOrder(rollout, model, EngineEnd, episodes, os.getcwd(), cfg.deterministic),
         rollout.num_engines,
         rollout.layout.tp,
         cfg.trainer.threads_per_rank,

@@ -123,7 +123,9 @@ def _example_trainer(
         source=ExampleBatches(data.train, sampler, build),
         learner=learner,
         publisher=NoPublisher(),
-        evaluator=ExampleEvaluator(data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named, build),
+        evaluator=ExampleEvaluator(
+            data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named, build
+        ),
         checkpointer=build_checkpointer(run, saved, {"counters": counters}, sampler),
         recorder=record,
         max_bad_updates=cfg.trainer.max_bad_updates,

@@ -142,9 +142,7 @@ def build_exchange(cfg: Config, on_error: OnError) -> RowExchange:
 
 def training_sampling(cfg: Config) -> Sampling:
     sampling = cfg.rollout.sampling
-    return Sampling(
-        **vars(sampling), seed=cfg.seed, records_support=truncates(sampling), baseline=draws_greedy(cfg)
-    )
+    return Sampling(**vars(sampling), seed=cfg.seed, records_support=truncates(sampling), baseline=draws_greedy(cfg))
 
 
 def choose_collect(cfg: Config, on_error: OnError) -> Collect:
@@ -216,9 +214,7 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
     return bridge if cfg.bridge.verify == "full" else changed_only(cfg, actor, bridge, engine)
 
 
-def changed_only(
-    cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget
-) -> WeightBridge:
+def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:
     if cfg.actor.lora.rank is not None:
         from rlhf_mcore.cli.adapter_sync import changed_names
 

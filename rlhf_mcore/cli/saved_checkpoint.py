@@ -13,9 +13,7 @@ from rlhf_mcore.config.errors import ConfigError
 UNTRAINED = "reference"  # the one model in a checkpoint that has no optimizer
 
 
-def check_saved(
-    checkpoint: Path, weights: Mapping[str, Path], *, values: bool = True, base: str | None = None
-) -> None:
+def check_saved(checkpoint: Path, weights: Mapping[str, Path], *, values: bool = True, base: str | None = None) -> None:
     """Read models, optimizers and random generators as a run that resumes does, by one process, before anything is built.
 
     Args:

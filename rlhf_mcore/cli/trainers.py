@@ -175,7 +175,13 @@ def with_offload(run: RunContext) -> Config:
     from rlhf_mcore.planning.plan import with_offload
 
     decided = with_offload(run.cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=smallest))
-    keys = {"actor": "actor", "critic": "critic", "reference": "reference", "reward": "reward.model", "teacher": "teacher"}
+    keys = {
+        "actor": "actor",
+        "critic": "critic",
+        "reference": "reference",
+        "reward": "reward.model",
+        "teacher": "teacher",
+    }
     for role in roles_of(decided, dist.get_world_size(), run.dtype):
         key = f"{keys[role.name]}.offload"
         if role.offload and value_of(run.cfg, key) in ("auto", None):

@@ -47,7 +47,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the weights of the base
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
-    "modules_to_save": ([], ["score"], ["classifier", "score"], ["score", "classifier"]),  # PEFT's, with a head for scores
+    # PEFT's, with a head for scores
+    "modules_to_save": ([], ["score"], ["classifier", "score"], ["score", "classifier"]),
     "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
@@ -126,7 +127,9 @@ def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
     settings, path = read_settings(directory), Path(directory) / ADAPTER_WEIGHTS
     if not isfile(path):
         pickled = " (adapter_model.bin is pickle and is not read)" if isfile(path.with_suffix(".bin")) else ""
-        raise ConfigError(f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True")
+        raise ConfigError(
+            f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True"
+        )
     possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
     header = read_header(path)
     names = set(header) - {"__metadata__", *base_copies(), *whole_tensors(model)}

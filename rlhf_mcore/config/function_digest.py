@@ -76,7 +76,11 @@ class _Describer:
             return name, hashlib.sha256(array()).hexdigest() if callable(array) and value is not kind else ""
         if isinstance(value, type):
             return "class", value.__qualname__, [self.describe(base) for base in value.__bases__], self._members(value)
-        changed = {name for member in _functions_of(kind) for name in _stored_attributes(member.__code__) | _mutated_names(member)}
+        changed = {
+            name
+            for member in _functions_of(kind)
+            for name in _stored_attributes(member.__code__) | _mutated_names(member)
+        }
         attributes = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in changed}
         return "object", self.describe(kind), self.describe(attributes)
 

@@ -119,7 +119,8 @@ def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
     if cfg.rank is None:
         return None
     alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
-    if cfg.init == "pissa":  # beside what learns is what it began with, see ``roles/pissa.py``: the scale stays as it is
+    # Beside what learns is what it began with, see ``roles/pissa.py``: the scale stays as it is
+    if cfg.init == "pissa":
         factor = 2**0.5 if cfg.use_rslora else 2
         return AdapterSizes(2 * cfg.rank, alpha * factor, tuple(cfg.targets), cfg.use_rslora, fixed=cfg.rank)
     return AdapterSizes(cfg.rank, alpha, tuple(cfg.targets), cfg.use_rslora, use_dora=cfg.use_dora)

@@ -324,7 +324,9 @@ def architecture(hf_config: Fields) -> str:
 def growth_problems(directory: str) -> Iterator[str]:
     """Check that normalisation does not make texts much longer: a few replacements, each of a letter by many, fill any memory."""
     growth, steps = 1.0, 0
-    pending: list[Any] = [tokenizer_contents(directory).get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    pending: list[Any] = [
+        tokenizer_contents(directory).get(part) for part in ("normalizer", "pre_tokenizer", "decoder")
+    ]
     while pending:
         node = pending.pop()
         if isinstance(node, list):

@@ -145,7 +145,11 @@ def unused_problems(cfg: Config) -> Iterator[str]:
                 break
             if owner_value not in values.split(" or ") if values else owner_value == 0:
                 cure = (
-                    f"set {owner}={values}" if values else f"set {owner}=true" if owner_value is False else f"raise {owner}"
+                    f"set {owner}={values}"
+                    if values
+                    else f"set {owner}=true"
+                    if owner_value is False
+                    else f"raise {owner}"
                 )
                 yield f"{key}={value} has no effect with {owner}={owner_value}; remove it, or {cure}"
                 break

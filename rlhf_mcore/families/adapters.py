@@ -30,7 +30,8 @@ T = TypeVar("T")  # a tensor
 
 ALL_LINEAR = "all-linear"  # a target: every linear layer but the output layer, as PEFT means it
 A, B, M = ".lora_a", ".lora_b", ".lora_m"  # in the place of ``.weight``, in Megatron's names; M: magnitudes of DoRA
-EMBEDDING, OUTPUT = "model.embed_tokens", "lm_head"  # modules before and behind the layers, which ``all-linear`` does not mean
+# Modules before and behind the layers, which ``all-linear`` does not mean
+EMBEDDING, OUTPUT = "model.embed_tokens", "lm_head"
 _HF_PREFIX = "base_model.model."
 _HF_NAMES = {A: ".lora_A.weight", B: ".lora_B.weight", M: ".lora_magnitude_vector"}
 _HF_EMBEDDING_NAMES = {A: ".lora_embedding_B", B: ".lora_embedding_A"}
@@ -97,7 +98,11 @@ def base_copies() -> dict[str, str]:
 def adapter_rules(rule: Rule, geometry: ModelGeometry, layer: int) -> list[Rule]:
     """Derive the rules of A, B and magnitudes from that of a weight in one layer; none where nothing of it is adapted."""
     is_end = rule.kind == "vocab_parallel"
-    if rule.kind not in _KINDS or not (is_end or _LINEAR.fullmatch(rule.mcore)) or (is_end and geometry.tied_embeddings):
+    if (
+        rule.kind not in _KINDS
+        or not (is_end or _LINEAR.fullmatch(rule.mcore))
+        or (is_end and geometry.tied_embeddings)
+    ):
         return []
     tensors = {name: dims for name, dims in rule.tensors.items() if is_target(_module(name, layer), geometry)}
     if not tensors:
@@ -197,7 +202,9 @@ def check_targets(family: Family, geometry: ModelGeometry, field: str) -> None:
             f"{field}: {tied} is the embedding and the output layer at once (tie_word_embeddings=true), which takes no adapter; leave "
             "it out, or name a model with an output layer of its own"
         )
-    if _sizes(geometry).use_dora and (module := without_dora(module for module in linear if is_target(module, geometry))):
+    if _sizes(geometry).use_dora and (
+        module := without_dora(module for module in linear if is_target(module, geometry))
+    ):
         raise ConfigError(
             f"{field}: {module} takes no DoRA, which is that of layers outside of experts and of both ends; name others (in a model "
             f"with experts those of attention), or set {field.rpartition('.')[0]}.use_dora=false"

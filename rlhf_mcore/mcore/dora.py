@@ -76,7 +76,9 @@ class Magnitudes:
         layer, scale, rank = self._layer, self._sizes.scale, self._sizes.rank
         a = layer.lora_a.float()
         b = layer.lora_b.index_select(0, layer.lora_b_order).float()
-        before = torch.linalg.vector_norm(layer.weight, dim=1, dtype=torch.float32).square().index_select(0, layer.lora_rows)
+        before = (
+            torch.linalg.vector_norm(layer.weight, dim=1, dtype=torch.float32).square().index_select(0, layer.lora_rows)
+        )
         products = (layer.weight @ layer.lora_a.t()).float().index_select(0, layer.lora_rows)
         counts, sums = [count for _, count in self._spans], []
         for (first, _), part, of_weight in zip(self._spans, b.split(counts), products.split(counts), strict=True):

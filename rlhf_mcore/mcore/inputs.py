@@ -71,7 +71,9 @@ class PassInputs:
         """Return the ``support`` of this rank's tokens with logits, on the device where it is placed there; None without one."""
         if (support := microbatch.ragged.get("support")) is None:
             return None
-        own = self.of_rank(microbatch, torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)).flatten()
+        own = self.of_rank(
+            microbatch, torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)
+        ).flatten()
         counted, placed = self.counted(microbatch), microbatch.placed
         subsets = Subsets.of(take_tokens(support, own if counted is None else own[counted]))
         if not placed:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.observability.alarm_messages import AlarmMessages
 
 MEAN, MIN, MAX, DEVIATION, SAMPLES = "reward/mean", "reward/min", "reward/max", "reward/std", "progress/samples"
-LEAST_SHARE = 0.05  # of the span of a step's scores: a smaller change of a mean is none, however steady the steps before were
+# Of the span of a step's scores: a smaller change of a mean is none, however steady the steps before were
+LEAST_SHARE = 0.05
 EARLY, RECENT = 20, 200  # values of a metric that are remembered: its first and its last ones
 QUIET_STEPS = 10  # without trouble in a row, after which the same alarm may be given again
 MESSAGES = ("webhook", "command")  # actions that ``alarm_messages`` takes

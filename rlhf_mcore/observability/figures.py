@@ -67,8 +67,6 @@ FIGURES = (
 )
 
 
-
-
 def figure_text(figure: Figure, metrics: Mapping[str, Any]) -> str:
     """The metric's value as text, empty when the step did not report it."""
     value = metrics.get(figure.metric)

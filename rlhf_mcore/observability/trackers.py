@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import Tracker
 
 
-
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
     """What a tracker knows of its run.

@@ -87,7 +87,9 @@ def linear_logprobs(
         return TokenLogprobs(
             *_ChunkedLinear.apply(hidden, weight, low, rows, labels, columns, chunk, with_entropy, subsets, main_grad)
         )
-    return TokenLogprobs(*_KeptLinear.apply(hidden, weight, low, rows, labels, columns, with_entropy, subsets, main_grad))
+    return TokenLogprobs(
+        *_KeptLinear.apply(hidden, weight, low, rows, labels, columns, with_entropy, subsets, main_grad)
+    )
 
 
 def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | None) -> Tensor:

@@ -55,8 +55,6 @@ def mtp_flops(geometry: ModelGeometry) -> ModelFlops:
 def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
     """Count elements of all layers, with so many experts in every mixture, and of ``outer`` rules."""
     layers = [
-        rule
-        for layer in range(geometry.num_layers + geometry.mtp_layers)
-        for rule in layer_rules(geometry, layer)
+        rule for layer in range(geometry.num_layers + geometry.mtp_layers) for rule in layer_rules(geometry, layer)
     ]
     return sum((num_experts if "{k}" in rule.mcore else 1) * rule.numel(geometry) for rule in (*outer, *layers))

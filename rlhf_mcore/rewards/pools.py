@@ -15,8 +15,6 @@ MAX_WORKERS = 8  # by default; a function that waits for a server wants more
 Verdict = tuple[float, "str | None"]  # a grade, and why there is none: timeout | error
 
 
-
-
 # Name for messages, what is loaded with which options, limits -> a pool: ``local_pool``, or what makes Ray's.
 Pools = Callable[[str, str, Mapping[str, Any], "WorkerLimits"], "WorkerPool"]
 

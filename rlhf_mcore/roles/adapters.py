@@ -89,9 +89,14 @@ def _matrices(weight: str, geometry: ModelGeometry, layout: ParallelLayout, rank
     return [
         MatrixRows(
             a_row,
-            tuple(row for block in own_blocks if block.a_row == a_row for row in range(block.row, block.row + block.count)),
             tuple(
-                row for block in own_blocks if block.a_row == a_row for row in range(block.b_row, block.b_row + block.count)
+                row for block in own_blocks if block.a_row == a_row for row in range(block.row, block.row + block.count)
+            ),
+            tuple(
+                row
+                for block in own_blocks
+                if block.a_row == a_row
+                for row in range(block.b_row, block.b_row + block.count)
             ),
         )
         for a_row in sorted({block.a_row for block in own_blocks})

@@ -22,6 +22,8 @@ def begin_with_norms(parameters: Iterable[LocalParameter], geometry: ModelGeomet
             continue
         for piece in pieces(parameter.name, geometry, parameter.shard):
             # As the model has them: a file may have more digits, and norms of these would round to others.
-            rows = reader.read(f"{hf_module(piece.hf_name)}.weight", (*piece.slices, slice(None))).to(parameter.tensor.dtype)
+            rows = reader.read(f"{hf_module(piece.hf_name)}.weight", (*piece.slices, slice(None))).to(
+                parameter.tensor.dtype
+            )
             view(parameter.tensor, piece).copy_(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
     reader.close()

@@ -43,7 +43,11 @@ def begin_with_principal(
         ConfigError: the rank is larger than that of a matrix.
     """
     assert geometry.adapter is not None
-    rank, modules, shapes = geometry.adapter.fixed, adapted_modules(geometry), hf_shapes(replace(geometry, adapter=None))
+    rank, modules, shapes = (
+        geometry.adapter.fixed,
+        adapted_modules(geometry),
+        hf_shapes(replace(geometry, adapter=None)),
+    )
     world, own = dist.get_world_size(), dist.get_rank()
     for module in modules:
         if rank > min(shape := shapes[f"{module}.weight"]):

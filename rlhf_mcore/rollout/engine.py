@@ -46,7 +46,8 @@ class EngineModel:
     seed: int
     # vLLM: names and shapes of the checkpoint's tensors. None asks transformers, which knows fewer models than vLLM.
     shapes: Mapping[str, tuple[int, ...]] | None = None
-    adapters: Mapping[str, tuple[int, ...]] | None = None  # vLLM: of those that it is to add itself, under the names of PEFT
+    # vLLM: of those that it is to add itself, under the names of PEFT
+    adapters: Mapping[str, tuple[int, ...]] | None = None
     attention: str = "auto"  # hf: the kernel, by transformers' name; "auto" leaves it to transformers
     num_adapters: int = 1  # with ``adapters``: how many the engine holds at a time
 

@@ -92,7 +92,9 @@ class AdvantageComputer:
         """[N] of the policy before the step's updates to the reference, both without top-k and top-p."""
         assert batch.ref_logprobs is not None
         cfg = self.cfg.kl
-        return kl_penalty(_whole_logprobs(batch), batch.ref_logprobs, cfg.estimator, mask=batch.loss_mask, clip=cfg.clip)
+        return kl_penalty(
+            _whole_logprobs(batch), batch.ref_logprobs, cfg.estimator, mask=batch.loss_mask, clip=cfg.clip
+        )
 
     def _add_teacher(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
         """Subtract the KL of the policy to the teacher from the advantages, token by token. Returns metrics. Collective."""

@@ -272,7 +272,11 @@ def _gather_facts(
         "sums": {name: (sum(values), len(values)) for name, values in parts.items()},
         "failures": Counter(score.failure for score in failed),
         "unread": Counter(t.prompt.data_source for t, s in zip(trajectories, scores, strict=True) if not s.answered),
-        "places": [place for place, score in (*zip(positions, scores, strict=True), *greedy.items()) if score.failure is not None],
+        "places": [
+            place
+            for place, score in (*zip(positions, scores, strict=True), *greedy.items())
+            if score.failure is not None
+        ],
         "causes": [score.cause or score.failure for score in failed[:1]],
         "total": len(scores) + len(left_out) + len(greedy),
         "prefix": (sum(t.num_cached for t in trajectories), sum(t.num_prefilled for t in trajectories)),

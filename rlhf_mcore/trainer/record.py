@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 MAX_WARNINGS = 5  # warnings of a rank in a step that are shown
 RECENT = 100  # steps whose figures are in a checkpoint
-LOSSES = ("loss/total", "loss/sft", "loss/reward_model", "loss/dpo")  # of the model that a run trains; each kind of run has one
+# Of the model that a run trains; each kind of run has one
+LOSSES = ("loss/total", "loss/sft", "loss/reward_model", "loss/dpo")
 CLOCK, SPEED = "timing/unix_time", "timing/tokens_per_s"
 
 

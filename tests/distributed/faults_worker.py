@@ -142,7 +142,9 @@ def ranks_without_a_group(model: ModelGroups, globally: ModelGroups, platform: P
         )
         tokens = scatter_to_sequence_parallel_region(torch.zeros(8, 1))
         # What stands in front of its decoder, of a model without rotation
-        gpt: Any = mock.Mock(pre_process=True, training=True, position_embedding_type="none", pg_collection=model.collection)
+        gpt: Any = mock.Mock(
+            pre_process=True, training=True, position_embedding_type="none", pg_collection=model.collection
+        )
         gpt.config.sequence_parallel = True
         rows = torch.zeros(1, 8)
         padding = GPTModel._preprocess(gpt, rows, rows, padding_mask=rows)[5]

@@ -55,7 +55,9 @@ def main(directory: Path) -> None:
     dist.barrier()
     for head in KINDS:
         for layout in LAYOUTS:
-            findings["updates"][f"{head}/{layout}"] = update(head, directory / head, groups_of(layout, groups), platform)
+            findings["updates"][f"{head}/{layout}"] = update(
+                head, directory / head, groups_of(layout, groups), platform
+            )
     finish(findings, directory)
 
 
@@ -119,7 +121,9 @@ def update(head: str, path: Path, groups: ModelGroups, platform: Any) -> dict[st
         adapter=SIZES,
     )
     if head == "sequence":
-        metrics = RewardModelTrainer(trained, CENTERING).deliver_update(example_batch(examples("reward_model")))().metrics
+        metrics = (
+            RewardModelTrainer(trained, CENTERING).deliver_update(example_batch(examples("reward_model")))().metrics
+        )
     else:
         batch = batch_for(rows())
         batch = replace(batch, old_values=torch.zeros(len(batch.token_ids)), returns=batch.token_ids / 10)
@@ -129,7 +133,9 @@ def update(head: str, path: Path, groups: ModelGroups, platform: Any) -> dict[st
     after = load_file(path / "after" / "adapter_model.safetensors")
     heads = {name for name in learned if ".score." in name}
     base = {name: value for name, value in gatherer(model) if not name.startswith("score.")}
-    weights = {name: value for name, value in load_file(path / "model.safetensors").items() if not name.startswith("score.")}
+    weights = {
+        name: value for name, value in load_file(path / "model.safetensors").items() if not name.startswith("score.")
+    }
     return {
         "metrics": metrics,
         "after": any_rank(all_gather_json(first_difference(learned.items(), after, 1e-5))),
@@ -159,4 +165,3 @@ def gathered(trained: TrainedModel, adapters: ModelGeometry) -> dict[str, Tensor
     assert trained.model is not None
     pgs = trained.model.groups.collection
     return {k: v.clone() for k, v in Gatherer(trained.adapter_parameters(), adapters, pgs.tp, pgs.pp, pgs.tp_ep)}
-

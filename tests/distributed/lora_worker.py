@@ -66,7 +66,11 @@ CASES = {
     "qwen2_dora": ("tp2_dp2_sp", "tp4"),
     "deepseek_v3_dense_dora": ("tp2_dp2", "pp2_dp2"),
 }
-TARGETS = {"qwen2": ATTENTION, "qwen2_dora": ATTENTION, "qwen3_ends": ("q_proj", "down_proj", "embed_tokens", "lm_head")}
+TARGETS = {
+    "qwen2": ATTENTION,
+    "qwen2_dora": ATTENTION,
+    "qwen3_ends": ("q_proj", "down_proj", "embed_tokens", "lm_head"),
+}
 SIZES = {name: AdapterSizes(3, 12.0, TARGETS.get(name, ("all-linear",)), name == "qwen2") for name in CASES}
 SIZES |= {name: replace(SIZES[name], use_dora=True) for name in CASES if name.endswith("_dora")}
 SIZES["qwen3_pissa"] = AdapterSizes(6, 24.0, ("all-linear",), fixed=3)
@@ -100,7 +104,9 @@ def main(directory: Path, name: str) -> None:
         findings["dropout"] = {
             layout: dropped(path, groups_of(layout, groups), platform) for layout in ("tp2_dp2", "tp2_dp2_sp")
         }
-        findings["initial"] = {layout: initial(path, groups_of(layout, groups), platform) for layout in ("dp4", "tp2_pp2")}
+        findings["initial"] = {
+            layout: initial(path, groups_of(layout, groups), platform) for layout in ("dp4", "tp2_pp2")
+        }
     finish(findings, directory)
 
 
@@ -130,7 +136,10 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
     norm = torch.nn.utils.clip_grad_norm_(list(learns.values()), OPTIMIZER.clip_grad)
     cfg = optimizer_of(name)
     vectors = [value for value in learns.values() if value.dim() == 1]  # are not decayed
-    groups = [{"params": [value for value in learns.values() if value.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": [value for value in learns.values() if value.dim() > 1]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     torch.optim.AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay).step()
     after = {key: with_fixed(value.detach(), values[key]) for key, value in learns.items()}
     save_file(after, path / f"{beginning}_after.safetensors")
@@ -179,8 +188,13 @@ def merged_by_hand(hf: Any, name: str, values: dict[str, Tensor]) -> dict[str, T
     """Weights with rows of the length m in the direction of W + scale B A; tests/unit/bridge/test_peft.py compares with PEFT's own."""
     weights = load_file(Path(hf.config._name_or_path) / "model.safetensors")
     for key in (key for key in values if "magnitude" in key):
-        module, head = key.partition(".lora_")[0], f"{key.partition('.lora_')[0].removeprefix('base_model.model.')}.weight"
-        merged = weights[head] + SIZES[name].scale * values[f"{module}.lora_B.weight"] @ values[f"{module}.lora_A.weight"]
+        module, head = (
+            key.partition(".lora_")[0],
+            f"{key.partition('.lora_')[0].removeprefix('base_model.model.')}.weight",
+        )
+        merged = (
+            weights[head] + SIZES[name].scale * values[f"{module}.lora_B.weight"] @ values[f"{module}.lora_A.weight"]
+        )
         weights[head] = values[key][:, None] * merged / merged.norm(dim=1, keepdim=True)
     return weights
 
@@ -211,7 +225,8 @@ def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str
     """W + scale B A in the place of each W; transformers has the experts of a layer in one tensor."""
     fixed = SIZES[name].fixed
     learns = {
-        key: (value[:fixed] if "lora_A" in key else value[:, :fixed]) if fixed else value for key, value in values.items()
+        key: (value[:fixed] if "lora_A" in key else value[:, :fixed]) if fixed else value
+        for key, value in values.items()
     }
     learns = {key: value.clone().requires_grad_() for key, value in learns.items()}
     scale = SIZES[name].alpha / (SIZES[name].rank ** (0.5 if SIZES[name].use_rslora else 1.0))
@@ -234,7 +249,10 @@ def written_out(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str
     def weights() -> Iterator[tuple[str, Tensor]]:
         for key, weight in hf.named_parameters():
             module = key.removesuffix(".weight")
-            if {f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_embedding_A"} & learns.keys():
+            if {
+                f"base_model.model.{module}.lora_A.weight",
+                f"base_model.model.{module}.lora_embedding_A",
+            } & learns.keys():
                 yield key, with_magnitude(module, weight + added(module))
             elif found := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", key):
                 parts = ("gate_proj", "up_proj") if found.group(2) == "gate_up" else ("down_proj",)

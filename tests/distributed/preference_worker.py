@@ -160,7 +160,9 @@ def written_out(loss: str, hf: Any, reference: Any) -> dict[str, Tensor]:
                 longest = max(len(p.prompt_ids) + max(map(len, p.response_ids)) for p in pairs)
                 for ids in before.response_ids:
                     cut = ids[: longest - len(one.prompt_ids)]
-                    ratios.append(response_logprob(hf, one.prompt_ids, cut) - response_logprob(reference, one.prompt_ids, cut))
+                    ratios.append(
+                        response_logprob(hf, one.prompt_ids, cut) - response_logprob(reference, one.prompt_ids, cut)
+                    )
             z = torch.stack(ratios).mean().clamp(min=0)
     for one, (w, v), (ref_w, ref_v) in zip(pairs, ours, theirs, strict=True):
         n_w, n_v = map(len, one.response_ids)

@@ -46,7 +46,11 @@ def test_layers_that_are_computed_again_have_the_same_gradients(findings_of: Any
 @EVERY
 def test_the_optimizer_keeps_state_of_adapters_alone(findings_of: Any, model: str, layout: str, beginning: str) -> None:
     shards = findings_of(model)["updates"][f"{layout}/{beginning}"]["shards"]
-    assert {name for names in shards for name in names} == {"lora_a", "lora_b", *(["lora_m"] if "dora" in model else [])}
+    assert {name for names in shards for name in names} == {
+        "lora_a",
+        "lora_b",
+        *(["lora_m"] if "dora" in model else []),
+    }
 
 
 @pytest.mark.parametrize("layout", ["tp2_dp2", "tp2_dp2_sp"])

@@ -52,7 +52,18 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (directory / f"{kind}.yaml").write_text(CHAIN.format(model="model", kind=kind, steps=4, lr="3e-3"))
     run = train(directory, "reward", "reward", *REWARD)
     rlhf_mcore(
-        directory, "convert", "--from", "checkpoint", "--to", "hf", "--role", "reward", str(run), "merged", "--merge", "--verify"
+        directory,
+        "convert",
+        "--from",
+        "checkpoint",
+        "--to",
+        "hf",
+        "--role",
+        "reward",
+        str(run),
+        "merged",
+        "--merge",
+        "--verify",
     )
     return run
 
@@ -95,11 +106,15 @@ def test_what_is_merged_is_what_peft_merges(reward: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     workspace = reward.parents[2]
-    base: Any = AutoModelForSequenceClassification.from_pretrained(workspace / "model", num_labels=1, dtype=torch.float32)
+    base: Any = AutoModelForSequenceClassification.from_pretrained(
+        workspace / "model", num_labels=1, dtype=torch.float32
+    )
     merged = PeftModel.from_pretrained(base, str(reward / "checkpoint-4/reward")).merge_and_unload().state_dict()
     ours = load_file(workspace / "merged" / "model.safetensors")
     assert ours.keys() == merged.keys() and all(torch.equal(ours[name], merged[name]) for name in ours)
-    assert json.loads((workspace / "merged/config.json").read_text())["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert json.loads((workspace / "merged/config.json").read_text())["architectures"] == [
+        "Qwen3ForSequenceClassification"
+    ]
 
 
 def test_ppo_learns_with_adapters_of_actor_and_critic(ppo: Path) -> None:
@@ -114,10 +129,22 @@ def test_ppo_learns_with_adapters_of_actor_and_critic(ppo: Path) -> None:
 def test_a_critic_is_merged_with_its_head(ppo: Path) -> None:
     workspace = ppo.parents[2]
     rlhf_mcore(
-        workspace, "convert", "--from", "checkpoint", "--to", "hf", "--role", "critic", str(ppo), "value", "--merge", "--verify"
+        workspace,
+        "convert",
+        "--from",
+        "checkpoint",
+        "--to",
+        "hf",
+        "--role",
+        "critic",
+        str(ppo),
+        "value",
+        "--merge",
+        "--verify",
     )
     merged, adapters = (
-        load_file(file) for file in (workspace / "value/model.safetensors", ppo / "checkpoint-4/critic/adapter_model.safetensors")
+        load_file(file)
+        for file in (workspace / "value/model.safetensors", ppo / "checkpoint-4/critic/adapter_model.safetensors")
     )
     assert all(merged[name].equal(adapters[f"base_model.model.{name}"]) for name in ("score.weight", "score.bias"))
     assert json.loads((workspace / "value/config.json").read_text())["architectures"] == ["Qwen3ForTokenClassification"]
@@ -132,7 +159,12 @@ def test_a_resumed_ppo_run_ends_as_one_that_was_left_alone(ppo: Path) -> None:
 def test_actor_and_critic_have_layouts_of_their_own(ppo: Path) -> None:
     """The actor in a pipeline, the critic tensor-parallel: the same values as on one rank."""
     expected = json.loads((ppo / "metrics.jsonl").read_text().splitlines()[3])
-    cut = ["actor.layout.pp=2", "critic.layout.tp=2", f"checkpoint.resume={ppo / 'checkpoint-2'}", "trainer.num_steps=3"]
+    cut = [
+        "actor.layout.pp=2",
+        "critic.layout.tp=2",
+        f"checkpoint.resume={ppo / 'checkpoint-2'}",
+        "trainer.num_steps=3",
+    ]
     run = train(ppo.parents[2], "ppo", "ppo_cut", *PPO, *cut)
     moved = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert moved["step"] == expected["step"] == 3

@@ -110,7 +110,9 @@ def test_magnitudes_are_resumed_in_other_layouts_and_merged(calm: Path) -> None:
     moved = train(workspace, "dora_moved", 3, "actor.lora.use_dora=true", "actor.layout.pp=2", resume)[-1]
     for name in ("loss/sft", "actor/grad_norm"):
         assert moved[name] == pytest.approx(metrics[-1][name], rel=2e-4), name
-    rlhf_mcore(workspace, "convert", "--from", "checkpoint", "--to", "hf", str(folder), "dora_merged", "--merge", "--verify")
+    rlhf_mcore(
+        workspace, "convert", "--from", "checkpoint", "--to", "hf", str(folder), "dora_merged", "--merge", "--verify"
+    )
 
 
 def test_what_began_with_singular_vectors_is_resumed(calm: Path) -> None:

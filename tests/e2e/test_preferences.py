@@ -18,7 +18,13 @@ from tests.e2e.test_supervised_chain import CHAIN, write_data
 from tests.metric_names import assert_registered
 
 RUN = ["deterministic=true", "checkpoint.save_steps=2", "checkpoint.save_total_limit=9"]
-EMITTED = ("loss/dpo", "preference/accuracy", "preference/margin", "preference/chosen_reward", "evaluate/rejected_reward")
+EMITTED = (
+    "loss/dpo",
+    "preference/accuracy",
+    "preference/margin",
+    "preference/chosen_reward",
+    "evaluate/rejected_reward",
+)
 
 
 def arguments(name: str, *overrides: str) -> list[str]:

@@ -144,7 +144,9 @@ def test_greedy_responses_as_baselines() -> None:
 def test_parts_of_scores(normalize_std: bool) -> None:
     """verl divides by the deviation over tokens, with N - 1: here all responses have as many, so the two differ by a factor."""
     rows, width, groups = 8, 3, torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
-    parts = torch.randn(rows, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * torch.tensor([1.0, 9.0])
+    parts = torch.randn(rows, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * torch.tensor(
+        [1.0, 9.0]
+    )
     mask = torch.ones(rows, width, dtype=torch.bool)
     inputs = advantage_inputs(torch.zeros(rows, width), mask, groups, torch.zeros(rows, dtype=torch.bool))
     inputs.score_parts = parts

@@ -77,7 +77,9 @@ class Exporter:
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
             return pieces(parameter.name, geometry, parameter.shard)
 
-        assert (adapters_of is None) == (geometry.adapter is None), "adapters are written beside the name of their model"
+        assert (adapters_of is None) == (geometry.adapter is None), (
+            "adapters are written beside the name of their model"
+        )
         self.geometry = geometry
         self._companions, self._config_updates, self._group = companions, config_updates, group
         self._base, self._dropout = adapters_of, dropout

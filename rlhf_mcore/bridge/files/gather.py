@@ -62,7 +62,9 @@ class Gatherer:
         for names in self._together.values():
             shards = self._expert_shards if is_expert(names[0]) else self._tp_shards
             by_name = {name: [pieces(name, self._geometry, shard) for shard in shards] for name in names}
-            targets = dict.fromkeys(piece.hf_name for by_rank in by_name.values() for parts in by_rank for piece in parts)
+            targets = dict.fromkeys(
+                piece.hf_name for by_rank in by_name.values() for parts in by_rank for piece in parts
+            )
             if done.issuperset(targets):
                 continue
             done.update(targets)

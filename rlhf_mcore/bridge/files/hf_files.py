@@ -94,7 +94,9 @@ class HFReader:
         for shard in sorted(set(self._shard_of.values())):
             for name in self._names_in(shard):
                 if name in shard_of:
-                    raise ConfigError(f"{self.directory}: tensor {name} is in {shard_of[name]} and in {shard}. {_REMEDY}")
+                    raise ConfigError(
+                        f"{self.directory}: tensor {name} is in {shard_of[name]} and in {shard}. {_REMEDY}"
+                    )
                 shard_of[name] = shard
         for name, shard in shard_of.items():
             if name not in self._shard_of:

@@ -28,7 +28,9 @@ def trainer_places(
         grids = ([name for name in names if not is_expert(name)], [name for name in names if is_expert(name)])
         for stage_names, shards in zip(grids, _shards(layout, stage), strict=True):
             places += [
-                Place(name, tuple(pieces(name, geometry, shard)), ranks) for shard, ranks in shards for name in stage_names
+                Place(name, tuple(pieces(name, geometry, shard)), ranks)
+                for shard, ranks in shards
+                for name in stage_names
             ]
     return places
 

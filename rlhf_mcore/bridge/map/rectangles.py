@@ -204,9 +204,7 @@ def cut_into_cells(sources: Sequence[Rectangle], destinations: Sequence[Rectangl
             for index in grid(rectangle):
                 masks[index] = masks.get(index, 0) | 1 << number
     cells = []
-    for low, high, label in _merge(
-        {index: (have.get(index, 0), mask) for index, mask in need.items()}, len(borders)
-    ):
+    for low, high, label in _merge({index: (have.get(index, 0), mask) for index, mask in need.items()}, len(borders)):
         start = tuple([axis[i] for axis, i in zip(borders, low, strict=True)])
         end = tuple([axis[i] for axis, i in zip(borders, high, strict=True)])
         shape = tuple([b - a for a, b in zip(start, end, strict=True)])

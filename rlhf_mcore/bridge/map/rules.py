@@ -33,7 +33,11 @@ def parameter_names(geometry: ModelGeometry) -> list[str]:
     """List Megatron's parameters of a whole model on one rank, in the network's order, named as Transformer Engine's layers do."""
     first, last = end_rules(geometry)
     layers = (layer_names(geometry, layer, geometry.num_experts, True) for layer in range(geometry.num_layers))
-    return [*(rule.mcore for rule in first), *(name for names in layers for name in names), *(rule.mcore for rule in last)]
+    return [
+        *(rule.mcore for rule in first),
+        *(name for names in layers for name in names),
+        *(rule.mcore for rule in last),
+    ]
 
 
 def in_memory(name: str, geometry: ModelGeometry) -> str | None:

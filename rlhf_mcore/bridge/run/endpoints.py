@@ -185,9 +185,7 @@ class EngineDestinations(Destinations):
     def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
         """Return the layers that the bucket brings whole."""
         return [
-            TransientBuffers(
-                frozenset(parameter.name for parameter in group.parameters), partial(self._reload, group)
-            )
+            TransientBuffers(frozenset(parameter.name for parameter in group.parameters), partial(self._reload, group))
             for group in self._groups
             if group.is_transient and group.first == bucket.index
         ]

@@ -98,7 +98,9 @@ class _Names:
 
     @property
     def _geometries(self) -> list[ModelGeometry]:
-        return [self.geometry] if self.adapter is None else [self.geometry, replace(self.geometry, adapter=self.adapter)]
+        return (
+            [self.geometry] if self.adapter is None else [self.geometry, replace(self.geometry, adapter=self.adapter)]
+        )
 
     def shapes(self) -> Shapes:
         return {name: shape for geometry in self._geometries for name, shape in hf_shapes(geometry.trunk).items()}

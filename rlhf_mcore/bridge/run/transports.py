@@ -144,7 +144,11 @@ class SharedMemory:
     """
 
     def __init__(
-        self, links: Links, memory: MappedMemory, views: Callable[[Message, Tensor], list[Tensor]], otherwise: PointToPoint
+        self,
+        links: Links,
+        memory: MappedMemory,
+        views: Callable[[Message, Tensor], list[Tensor]],
+        otherwise: PointToPoint,
     ):
         self.links, self._memory, self._views, self._otherwise = links, memory, views, otherwise
 

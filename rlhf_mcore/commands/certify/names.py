@@ -184,7 +184,9 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.arg
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.id if isinstance(node, ast.Name) else node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer":
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer"
+        ):
             yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 

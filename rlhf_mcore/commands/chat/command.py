@@ -205,7 +205,9 @@ def _add_adapters(model: PreTrainedModel, adapters: Path, base: Path) -> None:
     weights = model.state_dict()
     for name in source.adapted:
         if name not in weights:
-            raise ConfigError(f"{adapters}: transformers has no weight {name}; write a whole model with rlhf-mcore convert --merge")
+            raise ConfigError(
+                f"{adapters}: transformers has no weight {name}; write a whole model with rlhf-mcore convert --merge"
+            )
         weights[name].copy_(source.read(name, 0, source.types[name][1][0]))
 
 

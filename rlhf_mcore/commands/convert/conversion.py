@@ -205,7 +205,11 @@ def _copy_adapters(request: Conversion, cleanup: ExitStack) -> None:
         ConfigError: it is damaged, or something else than a copy is asked for.
     """
     root = _root(request)
-    asked = {"--dtype": request.dtype, "--average": request.average, "--to megatron": request.target_format == "megatron"}
+    asked = {
+        "--dtype": request.dtype,
+        "--average": request.average,
+        "--to megatron": request.target_format == "megatron",
+    }
     if given := [name for name, value in asked.items() if value]:
         raise ConfigError(f"{given[0]}: {root} holds adapters, which are copied as they are; add --merge")
     model = adapted_model(root, request.hf_config or base_model(root))

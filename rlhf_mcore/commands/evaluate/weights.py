@@ -28,7 +28,12 @@ from rlhf_mcore.observability.files import sketch_of_file
 from rlhf_mcore.rollout.engine import AddsAdapters
 
 RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
-_FILES = {"hf": "*.safetensors", "adapter": "adapter_model.safetensors", "fsdp": "model_world_size_*.pt", "megatron": "*.distcp"}
+_FILES = {
+    "hf": "*.safetensors",
+    "adapter": "adapter_model.safetensors",
+    "fsdp": "model_world_size_*.pt",
+    "megatron": "*.distcp",
+}
 
 
 class DirectoryWeights:

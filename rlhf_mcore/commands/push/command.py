@@ -214,9 +214,13 @@ def _card(checkpoint: Path, repo: str, settings: Mapping[str, Any], role: str) -
     ]
     if role == "actor":
         base_id = _name_of(str(settings.get("model.path")))
-        command = f"vllm serve {base_id} --enable-lora --lora-modules adapter={repo}" if is_adapted else f"vllm serve {repo}"
+        command = (
+            f"vllm serve {base_id} --enable-lora --lora-modules adapter={repo}" if is_adapted else f"vllm serve {repo}"
+        )
         if is_adapted and read_settings(checkpoint / role).use_dora:  # which vLLM does not add
-            command = f"rlhf-mcore convert --from hf --to hf {repo.rpartition('/')[2]} merged --merge\nvllm serve merged"
+            command = (
+                f"rlhf-mcore convert --from hf --to hf {repo.rpartition('/')[2]} merged --merge\nvllm serve merged"
+            )
         sections += ["## Use", f"```bash\n{command}\n```"]
     return "\n\n".join(sections) + "\n"
 

@@ -474,10 +474,14 @@ RM = Table(
     {**_SUPERVISED_DEFAULTS, "adam.lr": 9e-6, "data.max_len": 512, "train.micro_batch_size": 1},
     _SUPERVISED_REASONS,
 )
+
+
 def _ipo(values: Values) -> dict[str, Any]:
     if not values["ipo"]:
         return {}
-    raise Lost("log ratios are means over tokens here, sums there: choose algorithm.dpo.beta anew", {"algorithm.preset": "ipo"})
+    raise Lost(
+        "log ratios are means over tokens here, sums there: choose algorithm.dpo.beta anew", {"algorithm.preset": "ipo"}
+    )
 
 
 DPO = Table(

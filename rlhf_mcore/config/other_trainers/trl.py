@@ -187,13 +187,19 @@ def _peft_config(values: Values) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise Lost("set actor.lora.rank, alpha, dropout and targets as r, lora_alpha, lora_dropout and target_modules")
     # Adapters of some layers and no others begin as PEFT draws them, and change no bias.
-    plain = {"bias": ("none",), "init_lora_weights": (True, "pissa"), "task_type": ("CAUSAL_LM",), "inference_mode": (False,)}
+    plain = {
+        "bias": ("none",),
+        "init_lora_weights": (True, "pissa"),
+        "task_type": ("CAUSAL_LM",),
+        "inference_mode": (False,),
+    }
     known = {*_PEFT_KEYS, *plain}
     for key, value in given.items():
         if value is not None and (key not in known or value not in plain.get(key, (value,))):
             raise Lost(f"{key}={value} of LoraConfig has no counterpart: see the keys of actor.lora")
     settings = {ours: given[key] for key, ours in _PEFT_KEYS.items() if given.get(key) is not None}
-    targets = adapted_layers(given.get("target_modules") or ["q_proj", "v_proj"])  # PEFT's default for the dense families here
+    # PEFT's default for the dense families here
+    targets = adapted_layers(given.get("target_modules") or ["q_proj", "v_proj"])
     settings |= {"rank": int(given.get("r", 8)), "alpha": float(given.get("lora_alpha", 8)), "targets": targets}
     if given.get("init_lora_weights") == "pissa":
         settings["init"] = "pissa"
@@ -205,7 +211,11 @@ def _peft_flags(values: Values) -> dict[str, Any]:
     if not values["use_peft"]:
         return {}
     given = {key: values[flag] for flag, key in _PEFT_FLAGS.items() if flag in values}
-    numbers = {"r": int(given["r"]), "lora_alpha": float(given["lora_alpha"]), "lora_dropout": float(given["lora_dropout"])}
+    numbers = {
+        "r": int(given["r"]),
+        "lora_alpha": float(given["lora_alpha"]),
+        "lora_dropout": float(given["lora_dropout"]),
+    }
     return _peft_config({"peft_config": given | numbers})
 
 

@@ -60,7 +60,9 @@ def _weights(values: Values) -> dict[str, float]:
     names = values.get("algorithm.gdpo_reward_keys") or []
     weights = values.get("algorithm.gdpo_reward_weights") or [1.0] * len(names)
     if len(names) != len(weights):
-        raise Lost(f"algorithm.gdpo_reward_keys has {len(names)} names, and algorithm.gdpo_reward_weights {len(weights)} numbers")
+        raise Lost(
+            f"algorithm.gdpo_reward_keys has {len(names)} names, and algorithm.gdpo_reward_weights {len(weights)} numbers"
+        )
     return {name: float(weight) for name, weight in zip(names, weights, strict=True)}
 
 
@@ -367,7 +369,9 @@ ROWS = (
     Row(ACTOR + "checkpoint.async_save", "checkpoint.async_save", bool),
 )
 JOINTS = (
-    adapters(*(MODEL + key for key in ("lora_rank", "lora_alpha", "target_modules", "lora_dropout", "lora_adapter_path"))),
+    adapters(
+        *(MODEL + key for key in ("lora_rank", "lora_alpha", "target_modules", "lora_dropout", "lora_adapter_path"))
+    ),
     Joint(
         (
             *("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),

@@ -240,7 +240,9 @@ def _example_file_problems(cfg: Config, file: str, field: str, prompt_key: str, 
     missing = [key for key, column in columns_by_key.items() if column not in columns]
     if missing and not (run_kind(cfg).reads_conversations and MESSAGES in columns):
         named = " and ".join(f"{columns_by_key[key]!r}" for key in missing)
-        remedy = f"Set {' and '.join(missing)}" + (f", or give a column {MESSAGES!r}" if len(columns_by_key) == 2 else "")
+        remedy = f"Set {' and '.join(missing)}" + (
+            f", or give a column {MESSAGES!r}" if len(columns_by_key) == 2 else ""
+        )
         yield (
             f"{field}: {file} has no column {named}, which algorithm.kind={cfg.algorithm.kind} reads; "
             f"its columns are: {', '.join(columns) or 'none'}. {remedy}"

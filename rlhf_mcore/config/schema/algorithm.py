@@ -123,7 +123,10 @@ class CovarianceConfig(Group):
     """Which tokens `kl_cov` and `clip_cov` hold back for their covariance of logprob and advantage."""
 
     share: float = key(
-        2e-4, "share of a minibatch's tokens, at least one of them", Range(0, 1, open_low=True), more="2e-3 for small models."
+        2e-4,
+        "share of a minibatch's tokens, at least one of them",
+        Range(0, 1, open_low=True),
+        more="2e-3 for small models.",
     )
     kl_coef: float = key(1.0, "`kl_cov`: weight of their distance from the old policy", AT_LEAST_0)
     low: float = key(1.0, "`clip_cov`: they have a larger covariance than this", AT_LEAST_0)
@@ -156,7 +159,10 @@ class DpoConfig(Group):
         only_with="algorithm.dpo.loss=dpo",
     )
     gamma: float = key(
-        1.0, "by how much the chosen response's reward is to be higher", AT_LEAST_0, only_with="algorithm.dpo.loss=simpo"
+        1.0,
+        "by how much the chosen response's reward is to be higher",
+        AT_LEAST_0,
+        only_with="algorithm.dpo.loss=simpo",
     )
     nll_coef: float = key(
         0.0,

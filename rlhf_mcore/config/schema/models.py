@@ -256,7 +256,9 @@ class LoraConfig(Group):
         is_fixed=True,
     )
     use_rslora: bool = key(False, "divide `alpha` by the root of `rank`", is_fixed=True)
-    use_dora: bool = key(False, "train a magnitude for each output too, and A and B for directions alone (DoRA)", is_fixed=True)
+    use_dora: bool = key(
+        False, "train a magnitude for each output too, and A and B for directions alone (DoRA)", is_fixed=True
+    )
     path: Optional[str] = key(None, "a directory of PEFT whose adapters are where training begins", null="new ones")
 
 
@@ -328,7 +330,9 @@ class CriticConfig(Group):
     optimizer: OptimizerConfig = group(lambda: OptimizerConfig(lr=1e-5), "its own")
     recompute: RecomputeConfig = group(RecomputeConfig)
     moe: MoEConfig = group(MoEConfig)
-    lora: LoraConfig = group(LoraConfig, "adapters of its own; the value head is trained whole", "See [adapters](lora.md).")
+    lora: LoraConfig = group(
+        LoraConfig, "adapters of its own; the value head is trained whole", "See [adapters](lora.md)."
+    )
     megatron: Optional[dict[str, Any]] = key(None, "as `actor.megatron`", null="none")
     offload: str = key("auto", "as `actor.offload`", _OFFLOADS)
     value_clip: Optional[float] = key(

@@ -42,9 +42,7 @@ class SamplingConfig(Group):
 
     n: int = key(8, "responses per prompt; group-relative advantages need 2 or more", AT_LEAST_1)
     # A greedy rollout has nothing to learn from.
-    temperature: float = key(
-        1.0, "logprobs of engine and trainer are both taken at this temperature", ABOVE_0
-    )
+    temperature: float = key(1.0, "logprobs of engine and trainer are both taken at this temperature", ABOVE_0)
     top_p: float = key(
         1.0,
         "share of probability of the likeliest tokens that are drawn from; 1: off",

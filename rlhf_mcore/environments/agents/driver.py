@@ -279,7 +279,8 @@ class AgentEpisodes:
         said, end, message = self._talk.read(cut, tools)
         if stop is not None:
             message = {**message, "content": message["content"].partition(stop)[0]}
-        if calls := message.get("tool_calls"):  # parsers number those of a turn; in an episode each has an id of its own
+        # Parsers number those of a turn; in an episode each has an id of its own
+        if calls := message.get("tool_calls"):
             message = {**message, "tool_calls": [{**call, "id": f"call_{secrets.token_hex(8)}"} for call in calls]}
         reply = comparable(message)
         each.tree.add(

@@ -277,7 +277,8 @@ class EngineHost:
             orders = self._of_turns(orders, episodes)
         if engine.num_ranks > 1:
             plain = [
-                (kind, [asdict(request) for request in payload] if kind == "submit" else payload) for kind, payload in orders
+                (kind, [asdict(request) for request in payload] if kind == "submit" else payload)
+                for kind, payload in orders
             ]
             received = broadcast_json(plain, 0)
             orders = [

@@ -47,7 +47,8 @@ def main() -> int:
     del environment[LOOPBACK_ONLY]
     end = time.monotonic() + _JOIN_S
     own = source_address(args.address)
-    reserved = shared_port(own)  # for a service of the head that nobody uses, takes no port 0 and cannot be switched off
+    # For a service of the head that nobody uses, takes no port 0 and cannot be switched off
+    reserved = shared_port(own)
     try:
         while True:
             command = _command(args, own, reserved.getsockname()[1], folder)

@@ -190,7 +190,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         in_flight = self._in_flight.get(self._by_number.pop(int(output.request_id), -1))
         if in_flight is None or list(output.prompt_token_ids) != list(in_flight.request.prompt_ids):
             name = (
-                "a request that was not made" if in_flight is None else f"another prompt than that of {in_flight.request.name}"
+                "a request that was not made"
+                if in_flight is None
+                else f"another prompt than that of {in_flight.request.name}"
             )
             raise RuntimeError(f"the engine answered {name}")
         [drawn], support = output.outputs, None
@@ -213,7 +215,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     def _end(self, request_ids: Sequence[int]) -> None:
         dropped = {request_id: self._in_flight[request_id].handle for request_id in request_ids}
         self._llm.llm_engine.abort_request(list(dropped.values()), internal=True)
-        self._by_number = {number: request_id for number, request_id in self._by_number.items() if request_id not in dropped}
+        self._by_number = {
+            number: request_id for number, request_id in self._by_number.items() if request_id not in dropped
+        }
 
     def _num_drawn(self) -> dict[int, int]:
         if not self._in_flight:

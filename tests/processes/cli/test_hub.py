@@ -109,7 +109,9 @@ def test_what_the_hub_does_not_have_is_one_message(hub: Hub, tmp_path: Path) -> 
 
 def test_a_quickstart_without_its_model_names_what_makes_it(hub: Hub, tmp_path: Path) -> None:
     message = str(localized(hub, tmp_path, model__path="quickstart/model"))
-    assert "model.path=quickstart/model: no such directory" in message and "`python tools/make_quickstart.py`" in message
+    assert (
+        "model.path=quickstart/model: no such directory" in message and "`python tools/make_quickstart.py`" in message
+    )
 
 
 def test_a_local_folder_of_that_name_is_no_id(hub: Hub, tmp_path: Path) -> None:

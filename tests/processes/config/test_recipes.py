@@ -121,7 +121,9 @@ def test_the_pages_name_what_is_added(copy: Path) -> None:
     base = (copy / "configs" / "base.yaml").read_text(encoding="utf-8")
     page = (copy / "docs" / "configuration.md").read_text(encoding="utf-8")
     words = " ".join(base.replace("#", " ").split())
-    losses = "ppo_clip | gspo | cispo | gmpo | sapo | dppo_tv | dppo_kl | kl_cov | clip_cov | vanilla | path/to/file.py:name"
+    losses = (
+        "ppo_clip | gspo | cispo | gmpo | sapo | dppo_tv | dppo_kl | kl_cov | clip_cov | vanilla | path/to/file.py:name"
+    )
     assert f"loss of the policy: {losses} policy_loss: ppo_clip" in words
     assert "`clip_cov`, `vanilla` or `path/to/file.py:name`" in page
     assert "`contains`" in next(line for line in page.splitlines() if line.startswith("| `reward.rules[*].name` |"))

@@ -131,6 +131,13 @@ def test_all_parts_out_of_the_archive_on_a_bare_machine(suite: Any, bare: Path, 
     printed = run_bare(bare, unpacked, seconds=suite.TOTAL_S)
     judged = verdicts(printed)
     assert judged.keys() == {part.name for part in suite.PARTS}
-    assert {part for part, found in judged.items() if "ok" in found} == {"bf16", "grpo", "resume", "parity", "ppo", "offload"}
+    assert {part for part, found in judged.items() if "ok" in found} == {
+        "bf16",
+        "grpo",
+        "resume",
+        "parity",
+        "ppo",
+        "offload",
+    }
     assert {part.name for part in suite.PARTS if part.needs_vllm} == {"sleep", "vllm"}
     assert judged["sleep"] == judged["vllm"] == ["-"] and printed.count("skipped: vLLM is not installed") == 2

@@ -46,7 +46,11 @@ def test_by_hand():
     rollout = torch.tensor([[0.0, -1.25, -1.5], [-3.0, 0.0, NAN]])
     mask = torch.tensor([[False, True, True], [True, False, False]])
     # |-1 + 1.25| + |-2 + 1.5| + 0 = 0.75 over 3 tokens, the largest of them 0.5
-    assert distances(old, rollout, mask) == {"logprob_diff_mean": 0.25, "logprob_diff_max": 0.5, "logprob_exact": pytest.approx(1 / 3)}
+    assert distances(old, rollout, mask) == {
+        "logprob_diff_mean": 0.25,
+        "logprob_diff_max": 0.5,
+        "logprob_exact": pytest.approx(1 / 3),
+    }
 
 
 def test_an_empty_mask_gives_zeros():

@@ -21,7 +21,9 @@ from tests.unit.parallel.world import ThreadGroup, run_ranks
 
 NAN = float("nan")
 numbers = st.floats(-3, 3, width=32)
-step_rows = st.lists(st.lists(st.tuples(numbers, st.integers(-2, 2), st.booleans()), max_size=6), min_size=1, max_size=6)
+step_rows = st.lists(
+    st.lists(st.tuples(numbers, st.integers(-2, 2), st.booleans()), max_size=6), min_size=1, max_size=6
+)
 
 
 def batch_of(rows: list[list[tuple[float, int, bool]]], own: list[int]) -> TrainBatch:
@@ -87,7 +89,14 @@ def test_of_equal_values_the_first_are_chosen():
     def first(count: int) -> list[int]:
         return choose_largest(values, mask, count, rows).nonzero().flatten().tolist()
 
-    assert [first(count) for count in (1, 2, 3, 4, 5, 9)] == [[2], [0, 2], [0, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert [first(count) for count in (1, 2, 3, 4, 5, 9)] == [
+        [2],
+        [0, 2],
+        [0, 2, 3],
+        [0, 1, 2, 3],
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4],
+    ]
     assert choose_largest(-values.abs() - 1, mask, 2, rows).nonzero().flatten().tolist() == [1, 4]
 
 

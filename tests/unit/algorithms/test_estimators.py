@@ -333,13 +333,18 @@ def slow_gdpo(
 
     sums = [
         sum(
-            weight * normalized(own, [p[k] for p, r in zip(parts, responses, strict=True) if r.group == response.group], normalize_std)
+            weight
+            * normalized(
+                own, [p[k] for p, r in zip(parts, responses, strict=True) if r.group == response.group], normalize_std
+            )
             for k, (own, weight) in enumerate(zip(mine, weights, strict=True))
         )
         for mine, response in zip(parts, responses, strict=True)
     ]
     spread = max(sums) - min(sums)
-    return [[normalized(s, sums) if spread > 1e-9 else 0.0] * len(r.rewards) for s, r in zip(sums, responses, strict=True)]
+    return [
+        [normalized(s, sums) if spread > 1e-9 else 0.0] * len(r.rewards) for s, r in zip(sums, responses, strict=True)
+    ]
 
 
 def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[list[float]]:

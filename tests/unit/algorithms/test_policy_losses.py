@@ -129,8 +129,12 @@ def test_dppo_by_hand():
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 0.0, 1.4, -0.6]]))
     assert metrics["clip_fraction_low"].item() == 1 and metrics["clip_fraction_high"].item() == 1
     # KL of the coins: 0.5 ln(0.5 / 0.7) + 0.5 ln(0.5 / 0.3) = 0.0872, the same both ways.
-    assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0871, clip_high=0.0871))[0].item() == pytest.approx(0.8)
-    assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0872, clip_high=0.0872))[0].item() == pytest.approx(0.0, abs=1e-6)
+    assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0871, clip_high=0.0871))[
+        0
+    ].item() == pytest.approx(0.8)
+    assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0872, clip_high=0.0872))[
+        0
+    ].item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_dppo_kl_leaves_out_what_has_become_certain():

@@ -58,7 +58,14 @@ def test_what_validation_knows_of_them():
     assert [name for name in told if not told[name].credits_turns] == ["opo", "gdpo", "remax"]
     assert [name for name in told if told[name].needs_values] == ["gae"]
     assert [name for name in told if not told[name].reads_scores] == ["distillation"]
-    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo", "opo", "gdpo", "remax", "distillation"}
+    assert set(told) - {name for name in told if told[name].whitens} == {
+        "grpo",
+        "rloo",
+        "opo",
+        "gdpo",
+        "remax",
+        "distillation",
+    }
     assert [name for name in told if told[name].needs_greedy] == ["remax"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_dual_clip] == ["ppo_clip"]
     assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_sapo] == ["sapo"]

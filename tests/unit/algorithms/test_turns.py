@@ -225,12 +225,16 @@ def slow_compared(episodes: list[Episode], cfg: AlgorithmConfig, name: str) -> l
                 return 0.0
             return (x - statistics.fmean(everyone)) / (statistics.stdev(everyone) + 1e-6 if divided else 1)
 
-        of_groups = [[x for x, other in zip(outcomes, episodes, strict=True) if other.group == one.group] for one in episodes]
+        of_groups = [
+            [x for x, other in zip(outcomes, episodes, strict=True) if other.group == one.group] for one in episodes
+        ]
         sums = [normalized(x, group, cfg.normalize_std) for x, group in zip(outcomes, of_groups, strict=True)]
         whole = [normalized(x, sums, True) for x in sums]
         return [[[x] * len(turn) for turn in one.turns] for one, x in zip(episodes, whole, strict=True)]
     if name == "opo":
-        return [[[x] * len(turn) for turn in one.turns] for one, x in zip(episodes, minus_mean_by_length(), strict=True)]
+        return [
+            [[x] * len(turn) for turn in one.turns] for one, x in zip(episodes, minus_mean_by_length(), strict=True)
+        ]
     out = []
     for i, one in enumerate(episodes):
         others = [returns(other) for k, other in enumerate(episodes) if other.group == one.group and k != i]

@@ -124,9 +124,13 @@ def test_what_is_written_is_read_again_and_has_one_file_of_tensors(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("targets", "written"), [("all-linear", (12 / 3**0.5 * 3, False)), ("q_proj", (12, True))], ids=["experts", "attention"]
+    ("targets", "written"),
+    [("all-linear", (12 / 3**0.5 * 3, False)), ("q_proj", (12, True))],
+    ids=["experts", "attention"],
 )
-def test_alpha_of_experts_is_written_so_that_peft_may_double_their_rank(targets: str, written: tuple[float, bool]) -> None:
+def test_alpha_of_experts_is_written_so_that_peft_may_double_their_rank(
+    targets: str, written: tuple[float, bool]
+) -> None:
     mixture = replace(GEOMETRY, family="qwen3_moe", experts=ExpertSizes(2, 4, 1))
     content = adapter_config(replace(mixture, adapter=AdapterSizes(3, 12.0, (targets,), True)), "base")
     assert (content["lora_alpha"], content["use_rslora"]) == written
@@ -190,11 +194,15 @@ def test_a_merged_weight_is_the_sum_that_peft_documents(tmp_path: Path, dtype: t
     weights = {name: (tensor / 64).to(dtype) for name, tensor in hf_tensors(GEOMETRY).items()}
     save_file(weights, base / "model.safetensors")
     tensors = {name: tensor.to(dtype) for name, tensor in random_tensors(adapters("q_proj", "v_proj", *ENDS)).items()}
-    source = AdaptedSource(write(tmp_path / "adapter", tensors, target_modules=["q_proj", "v_proj", *ENDS]), base, GEOMETRY)
+    source = AdaptedSource(
+        write(tmp_path / "adapter", tensors, target_modules=["q_proj", "v_proj", *ENDS]), base, GEOMETRY
+    )
     for name, (stored, shape) in source.types.items():
         wanted, (a, b) = weights[name].clone(), hf_names(name.removesuffix(".weight"))
         if a in tensors:
-            product = tensors[b].float() @ tensors[a].float() if "embed" not in a else tensors[a].float() @ tensors[b].float()
+            product = (
+                tensors[b].float() @ tensors[a].float() if "embed" not in a else tensors[a].float() @ tensors[b].float()
+            )
             wanted += (product.t() if "embed" in a else product) * (12 / 3**0.5)
             assert not torch.equal(wanted, weights[name])
         merged = torch.cat([source.read(name, 0, 3), source.read(name, 3, shape[0] - 3)])
@@ -220,7 +228,9 @@ def test_magnitudes_of_an_expert_are_refused(tmp_path: Path) -> None:
     base = replace(GEOMETRY, family="qwen3_moe", experts=ExpertSizes(2, 6, 1))
     geometry = replace(base, adapter=AdapterSizes(3, 12.0, ("up_proj",), use_rslora=True, use_dora=True))
     write(tmp_path / "adapter", random_tensors(geometry), use_dora=True, target_modules=["up_proj"])
-    with pytest.raises(ConfigError, match=r"use_dora=true, which is not supported for .*experts\.0\.up_proj; train without it"):
+    with pytest.raises(
+        ConfigError, match=r"use_dora=true, which is not supported for .*experts\.0\.up_proj; train without it"
+    ):
         open_adapters(tmp_path / "adapter", base)
 
 
@@ -274,11 +284,15 @@ HOSTILE_FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "link": (link_out, ["a link to", "outside of the directory"]),
     "missing": (lambda d: changed_tensors(d, lambda t: t.pop(QUERY)), [ADAPTER_WEIGHTS, QUERY, "missing"]),
     "additional": (
-        lambda d: changed_tensors(d, lambda t: t.update({"base_model.model.model.norm.lora_A.weight": torch.ones(3, 8)})),
+        lambda d: changed_tensors(
+            d, lambda t: t.update({"base_model.model.model.norm.lora_A.weight": torch.ones(3, 8)})
+        ),
         [ADAPTER_WEIGHTS, "norm.lora_A", "no linear layer of the model"],
     ),
     "other vocabulary": (
-        lambda d: changed_tensors(d, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.ones(14, 8)})),
+        lambda d: changed_tensors(
+            d, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.ones(14, 8)})
+        ),
         [ADAPTER_WEIGHTS, "lm_head.base_layer", "[14, 8]", "lm_head.weight"],
     ),
     "dora": (
@@ -300,7 +314,9 @@ HOSTILE_FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize(("changed", "named"), HOSTILE_SETTINGS, ids=lambda value: str(value)[:40])
-def test_settings_that_mean_something_else_are_refused(tmp_path: Path, changed: dict[str, object], named: list[str]) -> None:
+def test_settings_that_mean_something_else_are_refused(
+    tmp_path: Path, changed: dict[str, object], named: list[str]
+) -> None:
     refused(write(tmp_path / "adapter", random_tensors(adapters("q_proj", "v_proj")), **changed), named)
 
 

@@ -81,7 +81,9 @@ def test_a_rank_sends_its_part_of_merged_matrices(
     full, adapters = random_tensors(model, dtype), random_tensors(geometry, dtype)
     whole, covered = merged_by_hand(full, adapters), set[str]()
     for shard in shards:
-        names = list(layer_names(model, 0, model.num_experts // shard.expert_size)) + (ENDS if "lm_head" in targets else [])
+        names = list(layer_names(model, 0, model.num_experts // shard.expert_size)) + (
+            ENDS if "lm_head" in targets else []
+        )
         parameters = [held(name, model, shard, full) for name in names]
         pairs = [adapter_names(name) for name in names if blocks(name, geometry, shard)]
         sources = MergedSources(
@@ -105,13 +107,20 @@ def test_an_embedding_and_an_output_layer_are_merged(
     """In parts of the vocabulary."""
     monkeypatch.setattr("rlhf_mcore.bridge.run.merged.ROWS", 3)
     test_a_rank_sends_its_part_of_merged_matrices(
-        replace(MODEL, tied_embeddings=False), [Shard(rank, size) for rank in range(size)], ("embed_tokens", "lm_head"), dtype
+        replace(MODEL, tied_embeddings=False),
+        [Shard(rank, size) for rank in range(size)],
+        ("embed_tokens", "lm_head"),
+        dtype,
     )
 
 
 def test_weights_are_merged_while_a_bucket_reads_them() -> None:
     """A weight that two open buckets read is merged once; what was closed is merged anew, to the same bits."""
-    geometry, shard, name = with_adapters(MODEL, "q_proj"), Shard(0, 1), "decoder.layers.0.self_attention.linear_qkv.weight"
+    geometry, shard, name = (
+        with_adapters(MODEL, "q_proj"),
+        Shard(0, 1),
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+    )
     adapters = random_tensors(geometry, torch.float32)
     parameter = held(name, MODEL, shard, random_tensors(MODEL, torch.float32))
     factors = [held(adapter, geometry, shard, adapters) for adapter in adapter_names(name)]
@@ -129,7 +138,11 @@ def test_weights_are_merged_while_a_bucket_reads_them() -> None:
 
 def test_copies_are_of_the_adapters_alone() -> None:
     """What is kept to be sent again is merged with the base when it is sent."""
-    geometry, shard, name = with_adapters(MODEL, "o_proj"), Shard(0, 1), "decoder.layers.0.self_attention.linear_proj.weight"
+    geometry, shard, name = (
+        with_adapters(MODEL, "o_proj"),
+        Shard(0, 1),
+        "decoder.layers.0.self_attention.linear_proj.weight",
+    )
     parameter = held(name, MODEL, shard, random_tensors(MODEL, torch.float32))
     factors = [held(n, geometry, shard, random_tensors(geometry, torch.float32)) for n in adapter_names(name)]
     live, kept = (MergedSources([parameter], factors, geometry, keep=keep) for keep in (False, True))
@@ -144,7 +157,11 @@ def test_copies_are_of_the_adapters_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_magnitudes_are_those_of_when_a_sync_began_or_of_when_copies_were_made(dtype: torch.dtype) -> None:
     """Rows of queries get twice and keys half the sum, which is rounded once; values have no adapter."""
-    geometry, shard, name = with_adapters(MODEL, "q_proj", "k_proj"), Shard(0, 1), "decoder.layers.0.self_attention.linear_qkv.weight"
+    geometry, shard, name = (
+        with_adapters(MODEL, "q_proj", "k_proj"),
+        Shard(0, 1),
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+    )
     geometry = replace(geometry, adapter=replace(geometry.adapter, use_dora=True))
     full, adapters = random_tensors(MODEL, dtype), random_tensors(geometry, dtype)
     parameter = held(name, MODEL, shard, full)
@@ -154,7 +171,8 @@ def test_magnitudes_are_those_of_when_a_sync_began_or_of_when_copies_were_made(d
         factor = {"q": 2.0, "k": 0.5, "v": 1.0}[part.hf_name.partition("_proj")[0][-1]]
         gain[part.offset // part.strides[0] :][: part.shape[0]] = factor
     live, kept = (
-        MergedSources([parameter], factors, geometry, keep=keep, gains=lambda: {name: gain.clone()}) for keep in (False, True)
+        MergedSources([parameter], factors, geometry, keep=keep, gains=lambda: {name: gain.clone()})
+        for keep in (False, True)
     )
     live.prepare(), kept.take()
     gain[:] = torch.nan  # as after an update
@@ -165,14 +183,22 @@ def test_magnitudes_are_those_of_when_a_sync_began_or_of_when_copies_were_made(d
             module = f"base_model.model.{part.hf_name.removesuffix('.weight')}"
             expected = full[part.hf_name].float()
             if "v_proj" not in module:
-                product = SCALE * adapters[f"{module}.lora_B.weight"].float() @ adapters[f"{module}.lora_A.weight"].float()
+                product = (
+                    SCALE * adapters[f"{module}.lora_B.weight"].float() @ adapters[f"{module}.lora_A.weight"].float()
+                )
                 expected = (expected + product) * (2.0 if "q_proj" in module else 0.5)
             sent = view(opened[name], part)
-            torch.testing.assert_close(sent, expected.to(dtype)[part.slices], rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+            torch.testing.assert_close(
+                sent, expected.to(dtype)[part.slices], rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6
+            )
 
 
 def test_adapters_travel_beside_the_weights_with_the_scale_in_b() -> None:
-    geometry, shard, name = with_adapters(MODEL, "o_proj"), Shard(0, 1), "decoder.layers.0.self_attention.linear_proj.weight"
+    geometry, shard, name = (
+        with_adapters(MODEL, "o_proj"),
+        Shard(0, 1),
+        "decoder.layers.0.self_attention.linear_proj.weight",
+    )
     parameter = held(name, MODEL, shard, random_tensors(MODEL, torch.float32))
     a, b = (held(n, geometry, shard, random_tensors(geometry, torch.float32)) for n in adapter_names(name))
     opened = AdaptersAside([parameter], [a, b], geometry).open(bucket(name, a.name, b.name))

@@ -109,9 +109,7 @@ def test_magnitudes_go_to_peft_and_come_back_and_are_merged_as_there(tmp_path: P
     model.save_pretrained(str(tmp_path / "again"))
     reader, read = open_adapters(tmp_path / "again", geometry)
     assert read.adapter == adapters.adapter or read.adapter == replace(adapters.adapter, targets=read.adapter.targets)
-    assert all(
-        torch.equal(reader.read(key, (slice(None),) * tensor.dim()), tensor) for key, tensor in tensors.items()
-    )
+    assert all(torch.equal(reader.read(key, (slice(None),) * tensor.dim()), tensor) for key, tensor in tensors.items())
     merged, source = model.merge_and_unload().state_dict(), AdaptedSource(tmp_path / "again", base, geometry)
     for key, (_, shape) in source.types.items():
         assert torch.equal(source.read(key, 0, shape[0]), merged[key]), key

@@ -54,7 +54,9 @@ def test_alpha_is_twice_the_rank() -> None:
 
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale(use_rslora: bool) -> None:
-    plain, pissa = (configured(actor__lora__init=init, actor__lora__use_rslora=use_rslora) for init in ("gaussian", "pissa"))
+    plain, pissa = (
+        configured(actor__lora__init=init, actor__lora__use_rslora=use_rslora) for init in ("gaussian", "pissa")
+    )
     one, other = adapter_sizes(plain.actor.lora), adapter_sizes(pissa.actor.lora)
     assert one is not None and other is not None
     assert (one.rank, one.fixed) == (8, 0) and (other.rank, other.fixed) == (16, 8)
@@ -70,14 +72,25 @@ def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale
         ({"actor__lora__init": "pissa", "actor__optimizer__weight_decay": 0.1}, "actor.optimizer.weight_decay"),
         ({"actor__lora__use_dora": True, "actor__lora__dropout": 0.1}, "actor.lora.dropout=0.1; set that to 0"),
         ({"actor__lora__use_dora": True, "actor__lora__init": "pissa"}, "actor.lora.init=pissa; set that to gaussian"),
-        ({"actor__lora__use_dora": True, "actor__lora__sync": "adapter"}, "sync=adapter is not possible; set that to merge"),
+        (
+            {"actor__lora__use_dora": True, "actor__lora__sync": "adapter"},
+            "sync=adapter is not possible; set that to merge",
+        ),
         ({"actor__lora__rank": None, "actor__lora__use_dora": True}, "actor.lora.use_dora=True has no effect"),
         (
-            {"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__lora__use_dora": True, "critic__lora__dropout": 0.1},
+            {
+                "algorithm__advantage": "gae",
+                "critic__lora__rank": 4,
+                "critic__lora__use_dora": True,
+                "critic__lora__dropout": 0.1,
+            },
             "critic.lora.use_dora=True is not supported with critic.lora.dropout",
         ),
         ({"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__lora__targets": []}, "critic.lora.targets"),
-        ({"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__optimizer__name": "muon"}, "critic.optimizer.name"),
+        (
+            {"algorithm__advantage": "gae", "critic__lora__rank": 4, "critic__optimizer__name": "muon"},
+            "critic.optimizer.name",
+        ),
         ({"algorithm__advantage": "gae", "critic__lora__dropout": 0.1}, "critic.lora.dropout"),
         ({"actor__freeze": ["model.norm.weight"]}, "actor.freeze"),
         ({"actor__mtp__mode": "train"}, "actor.mtp.mode"),

@@ -52,7 +52,11 @@ GDPO = ["algorithm=gdpo", "algorithm.reward_weights={boxed: 1}"]
         (["rollout.max_model_len=768"], None),
         (["evaluate.max_new_tokens=512"], None),
         (["rollout.engine=hf", "model.dtype=fp16"], None),
-        *[([f"algorithm={preset}"], None) for preset, keys in PRESETS.items() if "kind" not in keys and preset != "distillation"],
+        *[
+            ([f"algorithm={preset}"], None)
+            for preset, keys in PRESETS.items()
+            if "kind" not in keys and preset != "distillation"
+        ],
         (["algorithm=reinforce_plus_plus", "rollout.sampling.n=1"], None),
         (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.kl.coef=0.05"], None),  # k1 in the reward is sound
         (["algorithm.kl={coef: 0.01, controller: {name: linear, final: 0.1, steps: 50}}"], None),
@@ -157,9 +161,21 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
             None,
             ["environment.agent.command and environment.agent.url is set; set one"],
         ),
-        (["environment.agent.command=[a]"], None, ["environment.agent.command is set", "set environment.function=agent"]),
-        ([*AGENT, "environment.agent.function=absent.py:play"], None, ["agent.function=absent.py:play", "does not exist"]),
-        ([*AGENT, "environment.agent.function=play"], None, ["environment.agent.function=play", "path/to/file.py:name"]),
+        (
+            ["environment.agent.command=[a]"],
+            None,
+            ["environment.agent.command is set", "set environment.function=agent"],
+        ),
+        (
+            [*AGENT, "environment.agent.function=absent.py:play"],
+            None,
+            ["agent.function=absent.py:play", "does not exist"],
+        ),
+        (
+            [*AGENT, "environment.agent.function=play"],
+            None,
+            ["environment.agent.function=play", "path/to/file.py:name"],
+        ),
         ([*AGENT, "environment.agent.url=ftp://a"], None, ["environment.agent.url=ftp://a", "http:// or https://"]),
         ([*SERVED, "environment.agent.host=' '"], None, ["environment.agent.host=' '", "such as 127.0.0.1"]),
         ([*SERVED, "environment.agent.timeout_s=0"], None, ["environment.agent.timeout_s=0", "greater than 0"]),
@@ -215,7 +231,11 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
             None,
             ["algorithm.kl.controller.final=null", "linear", "number"],
         ),
-        (["algorithm.rollout_correction.mask_low=0.5"], None, ["mask_low=0.5", "mode=off", "token, sequence or geometric"]),
+        (
+            ["algorithm.rollout_correction.mask_low=0.5"],
+            None,
+            ["mask_low=0.5", "mode=off", "token, sequence or geometric"],
+        ),
         (
             ["algorithm.rollout_correction={mode: off, mask_high: 2}"],
             None,
@@ -225,13 +245,33 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["algorithm.rollout_correction={mode: token, veto: 2}"], None, ["veto=2", "below 1"]),
         (["algorithm.rollout_correction={mode: token, max_binary_kl: 0}"], None, ["max_binary_kl=0", "greater than 0"]),
         (["algorithm.rollout_correction.max_binary_kl=0.1"], None, ["max_binary_kl=0.1", "mode=off", "choose token"]),
-        (["algorithm.rollout_correction={mode: sequence, max_binary_kl: 0.1}"], None, ["mode=sequence", "choose token"]),
+        (
+            ["algorithm.rollout_correction={mode: sequence, max_binary_kl: 0.1}"],
+            None,
+            ["mode=sequence", "choose token"],
+        ),
         (["algorithm.rollout_correction.mode=geometric"], None, ["mode=geometric", "mask_low", "veto"]),
-        (["algorithm=remax", "algorithm.overlong.enabled=true"], None, ["overlong.enabled=True", "advantage=remax", "length"]),
-        (["algorithm=remax", "environment.function=tools"], None, ["environment.function=tools", "advantage=remax", "rloo"]),
-        (["algorithm=remax", "algorithm.turn_credit=true"], None, ["turn_credit=True", "advantage=remax", "set it to false"]),
+        (
+            ["algorithm=remax", "algorithm.overlong.enabled=true"],
+            None,
+            ["overlong.enabled=True", "advantage=remax", "length"],
+        ),
+        (
+            ["algorithm=remax", "environment.function=tools"],
+            None,
+            ["environment.function=tools", "advantage=remax", "rloo"],
+        ),
+        (
+            ["algorithm=remax", "algorithm.turn_credit=true"],
+            None,
+            ["turn_credit=True", "advantage=remax", "set it to false"],
+        ),
         (["algorithm=remax", "algorithm.use_critic=true"], None, ["use_critic=true", "advantage=remax", "auto"]),
-        (["algorithm=opo", "algorithm.turn_credit=true"], None, ["turn_credit=True", "advantage=opo", "set it to false"]),
+        (
+            ["algorithm=opo", "algorithm.turn_credit=true"],
+            None,
+            ["turn_credit=True", "advantage=opo", "set it to false"],
+        ),
         (["algorithm=grpo", "algorithm.lam_alpha=0.05"], None, ["lam_alpha=0.05", "advantage=grpo", "null"]),
         (
             ["algorithm=gdpo", "reward.rules=[]", "reward.remote.url=http://127.0.0.1:1/score"],
@@ -245,10 +285,18 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         ([*GDPO, "algorithm.overlong.enabled=true"], None, ["overlong.enabled=True", "length"]),
         ([*GDPO, "algorithm.turn_gamma=0.5"], None, ["turn_gamma=0.5", "gdpo"]),
         ([*GDPO, "algorithm.kl={coef: 0.1, placement: reward}"], None, ["kl.placement=reward", "set it to loss"]),
-        (["algorithm.covariance.share=0.1"], None, ["algorithm.covariance", "policy_loss=ppo_clip", "kl_cov", "clip_cov"]),
+        (
+            ["algorithm.covariance.share=0.1"],
+            None,
+            ["algorithm.covariance", "policy_loss=ppo_clip", "kl_cov", "clip_cov"],
+        ),
         (["algorithm=kl_cov", "algorithm.covariance.share=0"], None, ["covariance.share=0", "greater than 0"]),
         (["algorithm=kl_cov", "algorithm.covariance.kl_coef=-1"], None, ["covariance.kl_coef=-1", "at least 0"]),
-        (["algorithm=clip_cov", "algorithm.covariance.low=6"], None, ["covariance.low=6", "covariance.high=5", "lower it"]),
+        (
+            ["algorithm=clip_cov", "algorithm.covariance.low=6"],
+            None,
+            ["covariance.low=6", "covariance.high=5", "lower it"],
+        ),
         (["algorithm=clip_cov", "algorithm.covariance.high=.inf"], None, ["covariance.high=inf", "greater than 0"]),
         (["algorithm.sapo.tau_negative=2"], None, ["algorithm.sapo", "policy_loss=ppo_clip", "sapo"]),
         (

@@ -524,7 +524,9 @@ def test_branches_of_a_row_do_not_see_each_other_and_have_the_gradient_of_one_se
     for tokens in (whole, branched):
         cut = make_microbatches(tokens, max_tokens=16, packing=packing)
         sums = model.forward_backward(cut, loss)
-        gradients = {p.name: p.tensor.main_grad.clone() for p in model.local_parameters() if hasattr(p.tensor, "main_grad")}
+        gradients = {
+            p.name: p.tensor.main_grad.clone() for p in model.local_parameters() if hasattr(p.tensor, "main_grad")
+        }
         results.append((float(sums[0].loss), gradients, model.step(lr=0.0).grad_norm))
     (loss_of_one, one, norm_of_one), (loss_of_two, two, norm_of_two) = results
     assert loss_of_two == pytest.approx(loss_of_one, abs=1e-6) and norm_of_two == pytest.approx(norm_of_one, rel=1e-5)

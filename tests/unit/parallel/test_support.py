@@ -94,7 +94,13 @@ def test_nothing_outside_of_a_support_gets_a_gradient_and_one_token_has_none_at_
     support = Ragged(torch.tensor([2, 1], dtype=torch.int32), torch.tensor([1, 3, 2], dtype=torch.int32))
     alone: Any = ThreadGroup(Meeting(1), 0)
     found = linear_logprobs(
-        torch.eye(2), weight, torch.tensor([1, 2]), vocab_size=4, temperature=1.0, group=alone, support=Subsets.of(support)
+        torch.eye(2),
+        weight,
+        torch.tensor([1, 2]),
+        vocab_size=4,
+        temperature=1.0,
+        group=alone,
+        support=Subsets.of(support),
     )
     assert found.log_mass is not None
     drawn = found.logprobs - found.log_mass

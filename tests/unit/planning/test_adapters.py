@@ -55,7 +55,9 @@ def test_magnitudes_are_counted_one_for_each_output() -> None:
     with_and_without = [role(use_dora=use_dora) for use_dora in (True, False)]
     more, less = (state_bytes(planned, 0) for planned in with_and_without)
     assert more.moments - less.moments == 8 * 2 * sum(outputs)
-    assert checkpoint_bytes(with_and_without[0]) - checkpoint_bytes(with_and_without[1]) == (2 + 4 + 8) * 2 * sum(outputs)
+    assert checkpoint_bytes(with_and_without[0]) - checkpoint_bytes(with_and_without[1]) == (2 + 4 + 8) * 2 * sum(
+        outputs
+    )
     more, less = (state_bytes(role(tp=2, world_size=2, use_dora=use_dora), 0) for use_dora in (True, False))
     assert more.gradients - less.gradients == 4 * 2 * (outputs[0] // 2 + outputs[1])
 

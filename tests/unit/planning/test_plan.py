@@ -170,7 +170,9 @@ def test_the_engine_hf_has_no_share_of_the_device_and_is_whole_on_every_rank() -
 
 def test_greedy_responses_take_room_and_time_of_the_engine_alone() -> None:
     few = "rollout.engine=hf", "rollout.sampling.n=1", "rollout.max_num_seqs=64"
-    plain, remax = (planned("Qwen2.5-0.5B-Instruct", 8, *few, f"algorithm={name}") for name in ("reinforce_plus_plus", "remax"))
+    plain, remax = (
+        planned("Qwen2.5-0.5B-Instruct", 8, *few, f"algorithm={name}") for name in ("reinforce_plus_plus", "remax")
+    )
     cache = [next(p.parts["engine cache"] for p in plan.phases if p.phase == GENERATE) for plan in (plain, remax)]
     assert cache[1] == 2 * cache[0]  # 8 samples, and with the greedy ones 16 responses at a time
     assert remax.seconds[GENERATE] > plain.seconds[GENERATE]

@@ -34,7 +34,9 @@ def test_they_begin_with_the_lengths_of_rows_in_every_layout(tmp_path: Path, siz
             tensor = torch.full((sum(part.numel for part in parts),), torch.nan, dtype=dtype)
             begin_with_norms([LocalParameter(name, tensor, shard)], geometry, tmp_path)
             for part in parts:
-                weight = weights[part.hf_name.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")]
+                weight = weights[
+                    part.hf_name.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")
+                ]
                 expected = (weight.to(dtype).double() ** 2).sum(1).sqrt().to(dtype)
                 assert torch.equal(view(tensor, part), expected[part.slices]), part.hf_name
                 seen.add(part.hf_name)

@@ -85,7 +85,9 @@ def test_a_run_begins_with_the_model_in_every_layout(base: Path, size: int) -> N
             a, b = found[f"{module}.lora_embedding_B"].t(), found[f"{module}.lora_embedding_A"].t()
         else:
             a, b = found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"]
-        torch.testing.assert_close(3.0 * (b[:, :2] @ a[:2]).double(), best_of_rank(weights[name], 2), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            3.0 * (b[:, :2] @ a[:2]).double(), best_of_rank(weights[name], 2), rtol=1e-5, atol=1e-5
+        )
         assert torch.equal(a[:2], a[2:]) and torch.equal(b[:, :2], -b[:, 2:])
 
 

@@ -51,7 +51,10 @@ def response_logprob(table: Tensor, prompt: Any, response: Any) -> Tensor:
 
 def oracle(table: Tensor, frozen: Tensor, pairs: list[TokenizedExample]) -> dict[str, Tensor]:
     rewards = [
-        [BETA * (response_logprob(table, p.prompt_ids, r) - response_logprob(frozen, p.prompt_ids, r)) for r in p.response_ids]
+        [
+            BETA * (response_logprob(table, p.prompt_ids, r) - response_logprob(frozen, p.prompt_ids, r))
+            for r in p.response_ids
+        ]
         for p in pairs
     ]
     chosen, rejected = torch.stack([torch.stack(pair) for pair in rewards]).unbind(1)
@@ -132,7 +135,8 @@ def test_without_a_reference_the_update_reads_none() -> None:
     which = PreferenceActor(trained(bigram, "actor", 64, True), DpoConfig("simpo", beta=2.0))
     metrics = which.deliver_update(example_batch(PAIRS))().metrics
     means = [
-        [2 * response_logprob(bigram.table.detach(), p.prompt_ids, r).item() / len(r) for r in p.response_ids] for p in PAIRS
+        [2 * response_logprob(bigram.table.detach(), p.prompt_ids, r).item() / len(r) for r in p.response_ids]
+        for p in PAIRS
     ]
     assert metrics["preference/chosen_reward"] == pytest.approx(sum(chosen for chosen, _ in means) / 3, rel=1e-5)
     assert metrics["preference/rejected_reward"] == pytest.approx(sum(rejected for _, rejected in means) / 3, rel=1e-5)

@@ -173,7 +173,9 @@ def test_likelihood_is_a_mean_over_tokens_of_all_batches() -> None:
 
 
 def test_preferences_are_means_over_pairs() -> None:
-    found = ExampleEvaluator(PAIRS, 1, 3, lambda batch: preference(Says().compute_scores, batch), preference_metrics).run(0)
+    found = ExampleEvaluator(
+        PAIRS, 1, 3, lambda batch: preference(Says().compute_scores, batch), preference_metrics
+    ).run(0)
     assert found["evaluate/accuracy"] == pytest.approx((1 + 0.5 + 0 + 1) / 4)
     assert found["evaluate/margin"] == pytest.approx((2 + 0 - 2 + 1) / 4)
     losses = [math.log(1 + math.exp(-margin)) for margin in (2, 0, -2, 1)]

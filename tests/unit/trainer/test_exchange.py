@@ -308,7 +308,9 @@ def test_parts_of_scores_arrive_by_row_on_every_rank() -> None:
     def of_rank(group: ThreadGroup) -> list[list[float]] | None:
         """The first rank has drawn nothing, the others in no order."""
         mine = [k for k in reversed(range(24)) if group.rank() == 1 + k % 2]
-        batch, _ = exchange(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], [scores[k] for k in mine])
+        batch, _ = exchange(
+            PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], [scores[k] for k in mine]
+        )
         return None if batch.score_parts is None else batch.score_parts.tolist()
 
     assert run_ranks(3, of_rank) == [expected] * 3
@@ -337,7 +339,9 @@ def test_scores_of_greedy_responses_are_known_for_every_row_on_every_rank() -> N
         mine = [k for k, place in enumerate(positions) if place in places]
         scores = [score(trajectories[k]) for k in mine]
         greedy = {place: GREEDY[place] for place in places}
-        batch, facts = exchange(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], scores, (), greedy)
+        batch, facts = exchange(
+            PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], scores, (), greedy
+        )
         assert batch.baselines is not None
         return batch.baselines.tolist(), rollout_metrics(batch, facts)["reward/baseline_mean"]
 

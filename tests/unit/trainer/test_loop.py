@@ -535,8 +535,12 @@ def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
 
 def test_greedy_responses_are_scored_and_compared_with_and_nothing_learns_from_them() -> None:
     run = make(set())
-    run.trainer.source = replace(run.source, sampling=Sampling(n=2, baseline=True), exchange=RowExchange(2, baselines=True))
-    run.trainer.learner = replace(run.trainer.learner, compute_advantages=AdvantageComputer(AlgorithmConfig(advantage="remax")))
+    run.trainer.source = replace(
+        run.source, sampling=Sampling(n=2, baseline=True), exchange=RowExchange(2, baselines=True)
+    )
+    run.trainer.learner = replace(
+        run.trainer.learner, compute_advantages=AdvantageComputer(AlgorithmConfig(advantage="remax"))
+    )
     run.reward.value = lambda t: [1.0, 0.0, 0.25][t.sample] + t.prompt.index
     run.trainer.run(1)
     assert ("score", 3) in run.log and ("rollouts", 1, 4, 4) in run.log
@@ -552,7 +556,9 @@ def test_a_prompt_whose_samples_differ_from_the_greedy_response_alone_stays_in_t
     collect = DynamicSampling(max_batches=3).collect
     exchange = RowExchange(2, baselines=True)
     run.trainer.source = replace(run.source, sampling=Sampling(n=2, baseline=True), exchange=exchange, collect=collect)
-    run.trainer.learner = replace(run.trainer.learner, compute_advantages=AdvantageComputer(AlgorithmConfig(advantage="remax")))
+    run.trainer.learner = replace(
+        run.trainer.learner, compute_advantages=AdvantageComputer(AlgorithmConfig(advantage="remax"))
+    )
     # Greedy responses to prompts 3 and 1 differ from the samples or do not; 0 and 2 come when there are too few.
     run.reward.value = lambda t: float(t.sample == 2 and t.prompt.index != 1)
     run.trainer.run(1)

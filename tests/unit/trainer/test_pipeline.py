@@ -181,7 +181,14 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
         bridge.engines.submit = recorded  # type: ignore[method-assign]
         sampler, reward = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True), SimpleNamespace(submit=half_teach)
         prompts, sampling = PromptBatches(PROMPTS, sampler), Sampling(n=SAMPLES, seed=9)
-        together: Any = (worker(Beside()), sampling, reward, DynamicSampling(10).collect, RowExchange(SAMPLES), source.recorder)
+        together: Any = (
+            worker(Beside()),
+            sampling,
+            reward,
+            DynamicSampling(10).collect,
+            RowExchange(SAMPLES),
+            source.recorder,
+        )
         other = SampledBatches(prompts, *together)
         publisher.publish(0)
         for step in range(1, 6):

@@ -202,7 +202,9 @@ def test_beside_the_samples_of_a_prompt_one_greedy_response_is_drawn() -> None:
     assert [request.prompt_ids for request in greedy] == [[1, 0], [1, 1], [1, 2]]
     assert all((request.sampling.top_p, request.sampling.top_k) == (1.0, -1) for request in greedy)
     # The samples are drawn as without it.
-    drawn = [(r.prompt_ids, r.seed, r.sampling.temperature, r.sampling.top_k) for r in engines[0].asked if r not in greedy]
+    drawn = [
+        (r.prompt_ids, r.seed, r.sampling.temperature, r.sampling.top_k) for r in engines[0].asked if r not in greedy
+    ]
     assert drawn == [(r.prompt_ids, r.seed, r.sampling.temperature, r.sampling.top_k) for r in engines[1].asked]
 
 

@@ -71,7 +71,9 @@ class AdaptedSource:
         if name in self._whole:
             return self._adapters.shard(self._whole[name])
         origin = self._base.origin(name)
-        return f"{origin} + {self._adapters.shard(hf_names(self._modules[name])[0])}" if name in self._modules else origin
+        return (
+            f"{origin} + {self._adapters.shard(hf_names(self._modules[name])[0])}" if name in self._modules else origin
+        )
 
     def release(self) -> None:
         """Close the files and forget the product."""

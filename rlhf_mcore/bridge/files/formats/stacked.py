@@ -27,7 +27,9 @@ class ExpertForm:
 
     def to_hf(self, rows_of_outputs: Tensor) -> Tensor:
         """Turn the result of :meth:`to_megatron` back into [inputs, outputs], or [outputs]."""
-        rows = rows_of_outputs.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self.by_halves else rows_of_outputs
+        rows = (
+            rows_of_outputs.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self.by_halves else rows_of_outputs
+        )
         return rows.T if rows_of_outputs.dim() == 2 else rows
 
 

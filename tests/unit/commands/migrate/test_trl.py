@@ -151,7 +151,10 @@ def test_keywords(given: dict[str, Any], expected: dict[str, Any]) -> None:
     ("given", "reason"),
     [
         ({"peft_config": "LoraConfig"}, "set actor.lora.rank"),
-        ({"peft_config": {"r": 8, "modules_to_save": ["lm_head"]}}, "modules_to_save=['lm_head'] of LoraConfig has no counterpart"),
+        (
+            {"peft_config": {"r": 8, "modules_to_save": ["lm_head"]}},
+            "modules_to_save=['lm_head'] of LoraConfig has no counterpart",
+        ),
         ({"peft_config": {"r": 8, "init_lora_weights": "eva"}}, "init_lora_weights=eva of LoraConfig"),
         ({"peft_config": {"target_modules": ".*_proj$"}}, "a regular expression of names"),
         ({"use_peft": True, "lora_r": "eight"}, "a value of a kind that this key does not have"),

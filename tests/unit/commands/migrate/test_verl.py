@@ -72,7 +72,11 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
             {"algorithm.loss_aggregation": "constant", "algorithm.constant_length": 1},
         ),
         (
-            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[format, right]", "algorithm.gdpo_reward_weights=[0.5, 1.0]"],
+            [
+                "algorithm.adv_estimator=gdpo",
+                "algorithm.gdpo_reward_keys=[format, right]",
+                "algorithm.gdpo_reward_weights=[0.5, 1.0]",
+            ],
             {"algorithm.advantage": "gdpo", "algorithm.reward_weights": {"format": 0.5, "right": 1.0}},
         ),
         (
@@ -81,7 +85,11 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
         ),
         (
             [ACTOR + "policy_loss.loss_mode=kl_cov", ACTOR + "policy_loss.ppo_kl_coef=1.0"],
-            {"algorithm.policy_loss": "kl_cov", "algorithm.covariance.share": 2e-4, "algorithm.covariance.kl_coef": 1.0},
+            {
+                "algorithm.policy_loss": "kl_cov",
+                "algorithm.covariance.share": 2e-4,
+                "algorithm.covariance.kl_coef": 1.0,
+            },
         ),
         (
             [ACTOR + "policy_loss.loss_mode=clip_cov", ACTOR + "policy_loss.clip_cov_ub=4.0"],
