@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, item_type, type_name
 from rlhf_mcore.config.other_names import hint as other_name
 from rlhf_mcore.config.removed import REMOVED, warn_of
-from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.group import types_of
 from rlhf_mcore.foreign import shorten
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
 
 
 def refuse(kind: type, name: str, value: Any) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.choices import ADVANTAGES, PREFERENCE_LOSSES, Estimator, PreferenceLoss
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.reward_sources import any_needs_truth, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, LayoutConfig, LoraConfig
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config, LayoutConfig, LoraConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.key import Choices, Description, description_of
+from rlhf_mcore.config.schema.tree import Config
 
 
 def walk(group: type, prefix: str = "") -> Iterator[tuple[str, Any, Description]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlhf_mcore.config.choices import GRADERS, Grader
-from rlhf_mcore.config.schema import FunctionConfig, RewardConfig, RuleConfig
+from rlhf_mcore.config.schema.rollout import FunctionConfig, RewardConfig, RuleConfig
 
 _NUMBER, _MATH = [RuleConfig("final_number")], [RuleConfig("math")]
 _DAPO = [RuleConfig("answer_line", incorrect=-1.0)]

@@ -11,8 +11,8 @@ from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.metric_rules import MEASURES
 from rlhf_mcore.config.metrics import find_metric, nearest_metric
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
-from rlhf_mcore.config.schema.alarms import ACTIONS
 from rlhf_mcore.config.schema.key import AT_LEAST_1, FINITE
+from rlhf_mcore.config.schema.run import ACTIONS
 from rlhf_mcore.config.show import REDACTED
 
 

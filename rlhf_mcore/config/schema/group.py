@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Optional, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, get_args, get_origin, get_type_hints
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.key import description_of
@@ -22,6 +22,10 @@ _MAX_DEPTH = 32  # of a table; a list that holds itself has no end
 
 class Group:
     """Base of every dataclass of the schema. An unknown key, or a value of another type, raises ConfigError when it is assigned."""
+
+    refuse: ClassVar[
+        Callable[[type, str, Any], None]
+    ]  # raises what is wrong with a value; set where all keys are known
 
     if not TYPE_CHECKING:  # a type checker would take any name for a key
 
@@ -35,11 +39,13 @@ class Group:
             except (TypeError, ValueError, OverflowError):
                 hint = None
             if hint is None:
-                from rlhf_mcore.config.assignment import refuse  # knows all keys, and with that this module
-
-                refuse(kind, name, value)
+                Group.refuse(kind, name, value)
                 return
             object.__setattr__(self, name, fitted)
+
+
+class Item(Group):
+    """Base of the groups that are items of a list, such as a rule; every other one has its place in the tree."""
 
 
 @cache
@@ -114,20 +120,13 @@ def _fit_group(value: Any, kind: Any, single: Callable[[Any, Any], Any]) -> Any:
     if isinstance(value, kind):
         return value
     types = types_of(kind)
-    if isinstance(value, str) and not is_tree(kind):
+    if isinstance(value, str) and issubclass(kind, Item):
         return kind(value)
-    if isinstance(value, Mapping) and not is_tree(kind) and value.keys() <= types.keys():
+    if isinstance(value, Mapping) and issubclass(kind, Item) and value.keys() <= types.keys():
         if single is _fit_assigned:  # each is assigned, so that the key of a misfit is named
             return kind(**value)
         return kind(**{name: fit(child, types[name], single) for name, child in value.items()})
     raise TypeError
-
-
-def is_tree(kind: type) -> bool:
-    """Tell whether a group is a place of the tree, and not an item of a list."""
-    from rlhf_mcore.config.keys import KEYS
-
-    return kind in KEYS.values() or kind.__name__ == "Config"
 
 
 def _as(kind: Any, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Optional
 
 from rlhf_mcore.config.choices import GRADERS
 from rlhf_mcore.config.engine_kinds import ENGINES, engines_that_read, is_engine
-from rlhf_mcore.config.schema.group import Group
+from rlhf_mcore.config.schema.group import Group, Item
 from rlhf_mcore.config.schema.key import (
     ABOVE_0,
     AT_LEAST_0,
@@ -253,7 +253,7 @@ class BridgeConfig(Group):
 
 
 @dataclass
-class RuleConfig(Group):
+class RuleConfig(Item):
     """One rule grader and its weight in the sum. A grade g between 0 and 1 counts as incorrect + g * (correct - incorrect)."""
 
     name: str = key("???", "", one_of(*GRADERS))
@@ -278,7 +278,7 @@ class RuleConfig(Group):
 
 
 @dataclass
-class FunctionConfig(Group):
+class FunctionConfig(Item):
     """A reward function beside others."""
 
     path: str = key("???", "`path/to/file.py:name`, called as `reward.function` is")
