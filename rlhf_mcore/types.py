@@ -190,6 +190,8 @@ class Trajectory:
     )
     fields: Mapping[str, Recorded] = field(default_factory=dict)  # those of completions; zeros, or no values, elsewhere
     sequences: tuple[int, ...] = ()  # tokens of each of several sequences; none: it is one
+    # Its turns as a tree with times, as environments/episode_log.py has them; JSON values
+    record: Mapping[str, Any] | None = None
 
     @property
     def sampled_ids(self) -> NDArray[np.int32]:

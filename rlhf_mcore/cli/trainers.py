@@ -106,6 +106,10 @@ def rl_trainer(run: RunContext) -> Trainer:
         from rlhf_mcore.trainer.token_record import TokenRecord
 
         tokens = TokenRecord(shown.rollout_tokens, shown.rollouts_every, generation.worker.decode, record.directory)
+    if cfg.environment.function is not None:
+        from rlhf_mcore.observability.episode_files import EpisodeFiles
+
+        record.episodes = EpisodeFiles(shown.episode_traces)
     return Trainer(
         source=generation.source,
         learner=PolicyLearner(roles, estimation, record, cfg.logging.entropy_every, work, tokens),

@@ -37,6 +37,7 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             # A finished prompt ends with the first observation of its environment.
             **({"prompt": t.prompt.text} if t.score else {}),
             **({"sequences": t.sequences} if t.sequences else {}),
+            **({"record": t.record} if t.record else {}),
         }
         for number, t in rows
     ]
@@ -87,6 +88,7 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
                 support=supports[number] if supports else None,
                 fields={name: parts[number] for name, parts in recorded.items()},
                 sequences=tuple(record.get("sequences", ())),
+                record=record.get("record"),
             )
             groups.setdefault(record["group"], []).append(trajectory)
     except (safetensors.SafetensorError, KeyError, TypeError, IndexError) as error:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.environments.control_tokens import UnreadableText
+from rlhf_mcore.environments.episode_log import EpisodeLog, linear_record
 from rlhf_mcore.environments.sessions import Answer, Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, check_completion, request_of, request_seed
@@ -45,6 +46,7 @@ class _Episode:
     written: list[Completion | NDArray[np.int32]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # of what was written
     rewards: list[float] = field(default_factory=list)  # of the policy's turns
+    log: EpisodeLog = field(default_factory=EpisodeLog)
     request: Request | None = None  # that is being answered
     failure: Answer | None = None  # before the first turn
 
@@ -158,15 +160,21 @@ class Episodes:
         each.request = None
         each.written.append(completion)
         each.texts.append(self._text.text_of(completion.token_ids))
+        turn = len(each.log.turns) - 1
+        each.log.end_turn(turn)
+        each.log.add_node(turn, turn)
         if each.failure is not None:
             self._fail(key, each.failure)
         else:
-            self._sessions.step(key, self._action_of(each.texts[-1], completion))
+            action = self._action_of(each.texts[-1], completion)
+            each.log.begin_step(turn, action)
+            self._sessions.step(key, action)
 
     def _poll(self, timeout_s: float | None) -> None:
         """Continue episodes whose environment has answered. Waits for one of them, but no longer than ``timeout_s``."""
         for key, answer in self._sessions.poll(timeout_s):
             each = self._open[key]
+            each.log.end_step()
             if answer.error:
                 self._fail(key, answer)
                 continue
@@ -222,6 +230,7 @@ class Episodes:
             first = replace(first, name=f"{first.name}, turn {len(each.rewards)}", prompt_ids=prompt_ids, seed=seed)
         sampling = replace(asked.sampling, max_new_tokens=min(asked.sampling.max_new_tokens, room))
         each.request = replace(first, sampling=sampling)
+        each.log.begin_turn(len(each.log.turns))
         self._requests.append(each.request)
 
     def _fail(self, key: int, answer: Answer) -> None:
@@ -250,6 +259,7 @@ class Episodes:
         said = next(turn.text for turn in reversed(turns) if turn.writer == "policy")
         score = score or Score(total := sum(each.rewards), {PART: total})
         whole = replace(drawn, turns=(drawn.turns[0], *turns), response_text=said, finish_reason=reason, score=score)
+        whole = replace(whole, record=linear_record(each.log, each.prompt.text, each.written, each.texts))
         last = next(part for part in reversed(each.written) if isinstance(part, Completion))
         self._finished.append(replace(last, trajectory=whole))
 

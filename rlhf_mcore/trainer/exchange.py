@@ -33,6 +33,7 @@ class ScoreFacts:
     num_dropped: int = 0  # prompts that have left the step
     # Share of the tokens before turns of the policy that engines had cached; None: no engine counts them.
     prefix_hit: float | None = None
+    episodes: dict[str, float] = field(default_factory=dict)  # metrics of the times of episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +282,10 @@ def _gather_facts(
         "total": len(scores) + len(left_out) + len(greedy),
         "prefix": (sum(t.num_cached for t in trajectories), sum(t.num_prefilled for t in trajectories)),
     }
+    if any(t.record is not None for t in trajectories):
+        from rlhf_mcore.trainer.episode_metrics import sums_of_episodes
+
+        mine["episodes"] = sums_of_episodes([t.record for t in trajectories if t.record is not None])
     totals, counts, failures, unread = defaultdict[str, float](float), Counter[str](), Counter[str](), Counter[str]()
     ranks = all_gather_json(mine)
     for rank in ranks:
@@ -295,4 +300,8 @@ def _gather_facts(
     facts = ScoreFacts(means, {kind: failures[kind] for kind in FAILURES}, dict(unread))
     if prefilled := sum(rank["prefix"][1] for rank in ranks):
         facts.prefix_hit = sum(rank["prefix"][0] for rank in ranks) / prefilled
+    if episodes := [rank["episodes"] for rank in ranks if "episodes" in rank]:
+        from rlhf_mcore.trainer.episode_metrics import episode_metrics
+
+        facts.episodes = episode_metrics(episodes)
     return facts, {place for rank in ranks for place in rank["places"]}, first

@@ -35,6 +35,7 @@ def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
         **({"rollout/branches_mean": sum(branches) / len(branches)} if branches else {}),
         **({"rollout/branches_max": float(max(branches))} if branches else {}),
         **({"timing/prefix_hit": facts.prefix_hit} if facts.prefix_hit is not None else {}),
+        **facts.episodes,
     }
 
 

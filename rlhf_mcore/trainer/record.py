@@ -55,6 +55,8 @@ class RunRecord:
     profiler: StepProfiler | None = None
     mark: Callable[[str], AbstractContextManager[None]] | None = None  # names what a device's own tools show
     heard: list[str] = field(default_factory=list)  # warnings on this rank that the first one has not shown yet
+    # Writes what is known of episodes beside a file of rollouts, and takes it out of the records of these.
+    episodes: Callable[[Path, list[dict[str, Any]]], None] | None = None
     samples_every: int = 0  # steps between responses that the display shows
     # Gets every step's rollouts, on the first rank. Set on every rank or on none: see ``listen``.
     on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None
@@ -118,12 +120,17 @@ class RunRecord:
         if not is_due and self.on_rollouts is None:
             return
         mine = [rollout_record(t, s, step) for t, s in zip(trajectories, scores, strict=True)]
+        if is_due and self.episodes is not None:
+            mine = [{**record, "episode": t.record} for record, t in zip(mine, trajectories, strict=True)]
         gathered = gather_json(mine)
         if self.directory is not None:
             records = [record for part in gathered for record in part]
             records.sort(key=lambda record: (record["prompt_id"], record["sample"]))
             if is_due:
-                write_rollouts(self.directory.rollouts_path(step), records)
+                path = self.directory.rollouts_path(step)
+                if self.episodes is not None:
+                    self.episodes(path, records)
+                write_rollouts(path, records)
             if self.on_rollouts is not None:
                 self.on_rollouts(step, records)
 

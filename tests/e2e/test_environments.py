@@ -54,7 +54,7 @@ def train(folder: Path, config: str, name: str, *settings: str) -> Path:
 
 def rollouts(run: Path) -> list[dict[str, Any]]:
     """Of all steps."""
-    files = sorted((run / "rollouts").glob("*.jsonl"))
+    files = sorted((run / "rollouts").glob("step-*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
@@ -121,7 +121,7 @@ def test_fault_18_and_24_and_25_engines_are_lost_and_environments_fail_in_the_mi
 
     with started(command("guess", "killed", *settings), workspace, dict(os.environ)) as running:
         running.wait_for(
-            lambda: list((run / "rollouts").glob("*.jsonl")) and len({engine for _, _, engine in begun()}) == 2
+            lambda: list((run / "rollouts").glob("step-*.jsonl")) and len({engine for _, _, engine in begun()}) == 2
         )
         killed = begun()[-1][2]  # it has just begun an episode
         [stopped] = {engine for _, _, engine in begun()} - {killed}

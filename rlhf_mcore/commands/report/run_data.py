@@ -142,6 +142,7 @@ def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]
             kept[file] = list(_groups_of_step(file))
             if num_tokens < MAX_TOKENS:
                 num_tokens += _add_tokens(kept[file], file.with_name(file.name.replace("step-", "tokens-")))
+            _add_episodes(kept[file], file.with_name(file.name.replace("step-", "episodes-")))
             count = sum(len(group["samples"]) for group in kept[file])
             used += count
         else:
@@ -173,6 +174,16 @@ def _add_tokens(groups: Sequence[dict[str, Any]], file: Path) -> int:
             sample |= dict(zip(_OF_TOKENS, columns, strict=True))
             total += len(columns[0])
     return total
+
+
+def _add_episodes(groups: Sequence[dict[str, Any]], file: Path) -> None:
+    """Give samples the turns of their episodes, with times."""
+    samples = {(g["prompt_id"], sample.get("sample")): sample for g in groups for sample in g["samples"]}
+    for line in read_lines(file, _REMEDY, is_growing=True) if file.is_file() else ():
+        sample = samples.get((line.content.get("prompt_id"), line.content.get("sample")))
+        nodes = line.content.get("nodes")
+        if sample is not None and isinstance(nodes, list) and all(isinstance(node, dict) for node in nodes):
+            sample["episode"] = line.content
 
 
 def _config(path: Path) -> Mapping[str, Any]:

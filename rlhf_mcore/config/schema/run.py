@@ -342,6 +342,12 @@ class LoggingConfig(Group):
         Range(0, 4096),
         more="About 30 bytes a token, in `rollouts/tokens-*.jsonl`; the [report](report.md) colours the responses by them.",
     )
+    episode_traces: int = key(
+        0,
+        "episodes of such a step of which a trace is written, as OpenTelemetry's JSON (OTLP); 0: none",
+        Range(0, 4096),
+        more="Of episodes of several turns, in `rollouts/traces-*/` ([report](report.md#traces)).",
+    )
 
 
 def wanted_trackers(cfg: LoggingConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,4 +55,5 @@ class Call:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     gone: bool = False
+    asked_at: float = field(default_factory=time.monotonic)
     turns: dict[int, Any] = field(default_factory=dict)  # of the driver: what was drawn, by the ids of requests

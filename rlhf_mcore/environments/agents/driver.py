@@ -6,15 +6,19 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.agents.calls import Call, Refused, Said
-from rlhf_mcore.environments.agents.conversation import Conversation, Place, comparable
+from rlhf_mcore.environments.agents.conversation import Asked, Conversation, Place, comparable
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import UNGRADED
 from rlhf_mcore.environments.agents.tree import TokenTree
+from rlhf_mcore.environments.control_tokens import CUT
+from rlhf_mcore.environments.episode_log import EpisodeLog, node_texts
 from rlhf_mcore.environments.episodes import PART, EpisodeLimits, row_of, turn_seed
 from rlhf_mcore.environments.generator import TURNS
 from rlhf_mcore.environments.sessions import Answer, Sessions
@@ -40,6 +44,7 @@ class _Episode:
     asked: EpisodeRequest
     started: float
     tree: TokenTree = field(default_factory=TokenTree)
+    log: EpisodeLog = field(default_factory=EpisodeLog)
     num_turns: int = 0  # that were asked for
     limit: str = ""  # that was met: the reason of a refusal
     failure: Answer | None = None  # of an agent that has asked nothing
@@ -188,7 +193,7 @@ class AgentEpisodes:
         drawn = each.tree.trajectory(each.asked.prompt, each.asked.sample, self._rules.branches)
         last = each.tree.nodes[-1].turn
         text = str(self._talk.tokenizer.decode(last.token_ids.tolist(), skip_special_tokens=True))
-        whole = replace(drawn, response_text=text, finish_reason=reason, score=score)
+        whole = replace(drawn, response_text=text, finish_reason=reason, score=score, record=_record(each))
         self._finished.append(replace(last, request_id=key, trajectory=whole))
 
     # ------------------------------------------------------------------------------------------------------------ turns
@@ -205,6 +210,7 @@ class AgentEpisodes:
                 calls = [other for other in calls if other.key != call.key]
             elif not call.gone:
                 calls.append(call)
+                each.log.answer_calls(answered_calls(call.asked), call.asked_at)
         asked = [(self._open[call.key].tree, call.asked) for call in calls if call.asked is not None]
         for call, place in zip(calls, self._talk.find(asked), strict=True):
             each = self._open[call.key]
@@ -253,6 +259,7 @@ class AgentEpisodes:
         sampling = replace(asked.sampling, max_new_tokens=most)
         request = replace(first, name=name, prompt_ids=place.tokens(), seed=seed, sampling=sampling)
         self._turns[number] = _Turn(key, request, each.tree, place, call)
+        each.log.begin_turn(number, call.asked_at if call is not None else None)
         if call is not None:
             call.turns[number] = None
         self._requests.append(request)
@@ -261,10 +268,11 @@ class AgentEpisodes:
     def _take_turn(self, turn: _Turn, drawn: Completion) -> None:
         """Add a turn to its tree, and answer a call whose turns are all there. What nobody heard is not learned from."""
         call, place, each = turn.call, turn.place, self._open[turn.key]
+        each.log.end_turn(turn.request.request_id)
         if call is None:
             assert each.failure is not None
             said, end, _ = self._talk.read(drawn, ())
-            each.tree.add(None, place.text, place.context, drawn, said, end)
+            each.log.add_node(each.tree.add(None, place.text, place.context, drawn, said, end).place, drawn.request_id)
             self._fail(turn.key, each, each.failure)
             return
         call.turns[drawn.request_id] = drawn
@@ -283,9 +291,10 @@ class AgentEpisodes:
         if calls := message.get("tool_calls"):
             message = {**message, "tool_calls": [{**call, "id": f"call_{secrets.token_hex(8)}"} for call in calls]}
         reply = comparable(message)
-        each.tree.add(
+        node = each.tree.add(
             place.parent, place.text, place.context, cut, said, end, reply=reply, num_messages=place.num_messages
         )
+        each.log.add_node(node.place, drawn.request_id, message.get("tool_calls") or ())
         decode = self._talk.tokenizer.decode
         tokens = [
             (str(decode([token])), float(value))
@@ -305,6 +314,25 @@ class AgentEpisodes:
             if there:
                 return cut_turn(drawn, count), min(there, key=begun.index)
         raise AssertionError("its text has it")
+
+
+def answered_calls(asked: Asked) -> list[str]:
+    """Return the ids of the calls of tools whose results are the last messages of a request."""
+    results = takewhile(lambda message: message["role"] not in ("assistant", "system"), reversed(asked.messages))
+    return [message["tool_call_id"] for message in results if message.get("tool_call_id")]
+
+
+def _record(each: _Episode) -> dict[str, Any]:
+    """Return the turns of an episode as a tree, with their times, as JSON values."""
+    nodes = [
+        {
+            "parent": node.parent.place if node.parent is not None else None,
+            **node_texts(node.text.replace(CUT, ""), node.said, len(node.context), node.turn),
+            **each.log.node_record(node.place),
+        }
+        for node in each.tree.nodes
+    ]
+    return {**each.log.summary(), "nodes": nodes}
 
 
 def cut_turn(drawn: Completion, count: int) -> Completion:

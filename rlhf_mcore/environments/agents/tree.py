@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_mcore.data.episodes import episode, join_recorded
+from rlhf_mcore.environments.control_tokens import CUT
 from rlhf_mcore.types import Completion, Prompt, Ragged, Recorded, Trajectory, Turn
 
 BRANCHES = ("all", "last", "longest")  # of environment.branches
@@ -154,13 +155,13 @@ class TokenTree:
 
     def _sequence(self, prompt: Prompt, sample: int, leaf: Node, learned: set[int]) -> Trajectory:
         nodes = leaf.path()
-        first = replace(prompt, prompt_ids=nodes[0].context.tolist(), text=nodes[0].text)
+        first = replace(prompt, prompt_ids=nodes[0].context.tolist(), text=nodes[0].text.replace(CUT, ""))
         written: list[Completion | NDArray[np.int32]] = []
         texts, repeated = [""], 1  # the prompt, and what an earlier branch has shown
         for number, node in enumerate(nodes):
             if number and len(node.context):
                 written.append(node.context)
-                texts.append(node.text)
+                texts.append(node.text.replace(CUT, ""))
             written.append(node.turn.token_ids if node.place in learned else node.turn)
             texts.append(node.said)
             repeated = len(texts) if node.place in learned else repeated

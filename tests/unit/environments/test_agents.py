@@ -163,6 +163,13 @@ def test_openai_chat_with_a_tool_is_one_sequence_of_sampled_tokens(
     assert tokenizer.decode(whole.token_ids).endswith('"a": 1}<end>\n<tool>3<end>\n<assistant>it is 3<end>')
     assert whole.score.value == 0.5 and whole.finish_reason == "stop" and whole.response_text == "it is 3"
     assert run.sessions.row["ground_truth"] == "42" and run.sessions.row["messages"] == PROMPT.messages
+    one, two = whole.record["nodes"]
+    assert (one["parent"], two["parent"], two["said"], two["calls"]) == (None, 0, "it is 3", [])
+    [call] = one["calls"]
+    assert call["name"] == "add" and one["ended_s"] <= call["begun_s"] < call["ended_s"] <= two["begun_s"]
+    assert json.loads(json.dumps(whole.record)) == whole.record
+    parts = [whole.record[f"{part}_s"] for part in ("engine", "tools", "waiting")]
+    assert sum(parts) == pytest.approx(whole.record["seconds"]) and min(parts[:2]) > 0
     first, second = (request.prompt_ids for request in run.engine.requests)
     assert second[: len(first)] == first and len({request.seed for request in run.engine.requests}) == 2
 

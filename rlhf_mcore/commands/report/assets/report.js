@@ -220,7 +220,7 @@ function fits(sample, group) {
   if (!between(sample.score ?? 0, wanted.least, wanted.most) || !between(lengthOf(sample), wanted.shortest, wanted.longest)) return false;
   if (wanted.failed && !sample.failure) return false;
   const text = wanted.text.toLowerCase();
-  return !text || [sample.response, group.prompt, ...(sample.turns || []).map((turn) => turn.text)].some((part) => (part || "").toLowerCase().includes(text));
+  return !text || [sample.response, group.prompt, ...(sample.turns || []).map((turn) => turn.text), ...(sample.episode ? sample.episode.nodes : []).flatMap((node) => [node.context, node.said])].some((part) => (part || "").toLowerCase().includes(text));
 }
 function matching() {
   const run = data.runs[wanted.run];
@@ -257,10 +257,35 @@ function coloured(sample, largest) {
   });
   return node;
 }
+// The turns of an episode: one after the other, and indented where the history branches.
+function episodeTree(episode, turns) {
+  const rewards = turns.filter((turn) => turn.writer === "policy").map((turn) => turn.reward);
+  const nodes = episode.nodes, isLinear = nodes.every((node, place) => node.parent === (place ? place - 1 : null));
+  const children = (parent) => nodes.map((node, place) => place).filter((place) => nodes[place].parent === parent);
+  const seconds = (from, to) => (to === null || to === undefined ? "" : `${number(to - from, 2)} s`);
+  const turnOf = (place) => {
+    const node = nodes[place], reward = isLinear && rewards[place] ? `reward ${number(rewards[place])}` : "";
+    const facts = [`turn ${place + 1}`, seconds(node.begun_s, node.ended_s), `${node.num_tokens} tokens`, node.num_cached === null ? "" : `${node.num_cached} cached`, node.finish_reason === "stop" ? "" : node.finish_reason, reward].filter(Boolean).join(" · ");
+    const context = node.parent === null && isLinear || !node.context ? [] : [make("details", { class: "environment" }, make("summary", {}, `${node.num_context} tokens before`), marked(node.context))];
+    const calls = node.calls.filter((call) => call.name !== "step" || call.arguments);
+    return [...context, make("details", { open: true }, make("summary", {}, facts), marked(node.said), ...calls.map((call) => make("div", { class: "call" }, `${call.name} ${call.arguments}`, make("span", { class: "faint" }, ` · ${seconds(call.begun_s, call.ended_s) || "no result"}`))))];
+  };
+  const below = (parent) => {
+    const parts = [];
+    let places = children(parent);
+    while (places.length === 1) {
+      parts.push(...turnOf(places[0]));
+      places = children(places[0]);
+    }
+    return [...parts, ...places.map((place, number) => make("div", { class: "branch" }, make("div", { class: "faint" }, `branch ${number + 1} of ${places.length}`), ...turnOf(place), ...below(place)))];
+  };
+  const spent = `${number(episode.seconds, 2)} s: engine ${number(episode.engine_s, 2)}, tools ${number(episode.tools_s, 2)}, waiting ${number(episode.waiting_s, 2)}`;
+  return [make("div", { class: "faint" }, `${counted(nodes.length, "turn")} · ${spent}`), ...below(null)];
+}
 function sampleCard(sample, fitsFilter, largest) {
   const facts = [`${lengthOf(sample)} tokens`, sample.finish_reason, sample.failure, sample.policy_version === undefined ? null : `policy ${sample.policy_version}`].filter(Boolean).join(" · ");
   const parts = Object.entries(sample.parts || {});
-  const texts = wanted.colour && sample.tokens ? [coloured(sample, largest)] : sample.turns && sample.turns.length ? sample.turns.map((turn) => make("details", { open: turn.writer === "policy", class: turn.writer === "policy" ? "" : "environment" }, make("summary", {}, turn.writer, turn.reward ? ` · reward ${number(turn.reward)}` : ""), marked(turn.text || ""))) : [marked(sample.response || "")];
+  const texts = wanted.colour && sample.tokens ? [coloured(sample, largest)] : sample.episode && sample.episode.nodes.length ? episodeTree(sample.episode, sample.turns || []) : sample.turns && sample.turns.length ? sample.turns.map((turn) => make("details", { open: turn.writer === "policy", class: turn.writer === "policy" ? "" : "environment" }, make("summary", {}, turn.writer, turn.reward ? ` · reward ${number(turn.reward)}` : ""), marked(turn.text || ""))) : [marked(sample.response || "")];
   return make("div", { class: `sample${fitsFilter ? "" : " hidden-by-filter"}` }, make("div", {}, make("span", { class: "score" }, `reward ${number(sample.score)}`), make("span", { class: "faint" }, ` · ${facts}`)), parts.length > 1 ? make("div", { class: "faint" }, parts.map(([name, value]) => `${name} ${number(value)}`).join(", ")) : null, ...texts);
 }
 function groupRow({ group, samples, count }) {
