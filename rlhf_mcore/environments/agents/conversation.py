@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.data.rendering import in_child
-from rlhf_mcore.environments.agents.tree import Node, TokenTree
+from rlhf_mcore.environments.agents.channels import CHANNEL, Channels, unmark
+from rlhf_mcore.environments.agents.tree import Node, TokenTree, after
 from rlhf_mcore.environments.control_tokens import CUT, ControlTokens, UnreadableText
 
 if TYPE_CHECKING:
@@ -32,12 +34,16 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the answer to a request goes in a tree: behind ``parent``, after the tokens of ``context``, which ``text`` tells."""
+    """Where the answer to a request goes in a tree: behind ``parent``, after the tokens of ``context``, which ``text`` tells.
+
+    ``text`` is as a template has written it, marks included; ``shown`` is for people.
+    """
 
     parent: Node | None
     text: str
     context: list[int]
     num_messages: int = 0
+    shown: str | None = None
 
     def tokens(self) -> list[int]:
         """Return all tokens before the answer."""
@@ -56,6 +62,7 @@ class Conversation:
     mode: str = "auto"
     parse: Parse | None = None
     control: ControlTokens = field(init=False)
+    _mark: str = field(init=False, default_factory=lambda: f"said-{secrets.token_hex(8)}-")  # nobody else writes it
 
     def __post_init__(self) -> None:
         self.control = ControlTokens(self.tokenizer)
@@ -78,9 +85,19 @@ class Conversation:
             if broken:
                 places.append(f"the chat template refuses these messages: {broken}")
                 continue
-            node, start = tree.shared(answer["text"], nodes)
-            places.append(self._place(node, answer["text"][start:], len(asked.messages)))
+            node, start = tree.shared(answer["text"], nodes, self._end_of)
+            channels = {self._mark_of(each): Channels.read(each.said) for each in nodes if CHANNEL in each.said}
+            places.append(self._place(node, answer["text"][start:], len(asked.messages), channels))
         return places
+
+    def _mark_of(self, node: Node) -> str:
+        return f"{self._mark}{node.place}-"
+
+    def _end_of(self, node: Node, text: str, place: int) -> int | None:
+        """Return where a text ends to tell a turn that begins at ``place``; None where it does not tell it."""
+        if CHANNEL not in node.said:
+            return after(text, place, node.said)
+        return Channels.read(node.said).end_in(text, place, self._mark_of(node), node.end)
 
     def _continued(self, tree: TokenTree, prompt: str | Sequence[int]) -> Place | str:
         if not isinstance(prompt, str):
@@ -93,14 +110,17 @@ class Conversation:
         except UnreadableText as error:
             return str(error)
 
-    def _place(self, node: Node | None, text: str, num_messages: int) -> Place | str:
+    def _place(
+        self, node: Node | None, text: str, num_messages: int, channels: Mapping[str, Channels]
+    ) -> Place | str:
+        told = unmark(text, channels)
         try:
-            context = self.control.encode_cut(text)
+            context = self.control.encode_cut(told)
         except UnreadableText as error:
             return str(error)
         if node is not None and node.end and context[:1] == [int(node.turn.token_ids[-1])]:
             context = context[1:]  # it was sampled
-        return Place(node, text, context, num_messages)
+        return Place(node, text, context, num_messages, told.replace(CUT, ""))
 
     def _told(self, asked: Asked, nodes: Sequence[Node]) -> dict[str, Any]:
         """Write into the messages what was sampled, where they tell it, and mark names of control tokens in what others wrote."""
@@ -109,6 +129,9 @@ class Conversation:
         for number, message in enumerate(asked.messages):
             if number in said:
                 node = said[number]
+                if CHANNEL in node.said:
+                    messages.append(Channels.read(node.said).marked(self._mark_of(node)))
+                    continue
                 thought = node.text[node.text.rindex(_THOUGHT) :] if node.text.rstrip().endswith(_THOUGHT) else ""
                 messages.append({"role": "assistant", "content": thought + node.said})
             elif message["role"] in ("assistant", "system"):
@@ -128,6 +151,8 @@ class Conversation:
         ends = turn.finish_reason == "stop"
         said = str(self.tokenizer.decode(ids[:-1] if ends else ids, skip_special_tokens=False))
         end = str(self.tokenizer.decode(ids[-1:], skip_special_tokens=False)) if ends else ""
+        if CHANNEL in said:
+            return said, end, Channels.read(said).message()
         if self.parse is not None and tools:
             return said, end, self.parse(said, tools)
         content = str(self.tokenizer.decode(ids, skip_special_tokens=True))

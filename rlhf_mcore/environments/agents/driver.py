@@ -17,7 +17,6 @@ from rlhf_mcore.environments.agents.conversation import Asked, Conversation, Pla
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import UNGRADED
 from rlhf_mcore.environments.agents.tree import TokenTree
-from rlhf_mcore.environments.control_tokens import CUT
 from rlhf_mcore.environments.episode_log import EpisodeLog, node_texts
 from rlhf_mcore.environments.episodes import PART, EpisodeLimits, row_of, turn_seed
 from rlhf_mcore.environments.generator import TURNS
@@ -291,9 +290,8 @@ class AgentEpisodes:
         if calls := message.get("tool_calls"):
             message = {**message, "tool_calls": [{**call, "id": f"call_{secrets.token_hex(8)}"} for call in calls]}
         reply = comparable(message)
-        node = each.tree.add(
-            place.parent, place.text, place.context, cut, said, end, reply=reply, num_messages=place.num_messages
-        )
+        more: dict[str, Any] = {"reply": reply, "num_messages": place.num_messages, "shown": place.shown}
+        node = each.tree.add(place.parent, place.text, place.context, cut, said, end, **more)
         each.log.add_node(node.place, drawn.request_id, message.get("tool_calls") or ())
         decode = self._talk.tokenizer.decode
         tokens = [
@@ -327,7 +325,7 @@ def _record(each: _Episode) -> dict[str, Any]:
     nodes = [
         {
             "parent": node.parent.place if node.parent is not None else None,
-            **node_texts(node.text.replace(CUT, ""), node.said, len(node.context), node.turn),
+            **node_texts(node.shown, node.said, len(node.context), node.turn),
             **each.log.node_record(node.place),
         }
         for node in each.tree.nodes

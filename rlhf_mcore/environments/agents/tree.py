@@ -7,14 +7,13 @@ differently (thoughts left out, a summary, another agent, a second try) begins a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_mcore.data.episodes import episode, join_recorded
-from rlhf_mcore.environments.control_tokens import CUT
 from rlhf_mcore.types import Completion, Prompt, Ragged, Recorded, Trajectory, Turn
 
 BRANCHES = ("all", "last", "longest")  # of environment.branches
@@ -36,6 +35,7 @@ class Node:
     end: str = ""
     reply: object = None
     num_messages: int = 0
+    shown: str = ""  # ``text`` for people
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
@@ -57,6 +57,7 @@ class TokenTree:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.roots: list[Node] = []
+        self._by_messages: dict[int, list[Node]] = {}
 
     def children_of(self, node: Node | None) -> list[Node]:
         """Return the turns that continue a node; None: those that begin with the first token."""
@@ -73,42 +74,52 @@ class TokenTree:
         *,
         reply: object = None,
         num_messages: int = 0,
+        shown: str | None = None,
     ) -> Node:
         """Add a turn that was sampled after ``context``, which continues ``parent``."""
         tokens = np.array(context, np.int32)
         node = Node(len(self.nodes), parent, text, tokens, turn, said, end, reply, num_messages)
+        node.shown = text if shown is None else shown
         self.nodes.append(node)
         self.children_of(parent).append(node)
+        self._by_messages.setdefault(num_messages, []).append(node)
         return node
 
     def follow(self, replies: Sequence[tuple[int, object]]) -> list[Node]:
         """Return the turns that messages of a request are: (place among the messages, message in the form of ``Node.reply``).
 
-        A message that was no turn is part of the text around the others. Of turns with the same words the latest is taken.
+        A message that was no turn is part of the text around the others. Of turns with the same words the one that continues the turn
+        before is taken, else the latest: a template that leaves out thoughts has begun a branch in between.
         """
         nodes: list[Node] = []
         for place, reply in replies:
-            for node in reversed(self.children_of(nodes[-1] if nodes else None)):
-                if node.num_messages == place and node.reply == reply:
-                    nodes.append(node)
-                    break
+            before = nodes[-1] if nodes else None
+            same = [node for node in self._by_messages.get(place, ()) if node.reply == reply]
+            if same:
+                nodes.append(max(same, key=lambda node: (node.parent is before, node.place)))
         return nodes
 
-    def shared(self, text: str, nodes: Iterable[Node]) -> tuple[Node | None, int]:
-        """Return the last of ``nodes``, each the child of the one before, up to which ``text`` tells what they do, and where it ends.
+    def shared(
+        self, text: str, nodes: Iterable[Node], end_of: Callable[[Node, str, int], int | None]
+    ) -> tuple[Node | None, int]:
+        """Return the deepest of ``nodes`` up to which ``text`` tells all that was said on the way to it, and where it ends.
 
-        A template may write the spaces of a turn differently, and may write its end or not.
+        A template may write the spaces of a turn differently, and may write its end or not. ``end_of`` finds where a text ends to tell
+        a turn that begins at a place, or None.
         """
-        last: Node | None = None
-        place = 0
+        below: dict[Node | None, list[Node]] = {}
         for node in nodes:
-            if not text.startswith(node.text, place):
-                break
-            stop = _after(text, place + len(node.text), node.said)
-            if stop is None:
-                break
-            last, place = node, stop
-        return last, place
+            below.setdefault(node.parent, []).append(node)
+        best: tuple[Node | None, int] = (None, 0)
+        waiting = [best]
+        while waiting:
+            last, place = waiting.pop()
+            best = max(best, (last, place), key=lambda each: each[1])
+            for node in below.get(last, ()):
+                if text.startswith(node.text, place):
+                    stop = end_of(node, text, place + len(node.text))
+                    waiting += [(node, stop)] if stop is not None else []
+        return best
 
     def shared_text(self, text: str) -> tuple[Node | None, int]:
         """Return the deepest node that a text without messages continues, and where it ends: every letter and sampled end is there."""
@@ -155,13 +166,13 @@ class TokenTree:
 
     def _sequence(self, prompt: Prompt, sample: int, leaf: Node, learned: set[int]) -> Trajectory:
         nodes = leaf.path()
-        first = replace(prompt, prompt_ids=nodes[0].context.tolist(), text=nodes[0].text.replace(CUT, ""))
+        first = replace(prompt, prompt_ids=nodes[0].context.tolist(), text=nodes[0].shown)
         written: list[Completion | NDArray[np.int32]] = []
         texts, repeated = [""], 1  # the prompt, and what an earlier branch has shown
         for number, node in enumerate(nodes):
             if number and len(node.context):
                 written.append(node.context)
-                texts.append(node.text.replace(CUT, ""))
+                texts.append(node.shown)
             written.append(node.turn.token_ids if node.place in learned else node.turn)
             texts.append(node.said)
             repeated = len(texts) if node.place in learned else repeated
@@ -175,7 +186,7 @@ class TokenTree:
         return replace(drawn, turns=tuple(turns))
 
 
-def _after(text: str, place: int, said: str) -> int | None:
+def after(text: str, place: int, said: str) -> int | None:
     """Return where ``said`` ends in a text from ``place`` on; None where something else is there. Templates may change spaces."""
     if text.startswith(said, place):
         return place + len(said)

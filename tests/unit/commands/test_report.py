@@ -73,6 +73,19 @@ def test_tokens_go_to_their_samples_and_what_is_none_is_left_out(run: Path) -> N
     assert {name: found[0][name] for name in whole} == whole and found[0]["sample"] == 1
 
 
+def test_episodes_go_to_their_samples(run: Path) -> None:
+    whole = {"nodes": [{"said": HOSTILE}], "seconds": 1.0}
+    lines(
+        run / "rollouts" / "episodes-000003.jsonl",
+        {"prompt_id": "train#8", "sample": 1, **whole},
+        {"prompt_id": "train#8", "sample": 0, "nodes": 7},
+        {"prompt_id": "train#9", "sample": 0, **whole},
+    )
+    read = read_run(run, 100)
+    found = [sample for group in read.groups for sample in group["samples"] if "episode" in sample]
+    assert read.num_rollouts == 12 and [sample["episode"]["nodes"] for sample in found] == [whole["nodes"]]
+
+
 def test_what_is_read_of_a_run(run: Path) -> None:
     read = read_run(run, max_rollouts=100)
     assert read.metrics == {

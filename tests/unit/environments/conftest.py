@@ -21,13 +21,18 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *string.printable])}
+    return character_tokenizer(SPECIAL, "<end>", CHAT_TEMPLATE)
+
+
+def character_tokenizer(special: Sequence[str], end: str, template: str) -> PreTrainedTokenizerBase:
+    """A tokenizer of letters and special tokens, of which the first stands for what it does not know."""
+    vocabulary = {word: number for number, word in enumerate([*special, *string.printable])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    core.add_special_tokens(SPECIAL)
-    fast = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<end>")
-    fast.chat_template = CHAT_TEMPLATE
+    core.add_special_tokens(list(special))
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, unk_token=special[0], eos_token=end)
+    fast.chat_template = template
     return fast
 
 
