@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.choices import registering
@@ -35,9 +35,6 @@ from rlhf_mcore.rewards.answers import (
 from rlhf_mcore.rewards.forms import canonical, names_differ, read_answer
 from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, parse_number
 from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "GRADERS",
