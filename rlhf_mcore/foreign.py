@@ -79,7 +79,7 @@ def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the p
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFile(f"{where}: no such file (looked from {_here()}); {remedy}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the path
-        raise _wrapped(error, where, remedy) from error
+        raise _wrap(error, where, remedy) from error
 
 
 def read_bytes(path: str | Path, *, limit: int, where: str = "", remedy: str = "correct the path") -> bytes:
@@ -99,7 +99,7 @@ def read_bytes(path: str | Path, *, limit: int, where: str = "", remedy: str = "
                 parts.append(part)
                 total += len(part)
         except OSError as error:
-            raise _wrapped(error, where, remedy) from error
+            raise _wrap(error, where, remedy) from error
     if total > limit:  # files below /proc have no size
         raise ConfigError(f"{where}: more than {limit:,} bytes, the most that is read of such a file; {remedy}")
     return b"".join(parts)
@@ -112,7 +112,7 @@ def read_text(path: str | Path, *, limit: int, where: str = "", remedy: str = "c
         MissingFile, ConfigError: as ``read_bytes``, or it is not such a text.
     """
     data = read_bytes(path, limit=limit, where=where, remedy=remedy)
-    return _decoded(data, where or str(path), remedy)
+    return _decode(data, where or str(path), remedy)
 
 
 def read_json(
@@ -143,7 +143,7 @@ def parse_json(data: bytes, *, limits: Limits = SMALL, where: str, remedy: str) 
     values = data.count(b",") + data.count(b"[") + data.count(b"{")  # never fewer than there are
     if values > limits.num_values:
         raise ConfigError(f"{where}: more than {limits.num_values:,} values, the most that are read; {remedy}")
-    text = _decoded(data, where, remedy)
+    text = _decode(data, where, remedy)
     try:
         content = json.loads(text, object_pairs_hook=_unique)
     except RecursionError as error:
@@ -216,8 +216,8 @@ class Fields:
 
     def table(self, key: str) -> dict[str, str]:
         """An object whose values are texts."""
-        found = self.object(key)
-        return {name: found.text(name) for name in found}
+        fields = self.object(key)
+        return {name: fields.text(name) for name in fields}
 
     def integers(self, key: str, minimum: int = 0, maximum: int = MAX_INTEGER, default: T = _REQUIRED) -> list[int] | T:
         """A list of integers from ``minimum`` to ``maximum``."""
@@ -232,18 +232,18 @@ class Fields:
 
     def objects(self, key: str) -> list[Fields]:
         """A list of objects, each with typed access to its own fields."""
-        found = self._take(
+        items = self._take(
             key, "a list of objects", lambda value: _is_list(value, lambda item: isinstance(item, dict)), _REQUIRED
         )
         return [
             Fields(item, self.where, self.remedy, f"{self._inside}{key}[{number}].")
-            for number, item in enumerate(found)
+            for number, item in enumerate(items)
         ]
 
     def object(self, key: str, default: T = _REQUIRED) -> Fields | T:
         """An object, with typed access to its own fields."""
-        found = self._take(key, "an object", lambda value: isinstance(value, dict), default)
-        return Fields(found, self.where, self.remedy, f"{self._inside}{key}.") if isinstance(found, dict) else found
+        table = self._take(key, "an object", lambda value: isinstance(value, dict), default)
+        return Fields(table, self.where, self.remedy, f"{self._inside}{key}.") if isinstance(table, dict) else table
 
     def wrong(self, key: str, expected: str) -> ConfigError:
         """The error of a field that is not ``expected``."""
@@ -300,7 +300,7 @@ def _check_kind(mode: int, where: str, remedy: str) -> None:
         raise ConfigError(f"{where}: {kind}, not a regular file; {remedy}")
 
 
-def _decoded(data: bytes, where: str, remedy: str) -> str:
+def _decode(data: bytes, where: str, remedy: str) -> str:
     if b"\0" in data:
         raise ConfigError(f"{where}: cannot be read, it has a NUL at byte {data.index(0)}; {remedy}")
     try:
@@ -350,7 +350,7 @@ def _here() -> str:
         return "a directory that is gone"
 
 
-def _wrapped(error: OSError | ValueError, where: str, remedy: str) -> ConfigError:
+def _wrap(error: OSError | ValueError, where: str, remedy: str) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
     reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)

@@ -126,10 +126,10 @@ def memory_bytes(path: str = "/proc/meminfo") -> dict[str, int]:
 
 def installed_versions(names: Sequence[str]) -> dict[str, str]:
     """Versions of those distributions that are installed."""
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

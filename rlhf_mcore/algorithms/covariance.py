@@ -43,7 +43,7 @@ def kl_cov(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, 
     """
     log_ratio = bound_log_ratio(compute_log_ratio(inputs))
     ratio = log_ratio.exp()
-    penalty = torch.where(_chosen(inputs), cfg.covariance.kl_coef * log_ratio.abs(), 0)
+    penalty = torch.where(_choose_tokens(inputs), cfg.covariance.kl_coef * log_ratio.abs(), 0)
     return weighted_sum(penalty - ratio * inputs.advantages, inputs.weights), ratio_metrics(ratio, inputs)
 
 
@@ -58,7 +58,7 @@ def clip_cov(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str
     ``covariance.low`` and ``covariance.high``. The clip fractions count tokens of I too, the upper one where A_t > 0.
     """
     ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
-    chosen = _chosen(inputs)
+    chosen = _choose_tokens(inputs)
     surrogate = torch.minimum(ratio * inputs.advantages, clip_ratio(ratio, cfg) * inputs.advantages)
     metrics = clip_metrics(ratio, inputs, cfg)
     is_inside = (ratio >= 1.0 - cfg.clip_low) & (ratio <= 1.0 + cfg.clip_high) & chosen
@@ -67,7 +67,7 @@ def clip_cov(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str
     return weighted_sum(torch.where(chosen, 0, -surrogate), inputs.weights), metrics
 
 
-def _chosen(inputs: LossInputs) -> Tensor:
+def _choose_tokens(inputs: LossInputs) -> Tensor:
     chosen = inputs.fields[CHOSEN]
     assert isinstance(chosen, torch.Tensor)
     return chosen & inputs.mask

@@ -140,7 +140,7 @@ class Trainer:
         callbacks: Sequence[Callback | OnStep] = (),
         **keys: Any,
     ) -> None:
-        heard = [
+        listeners = [
             checked_callback(one, Callback)
             for one in checked_list("callbacks", callbacks, "functions of (step, metrics)")
         ]
@@ -152,7 +152,7 @@ class Trainer:
         check_packages(cfg)
         check_engine(cfg)
         self.cfg = resolve(cfg)
-        self._steps = _Steps([one if isinstance(one, Callback) else _StepFunction(one) for one in heard])
+        self._steps = _Steps([one if isinstance(one, Callback) else _StepFunction(one) for one in listeners])
         self._stack = ExitStack()
         self._run: OpenRun | None = None
         self._next, self._last = 1, self.cfg.trainer.num_steps

@@ -80,7 +80,7 @@ def build_colocated(
         adapters = engine_adapters(cfg, geometry)
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(geometry.trunk), adapters))
     record.progress("the bridge of weights to it")
-    run.stack.enter_context(_closed_at_end(engine))
+    run.stack.enter_context(_close_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
     if engine_kind(cfg.rollout.engine).has_live_weights:
         sharing.engine_bytes = storage_bytes(_live(cfg, engine).model.parameters())
@@ -120,7 +120,7 @@ def build_colocated(
 
 
 @contextmanager
-def _closed_at_end(engine: Engine) -> Iterator[None]:
+def _close_at_end(engine: Engine) -> Iterator[None]:
     """Close the engine at the end.
 
     The process may make another run, after a failed one too; but ranks of a world that has failed wait for nobody.

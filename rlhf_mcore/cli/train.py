@@ -77,14 +77,14 @@ def _run_rank(cfg: Config, announced: int = 0) -> int:
     quiet()
     from rlhf_mcore.platform import eager_imports
 
-    with _shown_on_terminal(cfg.logging.console), eager_imports():
+    with _show_on_terminal(cfg.logging.console), eager_imports():
         from rlhf_mcore.cli.compose import run
 
     with rank.no_early_exit():
         return run(cfg, announced)
 
 
-def _shown_on_terminal(mode: str) -> AbstractContextManager[Any]:
+def _show_on_terminal(mode: str) -> AbstractContextManager[Any]:
     """Show that libraries are imported, where a person sees it."""
     if not sys.stdout.isatty():
         return nullcontext()

@@ -23,7 +23,7 @@ def shortened(items: Sequence[object], most: int = 5, separator: str = "; ") -> 
 
 def for_terminal(text: str) -> str:
     """Escape a text for a terminal: lines stay lines, other control characters are shown as their escapes."""
-    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
+    return _CONTROL.sub(lambda match: repr(match.group())[1:-1], text)
 
 
 def printable(text: str) -> str:

@@ -64,7 +64,7 @@ class EpisodeGenerator:
         try:
             while self._open:
                 turns = self._due(ended) if episodes is not None else []
-                turns, ended_ids = self._agreed(turns, [completion.request_id for completion in ended])
+                turns, ended_ids = self._agree(turns, [completion.request_id for completion in ended])
                 self._engine.submit(turns)
                 for request_id in ended_ids:
                     del self._open[request_id]
@@ -91,7 +91,7 @@ class EpisodeGenerator:
             ended += self._episodes.take([])
         return turns or []
 
-    def _agreed(self, turns: list[Request], ended: list[int]) -> tuple[list[Request], list[int]]:
+    def _agree(self, turns: list[Request], ended: list[int]) -> tuple[list[Request], list[int]]:
         """Broadcast what the lead has to all ranks of the engine."""
         if self._group is None:
             return turns, ended

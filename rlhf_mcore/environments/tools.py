@@ -78,10 +78,10 @@ class Tools:
         if isinstance(action, str):
             calls: list[_Call] = [(name, [argument.strip()], {}) for name, argument in _CALL.findall(action)]
         else:
-            calls = [self._parsed(call["function"]) for call in action["tool_calls"]]
-        return [{"role": self._role, "content": self._called(*call)} for call in calls], 0.0, not calls
+            calls = [self._parse(call["function"]) for call in action["tool_calls"]]
+        return [{"role": self._role, "content": self._call(*call)} for call in calls], 0.0, not calls
 
-    def _parsed(self, function: Mapping[str, str]) -> _Call:
+    def _parse(self, function: Mapping[str, str]) -> _Call:
         """Parse arguments: a built-in tool gets its only one as a text, a function of a file gets them by name."""
         name, given = function["name"], function["arguments"]
         try:
@@ -92,7 +92,7 @@ class Tools:
             return name, [given], {}
         return (name, [str(*arguments.values())], {}) if name in BUILT_IN else (name, [], arguments)
 
-    def _called(self, name: str, arguments: list[Any], named: dict[str, Any]) -> str:
+    def _call(self, name: str, arguments: list[Any], named: dict[str, Any]) -> str:
         tool = self._tools.get(name)
         if tool is None:
             return f"there is no tool {name}; there is: {', '.join(self._tools)}"

@@ -71,7 +71,7 @@ class TurnText:
             if prompt.text.endswith(marker):
                 before, pieces = prompt.text.removesuffix(marker), around
         pieces = [before + pieces[0], *pieces[1:]]
-        return self._encoded(pieces, messages, special), _filled(pieces, messages)
+        return self._encode(pieces, messages, special), _fill(pieces, messages)
 
     def after(self, completion: Completion, messages: Messages, *, special: bool = False) -> list[int]:
         """Encode what is between a turn of the policy and its next one: the end of the turn, unless it was sampled, and ``messages``.
@@ -83,15 +83,15 @@ class TurnText:
             UnreadableText: the tokenizer cannot split them.
         """
         if self._plain:
-            return self._encoded([""] * (len(messages) + 1), messages, special)
+            return self._encode([""] * (len(messages) + 1), messages, special)
         _, pieces = self._between(_roles(messages), first=False)
-        tokens = self._encoded(pieces, messages, special)
+        tokens = self._encode(pieces, messages, special)
         ended = completion.finish_reason == "stop" and tokens[:1] == [int(completion.token_ids[-1])]
         return tokens[1:] if ended else tokens
 
-    def _encoded(self, pieces: Sequence[str], messages: Messages, special: bool) -> list[int]:
+    def _encode(self, pieces: Sequence[str], messages: Messages, special: bool) -> list[int]:
         if special:
-            return token_ids(self._tokenizer, [_filled(pieces, messages)])[0]
+            return token_ids(self._tokenizer, [_fill(pieces, messages)])[0]
         return self._control.encode(pieces, [message["content"] for message in messages])
 
     def _between(self, roles: tuple[str, ...], *, first: bool) -> tuple[str, list[str]]:
@@ -107,7 +107,7 @@ class TurnText:
     def _opening(self, roles: tuple[str, ...]) -> tuple[str, list[str]]:
         added = [{"role": role, "content": _stand_in(place)} for place, role in enumerate(roles, start=1)]
         prompt = [{"role": "user", "content": _stand_in(0)}]
-        closed, asked, whole = self._rendered((prompt, False), (prompt, True), ([*prompt, *added], True))
+        closed, asked, whole = self._render((prompt, False), (prompt, True), ([*prompt, *added], True))
         if not asked.startswith(closed) or not whole.startswith(closed):
             raise ConfigError(f"{self._named}: it writes a prompt differently when messages follow it; {REMEDY}")
         return asked.removeprefix(closed), self._split(whole.removeprefix(closed), roles)
@@ -118,7 +118,7 @@ class TurnText:
         endings: list[str] = []
         for said in ("turnofpolicy", "<think>\nthought\n</think>\n\nturnofpolicy"):
             turns = [prompt, {"role": "assistant", "content": said}]
-            asked, closed, whole = self._rendered(([prompt], True), (turns, False), ([*turns, *added], True))
+            asked, closed, whole = self._render(([prompt], True), (turns, False), ([*turns, *added], True))
             if not self._keep and not (closed.startswith(asked + said) and whole.startswith(closed)):
                 raise ConfigError(
                     f"{self._named}: it writes what the policy has said differently when messages of {', '.join(roles) or 'nobody'} "
@@ -127,7 +127,7 @@ class TurnText:
             endings.append(whole.rpartition("turnofpolicy")[2])
         return "", self._split(endings[0], roles)
 
-    def _rendered(self, *conversations: tuple[list[dict[str, str]], bool]) -> list[str]:
+    def _render(self, *conversations: tuple[list[dict[str, str]], bool]) -> list[str]:
         answers = list(in_child(self._apply, conversations))
         for answer, (messages, _) in zip(answers, conversations, strict=False):
             if "error" in answer:
@@ -145,8 +145,8 @@ class TurnText:
     def _split(self, text: str, roles: tuple[str, ...]) -> list[str]:
         pieces = []
         for place in range(1, len(roles) + 1):
-            before, found, text = text.partition(_stand_in(place))
-            if not found:
+            before, mark, text = text.partition(_stand_in(place))
+            if not mark:
                 raise ConfigError(
                     f"{self._named} leaves out a message of the role {roles[place - 1]}; use another role"
                 )
@@ -162,6 +162,6 @@ def _roles(messages: Messages) -> tuple[str, ...]:
     return tuple(message["role"] for message in messages)
 
 
-def _filled(pieces: Sequence[str], messages: Messages) -> str:
+def _fill(pieces: Sequence[str], messages: Messages) -> str:
     contents = [message["content"] for message in messages] + [""]
     return "".join(piece + content for piece, content in zip(pieces, contents, strict=True))

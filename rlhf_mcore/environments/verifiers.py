@@ -208,7 +208,7 @@ def _turns_module() -> ModuleType:
                         message = (await response.json())["choices"][0]["message"]
                     messages.append(message)
                     for call in message.get("tool_calls") or []:
-                        content = await _called(tools_of.call_mcp, call["function"], connections, dispatch)
+                        content = await _call_tool(tools_of.call_mcp, call["function"], connections, dispatch)
                         messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
                     if not message.get("tool_calls"):
                         return programs.ProgramResult(0, "", "")
@@ -219,7 +219,7 @@ def _turns_module() -> ModuleType:
     return module
 
 
-async def _called(call_mcp: Any, function: Mapping[str, str], connections: Any, dispatch: Mapping[str, Any]) -> Any:
+async def _call_tool(call_mcp: Any, function: Mapping[str, str], connections: Any, dispatch: Mapping[str, Any]) -> Any:
     """Answer a call of a tool, also to mistakes of the policy."""
     name, given = function["name"], function["arguments"]
     if name not in dispatch:

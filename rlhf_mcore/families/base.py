@@ -32,7 +32,7 @@ class Dim:
     of: Callable[[ModelGeometry], int]
 
 
-def _grouped(g: ModelGeometry) -> GroupedSizes:
+def _grouped_sizes_of(g: ModelGeometry) -> GroupedSizes:
     assert isinstance(g.attention, GroupedSizes)
     return g.attention
 
@@ -45,9 +45,9 @@ QUERIES = Dim("queries", lambda g: g.num_heads * g.head_dim)
 KV = Dim("kv", lambda g: g.num_kv_heads * g.head_dim)
 HEAD_DIM = Dim("head_dim", lambda g: g.head_dim)
 # Where config.json decides whether queries, keys and values have biases, and their heads norms.
-BIASED_QUERIES = Dim("biased_queries", lambda g: g.num_heads * g.head_dim if _grouped(g).has_qkv_bias else 0)
-BIASED_KV = Dim("biased_kv", lambda g: g.num_kv_heads * g.head_dim if _grouped(g).has_qkv_bias else 0)
-NORMED_HEAD_DIM = Dim("normed_head_dim", lambda g: g.head_dim if _grouped(g).has_qk_norm else 0)
+BIASED_QUERIES = Dim("biased_queries", lambda g: g.num_heads * g.head_dim if _grouped_sizes_of(g).has_qkv_bias else 0)
+BIASED_KV = Dim("biased_kv", lambda g: g.num_kv_heads * g.head_dim if _grouped_sizes_of(g).has_qkv_bias else 0)
+NORMED_HEAD_DIM = Dim("normed_head_dim", lambda g: g.head_dim if _grouped_sizes_of(g).has_qk_norm else 0)
 FFN = Dim("ffn", lambda g: g.ffn_size)
 VOCAB = Dim("vocab", lambda g: g.vocab_size)
 

@@ -123,10 +123,10 @@ class Mixture:
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
         """Yield what of a config.json is not supported."""
-        top_k, found = size(hf_config, "num_experts_per_tok", self.top_k), num_experts(hf_config)
+        top_k, experts = size(hf_config, "num_experts_per_tok", self.top_k), num_experts(hf_config)
         renormalises = self._renormalises(hf_config)
-        if top_k > found:
-            yield (f"num_experts_per_tok={top_k} is not between 1 and num_experts={found}; export the model again")
+        if top_k > experts:
+            yield (f"num_experts_per_tok={top_k} is not between 1 and num_experts={experts}; export the model again")
         if top_k == 1 and renormalises:
             yield "num_experts_per_tok=1 with weights that add up to one cannot be learned; use another model"
         shared = hf_config.integer("shared_expert_intermediate_size", default=0)
@@ -182,7 +182,7 @@ class SigmoidMixture:
 
     def problems(self, hf_config: Fields) -> Iterator[str]:
         """Yield what of a config.json is not supported."""
-        top_k, found, (groups, best) = (
+        top_k, experts, (groups, best) = (
             size(hf_config, "num_experts_per_tok"),
             num_experts(hf_config),
             self._groups(hf_config),
@@ -190,11 +190,11 @@ class SigmoidMixture:
         hf_config.number("routed_scaling_factor", 1e-6, 1e6)
         if self.states_groups and (absent := [key for key in _GROUPS if key not in hf_config]):
             yield f"config.json has no {absent[0]}, and transformers takes another one than engines; add it (1: no groups)"
-        if not 2 <= top_k <= found:
-            yield f"num_experts_per_tok={top_k} is not between 2 and n_routed_experts={found}; use another model"
-        elif found % groups or best > groups or found // groups * best < top_k:
+        if not 2 <= top_k <= experts:
+            yield f"num_experts_per_tok={top_k} is not between 2 and n_routed_experts={experts}; use another model"
+        elif experts % groups or best > groups or experts // groups * best < top_k:
             yield (
-                f"n_group={groups}, topk_group={best}: {top_k} of {found} experts cannot be taken so; export the model again"
+                f"n_group={groups}, topk_group={best}: {top_k} of {experts} experts cannot be taken so; export the model again"
             )
         elif groups > 1 and top_k // best != 2 and self._adds_two:
             # transformers adds up the two best scores of a group, Megatron those of as many experts as are taken of one.

@@ -120,7 +120,7 @@ class Adapters:
             x, y, bias, counts = form.parts_of(module, inputs, output)
             if not self.is_on:
                 return y, bias
-            x = path.entered(self._dropped(x, path, module.training))
+            x = path.entered(self._drop_out(x, path, module.training))
             hidden = path.reduced(_by_expert(F.linear, x, module, "lora_a", counts)) * self.sizes.scale
             added = path.shared(_by_expert(product, hidden, module, "lora_b", counts))
             if magnitudes is not None:
@@ -167,10 +167,10 @@ class Adapters:
         if not self.is_on or not hasattr(layer, "lora_a"):
             return None
         whole = _Path(layer.tp_group, False, False)
-        x = self._dropped(hidden.to(layer.lora_a.dtype), whole, layer.training)
+        x = self._drop_out(hidden.to(layer.lora_a.dtype), whole, layer.training)
         return F.linear(x, layer.lora_a) * self.sizes.scale, layer.lora_b
 
-    def _dropped(self, x: Tensor, path: _Path, training: bool) -> Tensor:
+    def _drop_out(self, x: Tensor, path: _Path, training: bool) -> Tensor:
         if not (self.dropout and training):
             return x
         if path.inputs_differ:

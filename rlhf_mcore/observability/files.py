@@ -39,10 +39,10 @@ class FullDiskError(OSError):
 def free_bytes(directory: Path) -> int | None:
     """What may still be written below a directory; None where nobody tells. Quotas are not known here."""
     try:
-        found = os.statvfs(directory)
+        usage = os.statvfs(directory)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
+    return usage.f_bavail * usage.f_frsize if usage.f_blocks else None
 
 
 @contextmanager
@@ -156,12 +156,12 @@ def read_lines(path: Path, remedy: str, *, is_growing: bool = False) -> Iterator
             if len(line) > MAX_LINE_BYTES:
                 raise ConfigError(f"{place}: more than {MAX_LINE_BYTES:,} bytes; {remedy}")
             try:
-                found = parse_json(line, where=place, remedy=remedy)
+                record = parse_json(line, where=place, remedy=remedy)
             except ConfigError:
                 if is_growing and not line.endswith(b"\n"):
                     return
                 raise
-            yield found
+            yield record
 
 
 def _is_until(line: bytes, last_step: int) -> bool:

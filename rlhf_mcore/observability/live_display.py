@@ -267,16 +267,16 @@ def phase_shares(reported: Sequence[Mapping[str, Any]]) -> list[tuple[str, float
 
 def rates(metrics: Mapping[str, Any]) -> list[str]:
     """Speed and memory of a step, as far as it reports them."""
-    found = []
+    parts = []
     if (speed := metrics.get("timing/tokens_per_s")) is not None:
-        found.append(f"{speed:,.0f} tokens/s")
+        parts.append(f"{speed:,.0f} tokens/s")
     if (mfu := metrics.get("throughput/mfu")) is not None:
-        found.append(f"mfu {percent(mfu)}")
+        parts.append(f"mfu {percent(mfu)}")
     for suffix in ("_allocated_bytes", "_bytes"):
         peaks = [value for name, value in metrics.items() if name.startswith("memory/") and name.endswith(suffix)]
         if peaks:
-            return [*found, f"memory {max(peaks) / 2**30:.1f} GiB"]
-    return found
+            return [*parts, f"memory {max(peaks) / 2**30:.1f} GiB"]
+    return parts
 
 
 def figures_that_fit(reported: Sequence[Mapping[str, Any]], width: int) -> list[Figure]:

@@ -76,9 +76,9 @@ def _drop_in_forked_children(lock: DirectoryLock) -> None:
     reference = weakref.ref(lock)
 
     def drop() -> None:
-        held = reference()
-        if held is not None:
-            held.close()
+        directory = reference()
+        if directory is not None:
+            directory.close()
 
     os.register_at_fork(after_in_child=drop)
 
@@ -176,14 +176,14 @@ class RunDirectory:
         """What trackers know this run by: the same after a restart, another one for a run that begins anew."""
         path = self.path / TRACKED_AS
         if os.path.lexists(path):
-            found = read_bytes(path, limit=SMALL.num_bytes, remedy="remove it: trackers then begin another run").decode(
+            text = read_bytes(path, limit=SMALL.num_bytes, remedy="remove it: trackers then begin another run").decode(
                 "ascii", "replace"
             )
-            if re.fullmatch("[0-9a-f]{32}", found.strip()):
-                return found.strip()
-        made = uuid.uuid4().hex
-        write_atomically(path, f"{made}\n".encode())
-        return made
+            if re.fullmatch("[0-9a-f]{32}", text.strip()):
+                return text.strip()
+        run_id = uuid.uuid4().hex
+        write_atomically(path, f"{run_id}\n".encode())
+        return run_id
 
     def close(self) -> None:
         """Let go of the lock. A second call does nothing."""

@@ -58,11 +58,11 @@ class ModelFlops:
 
     def attention(self, lengths: Array) -> Array:
         """Of all pairs in rows of so many tokens, by row."""
-        found = self.pair * lengths * (lengths + 1) / 2
+        pairs = self.pair * lengths * (lengths + 1) / 2
         if not self.window:
-            return found
+            return pairs
         beginning = lengths.clip(max=self.window)  # tokens whose window is not full yet
-        return found + self.window_pair * (beginning * (beginning + 1) / 2 + (lengths - beginning) * self.window)
+        return pairs + self.window_pair * (beginning * (beginning + 1) / 2 + (lengths - beginning) * self.window)
 
 
 NO_FLOPS = ModelFlops(0.0, 0.0, 0.0)
@@ -105,20 +105,20 @@ class Throughput:
         ``throughput/<phase>_tokens_per_s`` and ``_tflops`` are of all devices together, ``_mfu`` is the share of their peak.
         """
         work, self._work = self._work, {}
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         for phase, (tokens, flops) in work.items():
             seconds = timing.get(f"timing/{phase}_s", 0.0)
             if seconds > 0:
-                found |= {f"throughput/{phase}_tokens_per_s": tokens / seconds} | self._rates(
+                rates |= {f"throughput/{phase}_tokens_per_s": tokens / seconds} | self._rates(
                     f"{phase}_", flops, seconds
                 )
         if work and (seconds := timing["timing/step_s"] - seconds_beside(timing)) > 0:
-            found |= self._rates("", sum(flops for _, flops in work.values()), seconds)
-        return found
+            rates |= self._rates("", sum(flops for _, flops in work.values()), seconds)
+        return rates
 
     def _rates(self, prefix: str, flops: float, seconds: float) -> dict[str, float]:
         rate = flops / seconds / 1e12
-        found = {f"throughput/{prefix}tflops": rate}
+        rates = {f"throughput/{prefix}tflops": rate}
         if self.peak_tflops:
-            found[f"throughput/{prefix}mfu"] = rate / (self.num_devices * self.peak_tflops)
-        return found
+            rates[f"throughput/{prefix}mfu"] = rate / (self.num_devices * self.peak_tflops)
+        return rates

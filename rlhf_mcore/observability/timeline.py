@@ -52,14 +52,14 @@ def _of_rank(
         if not isinstance(source, int):
             continue  # marks of the profiler itself
         pid = number * _PIDS_PER_RANK + pids.setdefault(source, len(pids))
-        made = {**event, "pid": pid}
+        event_of_rank = {**event, "pid": pid}
         if "ts" in event:
-            made["ts"] = round(event["ts"] + shift_us, 3)
+            event_of_rank["ts"] = round(event["ts"] + shift_us, 3)
         if "id" in event:
-            made["id"] = f"{number}:{event['id']}"  # of an arrow between two events
+            event_of_rank["id"] = f"{number}:{event['id']}"  # of an arrow between two events
         if event.get("ph") == "M" and event["name"] == "process_name":
             shown = event["args"]["name"]
-            made["args"] = {"name": trace.name if shown.startswith("python") else f"{trace.name}: {shown}"}
+            event_of_rank["args"] = {"name": trace.name if shown.startswith("python") else f"{trace.name}: {shown}"}
         if event.get("ph") == "M" and event["name"] == "process_sort_index":
-            made["args"] = {"sort_index": pid}
-        yield made
+            event_of_rank["args"] = {"sort_index": pid}
+        yield event_of_rank

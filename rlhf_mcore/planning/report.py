@@ -63,11 +63,11 @@ def _roles(plan: RunPlan) -> list[str]:
         for role in plan.roles
     ]
     states = [(role.name, role.state) for role in plan.roles]
-    held = [(name, *map(gib, (one.weights, one.gradients, one.masters, one.moments))) for name, one in states]
+    sizes = [(name, *map(gib, (one.weights, one.gradients, one.masters, one.moments))) for name, one in states]
     lines = table(("model", "parameters", "layout", "recompute", "microbatches", "bubble"), cut)
-    lines += ["", *table(("on the first rank (GiB)", "weights", "grads", "masters", "moments"), held)]
+    lines += ["", *table(("on the first rank (GiB)", "weights", "grads", "masters", "moments"), sizes)]
     away = [f"{role.name}: {', '.join(role.offload)}" for role in plan.roles if role.offload]
-    return [*lines, *_wrapped(f"(on the device only while they are used: {'; '.join(away)})", 1)] if away else lines
+    return [*lines, *_wrap(f"(on the device only while they are used: {'; '.join(away)})", 1)] if away else lines
 
 
 def _layout(role: RolePlan) -> str:
@@ -83,14 +83,14 @@ def _memory(plan: RunPlan) -> list[str]:
     for line, phase in zip(lines, plan.phases, strict=True):
         parts = ", ".join(f"{name} {gib(size)}" for name, size in phase.biggest())
         sign = "" if phase.fits else "  <-- does not fit"
-        text += _wrapped(f"{line.ljust(width)}{parts}{sign}", width)
+        text += _wrap(f"{line.ljust(width)}{parts}{sign}", width)
     return text
 
 
 def _traffic(plan: RunPlan) -> Iterator[str]:
     sync = plan.sync
     if sync is not None:
-        yield from _wrapped(
+        yield from _wrap(
             f"sync        {gib(sync.received)} GiB to the busiest rank ({gib(sync.imported)} from other nodes), "
             f"{gib(sync.received_total)} in all, {gib(sync.local_total)} stay where they are; "
             f"{sync.num_buckets} buckets, {gib(sync.buffers)} GiB of buffers"
@@ -100,21 +100,21 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
         size = f"{gib(later)} GiB" if later >= GIB else f"{later / 2**20:.1f} MiB"
         yield f"later syncs {size} to each engine: what adapters change"
     saved = sum(role.checkpoint_bytes for role in plan.roles)
-    yield from _wrapped(f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB")
+    yield from _wrap(f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB")
     if not plan.kv_tokens:
         return
     longest = plan.work.prompt_tokens + plan.work.response_tokens + plan.state_tokens
     sequences = f"about {plan.kv_tokens / longest:.0f} sequences of the expected length"
-    yield from _wrapped(f"cache       {plan.kv_tokens} tokens an engine: {sequences}")
+    yield from _wrap(f"cache       {plan.kv_tokens} tokens an engine: {sequences}")
 
 
 def _time(plan: RunPlan) -> list[str]:
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.seconds.items())
     ahead = ", generation meanwhile" if plan.samples_ahead else ""
-    return _wrapped(f"step        about {plan.step_s:.1f} s ({parts}{ahead}); an estimate, good for comparing layouts")
+    return _wrap(f"step        about {plan.step_s:.1f} s ({parts}{ahead}); an estimate, good for comparing layouts")
 
 
-def _wrapped(text: str, indent: int = 12) -> list[str]:
+def _wrap(text: str, indent: int = 12) -> list[str]:
     """Wrap lines to a terminal of 80 columns, the further ones indented."""
     words = TextWrapper(COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     return words.wrap(text)

@@ -72,16 +72,16 @@ def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[Plan
     """Yield every parameter of rank ``rank`` of ``tp``."""
     family, (first, last) = FAMILIES[geometry.family], outer_rules(geometry)
     for rule in (first, *last):
-        yield _planned(rule, geometry, tp, rank, 0)
+        yield _plan_rule(rule, geometry, tp, rank, 0)
     for layer in range(geometry.num_layers):
         for rule in family.layer_rules(geometry, layer):
             if rule.kind in ("delta", "delta_by_head"):
                 yield from _planned_delta(rule, geometry, tp, rank, layer)
             else:
-                yield _planned(rule, geometry, tp, rank, layer)
+                yield _plan_rule(rule, geometry, tp, rank, layer)
 
 
-def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
+def _plan_rule(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
     """Plan the tensors of a rule in one engine tensor: rows below rows, expert after expert."""
     if rule.kind == "stacked":
         return _planned_stack(rule, geometry, tp, rank, layer)

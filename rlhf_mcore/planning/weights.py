@@ -150,9 +150,10 @@ def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tupl
         for tensors, index, size in ((rest, dp_rank, layout.dp * layout.cp), (apart, expert_dp_rank, layout.expert_dp)):
             buckets = list(_buckets(tensors, size, shared if shares_embedding else ()))
             numel += sum(end - start for start, end, _ in buckets)
-            owned += sum(_owned(bucket, index, size) for bucket in buckets)
+            owned += sum(_owned_elements(bucket, index, size) for bucket in buckets)
             matrices += sum(
-                _owned((start, end, [one for one in ranges if one[2]]), index, size) for start, end, ranges in buckets
+                _owned_elements((start, end, [one for one in ranges if one[2]]), index, size)
+                for start, end, ranges in buckets
             )
     return numel, owned, matrices
 
@@ -180,7 +181,7 @@ def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shared: Sequence[str]
         yield start, _round_up(ranges[-1][1], unit), ranges
 
 
-def _owned(bucket: _Bucket, index: int, dp_size: int) -> int:
+def _owned_elements(bucket: _Bucket, index: int, dp_size: int) -> int:
     """Count elements of parameters in the range of a bucket whose state one data-parallel rank keeps."""
     start, end, ranges = bucket
     share = (end - start) // dp_size

@@ -161,7 +161,7 @@ def function_reward(cfg: RewardConfig, pools: Pools = local_pool) -> PooledRewar
             does not take the four arguments.
     """
     assert cfg.function is not None
-    return _pooled(cfg, cfg.function, KEY, None, pools)
+    return _pooled_reward(cfg, cfg.function, KEY, None, pools)
 
 
 def added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[float, PooledReward]]:
@@ -171,12 +171,12 @@ def added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[
         ConfigError: as ``function_reward``, naming the entry.
     """
     return [
-        (one.weight, _pooled(cfg, one.path, f"reward.functions[{number}].path", PART + function_name(one), pools))
+        (one.weight, _pooled_reward(cfg, one.path, f"reward.functions[{number}].path", PART + function_name(one), pools))
         for number, one in enumerate(cfg.functions)
     ]
 
 
-def _pooled(cfg: RewardConfig, spec: str, key: str, part: str | None, pools: Pools) -> PooledReward:
+def _pooled_reward(cfg: RewardConfig, spec: str, key: str, part: str | None, pools: Pools) -> PooledReward:
     name = f"{key}={spec}"
     if isinstance(spec, OwnFunction):
         from rlhf_mcore.rewards.user_function import BatchCall, load_reward

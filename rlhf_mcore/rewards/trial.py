@@ -206,14 +206,14 @@ def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], Non
     """
     if not grades(cfg):
         return None
-    made: list[WorkerPool] = []
+    workers: list[WorkerPool] = []
     is_over = Event()
 
     def pools(*arguments: Any) -> WorkerPool:
         if is_over.is_set():
             raise RuntimeError("nobody waits for the trial any more")
-        made.append(local_pool(*arguments))
-        return made[-1]
+        workers.append(local_pool(*arguments))
+        return workers[-1]
 
     def attempt() -> None:
         try:
@@ -237,7 +237,7 @@ def check_reward(cfg: Config, name: str = "data.train", say: Callable[[str], Non
         )
     finally:
         is_over.set()
-        for pool in list(made):
+        for pool in list(workers):
             pool.close()
 
 

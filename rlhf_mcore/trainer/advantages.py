@@ -112,11 +112,11 @@ class AdvantageComputer:
         cfg, staleness = self.cfg.rollout_correction, None
         if batch.versions is not None:
             staleness = batch.policy_version - batch.versions
-        factors, found = rollout_correction(
+        factors, statistics = rollout_correction(
             batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows, cfg, staleness
         )
         batch.correction = factors if takes_part(cfg, batch.versions is not None) else None
-        return {f"rollout/{name}": value for name, value in found.items()}
+        return {f"rollout/{name}": value for name, value in statistics.items()}
 
     def _advantages(self, batch: TrainBatch, rewards: Tensor, rows: OwnedRows) -> dict[str, float]:
         inputs = AdvantageInputs(
@@ -124,14 +124,14 @@ class AdvantageComputer:
         )
         inputs.score_parts, inputs.baselines = batch.score_parts, batch.baselines
         inputs.fields = pick_fields(batch, self.estimate, f"algorithm.advantage={self.cfg.advantage}")
-        found = self.estimate(inputs, self.cfg)
-        batch.advantages, batch.returns = found.advantages, found.returns
-        if batch.old_values is None or found.returns is None:
+        outcome = self.estimate(inputs, self.cfg)
+        batch.advantages, batch.returns = outcome.advantages, outcome.returns
+        if batch.old_values is None or outcome.returns is None:
             return {}
         from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums  # a critic's
 
-        sums = explained_variance_sums(batch.old_values, found.returns, batch.loss_mask, rows)
-        returns = _mean(found.returns, batch, rows)
+        sums = explained_variance_sums(batch.old_values, outcome.returns, batch.loss_mask, rows)
+        returns = _mean(outcome.returns, batch, rows)
         return {"critic/explained_variance": explained_variance(sums), "critic/returns": returns}
 
 

@@ -104,12 +104,12 @@ def sources_table(content: Mapping[str, Any]) -> Table:
 def comparison_table(content: Mapping[str, Any]) -> Table:
     """Return header and rows: a column per compared figure; no rows where no prompt is shared."""
     figures = {name: content[name] for name in COMPARED if name in content}
-    columns = [_compared(figure, content["baseline"], content["evaluated"]) for figure in figures.values()]
+    columns = [_compare(figure, content["baseline"], content["evaluated"]) for figure in figures.values()]
     rows = [(label, *(column[label] for column in columns)) for label in (columns[0] if columns else ())]
     return ("", *figures), rows
 
 
-def _compared(figure: Mapping[str, Any], baseline: str, evaluated: str) -> dict[str, str]:
+def _compare(figure: Mapping[str, Any], baseline: str, evaluated: str) -> dict[str, str]:
     value, interval = _estimate(figure["difference"], sign="+")
     return {
         baseline: f"{figure['baseline']:.4f}",

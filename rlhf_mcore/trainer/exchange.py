@@ -161,7 +161,7 @@ def exchange_rows(
     order = table[:, 0].argsort(stable=True)
     table, scores = table[order], scores[order]
     if not torch.equal(table[:, 0], torch.arange(num_rows)):
-        raise LostTrajectory(_miscounted(table[:, 0].tolist(), num_rows, name))
+        raise LostTrajectory(_describe_miscount(table[:, 0].tolist(), num_rows, name))
     if not scores.isfinite().all():
         raise RuntimeError(f"rows {(~scores.isfinite()).nonzero().flatten().tolist()} of the step have no finite score")
     _, lengths, num_sampled, truncated, holders, optional, digests = table.unbind(1)
@@ -190,7 +190,7 @@ def exchange_rows(
     others = {_OWN + name: field for name, field in own_fields.items()}
     arrived = row_digests(checked, lengths[rows].tolist(), others | ({"support": own_support} if own_support else {}))
     changed = rows[arrived != digests[rows]].tolist()
-    if lost := sorted(row for found in all_gather_json(changed) for row in found):
+    if lost := sorted(row for changed_here in all_gather_json(changed) for row in changed_here):
         raise LostTrajectory(
             f"{len(lost)} trajectories have arrived at another rank as something else than was sent, the first is that of "
             f"{name(lost[0])}. {REMEDY}"
@@ -244,7 +244,7 @@ def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int], others: Ma
     return torch.from_numpy(digests.view(np.int64))
 
 
-def _miscounted(rows: Sequence[int], num_rows: int, name: Callable[[int], str]) -> str:
+def _describe_miscount(rows: Sequence[int], num_rows: int, name: Callable[[int], str]) -> str:
     counts = Counter(rows)
     wrong = [f"none for {name(row)}" for row in range(num_rows) if not counts[row]]
     wrong += [f"{count} for {name(row)}" for row, count in counts.items() if count > 1 and 0 <= row < num_rows]

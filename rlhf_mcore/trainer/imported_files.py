@@ -16,11 +16,11 @@ def imported_files(first: Path, roots: Sequence[Path]) -> set[Path]:
     while waiting:
         if (file := waiting.pop()) not in files:
             files.add(file)
-            waiting += _imported(file, roots)
+            waiting += _imports_of(file, roots)
     return files
 
 
-def _imported(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
+def _imports_of(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
     """Yield the files below ``roots`` that a file imports by name."""
     try:
         tree = parse_file(file)

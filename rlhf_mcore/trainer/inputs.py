@@ -65,22 +65,22 @@ def fingerprints(cfg: Config) -> Inputs:
     Raises:
         ConfigError: a file is not there or cannot be read.
     """
-    found: dict[str, Mapping[str, str]] = {}
+    inputs: dict[str, Mapping[str, str]] = {}
     for key, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
         for number, file in enumerate(files):
-            found[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file), math.inf))
-    found |= own_files(cfg)
+            inputs[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file), math.inf))
+    inputs |= own_files(cfg)
     if run_kind(cfg).generates and grades(cfg):
-        found["reward"] = scored_by(cfg.reward)
+        inputs["reward"] = scored_by(cfg.reward)
     for key in _MODEL_KEYS:
         if (directory := value_of(cfg, key)) is not None:
-            found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}
+            inputs |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}
     tokenizer = Path(cfg.model.tokenizer_path or cfg.model.path)
-    found["tokenizer"] = _entry(tokenizer, _digest([_companion(tokenizer / name) for name in _TOKENIZER]))
+    inputs["tokenizer"] = _entry(tokenizer, _digest([_companion(tokenizer / name) for name in _TOKENIZER]))
     templates = [_without_idle(tokenizer / "tokenizer_config.json").get("chat_template")]
     templates += [_companion(tokenizer / name) for name in CHAT_TEMPLATE_FILES]
-    found["chat template"] = _entry(tokenizer, _digest(templates))
-    return found
+    inputs["chat template"] = _entry(tokenizer, _digest(templates))
+    return inputs
 
 
 def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
@@ -108,7 +108,7 @@ def own_files(cfg: Config) -> Inputs:
     Raises:
         ConfigError: a file is not there or cannot be read.
     """
-    found: dict[str, Mapping[str, str]] = {}
+    entries: dict[str, Mapping[str, str]] = {}
     values = dict(leaves(asdict(cfg)))
     listed = {
         f"{key}[{n}]": spec for key, held in values.items() if isinstance(held, list) for n, spec in enumerate(held)
@@ -116,13 +116,13 @@ def own_files(cfg: Config) -> Inputs:
     functions = {f"reward.functions[{n}].path": one.path for n, one in enumerate(cfg.reward.functions)}
     for key, spec in (values | listed | functions).items():
         if isinstance(spec, OwnFunction):  # given from Python, where it may have no file
-            found[key] = _entry(spec, spec.fingerprint())
+            entries[key] = _entry(spec, spec.fingerprint())
         elif isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
-            found[key] = _entry(spec, _code_digest(spec))
+            entries[key] = _entry(spec, _code_digest(spec))
     for key, limit in _TEXTS.items():
         if isinstance(path := values.get(key), str):
-            found[key] = _entry(path, _file_digest(Path(path), limit))
-    return found
+            entries[key] = _entry(path, _file_digest(Path(path), limit))
+    return entries
 
 
 def _entry(path: str | Path, digest: str) -> Mapping[str, str]:

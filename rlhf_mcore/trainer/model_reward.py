@@ -44,8 +44,8 @@ class ModelReward:
         numbers = np.arange(first, first + len(trajectories))
         zeros = torch.zeros(len(trajectories), dtype=torch.float64)
         batch = exchange_rows(numbers, trajectories, zeros, torch.arange(sum(counts)))
-        found = self.compute_scores(batch)[numbers].tolist()
+        scores = self.compute_scores(batch)[numbers].tolist()
         return [
             replace(other, value=other.value + self.weight * value, parts={**other.parts, PART: value})
-            for other, value in zip(others, found, strict=True)
+            for other, value in zip(others, scores, strict=True)
         ]

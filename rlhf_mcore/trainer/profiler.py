@@ -68,11 +68,13 @@ class StepProfiler:
         names = all_gather_json(self.name)
         if rank == 0:
             parts = [self.directory / f".{span}.rank-{number}.json" for number in range(len(names))]
-            found = [place for place, part in enumerate(parts) if part.is_file()]  # other nodes may have other disks
+            present = [place for place, part in enumerate(parts) if part.is_file()]  # other nodes may have other disks
             target = self.directory / f"{span}.json.gz"
-            merge_traces([RankTrace(parts[k], names[k], self._ahead_ns[k]) for k in found], target)
+            merge_traces([RankTrace(parts[k], names[k], self._ahead_ns[k]) for k in present], target)
             absent = (
-                "" if len(found) == len(parts) else f" (of {len(found)} of {len(parts)} ranks: others write elsewhere)"
+                ""
+                if len(present) == len(parts)
+                else f" (of {len(present)} of {len(parts)} ranks: others write elsewhere)"
             )
             self.note(f"profile of steps {self._first} to {self._last}: {target}{absent}; open it in ui.perfetto.dev")
         dist.barrier()

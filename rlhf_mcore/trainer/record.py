@@ -201,8 +201,8 @@ class RunRecord:
 
     def _show_heard(self) -> None:
         """Show what other ranks have warned of."""
-        heard, self.heard[:] = self.heard[:MAX_WARNINGS], []
-        for rank, texts in enumerate(gather_json(heard)):
+        texts_here, self.heard[:] = self.heard[:MAX_WARNINGS], []
+        for rank, texts in enumerate(gather_json(texts_here)):
             for text in texts:
                 if self.console is not None:
                     self.console.warning(rank, text)

@@ -54,11 +54,11 @@ def find_start(
 
 def _refuse_linked(run: Path) -> None:
     """Refuse checkpoints that are links: none is passed over, or cleared away with what it names."""
-    if found := linked_checkpoints(run):
+    if links := linked_checkpoints(run):
         raise ConfigError.many(
             [
                 f"{path} is a link to {path.readlink()}, and a run uses directories of its own only; move the checkpoint here, or go "
                 f"on from it in another experiment (checkpoint.resume={os.path.realpath(path)})"
-                for path in found
+                for path in links
             ]
         )

@@ -51,10 +51,10 @@ def read_step(checkpoint: Path) -> int:
 
 def read_inputs(checkpoint: Path) -> dict[str, Any] | None:
     """Return what ``RunState.inputs`` was; None where the release that wrote the checkpoint kept no such thing."""
-    found = _read(checkpoint / TRAINER_STATE).object("inputs", None)
-    if found is None:
+    inputs = _read(checkpoint / TRAINER_STATE).object("inputs", None)
+    if inputs is None:
         return None
-    parts = {name: found.object(name) for name in found}
+    parts = {name: inputs.object(name) for name in inputs}
     return {name: {"path": part.text("path"), "content": part.text("content")} for name, part in parts.items()}
 
 
@@ -67,13 +67,13 @@ def check_counts(checkpoint: Path) -> None:
     trainer, data = _read(checkpoint / TRAINER_STATE), _read(checkpoint / DATALOADER)
     counters = trainer.object("state").object("counters", Fields({}, trainer.where, _REMEDY))
     step = read_manifest(checkpoint).info.step
-    found = {
+    states = {
         f"the directory's name {checkpoint.name}": step_of(checkpoint.name),
         f"{TRAINER_STATE} (step)": trainer.integer("step"),
         f"{TRAINER_STATE} (counters.steps)": counters.integer("steps", default=None),
         f"{DATALOADER} (step)": data.integer("step"),
     }
-    for name, value in found.items():
+    for name, value in states.items():
         if value is not None and value != step:
             raise ConfigError(
                 f"{checkpoint}: the manifest is that of step {step}, but {name} is of step {value}; {_REMEDY}"

@@ -42,7 +42,7 @@ class StepWork:
         rows, tokens = counts(lengths, batch.num_sampled), float(lengths.sum())
         add = self.throughput.add
         if self.generates:
-            add("generate", rows.sampled, self.actor.flops.forward(_drawn(batch, rows)))
+            add("generate", rows.sampled, self.actor.flops.forward(_drawn_counts(batch, rows)))
         if has_old_pass:
             add("old_logprobs", tokens, FORWARD * self.actor.flops.forward(rows))
         if self.reference is not None:
@@ -63,7 +63,7 @@ def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:
     return RowCounts(float(n.sum()), float(num_sampled.sum()), n, np.zeros(0))
 
 
-def _drawn(batch: TrainBatch, rows: RowCounts) -> RowCounts:
+def _drawn_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
     """Count what an engine computes that reads the prompt of a group once, for all of its responses."""
     prompts = (batch.lengths - batch.num_sampled).numpy()
     again = np.ones(len(prompts), bool)

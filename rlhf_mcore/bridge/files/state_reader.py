@@ -63,24 +63,26 @@ class StateReader:
                 f"{self._path}: format {version}, this version reads {FORMAT_OF_ALL} and {FORMAT_OF_SOME}. {_REMEDY}"
             )
         if ("covers" in index) != (version == FORMAT_OF_SOME):
-            raise self._damaged(f"format {version} {'without' if version == FORMAT_OF_SOME else 'with'} covers")
+            raise self._damage_error(f"format {version} {'without' if version == FORMAT_OF_SOME else 'with'} covers")
         self._files = index.texts("files")
         self.scalars = index.object("scalars")
         for name in self._files:
             path = self.directory / name
             if Path(name).name != name or os.path.dirname(os.path.realpath(path)) != str(self.directory):
-                raise self._damaged(f"file {name!r} is not a plain file in this directory")
+                raise self._damage_error(f"file {name!r} is not a plain file in this directory")
             if not path.is_file():
                 raise ConfigError(f"{self.directory}: {name} is missing. {_REMEDY}")
         shapes = hf_shapes(geometry, trained=True)
         self.covers = frozenset(index.texts("covers") if version == FORMAT_OF_SOME else shapes)
         if unknown := sorted(self.covers - shapes.keys()):
-            raise self._damaged(f"it covers {len(unknown)} tensors that are not config.json's, among them {unknown[0]}")
+            raise self._damage_error(
+                f"it covers {len(unknown)} tensors that are not config.json's, among them {unknown[0]}"
+            )
         stored = index.object("tensors").content
         if odd := sorted(self.covers ^ stored.keys()):
             problem = "unknown" if odd[0] in stored else "missing"
             source = "config.json's" if version == FORMAT_OF_ALL else "those that it covers"
-            raise self._damaged(f"{len(odd)} tensors differ from {source}, among them {odd[0]} ({problem})")
+            raise self._damage_error(f"{len(odd)} tensors differ from {source}, among them {odd[0]} ({problem})")
         self._tensors = {name: self._parse(name, entry, shapes[name]) for name, entry in stored.items()}
 
     def check_whole(self) -> None:
@@ -94,7 +96,7 @@ class StateReader:
         for name, stored in self._tensors.items():
             kinds = {"momentum"} if "momentum" in stored.kinds else {"exp_avg", SECOND_MOMENT}
             if absent := sorted(kinds - set(stored.kinds)):
-                raise self._damaged(f"tensor {name}: no {absent[0]}")
+                raise self._damage_error(f"tensor {name}: no {absent[0]}")
             self._check_filled(name, shapes[name], [rectangle for _, rectangle in stored.regions])
         for _ in self.read_regions():
             pass  # the header of its file is compared with the index
@@ -154,9 +156,9 @@ class StateReader:
         try:
             missing = gaps(tuple(shape), filled)
         except ValueError as error:
-            raise self._damaged(f"tensor {name}: some elements are stored twice") from error
+            raise self._damage_error(f"tensor {name}: some elements are stored twice") from error
         if missing:
-            raise self._damaged(f"tensor {name}: {sum(box.numel for box in missing)} elements are missing")
+            raise self._damage_error(f"tensor {name}: {sum(box.numel for box in missing)} elements are missing")
 
     def _map(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
         """Map a stored rectangle from the file: pages are read when they are used."""
@@ -180,7 +182,7 @@ class StateReader:
         """Parse an entry of the index, and check all of it that needs no file of tensors."""
 
         def damaged(problem: str) -> ConfigError:
-            return self._damaged(f"tensor {name}: {problem}")
+            return self._damage_error(f"tensor {name}: {problem}")
 
         if not isinstance(entry, dict) or entry.keys() != {"shape", "kinds", "regions"}:
             raise damaged("no entry with shape, kinds and regions")
@@ -200,7 +202,7 @@ class StateReader:
             parsed.append((region[0], rectangle))
         return _StoredTensor(kinds, parsed)
 
-    def _damaged(self, problem: str) -> ConfigError:
+    def _damage_error(self, problem: str) -> ConfigError:
         return ConfigError(f"{self._path}: {problem}. {_REMEDY}")
 
 

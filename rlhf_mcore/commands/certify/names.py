@@ -49,7 +49,7 @@ def check_all(root: Path = ROOT, libraries: tuple[str, ...] = LIBRARIES) -> list
 
 def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(root.rglob("*.py"))}
-    own = {word for tree in trees.values() for word in _defined(tree)}
+    own = {word for tree in trees.values() for word in _own_names(tree)}
     words = {library: _words_of(library) for library in libraries}
     uses: dict[str, Use] = {}
     for file, tree in trees.items():
@@ -175,7 +175,7 @@ def _find(target: str) -> Any:
     return owner
 
 
-def _defined(tree: ast.Module) -> Iterator[str]:
+def _own_names(tree: ast.Module) -> Iterator[str]:
     """Yield names that a module of ours gives to something: on an object they may be ours."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

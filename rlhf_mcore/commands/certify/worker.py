@@ -98,7 +98,7 @@ def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], fol
             row["sleep"] = _sleep(platform, engine, partial(bridge.sync, number)) if number == 0 else ""
         except SyncMismatch as error:
             row["sync"] = str(error)
-        row["saved"] = _saved(cfg, actor, folder / name)
+        row["saved"] = _compare_saved(cfg, actor, folder / name)
         row |= _agreement(platform, cfg, actor, engine)  # last: it makes an update
         builder.release()
         yield row
@@ -207,7 +207,7 @@ def _sleep(platform: Platform, engine: Engine, sync: Callable[[], object]) -> st
     return "equal" if platform.name == "cuda" else "equal; frees nothing on a CPU"
 
 
-def _saved(cfg: Config, actor: Actor, folder: Path) -> str:
+def _compare_saved(cfg: Config, actor: Actor, folder: Path) -> str:
     """Tell whether the saved model is the loaded one, to the last bit of its dtype. Collective over the world."""
     model = actor.model
     parameters, source = model.local_parameters(), cfg.model.path

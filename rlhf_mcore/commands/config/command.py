@@ -73,7 +73,7 @@ def _show(args: argparse.Namespace) -> Iterator[str]:
     cfg = _read(args.config, args.overrides)
     if args.changed:
         values, defaults = _values(cfg), _values(resolve(Config()))
-        yield from (f"{key}: {_shown(value)}" for key, value in values.items() if defaults.get(key) != value)
+        yield from (f"{key}: {_show_value(value)}" for key, value in values.items() if defaults.get(key) != value)
     else:
         yield to_yaml(cfg).rstrip()
 
@@ -84,7 +84,7 @@ def _diff(args: argparse.Namespace) -> Iterator[str]:
     if not keys:
         yield "the same"
         return
-    yield from aligned((key, _shown(first.get(key)), _shown(second.get(key))) for key in keys)
+    yield from aligned((key, _show_value(first.get(key)), _show_value(second.get(key))) for key in keys)
 
 
 def _read(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -99,7 +99,7 @@ def _values(cfg: Config) -> dict[str, Any]:
     return dict(leaves(redact(asdict(cfg))))
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -145,14 +145,14 @@ def _key(key: str) -> Iterator[str]:
         yield f"  type     {type_name(KEYS[key])}{limits}{f' ({described.unit})' if described.unit else ''}"
     inner = list(walk(item_type(KEYS[key]))) if item_keys(KEYS[key]) else []
     yield from aligned(((name, _plain(about.help) or str(about.allowed)) for name, _, about in inner), indent="    ")
-    shown = f"{len(default)} of them" if inner else "has to be set" if default == "???" else _shown(default)
+    shown = f"{len(default)} of them" if inner else "has to be set" if default == "???" else _show_value(default)
     yield f"  default  {shown}{f' ({_plain(described.null)})' if default is None and described.null else ''}"
     if default is not None and described.null:
         yield f"  null     {_plain(described.null)}"
     of_algorithm = key.removeprefix("algorithm.")
     for name, preset in PRESETS.items():
         if of_algorithm != key and of_algorithm in preset:
-            yield f"  preset   {name}: {_shown(preset[of_algorithm])}"
+            yield f"  preset   {name}: {_show_value(preset[of_algorithm])}"
     if described.only_with:
         yield f"  only with {described.only_with}"
     if described.is_fixed:

@@ -139,7 +139,7 @@ def _convert(
             f"note: the MTP layers of {request.source} ({len(mtp)} tensors) are not converted: no rule places them in Megatron's",
             file=sys.stderr,
         )
-        types = {name: found for name, found in types.items() if name not in mtp}
+        types = {name: kind for name, kind in types.items() if name not in mtp}
     if request.dtype is not None:
         types = {name: (DTYPES[request.dtype], shape) for name, (_, shape) in types.items()}
     if request.dry_run:
@@ -163,7 +163,7 @@ def _convert(
         if request.verify:
             _verify(console, reading, written)
     if request.target_format == "megatron":
-        for part in _unnamed(geometry, hf_config):
+        for part in _unnamed_parts(geometry, hf_config):
             say(
                 f"note: Megatron-LM's arguments have no name for {part}; set it where you load the checkpoint",
                 file=sys.stderr,
@@ -178,7 +178,7 @@ def _convert(
     return converted
 
 
-def _unnamed(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
+def _unnamed_parts(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
     """Name the parts of a model that the arguments in a Megatron checkpoint cannot state."""
     kind, family = rope_type(hf_config), FAMILIES[geometry.family]
     if kind not in ("default", "llama3"):

@@ -36,11 +36,11 @@ def requirements() -> list[Requirement]:
         lines = list(metadata.requires(PACKAGE) or ())
     except metadata.PackageNotFoundError:
         setup = Path(__file__).resolve().parents[3] / "setup.py"
-        lines = list(_stated(setup.read_text(encoding="utf-8"))) if setup.is_file() else []
+        lines = list(_read_requirements(setup.read_text(encoding="utf-8"))) if setup.is_file() else []
     return [Requirement(line) for line in lines]
 
 
-def _stated(setup: str) -> Iterator[str]:
+def _read_requirements(setup: str) -> Iterator[str]:
     """Yield the requirement lines of the two literals of setup.py, in the form of package metadata."""
     values = {
         node.targets[0].id: node.value
@@ -108,8 +108,8 @@ def megatron_requirements() -> list[Requirement]:
 def _extra(requirement: Requirement) -> str:
     """Return the extra that a requirement belongs to, "" for none."""
     marker = str(requirement.marker or "")
-    _, found, name = marker.partition("extra == ")
-    return name.strip("\"' )") if found else ""
+    _, extra, name = marker.partition("extra == ")
+    return name.strip("\"' )") if extra else ""
 
 
 def _compare(requirement: Requirement, version: str | None) -> Finding:

@@ -75,7 +75,7 @@ class ShardedWeights:
             self._source = torch_dist.open_torch_dist(torch_dist.find_checkpoint(directory), files, geometry)
         types = checked_types(self._source, geometry)
         mtp = set(mtp_tensors(types, read_config(files, str(files)))) if model.format == "adapter" else set()
-        self._types = {name: found for name, found in types.items() if name not in mtp}
+        self._types = {name: kind for name, kind in types.items() if name not in mtp}
 
     @property
     def names(self) -> set[str]:

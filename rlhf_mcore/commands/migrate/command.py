@@ -67,11 +67,11 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
         validate(cfg)
     except ConfigError as error:
         say("\n".join(f"to correct: {problem}" for problem in error.problems))
-    say(_planned(cfg, output))
+    say(_plan(cfg, output))
     return exit_codes.DONE
 
 
-def _planned(cfg: Config, output: Path) -> str:
+def _plan(cfg: Config, output: Path) -> str:
     """Plan the run where its model is here or a well-known one; else tell how to plan it."""
     from rlhf_mcore.planning.known_models import described
 

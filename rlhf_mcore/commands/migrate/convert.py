@@ -192,7 +192,7 @@ def to_text(migration: Migration) -> str:
     if migration.lost:
         lines += ["#", f"# Not carried over ({len(migration.lost)}):"]
         lines += [f"#   {shown(key, value)}: {reason}" for key, (value, reason) in migration.lost.items()]
-    body = yaml.safe_dump(_nested(migration.settings), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    body = yaml.safe_dump(_nest(migration.settings), sort_keys=False, allow_unicode=True, default_flow_style=False)
     return "\n".join([*lines, "", body])
 
 
@@ -203,7 +203,7 @@ def shown(key: str, value: Any) -> str:
     return " ".join(f"{key}={next(iter(hidden.values()))}".split())
 
 
-def _nested(settings: dict[str, Any]) -> dict[str, Any]:
+def _nest(settings: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key in KEYS:  # in the order of the schema
         if key in settings:

@@ -42,11 +42,11 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         match = _OVERRIDE.match(word)
         if match:
-            overrides[match[1]] = named(_parsed(match[2]))
+            overrides[match[1]] = named(_parse(match[2]))
     return overrides
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     try:
         value = load_yaml(text, "override")
     except ConfigError:
@@ -87,7 +87,7 @@ def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
             f"the file holds what verl itself cannot read ({shorten(reason, 200)}); correct it"
         ) from error
     resolvable = _resolvable(leaves)
-    values = {key: _number(_resolved(cfg, key, value) if key in resolvable else value) for key, value in leaves.items()}
+    values = {key: _number(_resolve(cfg, key, value) if key in resolvable else value) for key, value in leaves.items()}
     return {key: value for key, value in values.items() if value not in (None, [], {})}
 
 
@@ -127,7 +127,7 @@ def _resolvable(leaves: Mapping[str, Any]) -> set[str]:
     return few - calling
 
 
-def _resolved(cfg: Any, key: str, value: Any) -> Any:
+def _resolve(cfg: Any, key: str, value: Any) -> Any:
     if "${" not in str(value):
         return value
     try:

@@ -92,8 +92,8 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
             if not plan.fits and not any(entry["world_size"] == world_size for entry in suggestions):
                 adapters = _adapters(cfg, world_size, gpu, assumed)
     if args.json:
-        found = {} if suggestions is None else {"suggestions": suggestions}
-        say(json.dumps(as_json(plan) | found | ({} if adapters is None else {"adapters": adapters}), indent=1))
+        offers = {} if suggestions is None else {"suggestions": suggestions}
+        say(json.dumps(as_json(plan) | offers | ({} if adapters is None else {"adapters": adapters}), indent=1))
     else:
         say(as_text(plan))
         if args.trace:

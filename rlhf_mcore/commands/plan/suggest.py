@@ -53,7 +53,7 @@ def suggest(
 
     trained = [
         each
-        for each in map(tried, _trained(cfg, world_size, gpu))
+        for each in map(tried, _actor_layouts(cfg, world_size, gpu))
         if each and all(phase.fits for phase in each.plan.phases if phase.phase not in _ENGINE_PHASES)
     ]
     suggestions: list[Suggestion] = []
@@ -119,7 +119,7 @@ def _rank(suggestion: Suggestion) -> tuple[float, int]:
     return round(suggestion.plan.step_s, 2), len(suggestion.overrides)
 
 
-def _trained(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
+def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
     """Yield layouts and recomputation of the actor; those of the critic stay, or become the same."""
     geometry = read_geometry(cfg.model.path)
     tensor = [size for size in SIZES if size <= min(gpu.per_node, world_size)]

@@ -120,12 +120,12 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list
 
 
 def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) -> Iterator[PreparedExample | RowError]:
-    def counted() -> Iterator[PlacedRow]:
+    def count_rows() -> Iterator[PlacedRow]:
         for placed in rows:
             report.counts["rows read"] += 1
             yield placed
 
-    stream = counted()
+    stream = count_rows()
     first = next(stream, None)
     if first is None:
         raise ConfigError("the data has no rows")

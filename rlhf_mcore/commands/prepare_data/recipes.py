@@ -341,7 +341,7 @@ def rollouts(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
     groups: dict[tuple[Any, str], tuple[PreparedExample, list[tuple[float, str]]]] = {}
     for place, row in rows:
         try:
-            key, example, response = _graded(place, row)
+            key, example, response = _read_grade(place, row)
         except RowError as error:
             yield RowError(f"{place}: {error}")
             continue
@@ -355,7 +355,9 @@ def rollouts(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
         yield example
 
 
-def _graded(place: str, row: Mapping[str, Any]) -> tuple[tuple[Any, str], PreparedExample, tuple[float, str] | None]:
+def _read_grade(
+    place: str, row: Mapping[str, Any]
+) -> tuple[tuple[Any, str], PreparedExample, tuple[float, str] | None]:
     """Return what is common to the responses of a prompt in a step, its example, and this response with its score if it is usable."""
     if row.get("turns"):
         raise RowError("an episode of several turns is not one response to its prompt")

@@ -208,7 +208,7 @@ def _card(checkpoint: Path, repo: str, settings: Mapping[str, Any], role: str) -
         "## Data",
         *_data(settings),
         "## Settings",
-        "```yaml\n" + "\n".join(_changed(settings, has_critic=(checkpoint / "critic").is_dir())) + "\n```",
+        "```yaml\n" + "\n".join(_changed_settings(settings, has_critic=(checkpoint / "critic").is_dir())) + "\n```",
         "## Versions",
         ", ".join(f"{name} {version}" for name, version in sorted(read_manifest(checkpoint).libraries.items())),
     ]
@@ -265,7 +265,7 @@ def _data(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"{what}: {', '.join(dict.fromkeys(_shown_name(str(file)) for file in files))}"
 
 
-def _changed(settings: Mapping[str, Any], *, has_critic: bool) -> Iterator[str]:
+def _changed_settings(settings: Mapping[str, Any], *, has_critic: bool) -> Iterator[str]:
     """Yield settings of the training that are not the defaults, as ``key: value``."""
     default = dict(leaves(asdict(Config())))
     for key, value in dict(leaves(redact(dict(settings)))).items():

@@ -35,7 +35,7 @@ def verdicts(metrics: Mapping[str, Column], not_finite: Mapping[str, int] | None
     not_finite = not_finite or {}
     judged = [_verdict(rule, {n: c for n, c in metrics.items() if n not in not_finite}) for rule in RULES]
     if not_finite:
-        judged.append(_spoiled(not_finite))
+        judged.append(_spoil(not_finite))
     return sorted(judged, key=lambda verdict: (BAD, WATCH, GOOD, UNKNOWN).index(verdict.state))
 
 
@@ -51,7 +51,7 @@ def _verdict(rule: Rule, metrics: Mapping[str, Column]) -> Verdict:
     return Verdict(rule.name, rule.metric, state, rule.shown(value), rule.meaning, rule.remedy if state != GOOD else "")
 
 
-def _spoiled(not_finite: Mapping[str, int]) -> Verdict:
+def _spoil(not_finite: Mapping[str, int]) -> Verdict:
     first = min(not_finite.values())
     names = sorted(not_finite, key=lambda name: (not_finite[name], name))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

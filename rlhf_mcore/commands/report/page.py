@@ -54,7 +54,7 @@ def as_json(runs: Sequence[RunData], links: Sequence[str] = ()) -> str:
 def page(runs: Sequence[RunData], live: bool = False, links: Sequence[str] = ()) -> str:
     """Write the whole page. ``live``: it asks the server that it came from for newer data."""
     scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
-    hashes, own_server = " ".join(map(_hashed, scripts)), "'self'" if live else "'none'"
+    hashes, own_server = " ".join(map(_hash, scripts)), "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {hashes}; connect-src {own_server}; "
         "base-uri 'none'; form-action 'none'"
@@ -76,5 +76,5 @@ def _asset(name: str) -> str:
     return files("rlhf_mcore.commands.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _hashed(script: str) -> str:
+def _hash(script: str) -> str:
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"

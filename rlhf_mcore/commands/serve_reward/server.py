@@ -69,23 +69,23 @@ class RewardServer:
         if self._token is not None:
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                return _refused(401, "the header Authorization does not have the token of this server")
+                return _refuse(401, "the header Authorization does not have the token of this server")
         if request.content_type != "application/json":  # no page of a browser sends that to an address of another site
-            return _refused(415, "the header Content-Type has to be application/json")
+            return _refuse(415, "the header Content-Type has to be application/json")
         if self._busy >= MAX_REQUESTS:
-            return _refused(503, f"{MAX_REQUESTS} requests are being scored", {"Retry-After": "1"})
+            return _refuse(503, f"{MAX_REQUESTS} requests are being scored", {"Retry-After": "1"})
         self._busy += 1
         try:
             items = read_items(read_json(await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)))
             scores = await asyncio.get_running_loop().run_in_executor(self._threads, self._scores, items)
         except asyncio.TimeoutError:
-            return _refused(408, f"the request was not sent within {BODY_TIMEOUT_S:g} s")
+            return _refuse(408, f"the request was not sent within {BODY_TIMEOUT_S:g} s")
         except WireError as error:
-            return _refused(400, f"the request {error}")
+            return _refuse(400, f"the request {error}")
         except web.HTTPRequestEntityTooLarge:
-            return _refused(413, f"the request has more than {MAX_REQUEST_BYTES:,} bytes")
+            return _refuse(413, f"the request has more than {MAX_REQUEST_BYTES:,} bytes")
         except ConfigError as error:  # of what was asked, such as a data source without rules
-            return _refused(422, str(error))
+            return _refuse(422, str(error))
         finally:
             self._busy -= 1
         return web.json_response({"scores": [_answer(score) for score in scores]})
@@ -160,6 +160,6 @@ def _answer(score: Score) -> dict[str, Any]:
     return {"score": score.value, "parts": score.parts}
 
 
-def _refused(status: int, problem: str, headers: Mapping[str, str] | None = None) -> web.Response:
+def _refuse(status: int, problem: str, headers: Mapping[str, str] | None = None) -> web.Response:
     text = json.dumps({"error": problem[:MAX_ERROR_CHARS]})
     return web.Response(text=text, status=status, content_type="application/json", headers=headers)

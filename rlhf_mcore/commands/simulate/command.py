@@ -90,7 +90,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from rlhf_mcore.observability.files import pretty_json, write_atomically
     from rlhf_mcore.planning.sync import num_devices
 
-    bounds = _checked(args)
+    bounds = _check(args)
     if args.png:
         check_can_draw()
     cfg, world_size = _configuration(args)
@@ -118,7 +118,7 @@ def _simulate(args: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def _checked(args: argparse.Namespace) -> list[int]:
+def _check(args: argparse.Namespace) -> list[int]:
     """Check the command line. Returns the bounds of staleness.
 
     Raises:

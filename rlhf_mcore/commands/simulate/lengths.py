@@ -76,7 +76,7 @@ def read_lengths(source: str, limit: int) -> ResponseLengths:
     """
     values, per_prompt = _distribution(source, limit), 1
     if values is None:
-        values, per_prompt = _recorded(Path(source)) if Path(source).is_dir() else (_file(Path(source)), 1)
+        values, per_prompt = _read_run(Path(source)) if Path(source).is_dir() else (_file(Path(source)), 1)
         if not len(values):
             raise ConfigError(f"--lengths {source}: there are no lengths in it; {_REMEDY}")
     return ResponseLengths(shorten(source), np.minimum(values, limit), float((values >= limit).mean()), per_prompt)
@@ -117,7 +117,7 @@ def _distribution(source: str, limit: int) -> Lengths | None:
     return np.clip(np.ceil(drawn), 1, longest).astype(np.int64)
 
 
-def _recorded(path: Path) -> tuple[Lengths, int]:
+def _read_run(path: Path) -> tuple[Lengths, int]:
     """Read the lengths of a run's last responses, and how many there are of each prompt (1 if that differs)."""
     folder = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
     files = sorted(folder.glob("step-*.jsonl"), reverse=True)
@@ -144,11 +144,11 @@ def _file(path: Path) -> Lengths:
     where = f"--lengths {path}"
     if path.suffix == ".parquet":
         open_file(path, where=where, remedy=_REMEDY).close()
-        return _checked(path, "row", _column(path, where))
+        return _check(path, "row", _column(path, where))
     text = read_text(path, limit=_MAX_BYTES, where=where, remedy=_REMEDY)
     if path.suffix == ".jsonl" and text.lstrip().startswith("{"):
-        return _checked(path, "line", _fields(path))
-    return _checked(path, "line", ((n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()))
+        return _check(path, "line", _fields(path))
+    return _check(path, "line", ((n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()))
 
 
 def _fields(path: Path) -> Iterator[tuple[int, object]]:
@@ -177,7 +177,7 @@ def _column(path: Path, where: str) -> Iterator[tuple[int, object]]:
         raise ConfigError(f"{where}: none of {', '.join(COLUMNS)} is among its columns ({shown}); rename one")
 
 
-def _checked(path: Path, unit: str, numbers: Iterable[tuple[int, object]]) -> Lengths:
+def _check(path: Path, unit: str, numbers: Iterable[tuple[int, object]]) -> Lengths:
     values = []
     for place, given in numbers:
         try:

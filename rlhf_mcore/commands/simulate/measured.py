@@ -101,7 +101,7 @@ def fit_runs(directories: Sequence[Path]) -> PhaseFit:
     Raises:
         ConfigError: a directory is not that of a run, has no steps with their rollouts, or no run's generation was timed alone.
     """
-    runs = [_recorded(directory) for directory in directories]
+    runs = [_read_run(directory) for directory in directories]
     alone = [run for run in runs if not run.is_ahead]
     if not alone:
         raise ConfigError(
@@ -161,7 +161,7 @@ def _while_both(longer: float, together: float) -> float:
     return together / max(1 / longer - (1 - together), together / _MOST)
 
 
-def _recorded(directory: Path) -> _Run:
+def _read_run(directory: Path) -> _Run:
     """Read the steps of a run that have times and rollouts, without the first ones, in which it warms up."""
     if not (directory / METRICS).is_file():
         raise ConfigError(f"--run {directory}: no directory of a run, there is no {METRICS} in it; {_REMEDY}")

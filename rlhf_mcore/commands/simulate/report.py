@@ -14,7 +14,7 @@ from rlhf_mcore.commands.simulate.times import Split
 WIDTH = 150  # of a terminal; a narrower one breaks lines
 # Title of a column -> its cell, of a row and the tokens/s of the first row.
 _COLUMNS: dict[str, Callable[[Row, float], str]] = {
-    "devices": lambda row, _: str(row.split.devices) if row.split.colocated else _divided(row.split),
+    "devices": lambda row, _: str(row.split.devices) if row.split.colocated else _describe_split(row.split),
     "step": lambda row, _: f"{row.outcome.step_s:.3g} s",
     "samples/s": lambda row, _: f"{row.outcome.samples_per_s:.4g}",
     "speedup": lambda row, first: f"{row.outcome.tokens_per_s / first:.2f}",
@@ -51,7 +51,7 @@ def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
         yield _by_split(comparison)
 
 
-def _divided(split: Split) -> str:
+def _describe_split(split: Split) -> str:
     return f"{split.rollout} + {split.training}"
 
 
@@ -71,5 +71,5 @@ def _by_split(comparison: Comparison) -> Table:
     by_name = {name: {row.split: row.outcome.samples_per_s for row in rows} for name, rows in apart.items()}
     for split in sorted({split for rows in by_name.values() for split in rows}, key=lambda split: split.rollout):
         cells = [f"{rows[split]:.4g}" if split in rows else "" for rows in by_name.values()]
-        table.add_row(_divided(split), *cells)
+        table.add_row(_describe_split(split), *cells)
     return table

@@ -63,10 +63,10 @@ def configured_split(cfg: Config, world_size: int) -> Split:
 
 def planned_times(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float) -> Times:
     """Estimate from peaks of a device and assumed efficiencies, as ``rlhf-mcore plan`` does. ``mean``: tokens of a response."""
-    return Times(f"estimates for {gpu.name}", lambda split: _planned(cfg, gpu, assumed, mean, split))
+    return Times(f"estimates for {gpu.name}", lambda split: _plan(cfg, gpu, assumed, mean, split))
 
 
-def _planned(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float, split: Split) -> Scenario:
+def _plan(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float, split: Split) -> Scenario:
     engines = split.rollout // cfg.rollout.layout.tp
     placement = "colocated" if split.colocated else "disaggregated"
     cfg = replace(cfg, rollout=replace(cfg.rollout, placement=placement, num_engines=engines))

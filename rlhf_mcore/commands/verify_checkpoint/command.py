@@ -50,7 +50,7 @@ class CheckpointReport:
         lines = [f"{self.path}: {'intact' if self.is_intact else 'damaged'}{pins}"]
         lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
         if len(self.problems) > SHOWN:
-            lines.append(f"  and {len(self.problems) - SHOWN:,} more: {_counted(self.problems[SHOWN:])}")
+            lines.append(f"  and {len(self.problems) - SHOWN:,} more: {_count(self.problems[SHOWN:])}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class CheckpointReport:
         return {"path": str(self.path), "intact": self.is_intact, "pins": self.pins, **counts}
 
 
-def _counted(problems: Sequence[Problem]) -> str:
+def _count(problems: Sequence[Problem]) -> str:
     return ", ".join(f"{number:,} {kind}" for kind, number in Counter(each.kind for each in problems).most_common())
 
 

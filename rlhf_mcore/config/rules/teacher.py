@@ -26,7 +26,7 @@ def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
                 f"teacher.path=null, but algorithm.advantage={cfg.algorithm.advantage} learns from a teacher alone; "
                 "give the directory of one, or choose an algorithm that learns from scores"
             )
-        yield from _unused(cfg)
+        yield from _unused_keys(cfg)
         return
     if not reads_scores(cfg) and cfg.algorithm.dynamic_sampling.enabled:
         yield (
@@ -57,7 +57,7 @@ def _tokenizer_problems(cfg: Config, path: str) -> Iterator[str]:
         )
 
 
-def _unused(cfg: Config) -> Iterator[str]:
+def _unused_keys(cfg: Config) -> Iterator[str]:
     default = Config()
     for name in (f"teacher.{name}" for name, _, _ in walk(TeacherConfig)):
         value, allowed = value_of(cfg, name), DESCRIPTIONS[name].allowed if name in DESCRIPTIONS else None

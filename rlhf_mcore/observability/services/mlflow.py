@@ -25,8 +25,8 @@ class MlflowTracker:
         self._client = MlflowClient(tracking_uri=address)
         experiment = self._client.get_experiment_by_name(run.project)
         place = experiment.experiment_id if experiment is not None else self._client.create_experiment(run.project)
-        if found := self._client.search_runs([place], f"tags.`rlhf_mcore.run` = '{run.id}'"):
-            self._id = found[0].info.run_id
+        if runs := self._client.search_runs([place], f"tags.`rlhf_mcore.run` = '{run.id}'"):
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
             tags = {"rlhf_mcore.run": run.id}
@@ -36,8 +36,8 @@ class MlflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = round(time.time() * 1000)
-        made = [Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._id, metrics=made)
+        values = [Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

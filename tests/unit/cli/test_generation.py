@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mcore.cli import generation
-from rlhf_mcore.cli.generation import _closed_at_end
+from rlhf_mcore.cli.generation import _close_at_end
 from rlhf_mcore.config.schema import Config
 
 
@@ -30,7 +30,7 @@ def test_an_engine_is_closed_when_its_run_ends_unless_other_ranks_may_be_gone(
     monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
     engine: Any = Engine()
     try:
-        with _closed_at_end(engine):
+        with _close_at_end(engine):
             if fails:
                 raise KeyError("of the run")
     except KeyError:
@@ -38,7 +38,7 @@ def test_an_engine_is_closed_when_its_run_ends_unless_other_ranks_may_be_gone(
     assert engine.closed == closed
     engine.closed = 1
     if world_size == 1 and fails:  # what closing raises does not hide the run's own error
-        with pytest.raises(KeyError, match="of the run"), _closed_at_end(engine):
+        with pytest.raises(KeyError, match="of the run"), _close_at_end(engine):
             raise KeyError("of the run")
 
 

@@ -37,7 +37,7 @@ class AdaptedSource:
         self.types = self._base.types
         self._whole = {name: saved for saved, name in whole_tensors(model).items()}
         if self._whole:  # the base may have another head
-            self.types = {name: found for name, found in self.types.items() if name in hf_shapes(model)}
+            self.types = {name: kind for name, kind in self.types.items() if name in hf_shapes(model)}
             dtype = self.types["model.embed_tokens.weight"][0]
             self.types |= {name: (dtype, self._adapters.shape(saved)) for name, saved in self._whole.items()}
         self._scale, self._has_magnitudes = geometry.adapter.scale, geometry.adapter.use_dora
