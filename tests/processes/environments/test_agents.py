@@ -19,6 +19,7 @@ from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import UNGRADED
 from rlhf_mcore.environments.sessions import Answer, sessions_of
+from tests.messages import refused
 
 ASK = """
 import json, os, urllib.request
@@ -150,7 +151,7 @@ def test_programs(endpoint: Endpoint) -> None:
     assert "prints more than 65536 bytes" in floods.error
     assert "took longer than environment.agent.timeout_s=6 s" in hangs.error
     assert time.monotonic() - begun < 25 and not Path("escaped").exists()
-    with pytest.raises(ConfigError, match=r"environment\.agent\.command: there is no program 'no-such-program'"):
+    with refused(ConfigError, field="environment.agent.command", value="no-such-program"):
         play(endpoint, 1, command=["no-such-program"])
 
 

@@ -26,6 +26,7 @@ from rlhf_mcore.sandbox.processes import descendants
 from rlhf_mcore.sandbox.run import Level
 from rlhf_mcore.types import Prompt
 from tests.commands import wait_for
+from tests.messages import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -295,9 +296,7 @@ def test_rows_whose_tests_cannot_be_read_are_named_before_a_run() -> None:
         Row(f"rows.jsonl, line {n}", Prompt(str(n), n, [], "", "taco", truth))
         for n, truth in enumerate((SQUARES, "42"))
     ]
-    with pytest.raises(
-        ConfigError, match=r"1 of 2 rows of data.train .* line 1: '42' \(it is int, which holds no tests\)"
-    ):
+    with refused(ConfigError, field="data.train", value=("line 1", "'42'", "int")):
         try_reward(RewardConfig(sources={}), rows, "data.train", 2)
 
 

@@ -18,6 +18,7 @@ from rlhf_mcore.config.schema import Config, DataConfig, RewardConfig, RuleConfi
 from rlhf_mcore.rewards import trial
 from rlhf_mcore.rewards.trial import Report, check_reward, read_sample, try_reward
 from rlhf_mcore.sandbox.processes import descendants
+from tests.messages import refused
 
 NUMBERS = ["42", "7", "1,234", "-3", "0.5", "18", "19", "20"]
 LATEX = [
@@ -139,9 +140,7 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
     assert "gives none of 8 ground truths" in (check_reward(cfg) or "")
     (tmp_path / "leaves.py").write_text("import os\ndef grade(*a):\n    os._exit(0)\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/leaves.py:grade", workers=1)
-    with pytest.raises(
-        ConfigError, match=r"gave no result for 10 responses in a row.*ended its process with exit code 0"
-    ):
+    with refused(ConfigError, value=(10, "exit code 0")):
         check_reward(cfg)
     cfg.reward = rules("format")
     assert check_reward(cfg) is None  # nothing is compared

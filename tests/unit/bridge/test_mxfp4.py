@@ -21,6 +21,7 @@ from rlhf_mcore.config.model_files import inspect_model, read_geometry
 from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.distributed.models import make, pack
+from tests.messages import refused
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -106,5 +107,5 @@ def test_the_weights_of_config_json_are_looked_for_as_they_are_stored(packed: Pa
     (tmp_path / "config.json").write_text((packed / "config.json").read_text())
     _, (problem,) = inspect_model(str(tmp_path), "model.path")
     assert f"{first}_scales is [3, 256, 2], config.json asks for [4, 256, 2]" in problem
-    with pytest.raises(ConfigError, match=rf"{first} is in blocks of shape \(4, 256, 2, 16\) with scales of shape"):
+    with refused(ConfigError, field=first, value="(4, 256, 2, 16)"):
         HFReader(tmp_path).shape(first)

@@ -191,7 +191,7 @@ def test_samples_are_compared_between_two_syncs_that_are_hashed(
         bridge.sync(version)
     assert hashed == [0, 3]
     tamper(monkeypatch, "model.layers.1.input_layernorm.weight")
-    with pytest.raises(SyncMismatch, match=r"1 tensors differ .* some of their elements.*layers\.1\.input_layernorm"):
+    with refused(SyncMismatch, field="model.layers.1.input_layernorm.weight", value="1 tensors"):
         bridge.sync(5)
     assert engine.policy_version == -1
 

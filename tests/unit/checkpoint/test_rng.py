@@ -10,6 +10,7 @@ import torch
 from rlhf_mcore.checkpoint import rng, saved_rng
 from rlhf_mcore.checkpoint.layout import RNG_FILE
 from rlhf_mcore.config.errors import ConfigError
+from tests.messages import refused
 
 
 def draw() -> list[float]:
@@ -70,7 +71,7 @@ def test_each_rank_gets_its_own_and_another_number_of_ranks_none(tmp_path: Path)
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rng\.safetensors: not a readable safetensors file"):
+    with refused(ConfigError, field="rng.safetensors"):
         saved_rng.read_states(tmp_path, 0, 1)
     (tmp_path / RNG_FILE).write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
@@ -93,5 +94,5 @@ def test_a_state_that_no_generator_can_have_is_named(tmp_path: Path, name: str, 
     if state is not None:
         states[f"rank-0/{name}"] = state
     (tmp_path / RNG_FILE).write_bytes(rng.encode(states))
-    with pytest.raises(ConfigError, match=r"rng\.safetensors: rank-0 holds no state of random generators"):
+    with refused(ConfigError, field="rng.safetensors", value="rank-0"):
         saved_rng.read_states(tmp_path, 0, 1)

@@ -27,6 +27,7 @@ from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import Answer
 from rlhf_mcore.trainer.rollouts import episode_request
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
+from tests.messages import refused
 from tests.unit.environments.conftest import Scripted
 
 PROMPT = Prompt("p", 0, [1, 2], "prompt", ground_truth="42", messages=[{"role": "user", "content": "q"}])
@@ -425,5 +426,5 @@ def test_an_agent_that_fails_ends_the_run_or_leaves_a_row_without_a_score(run: A
 
 
 def test_an_address_that_is_not_ours_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.agent\.host=203\.0\.113\.1: nothing can listen there"):
+    with refused(ConfigError, field="environment.agent.host", value="203.0.113.1"):
         Endpoint("203.0.113.1")

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.gymnasium import Gymnasium
+from tests.messages import refused
 
 
 def test_a_walk_over_the_frozen_lake() -> None:
@@ -18,7 +19,7 @@ def test_a_walk_over_the_frozen_lake() -> None:
     walked = [lake.step(f"{way} please") for way in ("down", "down", "right", "right", "down", "right")]
     assert walked == [(cell, float(cell == "15"), cell == "15") for cell in ("4", "8", "9", "10", "14", "15")]
     lake.close()
-    with pytest.raises(ConfigError, match=r"environment.options.id=Nowhere-v0: gymnasium cannot make it"):
+    with refused(ConfigError, field="environment.options.id", value="Nowhere-v0"):
         Gymnasium("Nowhere-v0")
 
 

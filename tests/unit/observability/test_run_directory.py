@@ -26,7 +26,7 @@ def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     first = RunDirectory.create(str(tmp_path), "p", "e")
-    with pytest.raises(ConfigError, match=rf"in use by another run \(process {os.getpid()} on .*change experiment"):
+    with refused(ConfigError, value=f"process {os.getpid()}", remedy="experiment"):
         RunDirectory.create(str(tmp_path), "p", "e")
     RunDirectory.create(str(tmp_path), "p", "other").close()
     first.close()

@@ -14,6 +14,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.cuda import CudaPlatform
+from tests.messages import refused
 
 
 @pytest.fixture(autouse=True)
@@ -130,9 +131,7 @@ def test_without_it_nothing_is_asked(claimed: list[int]) -> None:
 
 
 def test_a_process_without_a_device_of_its_own_is_refused(claimed: list[int]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^LOCAL_RANK=4: this machine has 4 GPUs, and each process takes one; start 4 here"
-    ):
+    with refused(ConfigError, field="LOCAL_RANK", value=4, remedy="start 4"):
         CudaPlatform().setup_process(4, 1)
     assert claimed == []
 
