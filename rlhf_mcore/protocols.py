@@ -98,6 +98,10 @@ class EpisodeDriver(Protocol):
         """Episodes that wait for their environment."""
         ...
 
+    def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]]) -> None:
+        """Get what tells the tokens drawn so far of requests in flight, by their ids; it may know of none."""
+        ...
+
     def begin(self, requests: Sequence[Request]) -> list[Request]:
         """Begin those that ask for episodes. Returns the others, which are for the engine as they are."""
         ...

@@ -108,6 +108,9 @@ class Episodes:
                 self._sessions.open(request.request_id, row_of(prompt), seed)
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
+    def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]]) -> None:
+        """Do nothing: an environment gets whole turns."""
+
     def cancel(self, request_ids: Collection[int]) -> None:
         """Forget these episodes; unknown ids are ignored."""
         for key in self._open.keys() & set(request_ids):

@@ -33,6 +33,8 @@ class EpisodeGenerator:
     ) -> None:
         self._engine, self._episodes, self._group = engine, episodes, group
         self._open: dict[int, Sampling] = {}
+        if episodes is not None and hasattr(engine, "drawn"):  # an engine of a process of its own tells whole turns
+            episodes.watch(engine.drawn)
 
     @property
     def num_in_flight(self) -> int:

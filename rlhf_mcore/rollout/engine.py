@@ -246,6 +246,10 @@ class Engine(VersionedWeights, ABC):
         """By this engine since its start, but those of cancelled requests. It stands still where the engine makes no progress."""
         return self._tokens_of_finished + sum(self._num_drawn().values())
 
+    def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
+        """Return the tokens drawn so far of those of these requests that are in flight; {} where the engine does not tell."""
+        return {}
+
     @property
     def num_ranks(self) -> int:
         """Ranks that are this engine together."""

@@ -55,5 +55,6 @@ class Call:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     gone: bool = False
+    hear: Callable[[int, str], None] | None = None  # gets words of turns as they are drawn, from the driver's thread
     asked_at: float = field(default_factory=time.monotonic)
     turns: dict[int, Any] = field(default_factory=dict)  # of the driver: what was drawn, by the ids of requests

@@ -64,7 +64,10 @@ class Conversation:
     control: ControlTokens = field(init=False)
     _mark: str = field(init=False, default_factory=lambda: f"said-{secrets.token_hex(8)}-")  # nobody else writes it
 
+    _has_channels: bool = field(init=False)
+
     def __post_init__(self) -> None:
+        self._has_channels = CHANNEL in self.tokenizer.get_vocab()
         self.control = ControlTokens(self.tokenizer)
 
     def find(self, requests: Sequence[tuple[TokenTree, Asked]]) -> list[Place | str]:
@@ -144,6 +147,15 @@ class Conversation:
         template = self.tokenizer.apply_chat_template
         tools = item["tools"] or None
         return str(template(item["messages"], tools=tools, tokenize=False, add_generation_prompt=True))
+
+    def words_of(self, ids: Sequence[int], asked: Asked, stops: Sequence[str]) -> str:
+        """Return the words of a turn that is being drawn, as far as they will stay: "" where calls of tools may be among them."""
+        if (self.parse is not None and asked.tools) or self._has_channels:
+            return ""
+        words = str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).rstrip("\ufffd")
+        if found := [words.index(stop) for stop in stops if stop in words]:
+            return words[: min(found)]
+        return words[: len(words) - max((len(stop) - 1 for stop in stops), default=0)] if stops else words
 
     def read(self, turn: Completion, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, dict[str, Any]]:
         """Return a turn's text with special tokens, the text of its end token ("" without one), and the message that it is."""

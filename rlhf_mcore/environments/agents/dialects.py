@@ -10,8 +10,8 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mcore.environments.agents.calls import MODEL, Refused, Said
@@ -20,7 +20,6 @@ from rlhf_mcore.environments.agents.conversation import Asked
 MAX_N, MAX_STOPS = 64, 16
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Body = Mapping[str, Any]
-Event = tuple[str | None, Any]  # of a stream: its name, and a value for JSON, or a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,6 @@ class Dialect(ABC):
     @abstractmethod
     def write(self, body: Body, said: Sequence[Said]) -> Any:
         """Return the answer, a value for JSON."""
-
-    @abstractmethod
-    def stream(self, body: Body, said: Sequence[Said]) -> Iterator[Event]:
-        """Yield the answer as events."""
 
     def refuse(self, refusal: Refused) -> Any:
         """Return a refusal, a value for JSON."""
@@ -202,32 +197,20 @@ class Chat(Dialect):
                 {
                     "index": number,
                     "message": message,
-                    "logprobs": self._logprobs(body, each),
-                    "finish_reason": _reason(each),
+                    "logprobs": self.logprobs(body, each),
+                    "finish_reason": reason_of(each),
                 }
             )
-        return {**self._head("chat.completion"), "choices": choices, "usage": _openai_usage(said)}
-
-    def stream(self, body: Body, said: Sequence[Said]) -> Iterator[Event]:
-        head = self._head("chat.completion.chunk")
-        for number, each in enumerate(said):
-            delta: dict[str, Any] = {"role": "assistant", "content": each.content}
-            if each.calls:
-                delta["tool_calls"] = [{**call, "index": place} for place, call in enumerate(each.calls)]
-            choice = {"index": number, "delta": delta, "logprobs": self._logprobs(body, each), "finish_reason": None}
-            yield None, {**head, "choices": [choice]}
-            end = {"index": number, "delta": {}, "logprobs": None, "finish_reason": _reason(each)}
-            yield None, {**head, "choices": [end]}
-        if (body.get("stream_options") or {}).get("include_usage"):
-            yield None, {**head, "choices": [], "usage": _openai_usage(said)}
-        yield None, "[DONE]"
+        return {**self.head("chat.completion"), "choices": choices, "usage": openai_usage(said)}
 
     @staticmethod
-    def _head(kind: str) -> dict[str, Any]:
+    def head(kind: str) -> dict[str, Any]:
+        """Return what every part of an answer begins with."""
         return {"id": _identity("chatcmpl-"), "object": kind, "created": int(time.time()), "model": MODEL}
 
     @staticmethod
-    def _logprobs(body: Body, said: Said) -> Any:
+    def logprobs(body: Body, said: Said) -> Any:
+        """Return those of a turn's tokens, if they are asked for."""
         if not body.get("logprobs"):
             return None
         tokens = [
@@ -237,11 +220,13 @@ class Chat(Dialect):
         return {"content": tokens, "refusal": None}
 
 
-def _reason(said: Said) -> str:
+def reason_of(said: Said) -> str:
+    """Return why a turn has ended, in the words of OpenAI."""
     return "tool_calls" if said.calls else said.finish_reason
 
 
-def _openai_usage(said: Sequence[Said]) -> dict[str, int]:
+def openai_usage(said: Sequence[Said]) -> dict[str, int]:
+    """Return how many tokens were read and drawn."""
     prompt, drawn = _usage(said)
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
@@ -273,21 +258,20 @@ class Completions(Dialect):
         return order
 
     def write(self, body: Body, said: Sequence[Said]) -> Any:
-        head = {"id": _identity("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": MODEL}
         return {
-            **head,
-            "choices": [self._choice(body, *each) for each in enumerate(said)],
-            "usage": _openai_usage(said),
+            **self.head(),
+            "choices": [self.choice(body, *each) for each in enumerate(said)],
+            "usage": openai_usage(said),
         }
 
-    def stream(self, body: Body, said: Sequence[Said]) -> Iterator[Event]:
-        whole = self.write(body, said)
-        for choice in whole["choices"]:
-            yield None, {**whole, "choices": [choice], "usage": None}
-        yield None, "[DONE]"
+    @staticmethod
+    def head() -> dict[str, Any]:
+        """Return what every part of an answer begins with."""
+        return {"id": _identity("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": MODEL}
 
     @staticmethod
-    def _choice(body: Body, number: int, said: Said) -> dict[str, Any]:
+    def choice(body: Body, number: int, said: Said) -> dict[str, Any]:
+        """Return a completion."""
         logprobs = None
         if body.get("logprobs") is not None:
             texts, values = [text for text, _ in said.tokens], [value for _, value in said.tokens]
@@ -330,42 +314,28 @@ class Messages(Dialect):
 
     def write(self, body: Body, said: Sequence[Said]) -> Any:
         [one] = said
-        return {**self._head(one), "content": self._blocks(one), **self._end(one)}
-
-    def stream(self, body: Body, said: Sequence[Said]) -> Iterator[Event]:
-        [one] = said
-        begun = {**self._head(one), "content": [], "stop_reason": None, "stop_sequence": None}
-        yield "message_start", {"type": "message_start", "message": begun}
-        for number, block in enumerate(self._blocks(one)):
-            if block["type"] == "text":
-                first, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
-            else:
-                first = {**block, "input": {}}
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            yield "content_block_start", {"type": "content_block_start", "index": number, "content_block": first}
-            yield "content_block_delta", {"type": "content_block_delta", "index": number, "delta": delta}
-            yield "content_block_stop", {"type": "content_block_stop", "index": number}
-        usage = {"output_tokens": len(one.tokens)}
-        yield "message_delta", {"type": "message_delta", "delta": self._end(one), "usage": usage}
-        yield "message_stop", {"type": "message_stop"}
+        return {**self.head(one), "content": self.blocks(one), **self.end(one)}
 
     def refuse(self, refusal: Refused) -> Any:
         kind = "authentication_error" if refusal.status == 401 else "invalid_request_error"
         return {"type": "error", "error": {"type": kind, "message": refusal.reason}}
 
     @staticmethod
-    def _head(said: Said) -> dict[str, Any]:
+    def head(said: Said) -> dict[str, Any]:
+        """Return what an answer begins with."""
         usage = {"input_tokens": said.num_prompt, "output_tokens": len(said.tokens)}
         return {"id": _identity("msg_"), "type": "message", "role": "assistant", "model": MODEL, "usage": usage}
 
     @staticmethod
-    def _end(said: Said) -> dict[str, Any]:
+    def end(said: Said) -> dict[str, Any]:
+        """Return why a turn has ended."""
         reason = {"length": "max_tokens"}.get(said.finish_reason, "end_turn")
         reason = "tool_use" if said.calls else "stop_sequence" if said.stop is not None else reason
         return {"stop_reason": reason, "stop_sequence": said.stop}
 
     @staticmethod
-    def _blocks(said: Said) -> list[dict[str, Any]]:
+    def blocks(said: Said) -> list[dict[str, Any]]:
+        """Return words and calls of a turn."""
         blocks: list[dict[str, Any]] = (
             [{"type": "text", "text": said.content}] if said.content or not said.calls else []
         )
@@ -477,42 +447,6 @@ class Responses(Dialect):
             "tools": body.get("tools") or [],
             "usage": usage,
         }
-
-    def stream(self, body: Body, said: Sequence[Said]) -> Iterator[Event]:
-        whole, number = self.write(body, said), _Counter()
-        begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        yield number("response.created", {"response": begun})
-        for place, item in enumerate(whole["output"]):
-            where = {"output_index": place, "item_id": item["id"]}
-            if item["type"] == "message":
-                part = item["content"][0]
-                inside = {**where, "content_index": 0}
-                empty = {**item, "status": "in_progress", "content": []}
-                yield number("response.output_item.added", {"output_index": place, "item": empty})
-                yield number("response.content_part.added", {**inside, "part": {**part, "text": ""}})
-                yield number("response.output_text.delta", {**inside, "delta": part["text"], "logprobs": []})
-                yield number("response.output_text.done", {**inside, "text": part["text"], "logprobs": []})
-                yield number("response.content_part.done", {**inside, "part": part})
-            else:
-                empty = {**item, "status": "in_progress", "arguments": ""}
-                yield number("response.output_item.added", {"output_index": place, "item": empty})
-                yield number("response.function_call_arguments.delta", {**where, "delta": item["arguments"]})
-                done = {**where, "arguments": item["arguments"], "name": item["name"]}
-                yield number("response.function_call_arguments.done", done)
-            yield number("response.output_item.done", {"output_index": place, "item": item})
-        yield number(f"response.{whole['status']}", {"response": whole})
-
-
-@dataclass(slots=True)
-class _Counter:
-    """Numbers the events of a stream."""
-
-    next: int = field(default=0)
-
-    def __call__(self, name: str, value: Mapping[str, Any]) -> Event:
-        self.next += 1
-        return name, {"type": name, "sequence_number": self.next - 1, **value}
-
 
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     """Add an item of a conversation. Calls follow the words of their turn, and are one message with them."""

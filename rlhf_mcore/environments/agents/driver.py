@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -24,6 +24,8 @@ from rlhf_mcore.environments.sessions import Answer, Sessions
 from rlhf_mcore.trainer.rollouts import check_completion, request_of, request_seed
 from rlhf_mcore.types import Completion, EpisodeRequest, Ragged, Recorded, Request, Score
 
+_WORDS_S = 0.05  # between words of a stream
+Drawn = Callable[[Collection[int]], Mapping[int, Sequence[int]]]
 _LIMITS = {"turns": "environment.max_turns", "length": "environment.max_tokens", "seconds": "environment.max_seconds"}
 
 
@@ -36,6 +38,8 @@ class _Turn:
     tree: TokenTree
     place: Place
     call: Call | None
+    number: int = 0  # among those of the call
+    heard: str = ""  # what its client has of it already
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +82,12 @@ class AgentEpisodes:
         self._next = 1  # of turns
         self._requests: list[Request] = []
         self._finished: list[Completion] = []
+        self._drawn: Drawn | None = None
+        self._next_words = 0.0  # when clients of streams get their next words
+
+    def watch(self, drawn: Drawn) -> None:
+        """See :class:`rlhf_mcore.protocols.EpisodeDriver`."""
+        self._drawn = drawn
 
     @property
     def num_open(self) -> int:
@@ -118,6 +128,8 @@ class AgentEpisodes:
         """
         self._poll(0.0)
         self._take_calls()
+        if engine_draws and time.monotonic() >= self._next_words:
+            self._say_words()
         if not (engine_draws or self._requests or self._finished):
             self._poll(wait_s)
             self._take_calls()
@@ -257,12 +269,30 @@ class AgentEpisodes:
         most = max(min(limit for limit in limits if limit is not None), 1)
         sampling = replace(asked.sampling, max_new_tokens=most)
         request = replace(first, name=name, prompt_ids=place.tokens(), seed=seed, sampling=sampling)
-        self._turns[number] = _Turn(key, request, each.tree, place, call)
+        self._turns[number] = _Turn(key, request, each.tree, place, call, len(call.turns) if call is not None else 0)
         each.log.begin_turn(number, call.asked_at if call is not None else None)
         if call is not None:
             call.turns[number] = None
         self._requests.append(request)
         self._next, each.num_turns = self._next + 1, each.num_turns + 1
+
+    def _say_words(self) -> None:
+        """Tell clients of streams what was drawn since the last time. That takes a tenth of the time at most."""
+        began = time.monotonic()
+        streams = {
+            number: turn
+            for number, turn in self._turns.items()
+            if turn.call is not None and turn.call.hear is not None and not turn.call.gone
+        }
+        if streams and self._drawn is not None:
+            for number, ids in self._drawn(streams.keys()).items():
+                turn = streams[number]
+                assert turn.call is not None and turn.call.hear is not None and turn.call.asked is not None
+                if words := self._talk.words_of(ids, turn.call.asked, turn.call.stop).removeprefix(turn.heard):
+                    turn.heard += words
+                    turn.call.hear(turn.number, words)
+        now = time.monotonic()
+        self._next_words = now + max(_WORDS_S, 10 * (now - began))
 
     def _take_turn(self, turn: _Turn, drawn: Completion) -> None:
         """Add a turn to its tree, and answer a call whose turns are all there. What nobody heard is not learned from."""

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -21,12 +21,14 @@ from aiohttp import web
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.agents.calls import MODEL, Call, Refused, Said
 from rlhf_mcore.environments.agents.dialects import DIALECTS, Dialect, Order
+from rlhf_mcore.environments.agents.streams import STREAMS, Part
 
 KEY = "environment.agent.host"
 BEGIN = "/v1/begin"  # of an episode, again: what was said in it is forgotten
 MAX_BYTES = 2**24  # of a request
 MAX_WAITING = 256  # requests of an episode at a time
 _END_S = 2.0  # for who still waits for an answer when a run ends
+_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _ENDED = "the episode of this key has ended, or there was none"
 
 
@@ -156,23 +158,47 @@ class Endpoint:
             episode = self._episode_of(request)
             body = _object(await request.read())
             order = dialect.read(body)
+            if order.streams:
+                return await self._stream(request, episode, order, body)
             said = await self._ask(episode, order)
         except Refused as refusal:
             return _refusal(dialect, refusal)
         except web.HTTPRequestEntityTooLarge:
             return _refusal(dialect, Refused(413, f"the request has more than {MAX_BYTES} bytes"))
-        if not order.streams:
-            return web.json_response(dialect.write(body, said))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for name, value in dialect.stream(body, said):
-            text = value if isinstance(value, str) else json.dumps(value)
-            await response.write(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n".encode())
-        await response.write_eof()
-        return response
+        return web.json_response(dialect.write(body, said))
 
-    async def _ask(self, episode: _Episode, order: Order) -> list[Said]:
-        """Wait for the turns of an order.
+    async def _stream(
+        self, request: web.Request, episode: _Episode, order: Order, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        """Answer in parts.
+
+        Raises:
+            Refused: before there was a word. After that a refusal is the last part.
+        """
+        heard: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        asking = asyncio.create_task(self._ask(episode, order, heard))
+        asking.add_done_callback(lambda _: heard.put_nowait(None))
+        parts, response = STREAMS[request.path](body), web.StreamResponse(headers=_STREAM)
+        try:
+            while (words := await heard.get()) is not None:
+                await _write(request, response, parts.say(*words))
+            try:
+                said = asking.result()
+            except Refused as refusal:
+                if not response.prepared:
+                    raise
+                await _write(request, response, [("error", DIALECTS[request.path].refuse(refusal))])
+            else:
+                await _write(request, response, parts.end(said))
+            await response.write_eof()
+            return response
+        finally:
+            asking.cancel()
+
+    async def _ask(
+        self, episode: _Episode, order: Order, heard: asyncio.Queue[tuple[int, str] | None] | None = None
+    ) -> list[Said]:
+        """Wait for the turns of an order. ``heard`` gets the number of a turn and its next words.
 
         Raises:
             Refused: they are not drawn.
@@ -181,9 +207,12 @@ class Endpoint:
             raise Refused(429, f"the episode has {len(episode.waiting)} requests under way, of at most {MAX_WAITING}")
         loop = asyncio.get_running_loop()
         calls, answers = [], []
-        for asked in order.asked:
+        for place, asked in enumerate(order.asked):
             answer: asyncio.Future[list[Said] | Refused] = loop.create_future()
-            calls.append(Call(episode.number, asked, _teller(loop, answer), order.n, order.max_tokens, order.stop))
+            call = Call(episode.number, asked, _teller(loop, answer), order.n, order.max_tokens, order.stop)
+            if heard is not None:
+                call.hear = _hearer(loop, heard, place * order.n)
+            calls.append(call)
             answers.append(answer)
         episode.waiting.update(calls)
         for call in calls:
@@ -226,6 +255,24 @@ def _teller(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any]) -> Cal
             loop.call_soon_threadsafe(settle, given)
 
     return tell
+
+
+def _hearer(
+    loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[tuple[int, str] | None], first: int
+) -> Callable[[int, str], None]:
+    def hear(number: int, words: str) -> None:
+        with suppress(RuntimeError):  # the loop has ended with the run
+            loop.call_soon_threadsafe(heard.put_nowait, (first + number, words))
+
+    return hear
+
+
+async def _write(request: web.Request, response: web.StreamResponse, events: Iterable[Part]) -> None:
+    if not response.prepared:
+        await response.prepare(request)
+    for name, value in events:
+        text = value if isinstance(value, str) else json.dumps(value)
+        await response.write(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n".encode())
 
 
 def _refuse_all(episode: _Episode) -> None:

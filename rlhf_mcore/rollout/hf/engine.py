@@ -90,6 +90,17 @@ class HFEngine(LiveEngine):
             drawn |= {request.request_id: len(tokens) for request, tokens, finished in running if not finished}
         return drawn
 
+    def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
+        """See :class:`Engine`."""
+        if self._batch is None:
+            return {}
+        rows = zip(self._batch.requests, self._batch.drawn, self._batch.finished, strict=True)
+        return {
+            request.request_id: [token for token, _ in drawn]
+            for request, drawn, finished in rows
+            if not finished and request.request_id in request_ids
+        }
+
     def commit_load(self, version: int) -> None:
         """Declare the weights whole: a load has ended."""
         super().commit_load(version)

@@ -182,6 +182,7 @@ class EngineHost:
         self._receiver = order.receiver(self._engine)
         if self._is_lead and order.episodes is not None:
             self._episodes = order.episodes()
+            self._episodes.watch(engine.drawn)
 
     # ------------------------------------------------------------------------------------------ generation
     def submit(self, requests: Sequence[Request], afresh: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -224,6 +224,12 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             return {}
         states = self._scheduler.requests
         return {request_id: states[each.handle].num_output_tokens for request_id, each in self._in_flight.items()}
+
+    def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
+        """See :class:`Engine`."""
+        states = self._scheduler.requests
+        known = [request_id for request_id in request_ids if request_id in self._in_flight]
+        return {known_id: states[self._in_flight[known_id].handle].output_token_ids for known_id in known}
 
     @property
     def _scheduler(self) -> Any:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -101,7 +102,8 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
     def run(says: Any, play: Any, n: int = 1, new: int = 40, fails: bool = True, **limits: Any) -> list[Trajectory]:
         first = limits.pop("first", 0)
         turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
-        engine = run.engine = Scripted(tokenizer, turns)  # type: ignore[attr-defined]
+        make = limits.pop("make", lambda turns: Scripted(tokenizer, turns))
+        engine = run.engine = make(turns)  # type: ignore[attr-defined]
         branches, total = limits.pop("branches", "all"), limits.pop("max_total", 400)
         rules = AgentRules(EpisodeLimits(**{"max_turns": 8, **limits}), total, fails=fails, branches=branches)
         sessions: Any = Clients(play)
@@ -270,6 +272,90 @@ def test_openai_responses_with_a_tool(run: Any, tokenizer: PreTrainedTokenizerBa
 
     [whole] = run(['call:add:{ "a":1}', "done"], play)
     assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
+
+
+class Slow(Scripted):
+    """Draws a letter of all requests at a time. ``stands``: at so many letters it waits until ``go`` is set."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, says: Any, stands: int) -> None:
+        super().__init__(tokenizer, says)
+        self.go, self.stands, self.now = Event(), stands, dict[int, list[int]]()
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        for request in self._in_flight:
+            had = self.now.setdefault(request.request_id, [])
+            whole = self._tokenizer(self._says(self._tokenizer.decode(request.prompt_ids), 0) + "<end>")["input_ids"]
+            if had == whole:
+                self._in_flight = [request, *(other for other in self._in_flight if other is not request)]
+                return super().collect(timeout_s)
+            if len(had) < self.stands or self.go.is_set():
+                had.append(whole[len(had)])
+        time.sleep(0.002)
+        return []
+
+    def drawn(self, request_ids: Any) -> dict[int, list[int]]:
+        return {number: self.now[number] for number in request_ids if number in self.now}
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "messages", "responses"])
+def test_words_of_a_stream_come_while_they_are_drawn(run: Any, tokenizer: PreTrainedTokenizerBase, api: str) -> None:
+    said = "a long answer in many words"
+
+    def ask(base_url: str, api_key: str) -> Iterator[str]:
+        client = chat(base_url, api_key)
+        if api == "chat":
+            for chunk in client.chat.completions.create(model="m", messages=HI, stream=True):
+                yield chunk.choices[0].delta.content or ""
+        elif api == "completions":
+            for text in client.completions.create(model="m", prompt="<user>q<end>", stream=True):
+                yield text.choices[0].text
+        elif api == "responses":
+            with client.responses.stream(model="m", input="q") as events:
+                yield from (event.delta for event in events if event.type == "response.output_text.delta")
+                assert events.get_final_response().output_text == said
+        else:
+            other = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0, timeout=20)
+            with other.messages.stream(model="m", max_tokens=40, messages=HI) as stream:
+                yield from stream.text_stream
+                assert stream.get_final_message().content[0].text == said
+                assert stream.get_final_message().usage.output_tokens == len(said) + 1
+
+    def play(base_url: str, api_key: str) -> float:
+        words, parts = ask(base_url, api_key), [""]
+        while len("".join(parts)) < 10:  # while the engine stands
+            parts.append(next(words))
+        assert "".join(parts) == said[:10] and not run.engine.go.is_set()
+        run.engine.go.set()
+        assert "".join([*parts, *words]) == said
+        return 1
+
+    [whole] = run(lambda text, seed: said, play, make=lambda says: Slow(tokenizer, says, 10))
+    assert sampled(whole, tokenizer) == [said + "<end>"] and whole.sequences == ()
+
+
+def test_a_stream_has_nothing_that_is_cut_at_its_end(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        client, texts = chat(base_url, api_key), ["", ""]
+        for chunk in client.chat.completions.create(model="m", messages=HI, stream=True, stop=["STOP", "o b"], n=2):
+            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert texts == ["no ST", "no ST"]
+        return 1
+
+    run(lambda text, seed: "no STo bSTOP", play, make=lambda says: Slow(tokenizer, says, 99))
+
+
+def test_a_client_that_leaves_a_stream_is_not_learned_from(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        client = chat(base_url, api_key)
+        with client.chat.completions.create(model="m", messages=HI, stream=True) as stream:
+            assert next(iter(stream)).choices[0].delta.role == "assistant"
+        time.sleep(0.2)
+        run.engine.go.set()
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "r"}])
+        return 1
+
+    [whole] = run(lambda text, seed: "a long answer", play, make=lambda says: Slow(tokenizer, says, 5))
+    assert whole.sequences == () and "<user>r" in tokenizer.decode(whole.token_ids)
 
 
 @pytest.mark.parametrize("first", [0, -7])  # ids of evaluations are below 0
