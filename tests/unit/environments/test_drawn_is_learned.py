@@ -1,0 +1,177 @@
+"""What an engine draws for an agent is what is learned: with a real engine, whatever the agent does and whenever weights change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen2Config
+
+from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.data.token_fields import token_versions
+from rlhf_mcore.environments.agents.calls import Call, Refused, Said
+from rlhf_mcore.environments.agents.conversation import Asked, Conversation
+from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
+from rlhf_mcore.environments.episodes import EpisodeLimits
+from rlhf_mcore.environments.generator import TURNS
+from rlhf_mcore.environments.sessions import Answer
+from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.rollout.hf.engine import HFEngine
+from rlhf_mcore.trainer.rollouts import episode_request
+from rlhf_mcore.types import Prompt, Sampling, Trajectory
+
+PROMPT = Prompt("p", 0, [1, 2], "prompt", messages=[])
+VERSIONS = 4
+
+
+class Desk:
+    """In the place of an endpoint and of sessions: calls are put here, and the one episode ends when it is told to."""
+
+    name, url, wake, num_calls = "agent", "", 0, 1
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.answers: list[tuple[int, Answer]] = []
+
+    def open(self, key: int, *row: Any) -> str:
+        self.answers += [(key, Answer())] if row else []
+        return "key"
+
+    def step(self, key: int, action: Any) -> None: ...
+
+    def close(self, key: int) -> None: ...
+
+    def poll(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+        found, self.answers = self.answers, []
+        return found
+
+    def take(self) -> list[Call]:
+        found, self.calls = self.calls, []
+        return found
+
+
+class Episode:
+    """One episode with an engine, move by move. ``heard``: tokens and logprobs of the answers, since the agent last began."""
+
+    def __init__(self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, weights: list[Any]) -> None:
+        self.engine, self.weights, self.desk = engine, weights, Desk()
+        rules = AgentRules(EpisodeLimits(max_turns=60), max_total=200)
+        desk: Any = self.desk
+        self.driver = AgentEpisodes(desk, desk, Conversation(tokenizer), rules)
+        self.driver.begin([episode_request(0, PROMPT, 0, Sampling(max_new_tokens=6, seed=5), 3)])
+        self.histories: list[list[dict[str, Any]]] = [[user("q")]]
+        self.heard: list[tuple[str, float]] = []
+        self.drawn: dict[float, int] = {}  # every token of the engine, by its logprob
+        engine.cancel(list(range(TURNS, 99 * TURNS, TURNS)))  # what an example that has failed has left
+        self.publish(0)
+
+    def publish(self, version: int) -> None:
+        self.engine.load_weights(self.weights[version].items(), version=version)
+
+    def ask(self, history: list[dict[str, Any]], **how: Any) -> Call:
+        def answer(given: list[Said] | Refused) -> None:
+            for said in given if isinstance(given, list) else ():
+                self.heard += said.tokens
+                self.histories.append([*history, dict(said.message), user("next")])
+
+        self.desk.calls.append(call := Call(0, Asked(history), answer, **how))
+        return call
+
+    def begin_again(self) -> None:
+        self.step()  # calls before it are taken before it
+        self.desk.calls.append(Call(0, None, lambda _: None))
+        self.step()
+        self.heard = []
+
+    def step(self) -> list[Trajectory]:
+        requests = self.driver.due(self.engine.num_in_flight > 0, 0.0)
+        self.engine.submit(requests or [])
+        finished = self.engine.step() if self.engine.num_in_flight else []
+        for each in finished:
+            self.drawn |= dict(zip(each.logprobs.tolist(), each.token_ids.tolist(), strict=True))
+        return [each.trajectory for each in self.driver.take(finished) if each.trajectory is not None]
+
+    def end(self) -> Trajectory:
+        while self.engine.num_in_flight or self.desk.calls:
+            self.step()
+        self.desk.answers.append((0, Answer(reward=1.0, done=True)))
+        [whole] = self.step()
+        return whole
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> tuple[HFEngine, Any, list[Any]]:
+    """An engine, the same model for recomputing, and its weights by version: from one to the next all probabilities differ."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=128, initializer_range=0.3, tie_word_embeddings=False, **shape)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    weights = []
+    for seed in range(VERSIONS):
+        torch.manual_seed(seed)
+        weights.append({k: v.clone() for k, v in AutoModelForCausalLM.from_config(config).state_dict().items()})
+    rollout = RolloutConfig(engine="hf", at_publish="resubmit", max_num_seqs=8)
+    engine = HFEngine(rollout, EngineModel(str(folder), str(folder), "fp32", 256, 0))
+    return engine, AutoModelForCausalLM.from_config(config).eval(), weights
+
+
+MOVES = ["ask", "ask", "two", "stop", "step", "step", "step", "publish", "edit", "drop", "fork", "leave", "again"]
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_happens_what_is_learned_was_drawn_in_its_place_by_its_version(
+    made: tuple[HFEngine, Any, list[Any]], tokenizer: PreTrainedTokenizerBase, data: st.DataObject
+) -> None:
+    engine, model, weights = made
+    episode, version, waiting = Episode(engine, tokenizer, weights), 0, list[Call]()
+    waiting.append(episode.ask(episode.histories[0]))
+    for move in data.draw(st.lists(st.sampled_from(MOVES), min_size=8, max_size=40)):
+        history = episode.histories[data.draw(st.integers(0, len(episode.histories) - 1))]
+        if move in ("ask", "two", "stop"):
+            how = {"two": {"n": 2}, "stop": {"stop": ("a", "1"), "max_tokens": 4}}.get(move, {})
+            waiting.append(episode.ask(list(history), **how))
+        elif move == "step":
+            episode.step()
+        elif move == "publish" and version + 1 < VERSIONS:
+            version += 1
+            episode.publish(version)
+        elif move == "edit":
+            place = data.draw(st.integers(0, len(history) - 1))
+            episode.histories.append([*history[:place], {**history[place], "content": "other"}])
+        elif move == "drop" and len(history) > 1:
+            episode.histories.append(history[1:])
+        elif move == "fork":
+            episode.histories.append([*history, user("fork")])
+        elif move == "leave":
+            waiting[-1].gone = True
+        elif move == "again" and data.draw(st.integers(0, 3)) == 0:
+            episode.begin_again()
+    episode.ask([user("last")])  # an episode needs a turn
+    whole = episode.end()
+
+    learned, logprobs = whole.loss_mask, whole.logprobs
+    assert sorted(logprobs[learned].tolist()) == sorted(logprob for _, logprob in episode.heard)  # each once, and no other
+    assert whole.token_ids[learned].tolist() == [episode.drawn[value] for value in logprobs[learned].tolist()]
+    versions = token_versions([whole]).numpy()
+    start = 0
+    for size in whole.sequences or (len(whole.token_ids),):
+        own = slice(start, start := start + size)
+        ids, mask = torch.from_numpy(whole.token_ids[own].astype(np.int64)), learned[own]
+        for drawn_by in set(versions[own][mask].tolist()):
+            model.load_state_dict(weights[drawn_by])
+            with torch.no_grad():
+                all_logprobs = model(ids[None]).logits[0].log_softmax(-1)
+            recomputed = all_logprobs[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
+            its = np.flatnonzero(mask & (versions[own] == drawn_by))
+            np.testing.assert_allclose(recomputed[its - 1], logprobs[own][its], atol=1e-5)
