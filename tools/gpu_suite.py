@@ -156,10 +156,7 @@ def host_syncs(device: str, folder: Path) -> Table:
         return [row("host syncs of an update", "skipped: a CPU has none")]
     model, microbatches, _ = _sized(device, folder)
     model.add_optimizer(_optimizer())
-
-    def loss(outputs: torch.Tensor, microbatch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return -model.logprobs_and_entropy(outputs, microbatch, 1.0, with_entropy=False)[0].mean(), {}
-
+    loss = _mean_logprob(model, len(microbatches))
     model.forward_backward(microbatches, loss)  # kernels are chosen and memory is allocated
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -238,11 +235,7 @@ def mfu(device: str, folder: Path) -> Table:
     model, microbatches, geometry = _sized(device, folder)
     tokens = sum(sum(microbatch.lengths) for microbatch in microbatches)
     model.add_optimizer(_optimizer())
-
-    def loss(outputs: torch.Tensor, microbatch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return -model.logprobs_and_entropy(outputs, microbatch, 1.0, with_entropy=False)[0].mean() / len(
-            microbatches
-        ), {}
+    loss = _mean_logprob(model, len(microbatches))
 
     def step() -> None:
         model.forward_backward(microbatches, loss)
@@ -284,6 +277,8 @@ def offload(device: str, folder: Path) -> Table:
 
     model, microbatches, _ = _sized(device, folder)
     model.add_optimizer(_optimizer())
+    model.forward_backward(microbatches, _mean_logprob(model, len(microbatches)))
+    model.step(1e-6)  # torch's Adam allocates its moments with the first one
     before = {p.name: p.tensor.flatten()[:7].clone() for p in model.local_parameters()}
     allocated = torch.cuda.memory_allocated if device == "cuda" else lambda: 0
     held = allocated()
@@ -553,6 +548,15 @@ def _sized(device: str, folder: Path) -> Any:
     tokens = torch.randint(0, config.vocab_size, (length * count,), dtype=torch.int32)
     held = RowTokens(list(range(count)), [length] * count, {"token_ids": tokens})
     return model, make_microbatches(held, max_tokens=budget, packing=True), spec.geometry
+
+
+def _mean_logprob(model: Any, count: int) -> Callable[[Any, Any], Any]:
+    """Return the loss of one of ``count`` microbatches: minus the mean logprob of its tokens."""
+
+    def loss(outputs: Any, microbatch: Any) -> tuple[Any, dict[str, Any]]:
+        return -model.logprobs_and_entropy(outputs, microbatch, 1.0, with_entropy=False)[0].mean() / count, {}
+
+    return loss
 
 
 def _timed(step: Callable[[], None], synchronize: Callable[[], None], rounds: int = 3) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from packaging.version import Version
 
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 
@@ -52,13 +56,23 @@ def _varlen_attention(config: TransformerConfig) -> Any:
     fits = size % 8 == 0 and (size <= 192 or 224 < size <= 256)
     if not fits or config.multi_latent_attention or config.softmax_type != "vanilla":
         return None
-    takes = {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-    return varlen_attn if takes and torch.backends.cuda.is_flash_attention_available() else None
+    parameters = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= parameters.keys() or not torch.backends.cuda.is_flash_attention_available():
+        return None
+    return varlen_attn if "enable_gqa" in parameters else partial(_varlen_with_all_heads, varlen_attn)
+
+
+def _varlen_with_all_heads(varlen: Callable[..., Any], q: Any, k: Any, v: Any, *borders: Any, **options: Any) -> Any:
+    """Attend by torch 2.11, which wants a head of keys and values [N, heads, d] for each of the queries: shared ones are repeated."""
+    shared = q.size(1) // k.size(1)
+    if options.pop("enable_gqa"):
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    return varlen(q, k, v, *borders, **options)
 
 
 def _delta_kernels(key_dim: int) -> DeltaKernels | None:
     """Return those of flash-linear-attention, 0.4.2 or later; None where it is not installed, or has none for heads of this size."""
-    if key_dim > 256:
+    if key_dim > 256 or not _are_gradients_right():
         return None
     try:
         from fla.modules.convolution import causal_conv1d
@@ -70,3 +84,14 @@ def _delta_kernels(key_dim: int) -> DeltaKernels | None:
     from rlhf_mcore.mcore.delta_net import DeltaKernels
 
     return DeltaKernels(causal_conv1d, chunk_gated_delta_rule)
+
+
+def _are_gradients_right() -> bool:
+    """Return whether Triton compiles the recurrence's backward pass rightly for this GPU.
+
+    From 3.4 to 3.7.0 it does not on Hopper (flash-linear-attention's issue 640). Releases from 0.6 on refuse it, and take tilelang's
+    kernels where that is installed; earlier ones return wrong gradients.
+    """
+    if torch.cuda.get_device_capability()[0] != 9 or find_spec("tilelang") is not None:
+        return True
+    return find_spec("triton") is None or not Version("3.4.0") <= Version(version("triton")) < Version("3.7.1")

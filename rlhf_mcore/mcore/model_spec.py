@@ -304,7 +304,7 @@ def _switches(fused: bool, deterministic: bool, has_fused_activation: bool, on_h
         deterministic_mode=deterministic,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=(fused or on_host) and has_fused_activation,
+        bias_activation_fusion=has_fused_activation,
         persist_layer_norm=fused,
         attention_softmax_in_fp32=True,
     )

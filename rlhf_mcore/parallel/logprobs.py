@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,15 @@ def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | N
     return logits if low is None or rows is None else logits.addmm_(low, rows.t())
 
 
+def _fused(hidden: Tensor, subsets: Subsets | None) -> ModuleType | None:
+    """Return the module of kernels that compute the softmax on a GPU; None where plain torch does, also where sums need one order."""
+    if not hidden.is_cuda or subsets is not None or torch.are_deterministic_algorithms_enabled():
+        return None
+    from rlhf_mcore.parallel import fused_softmax
+
+    return fused_softmax if fused_softmax.can_compile() else None
+
+
 class _SumGradient(torch.autograd.Function):
     """The identity, whose gradient is summed over a group."""
 
@@ -139,6 +149,14 @@ class _KeptLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.subsets, ctx.main_grad = columns, subsets, main_grad
+        ctx.fused = _fused(hidden, subsets)
+        if ctx.fused is not None:
+            ctx.chunk, logits = max(len(hidden), 1), _logits(hidden, weight, low, rows)
+            results, sums = _forward(
+                lambda a, b: logits, labels, ctx.chunk, columns, with_entropy, None, of_chunk=ctx.fused.forward_chunk
+            )
+            ctx.save_for_backward(hidden, weight, low, rows, labels, logits, *sums)
+            return results
         z = _logits(hidden, weight, low, rows).float()
         # On a CPU as many tokens as its cache holds, unless that would need more messages.
         in_cache = not z.is_cuda and columns.group.size() == 1
@@ -153,20 +171,30 @@ class _KeptLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # torch refuses a second backward pass, since z has changed.
-        hidden, weight, low, rows, labels, z, _, *sums = ctx.saved_tensors
-        for a, b in _chunks(len(hidden), ctx.chunk):
-            # The peak is subtracted already.
-            of_chunk = [None, *_slice(sums, a, b)]
-            within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
-            of_logits = _compute_gradient(z[a:b], labels[a:b], of_chunk, _slice(grads, a, b), ctx.columns, within)
-            if of_logits.data_ptr() != z[a:b].data_ptr():
-                z[a:b] = of_logits
-        grad, total, of_rows = z.to(weight.dtype), _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
+        hidden, weight, low, rows, labels, z, *sums = ctx.saved_tensors
+        if ctx.fused is not None:
+            grad = ctx.fused.compute_gradient(z, labels, sums, grads, ctx.columns)
+        else:
+            grad = _KeptLinear._gradient_in_place(ctx, z, labels, sums, grads).to(weight.dtype)
+        total, of_rows = _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
         total.add(grad, hidden)
         of_rows.add(grad, low)
         of_low = None if low is None else grad @ rows
         return grad @ weight, total.rest(), of_low, of_rows.rest(), *[None] * 5
+
+    @staticmethod
+    def _gradient_in_place(
+        ctx: Any, z: Tensor, labels: Tensor, sums: list[Tensor | None], grads: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Overwrite logits relative to the largest by their gradient. So torch refuses a second backward pass."""
+        for a, b in _chunks(len(labels), ctx.chunk):
+            # The peak is subtracted already.
+            of_chunk = [None, *_slice(sums[1:], a, b)]
+            within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
+            of_logits = _compute_gradient(z[a:b], labels[a:b], of_chunk, _slice(grads, a, b), ctx.columns, within)
+            if of_logits.data_ptr() != z[a:b].data_ptr():
+                z[a:b] = of_logits
+        return z
 
 
 class _ChunkedLinear(torch.autograd.Function):
@@ -188,11 +216,14 @@ class _ChunkedLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.chunk, ctx.subsets, ctx.main_grad = columns, chunk, subsets, main_grad
+        ctx.fused = _fused(hidden, subsets)
 
-        def scaled(a: int, b: int) -> Tensor:
-            return ctx.columns.scaled(_logits(hidden[a:b], weight, None if low is None else low[a:b], rows))
+        def logits(a: int, b: int) -> Tensor:
+            plain = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
+            return plain if ctx.fused is not None else columns.scaled(plain)
 
-        results, sums = _forward(scaled, labels, chunk, columns, with_entropy, subsets)
+        of_chunk = None if ctx.fused is None else ctx.fused.forward_chunk
+        results, sums = _forward(logits, labels, chunk, columns, with_entropy, subsets, of_chunk=of_chunk)
         ctx.save_for_backward(hidden, weight, low, rows, labels, *sums)
         return results
 
@@ -202,10 +233,13 @@ class _ChunkedLinear(torch.autograd.Function):
         out, total, of_rows = torch.empty_like(hidden), _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
         of_low = None if low is None else torch.empty_like(low)
         for a, b in _chunks(len(hidden), ctx.chunk):
-            z = ctx.columns.scaled(_logits(hidden[a:b], weight, None if low is None else low[a:b], rows))
-            within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
-            of_logits = _compute_gradient(z, labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns, within)
-            grad = of_logits.to(weight.dtype)
+            z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
+            of_chunk = labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns
+            if ctx.fused is not None:
+                grad = ctx.fused.compute_gradient(z, *of_chunk)
+            else:
+                within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
+                grad = _compute_gradient(ctx.columns.scaled(z), *of_chunk, within).to(weight.dtype)
             torch.mm(grad, weight, out=out[a:b])
             total.add(grad, hidden[a:b])
             if of_low is not None:
@@ -328,22 +362,20 @@ def _forward(
     subsets: Subsets | None,
     *,
     keeps: bool = False,
+    of_chunk: Callable[[Tensor, Tensor, _Columns, bool], list[Tensor]] | None = None,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], list[Tensor | None]]:
     """Compute logprobs, entropy and log mass, and the values of each token that the backward pass needs.
 
-    ``scaled``: (first token, end) -> scaled logits, which are overwritten: with ``keeps`` by those relative to the largest.
+    ``scaled``: (first token, end) -> scaled logits, which are overwritten: with ``keeps`` by those relative to the largest; with
+    ``of_chunk``, which then computes the sums of a chunk, logits as they are.
     """
-    parts = [
-        _forward_chunk(
-            scaled(a, b),
-            labels[a:b],
-            columns,
-            with_entropy,
-            None if subsets is None else subsets.of_tokens(a, b),
-            keeps,
-        )
-        for a, b in _chunks(len(labels), chunk)
-    ]
+    parts = []
+    for a, b in _chunks(len(labels), chunk):
+        if of_chunk is not None:
+            parts.append(of_chunk(scaled(a, b), labels[a:b], columns, with_entropy))
+            continue
+        within = None if subsets is None else subsets.of_tokens(a, b)
+        parts.append(_forward_chunk(scaled(a, b), labels[a:b], columns, with_entropy, within, keeps))
     target, log_sum, peak, *others = (torch.cat(column) for column in zip(*parts, strict=True))
     entropy = log_sum - others.pop(0) if with_entropy else None
     log_mass = None if subsets is None else torch.where(subsets.is_cut, others.pop() - log_sum, 0.0)

@@ -84,7 +84,8 @@ def _start(worker: str, num_ranks: int, output: IO[str], *arguments: str) -> sub
     options = [*local_rendezvous(), *local_logs(None, num_ranks)]
     command = torchrun_command(options, num_ranks, [f"tests.{worker}", *arguments], forked.MODULE)
     command[1:1] = ["-W", "ignore"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
     environment[nccl_rules.VARIABLE] = tempfile.mkdtemp(dir=Path(output.name).parent)
     return subprocess.Popen(
         command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True

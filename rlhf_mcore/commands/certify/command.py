@@ -182,7 +182,7 @@ def _measure_family(family: str, folder: Path, ranks: int, on_cuda: bool, *, qui
 
 def _layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
     """List the layouts that a run of this family may have: name -> overrides. Returns also why it does not use vLLM, or ""."""
-    from rlhf_mcore.cli.preflight import check_engine
+    from rlhf_mcore.cli.preflight import check_engine, check_packages
     from rlhf_mcore.config.derive import resolve
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.validate import validate
@@ -190,6 +190,7 @@ def _layouts(config: Path, ranks: int) -> tuple[dict[str, list[str]], str]:
     engine, note = [f"rollout.layout.tp={2 if ranks >= 4 else 1}"], ""
     cfg = resolve(load_config(config, engine))
     try:
+        check_packages(cfg)
         check_engine(cfg)
     except ConfigError as error:
         engine, note = ["rollout.engine=hf"], str(error).replace(f"model.path={cfg.model.path}", "it")

@@ -41,10 +41,10 @@ class Use:
 
 
 def check_all(root: Path = ROOT, libraries: tuple[str, ...] = LIBRARIES) -> list[Use]:
-    """Find every use in the modules below ``root``, and look each up. The libraries are imported."""
+    """Find every use in the modules below ``root``, and look each up. Libraries that are installed are imported, others left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are not installed, and of what others deprecate
-        return sorted(_check_all(root, libraries))
+        return sorted(_check_all(root, tuple(name for name in libraries if find_spec(name))))
 
 
 def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
@@ -76,8 +76,9 @@ def _check_all(root: Path, libraries: tuple[str, ...]) -> Collection[Use]:
 def as_text(uses: list[Use]) -> str:
     """Write a line for each name that is not there, and a count of all."""
     gone = [f"{use.name} ({use.where}): {use.problem}" for use in uses if use.problem]
+    absent = [f"{name} is not installed: its names are not looked up" for name in LIBRARIES if not find_spec(name)]
     return "\n".join(
-        [*gone, f"{len(uses)} names that we use: {f'{len(gone)} are not there' if gone else 'all are there'}"]
+        [*absent, *gone, f"{len(uses)} names that we use: {f'{len(gone)} are not there' if gone else 'all are there'}"]
     )
 
 

@@ -9,7 +9,7 @@ _CLOCKS = "synchronise the clocks (chrony or ntpd)"
 
 TROUBLES = {
     # versions and kernels
-    "missing package": ("runs stop on import", _REINSTALL),
+    "missing package": ("what needs it stops when it is imported", _REINSTALL),
     "other version": ("not tested together: runs may stop, or differ without an error", _REINSTALL),
     "no engine": ("rollout.engine=vllm cannot start; only the slow engine hf can", _REINSTALL),
     "untested transformer-engine": (

@@ -132,6 +132,12 @@ def test_layouts_are_those_that_a_run_may_have(family: str, ranks: int, expected
     assert (list(layouts), note) == (expected, "")
 
 
+def test_without_vllm_the_reference_engine_is_certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.find_spec", lambda name: None if name == "vllm" else name)
+    layouts, note = command._layouts(models.make_run("llama", tmp_path, on_cuda=True), 1)
+    assert layouts["tp1"][0] == "rollout.engine=hf" and "needs vllm, which is not installed" in note
+
+
 @pytest.mark.parametrize(("code", "ends"), [(129, True), (130, True), (143, True), (1, False), (137, False)])
 def test_a_signal_ends_the_certificate_and_a_failure_is_a_row(
     code: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,3 +203,4 @@ def test_names_that_a_library_has_no_more_are_found(library: Path) -> None:
         "alib: .wait_queue": "no source has this word",
     }
     assert names.as_text(names.check_all(library, ("alib",))).endswith("12 names that we use: 6 are not there")
+    assert names.check_all(library, ("a_library_that_is_not_installed",)) == []

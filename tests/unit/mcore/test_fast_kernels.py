@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.expected_kernels import expected_kernels
-from rlhf_mcore.mcore import delta_net
+from rlhf_mcore.mcore import delta_net, fast_kernels
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet, share_heads
@@ -91,6 +92,25 @@ def test_the_stand_in_has_the_signature_of_torch() -> None:
     assert [(p.name, p.kind, p.default) for p in theirs] == [(p.name, p.kind, p.default) for p in ours]
 
 
+def varlen_of_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """That of torch 2.11, which has no ``enable_gqa``."""
+    assert query.size(1) == key.size(1)
+    borders = cu_seq_q, cu_seq_k, max_q, max_k
+    return varlen(query, key, value, *borders, return_aux=return_aux, scale=scale, window_size=window_size)
+
+
 def attention_config(**changes: Any) -> Any:
     settings: dict[str, Any] = dict(
         params_dtype=torch.bfloat16,
@@ -126,7 +146,7 @@ def test_one_kernel_is_the_loop_over_sequences_in_value_and_gradient(
     order = order_of_ranks(SIZES, cp) if cp > 1 else None
     own = local_places(SIZES, rank, cp) if cp > 1 else torch.arange(sum(SIZES))
     results = []
-    for kernel in (None, varlen):
+    for kernel in (None, varlen, partial(fast_kernels._varlen_with_all_heads, varlen_of_2_11)):
         torch.manual_seed(0)
         inputs = [torch.randn(sum(SIZES), n, 8, dtype=torch.float64) for n in (heads, groups, groups)]
         inputs[0] = inputs[0][own]
@@ -145,8 +165,9 @@ def test_one_kernel_is_the_loop_over_sequences_in_value_and_gradient(
         out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out))
         results.append([out.detach(), *(x.grad for x in inputs)])
         assert core(*inputs, None, packed_seq_params=described).equal(out)  # a second layer
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for expected, *values in zip(*results, strict=True):
+        for value in values:
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_chunks_see() -> None:
@@ -205,6 +226,29 @@ def test_an_older_gpu_or_torch_keeps_the_loop(monkeypatch: pytest.MonkeyPatch) -
             assert core.varlen is None
     use_fast_kernels([core], config)
     assert core.varlen is varlen_attn
+    monkeypatch.setattr(sys.modules["torch.nn.attention.varlen"], "varlen_attn", varlen_of_2_11)
+    use_fast_kernels([core], config)
+    assert isinstance(core.varlen, partial) and core.varlen.args == (varlen_of_2_11,)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "has_tilelang", "right"),
+    [
+        ((9, 0), "3.6.0", False, False),
+        ((9, 0), "3.6.0", True, True),
+        ((9, 0), "3.3.1", False, True),
+        ((9, 0), "3.7.1", False, True),
+        ((8, 0), "3.6.0", False, True),
+        ((10, 0), "3.6.0", False, True),
+    ],
+)
+def test_wrong_gradients_of_the_recurrence_are_not_taken(
+    capability: tuple[int, int], triton: str, has_tilelang: bool, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(fast_kernels, "version", {"triton": triton}.__getitem__)
+    monkeypatch.setattr(fast_kernels, "find_spec", lambda name: name if name == "triton" or has_tilelang else None)
+    assert fast_kernels._are_gradients_right() is right
 
 
 class Attention(torch.autograd.Function):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlhf_mcore.parallel import fused_softmax
 from rlhf_mcore.parallel import logprobs as module
 from rlhf_mcore.parallel.logprobs import linear_logprobs
 from tests.logits import given_logprobs
@@ -20,6 +21,14 @@ from tests.unit.parallel.world import Meeting, ThreadGroup, all_reduce, run_rank
 
 ALONE = ThreadGroup(Meeting(1), 0)
 VOCAB, PADDED = 11, 16
+
+
+@pytest.fixture(params=["torch", "fused"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch's operations, and those that a GPU has one kernel for, here one by one."""
+    if request.param == "fused":
+        monkeypatch.setattr(fused_softmax, "_compiled", lambda function: function)
+        monkeypatch.setattr(module, "_fused", lambda hidden, subsets: None if subsets is not None else fused_softmax)
 
 
 def plain(logits: Tensor, labels: Tensor, vocab_size: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -56,6 +65,7 @@ def gradient(
     return leaf.grad
 
 
+@pytest.mark.usefixtures("kernels")
 def test_by_hand() -> None:
     # Logits 0 and ln 3: probabilities 1/4 and 3/4; at temperature 1/2 they are 1/10 and 9/10.
     logits = torch.tensor([[0.0, math.log(3.0)], [math.log(3.0), 0.0]])
@@ -67,6 +77,7 @@ def test_by_hand() -> None:
     assert entropy.tolist() == pytest.approx([0.3250829733914482] * 2, abs=1e-6)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
 @pytest.mark.parametrize("width", [VOCAB, PADDED])
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.8, -0.3)], ids=["logprobs", "entropy", "both"])
@@ -103,6 +114,7 @@ def test_gradients_equal_finite_differences_of_the_forward_pass() -> None:
             assert float(leaf.grad[token, column]) == pytest.approx(slope, abs=2e-3)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_padding_gets_no_probability_and_no_gradient_whatever_it_holds() -> None:
     logits, labels = sample(5)
     clean = ours(logits, labels)
@@ -118,6 +130,7 @@ def test_padding_gets_no_probability_and_no_gradient_whatever_it_holds() -> None
             assert torch.equal(found, same)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_certain_and_impossible_tokens_stay_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [1e4, -1e4, 0.0]])
     leaf = logits.clone().requires_grad_()
@@ -127,6 +140,7 @@ def test_certain_and_impossible_tokens_stay_finite() -> None:
     assert leaf.grad is not None and leaf.grad.tolist() == [[0.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("offset", [0.0, 2.0**12, -(2.0**16)])
 def test_an_offset_of_all_logits_costs_no_digits(offset: float) -> None:
     logits, labels = sample(2, 9, width=VOCAB)
@@ -184,6 +198,7 @@ def output_layer(tokens: int, vocab_size: int, width: int) -> tuple[Tensor, Tens
     return hidden, weight, torch.randint(0, vocab_size, (tokens,), generator=generator)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.8, -0.3)], ids=["logprobs", "both"])
 @pytest.mark.parametrize("chunk", [None, 3, 7])  # all at once, with a rest, exactly
 @pytest.mark.parametrize(("size", "vocab_size"), [(1, 11), (2, 11), (4, 5)])  # 5: the last rank has nothing but padding
@@ -229,6 +244,7 @@ def test_an_output_layer_in_chunks_is_that_of_the_definition(
     torch.testing.assert_close(torch.cat([values[2] for values in found]).double(), w.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_logits_with_a_product_added(chunk: int | None, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +317,7 @@ def test_only_a_chunk_of_logits_is_there_at_a_time(chunk: int, rows: int) -> Non
     assert (max(kept) == 64 * 500) == (chunk == 64), "logits that fit stay for the backward pass"
 
 
+@pytest.mark.usefixtures("kernels")
 def test_no_token_at_all_gives_zero_gradients() -> None:
     hidden, weight, labels = output_layer(0, VOCAB, PADDED)
     hidden.requires_grad_()
@@ -310,6 +327,7 @@ def test_no_token_at_all_gives_zero_gradients() -> None:
     assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("has_main_grad", [False, True])
 @pytest.mark.parametrize("chunk", [1, 1024], ids=["chunks", "whole"])
 def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(chunk: int, has_main_grad: bool) -> None:
@@ -354,6 +372,7 @@ def test_the_sum_over_chunks_is_one_product_of_cuda_without_a_copy() -> None:
     assert ops == [[((7, 3), torch.float32), ((7, 5), torch.bfloat16), ((5, 3), torch.bfloat16)]]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_hidden_states_and_weight_are_not_modified(dtype: torch.dtype, temperature: float) -> None:
@@ -374,6 +393,7 @@ def test_hidden_states_and_weight_are_not_modified(dtype: torch.dtype, temperatu
         assert all(torch.equal(leaf, value) for leaf, value in zip(leaves, before, strict=True))
 
 
+@pytest.mark.usefixtures("kernels")
 def test_bf16_logits_are_widened_first() -> None:
     logits, labels = sample(20)
     logits = logits.bfloat16()
@@ -385,6 +405,7 @@ def test_bf16_logits_are_widened_first() -> None:
     torch.testing.assert_close(found.double(), reference, rtol=2**-8, atol=1e-6)  # rounded once, to bf16
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("vocab_size", [16, 11, 5])  # 5: the last rank of four holds nothing but padding
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_equal_the_whole(size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""Compute sums and gradients over a chunk of logits on CUDA, by kernels that read the logits once or twice and write what is wanted.
+
+Plain torch would write the logits in fp32, relative to their largest, as exponentials and as products. torch.compile makes one kernel
+of each function here; called as they are, the functions compute the same on any device.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rlhf_mcore.parallel.logprobs import _Columns
+
+
+@cache
+def can_compile() -> bool:
+    """Return whether torch can make kernels for a GPU here: that takes Triton, and a C compiler for what starts its kernels."""
+    return find_spec("triton") is not None and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # The numbers of tokens and columns are arguments of the kernel: one is made for all chunks.
+    return torch.compile(function, dynamic=True)
+
+
+def forward_chunk(logits: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool) -> list[Tensor]:
+    """Compute what ``_forward_chunk`` of ``logprobs.py`` does, from logits [n, V_local] of any type, which stay as they are."""
+    compute = _compiled(_sums_with_entropy if with_entropy else _sums)
+    peak, *sums = compute(columns.width, columns.temperature, logits)
+    if columns.is_shared(logits):
+        own = peak.clone()
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
+        # Sums relative to a rank's largest logit become sums relative to that of all ranks. Of padding alone they are zero.
+        offset = (own - peak).clamp_min(-1e30)
+        sums = [offset.exp() * x for x in (sums[0], *(s + sums[0] * offset for s in sums[1:]))]
+    places, here = columns.local(labels, logits.size(1))
+    target = logits.gather(1, places[:, None]).squeeze(1).float() / columns.temperature - peak
+    together = torch.stack([torch.where(here, target, 0.0), *sums])
+    if columns.is_shared(logits):
+        dist.all_reduce(together, group=columns.group)
+    return [together[0], together[1].log(), peak, *([together[2] / together[1]] if with_entropy else [])]
+
+
+def compute_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    sums: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    columns: _Columns,
+) -> Tensor:
+    """Compute the gradient [n, V_local] of logits in their type, rounded once, from the sums of ``forward_chunk``."""
+    grad_logprobs, grad_entropy, _ = grads
+    peak, log_sum, entropy, _ = sums
+    assert peak is not None and log_sum is not None
+    places, here = columns.local(labels, logits.size(1))
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(log_sum)
+    arguments = logits, peak, log_sum, torch.where(here, places, -1), grad_logprobs
+    if grad_entropy is not None:
+        arguments += (grad_entropy, entropy)  # type: ignore[assignment]
+    function = _gradient if grad_entropy is None else _gradient_with_entropy
+    gradient: Tensor = _compiled(function)(columns.width, columns.temperature, *arguments)
+    return gradient
+
+
+def _scaled(logits: Tensor, width: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return scaled logits in fp32, of padding -inf, and the numbers of the columns."""
+    numbers = torch.arange(logits.size(1), device=logits.device)
+    return torch.where(numbers < width, logits.float() / temperature, -torch.inf), numbers
+
+
+def _sums(width: int, temperature: float, logits: Tensor) -> tuple[Tensor, Tensor]:
+    z, _ = _scaled(logits, width, temperature)
+    peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)  # finite where all columns are padding
+    return peak, (z - peak[:, None]).exp().sum(1)
+
+
+def _sums_with_entropy(width: int, temperature: float, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    z, _ = _scaled(logits, width, temperature)
+    peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)
+    relative = z - peak[:, None]
+    weights = relative.exp()
+    return peak, weights.sum(1), (weights * torch.where(weights > 0, relative, 0.0)).sum(1)
+
+
+def _gradient(
+    width: int, temperature: float, logits: Tensor, peak: Tensor, log_sum: Tensor, at_label: Tensor, of_logprobs: Tensor
+) -> Tensor:
+    z, numbers = _scaled(logits, width, temperature)
+    # In this order: an offset that all logits share costs no digits.
+    p = ((z - peak[:, None]) - log_sum[:, None]).exp()
+    grad = torch.where(numbers == at_label[:, None], of_logprobs[:, None], 0.0) - p * of_logprobs[:, None]
+    return (grad / temperature).to(logits.dtype)
+
+
+def _gradient_with_entropy(
+    width: int,
+    temperature: float,
+    logits: Tensor,
+    peak: Tensor,
+    log_sum: Tensor,
+    at_label: Tensor,
+    of_logprobs: Tensor,
+    of_entropy: Tensor,
+    entropy: Tensor,
+) -> Tensor:
+    z, numbers = _scaled(logits, width, temperature)
+    log_p = (z - peak[:, None]) - log_sum[:, None]
+    p = log_p.exp()
+    # Padding has p = 0 and log p = -inf, whose product must be 0.
+    surprise = torch.where(p > 0, log_p, 0.0) + entropy[:, None]
+    grad = torch.where(numbers == at_label[:, None], of_logprobs[:, None], 0.0)
+    grad = grad - p * (of_logprobs[:, None] + of_entropy[:, None] * surprise)
+    return (grad / temperature).to(logits.dtype)
