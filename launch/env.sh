@@ -16,6 +16,7 @@ export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-4}"                  # glibc gives 
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" # Megatron overlaps tensor-parallel traffic by the order of launches
 export CUDA_MODULE_LOADING="${CUDA_MODULE_LOADING:-LAZY}"         # kernels are loaded when used: seconds and hundreds of MB per rank
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF-${PYTORCH_ALLOC_CONF:-expandable_segments:True}}" # microbatches of many shapes leave no holes; vLLM's memory is allocated without
+export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-1}" # a rank compiles a few small kernels; torch would start up to 32 processes for each
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"                           # the reason of a failed link is printed, and nothing else
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}" # a rank whose peer is gone ends instead of waiting for ever
 export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}" # after a timeout it is known which rank did not come to which collective

@@ -24,7 +24,7 @@ _FIXED_SUMS = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("^NVLS,NVLSTree", "^NVLS", "Ring", "Tree"),
 }
-_ALIGNMENT = 16  # bytes: of any dtype  # bytes: of any dtype
+_ALIGNMENT = 16  # bytes: of any dtype
 
 
 class CudaPlatform(Platform):
@@ -55,6 +55,8 @@ class CudaPlatform(Platform):
                 f"{count} here, or fewer (torchrun's --nproc-per-node, --ranks-per-node or --gpus-per-node)"
             )
         torch.cuda.set_device(local_rank)
+        # A rank compiles a few small kernels; torch would start up to 32 processes of each rank for them.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
     def varying(self) -> str:
         for name, values in _FIXED_SUMS.items():
