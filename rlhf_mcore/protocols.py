@@ -22,13 +22,18 @@ ADAPTER_SLOTS = "adapter_slots"  # attribute of an engine's model that adds adap
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """One transfer of weights as a rank saw it. ``peak_bytes``: most buffer memory that was in use at a time."""
+    """One transfer of weights as a rank saw it.
+
+    ``peak_bytes``: most buffer memory that was in use at a time. ``whole_bytes``: what it would have sent if not only changes had
+    travelled; 0 where everything does.
+    """
 
     seconds: float
     received_bytes: int
     local_bytes: int
     peak_bytes: int
     sent_bytes: int = 0
+    whole_bytes: int = 0
 
 
 class SyncMismatch(RuntimeError):

@@ -68,7 +68,7 @@ def build_disaggregated(
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
     live = cfg.bridge.live_cpu_weights and engine_kind(rollout.engine).reads("bridge.live_cpu_weights")
-    side, copies, adapter = _side(cfg, actor.model, in_order)
+    side, copies, adapter = _side(cfg, actor.model, in_order or cfg.bridge.full_every is not None)
     remote = RemoteBridge(
         side,
         BridgeJob(
@@ -78,6 +78,7 @@ def build_disaggregated(
             cfg.bridge.digest_every,
             live,
             adapter=adapter,
+            full_every=cfg.bridge.full_every,
         ),
         world_group(),
         fleet,

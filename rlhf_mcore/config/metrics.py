@@ -143,6 +143,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("bridge/received_bytes", "weights that the first rank has received for its engine", BYTES),
         Metric("bridge/local_bytes", "weights that the first rank has copied without a message", BYTES),
         Metric("bridge/sent_bytes", "weights that the first rank has sent to engines of their own", BYTES),
+        Metric(
+            "bridge/sent_share",
+            "of the bytes of its weights, with bridge.full_every: what travels without elements that have not changed",
+            SHARE,
+        ),
     ),
     "KL and loss": (
         Metric("kl/mean", "KL of the policy before the step to the reference (algorithm.kl.estimator)", NATS),

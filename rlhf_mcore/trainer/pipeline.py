@@ -182,7 +182,8 @@ class RemotePublisher:
             stats = self.bridge.sync(version)
             if self.canary is not None:
                 self.canary.check(version)
-        return {"bridge/sent_bytes": float(stats.sent_bytes)}
+        share = {"bridge/sent_share": stats.sent_bytes / stats.whole_bytes} if stats.whole_bytes else {}
+        return {"bridge/sent_bytes": float(stats.sent_bytes), **share}
 
     def withdraw(self) -> None:
         """Do nothing: engines sample on."""

@@ -57,6 +57,8 @@ class Served:
             return {**asdict(stats), "version": self._engine.policy_version, "imported": self._imported()}
         elif do == "trouble":
             self._trouble = given
+        elif do == "spoil":
+            next(self._engine.model.parameters()).view(-1)[0] += 1
         elif do == "messages":
             only_messages().start()
         elif do == "weights":

@@ -162,6 +162,31 @@ def some_tensors(run: Trainer) -> dict[str, Any]:
     return found
 
 
+def only_changes(run: Trainer) -> list[dict[str, Any]]:
+    """Two engines; of five syncs the first sends everything, and the fourth, before which an engine has lost an element."""
+    newer, found = run.path / "changes.safetensors", []
+    model = run.model("tp2_pp2")
+    kept = HostCopies({p.name: p.tensor.view(-1) for p in model.local_parameters()})
+    bridge = run.bridge(model, kept=kept, full_every=100, verify="sample", poison=False)
+    run.start("a", "b")
+    for version in range(5):
+        if version:
+            changed(model, newer, "model.norm.weight")
+        if version == 3:
+            run.first(lambda engines: engines.ask("b", "spoil"))
+        stats = bridge.sync(version)
+        found.append(
+            {
+                "sent": all_gather_json([stats.sent_bytes, stats.whole_bytes]),
+                "answers": run.answers(),
+                "weights": run.weights("a", "b", newer=newer if version else None),
+            }
+        )
+    bridge.leave()
+    run.end("a", "b")
+    return found
+
+
 def sent_again(run: Trainer) -> dict[str, Any]:
     """An engine is lost after the model was updated: its successor gets what was sent before, and the next sync the update."""
     newer, found = run.path / "updated.safetensors", {}
@@ -298,7 +323,7 @@ def main(directory: Path) -> None:
         findings["uneven"] = layouts(run, list(UNEVEN_LAYOUTS))
     with trainer(directory, "qwen3") as run:
         findings["layouts"] = layouts(run, DENSE_LAYOUTS)
-        for part in (some_tensors, sent_again, faults, own_fault, nodes, changes):
+        for part in (some_tensors, only_changes, sent_again, faults, own_fault, nodes, changes):
             findings[part.__name__] = part(run)
     with trainer(directory, "qwen3_moe") as run:
         findings["experts"] = layouts(run, list(MOE_LAYOUTS)[:-1])

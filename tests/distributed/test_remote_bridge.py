@@ -55,6 +55,20 @@ def test_what_has_changed_travels_alone_and_who_comes_late_gets_everything(findi
     assert len(found["late"][0]) == len(found["again"][0]) == 3
 
 
+def test_only_changed_elements_travel_until_an_engine_has_lost_one(findings: Any) -> None:
+    """Doubling a power of two times a norm changes all of its 64 words of 4 bytes, for two engines, and nothing else."""
+    found = findings["only_changes"]
+    for number, sync in enumerate(found):
+        assert [(held["wrong"], held["version"]) for held in sync["weights"]] == [([], number)] * 2
+        sent, whole = (sum(column) for column in zip(*sync["sent"], strict=True))
+        assert whole == 2 * BYTES["layouts"]
+        received = sum(answer["answer"]["received_bytes"] for answer in sync["answers"])
+        if number in (0, 3):
+            assert sent == received == whole
+        else:
+            assert 2 * 64 * 5 <= sent == received < whole / 20
+
+
 def test_fault_36_an_engine_that_comes_after_an_update_gets_what_was_sent_before_it(findings: Any) -> None:
     assert len(findings["sent_again"]) == 2
     for before, after in findings["sent_again"].values():

@@ -115,6 +115,10 @@ class Destinations(ABC):
         """Return the flat tensors that a bucket writes, by buffer name, without transient ones."""
         ...
 
+    def written(self) -> Mapping[str, Tensor]:
+        """Return the flat tensors in which everything can be read that was written last, by buffer name."""
+        return {}
+
     def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
         """Return the buffers that the bucket writes whole, one after the other. None in a bucket whose parts are forwarded."""
         return ()
@@ -181,6 +185,9 @@ class EngineDestinations(Destinations):
                 group.flats = group.stack.enter_context(self._reload(group))
                 self._flats.update(group.flats)
         return self._flats
+
+    def written(self) -> Mapping[str, Tensor]:
+        return {} if self._poison else {parameter.name: self._flats[parameter.name] for parameter in self._engine.direct}
 
     def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
         """Return the layers that the bucket brings whole."""

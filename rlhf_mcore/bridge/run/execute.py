@@ -10,6 +10,7 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from rlhf_mcore.bridge.run.endpoints import Destinations, Sources, TransientBuff
 from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Exchange, Links, Packet, PointToPoint, SharedMemory
 from rlhf_mcore.platform import current_platform
+
+if TYPE_CHECKING:
+    from rlhf_mcore.bridge.run.changes import Changes
 
 
 @dataclass(slots=True)
@@ -50,17 +54,24 @@ class Executor:
         links: between the ranks. On the host, those of one machine read their messages where they are packed instead of receiving
             them. An executor is built collectively.
         depth: buckets in flight.
+        changes: over which messages travel without what has not changed, as none is read in shared memory then.
     """
 
     def __init__(
-        self, plan: RankPlan, sources: Sources, dtypes: Mapping[str, torch.dtype], links: Links, depth: int = DEPTH
+        self,
+        plan: RankPlan,
+        sources: Sources,
+        dtypes: Mapping[str, torch.dtype],
+        links: Links,
+        depth: int = DEPTH,
+        changes: Changes | None = None,
     ):
-        self._plan, self._sources, self._depth = plan, sources, depth
+        self._plan, self._sources, self._depth, self._changes = plan, sources, depth, changes
         self._staging = Staging(plan, dtypes, depth, sources.device)
         direct = PointToPoint(links)
         self._transport: PointToPoint | SharedMemory = direct
         self._on_host = current_platform().is_host(sources.device)
-        if self._on_host:
+        if self._on_host and changes is None:
             senders = {message.peer for bucket in plan.buckets for phase in bucket.phases for message in phase.receives}
             if (memory := links.share(self._staging.send_bytes, senders)) is not None:
                 self._staging.pack_into(memory)
@@ -74,9 +85,11 @@ class Executor:
         """Extra memory of a run."""
         return self._staging.nbytes
 
-    def run(self, destinations: Destinations) -> None:
-        """Transfer everything once. Collective over the ranks of the plan."""
+    def run(self, destinations: Destinations, *, is_full: bool = True) -> None:
+        """Transfer everything once; without ``is_full``, where it has ``changes``, what has changed. Collective over the ranks of the plan."""
         flying: deque[_Flight] = deque()
+        if self._changes is not None:
+            self._changes.begin(destinations, is_full=is_full)
         try:
             for bucket in self._plan.buckets:
                 flying.append(self._launch(bucket))
@@ -112,7 +125,7 @@ class Executor:
         outgoing = self._outgoing.get(bucket.index)
         if outgoing is None:
             buffers = self._sources.open(bucket)
-            sends = [_views_of_packet(packet, buffers) for packet in self._staging.stage(bucket).sends[0]]
+            sends = [views_of_packet(packet, buffers) for packet in self._staging.stage(bucket).sends[0]]
             outgoing = _Outgoing(sends, [_view(copy.source, buffers) for copy in bucket.local])
             if self._sources.is_static:
                 self._outgoing[bucket.index] = outgoing
@@ -124,8 +137,11 @@ class Executor:
         staged = self._staging.stage(bucket)
         sends, receives = staged.sends[phase], staged.receives[phase]
         for packet, views in zip(sends, outgoing, strict=True):
-            _copy(packet.parts, views)
-        exchange = self._transport.post(sends, receives, 2 * bucket.index + phase)
+            copy_parts(packet.parts, views)
+        if phase == 0 and self._changes is not None:
+            exchange = self._changes.post(bucket, sends, receives, self._staging.views)
+        else:
+            exchange = self._transport.post(sends, receives, 2 * bucket.index + phase)
         self._posted[bucket.index % self._depth].append(exchange)
         return exchange, receives
 
@@ -143,11 +159,11 @@ class Executor:
         if transient:
             self._write_transient(flight, buffers, transient)
         else:
-            _copy([_view(copy.destination, buffers) for copy in bucket.local], flight.local)
+            copy_parts([_view(copy.destination, buffers) for copy in bucket.local], flight.local)
             _unpack(flight.exchange, flight.receives, buffers)
         forwarded = bucket.phases[1]
         if forwarded.sends or forwarded.receives:
-            outgoing = [_views_of_packet(packet, buffers) for packet in self._staging.stage(bucket).sends[1]]
+            outgoing = [views_of_packet(packet, buffers) for packet in self._staging.stage(bucket).sends[1]]
             _unpack(*self._post(bucket, 1, outgoing), buffers)
         destinations.close(bucket)
         self._close(bucket)
@@ -187,10 +203,10 @@ def _unpack(exchange: Exchange, receives: Sequence[Packet], buffers: Mapping[str
 
 
 def _write(pairs: Sequence[tuple[Copy, Tensor]], buffers: Mapping[str, Tensor]) -> None:
-    _copy([_view(copy, buffers) for copy, _ in pairs], [part for _, part in pairs])
+    copy_parts([_view(copy, buffers) for copy, _ in pairs], [part for _, part in pairs])
 
 
-def _views_of_packet(packet: Packet, buffers: Mapping[str, Tensor]) -> list[Tensor]:
+def views_of_packet(packet: Packet, buffers: Mapping[str, Tensor]) -> list[Tensor]:
     """List the views that the parts of a packet are copied from."""
     return [_view(copy, buffers) for copy in packet.message.copies] if packet.parts else []
 
@@ -201,7 +217,7 @@ def _view(copy: Copy, buffers: Mapping[str, Tensor]) -> Tensor:
     return flat.as_strided(copy.shape, copy.strides, flat.storage_offset() + copy.offset)
 
 
-def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+def copy_parts(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """Many copies in one call; a dtype that differs is converted by the copy."""
     if to:
         torch._foreach_copy_(list(to), list(source))

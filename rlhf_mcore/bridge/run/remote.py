@@ -44,6 +44,7 @@ class BridgeJob:
     live_cpu_weights: bool = False  # of vLLM; see keep_loading_layout
     poison: bool = False
     adapter: AdapterSizes | None = None
+    full_every: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -60,13 +61,14 @@ class Side:
     """What a rank has of a transfer: parts of the model or an engine.
 
     ``node`` is the name of its machine ("": found out): what goes to a machine is brought there once and forwarded inside.
-    ``sources`` are as in :class:`PlannedBridge`.
+    ``sources`` and ``previous`` are as in :class:`PlannedBridge`.
     """
 
     parameters: Sequence[LocalParameter]
     target: LiveWeights
     node: str = ""
     sources: Sources | None = None
+    previous: KeptSources | None = None
 
 
 class _End:
@@ -91,6 +93,8 @@ class _End:
                     nodes=[numbers[name] for name in names] if len(numbers) > 1 else None,
                     poison=job.poison,
                     adapter=job.adapter,
+                    full_every=job.full_every,
+                    previous=side.previous,
                 )
         except BaseException:
             self._joint.close()
@@ -151,7 +155,8 @@ class RemoteBridge:
         address: of the machine of the first rank, where all other processes reach it. A store listens there and nowhere else.
         timeout_s: how long a rank waits for others to come, and for a message.
         note: is told that a transfer is made again; which engines have failed is known to their control.
-        kept: copies of the sent weights. Every sync makes them, so that ``sync_again`` sends the same after an update of the model.
+        kept: copies of the sent weights. Every sync makes them, so that ``sync_again`` sends the same after an update of the model,
+            and the next sync sends what has changed since.
     """
 
     def __init__(
@@ -167,9 +172,10 @@ class RemoteBridge:
         kept: KeptSources | None = None,
     ) -> None:
         assert (engines is None) == (trainers.rank() > 0), "the first rank controls the engines"
-        self._side, self._job, self._trainers, self._engines = side, job, trainers, engines
+        self._job, self._trainers, self._engines = job, trainers, engines
         self._address, self._timeout_s, self._note = address, timeout_s, note
-        self._kept, self._side_again = kept, side if kept is None else replace(side, sources=kept)
+        side = replace(side, previous=kept)
+        self._side, self._kept, self._side_again = side, kept, side if kept is None else replace(side, sources=kept)
         self._end: _End | None = None
         self._end_side = side  # of this end
         self._members: list[EngineProcess] = []  # of the group, behind the trainer's ranks
@@ -190,10 +196,11 @@ class RemoteBridge:
             RuntimeError: it fails again and again though all engines are well, or the control of the engines has raised.
             SyncMismatch: see :meth:`PlannedBridge.sync`.
         """
+        self._version = version
+        stats = self._bring(self._side, only)
         if (kept := self._kept) is not None:
             on_every_rank(kept.take, self._trainers)
-        self._version = version
-        return self._bring(self._side, only)
+        return stats
 
     def sync_again(self) -> SyncStats:
         """Bring the last version once more, like ``sync``: the kept weights, or else the trainer's present ones."""

@@ -32,6 +32,8 @@ from rlhf_mcore.protocols import ADAPTER_SLOTS, LiveWeights, SyncMismatch, SyncS
 
 if TYPE_CHECKING:
     from rlhf_mcore.bridge.files.gather import Gatherer
+    from rlhf_mcore.bridge.run.changes import Changes
+    from rlhf_mcore.bridge.run.endpoints import KeptSources
 
 
 @dataclass(slots=True)
@@ -131,11 +133,26 @@ class _Transfer:
     plan: Plan
     rank_plan: RankPlan
     executor: Executor
-    names: frozenset[str] | None = None
+    names: frozenset[str] | None
+    changes: Changes | None
     sampled: tuple[Held, Held] | None = None  # see ``PlannedBridge._pieces_of_samples``
 
     def brings(self, piece: Piece) -> bool:
         return self.names is None or piece.hf_name in self.names
+
+    def stats(self, seconds: float) -> SyncStats:
+        """Return what the last run has moved on this rank."""
+        plan = self.rank_plan
+        whole = SyncStats(seconds, plan.received_bytes, plan.local_bytes, self.executor.peak_bytes, plan.sent_bytes)
+        if self.changes is None:
+            return whole
+        moved = self.changes.moved
+        return replace(
+            whole,
+            received_bytes=plan.received_bytes - moved.planned_received + moved.received,
+            sent_bytes=plan.sent_bytes - moved.planned_sent + moved.sent,
+            whole_bytes=plan.sent_bytes,
+        )
 
 
 class PlannedBridge:
@@ -162,6 +179,8 @@ class PlannedBridge:
             each once and forwarded inside.
         poison: fill the engine with NaN before each sync (a test mode: an unwritten element shows).
         adapter: of an engine that adds adapters itself. Their A and B are among ``parameters``, and travel under the names of PEFT.
+        full_every: of so many syncs one sends everything, and the others what has changed; None: all send everything.
+        previous: with ``full_every``, what was sent last, on ranks that send.
     """
 
     def __init__(
@@ -180,6 +199,8 @@ class PlannedBridge:
         nodes: Sequence[int] | None = None,
         poison: bool = False,
         adapter: AdapterSizes | None = None,
+        full_every: int | None = None,
+        previous: KeptSources | None = None,
     ):
         names = _Names(geometry, adapter)
         pieces_of = names.pieces
@@ -190,6 +211,8 @@ class PlannedBridge:
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._is_tied = geometry.tied_embeddings
         self._group = group
+        self._full_every, self._previous = full_every, previous
+        self._last: _Transfer | None = None  # the receivers' copies are of what it has brought
         self._digest_every, self._num_syncs = digest_every, 0
         self._map = engine_map(target.model, shapes) if traced is None else traced
         self._dtypes = wire_dtypes(parameters, pieces_of, group)
@@ -233,10 +256,14 @@ class PlannedBridge:
         digests = all_gather_json(plan.digest, self._group)
         if len(set(digests)) > 1:
             raise SyncMismatch(f"the ranks have made different plans: {sorted(set(digests))}")
-        rank_plan = plan.rank_view(self._group.rank())
-        return _Transfer(
-            plan, rank_plan, Executor(rank_plan, self._sources, self._dtypes, GroupLinks(self._group)), names
-        )
+        rank_plan, links = plan.rank_view(self._group.rank()), GroupLinks(self._group)
+        changes = None
+        if self._full_every is not None:
+            from rlhf_mcore.bridge.run.changes import Changes
+
+            changes = Changes(links, self._previous, self._full_every, self._sources.device)
+        executor = Executor(rank_plan, self._sources, self._dtypes, links, changes=changes)
+        return _Transfer(plan, rank_plan, executor, names, changes)
 
     def _engine_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype in which the engines hold each Hugging Face tensor. Collective."""
@@ -266,34 +293,55 @@ class PlannedBridge:
         if verify == "sample" and self._num_syncs % self._digest_every == 0:
             verify = "digest"
         self._sources.prepare()
+        is_full, self._last = self._last is not transfer, None
+        with self._target.begin(version) as model:
+            written = self._write(model, transfer, verify, version, is_full=is_full)
+            if written is None:
+                # What did not travel is not what was sent before: an engine has lost it. Everything travels, and is compared.
+                written = self._write(model, transfer, "digest", version, is_full=True)
+            assert written is not None
+        self._last = transfer
+        if verify == "full":
+            self._compare_in_full(written.copies, version)
+        self._num_syncs += 1
+        return transfer.stats(time.perf_counter() - started)
+
+    def _write(self, model: nn.Module, transfer: _Transfer, verify: str, version: int, *, is_full: bool) -> _Written | None:
+        """Write what a transfer brings into the model, and compare it. Collective over the group.
+
+        None: what only changes have travelled of is not the trainer's, at any rank.
+        """
         drawn = None
         if verify == "sample":
             drawn = Drawn(self._pieces_of_samples(transfer)[1].reads(version, self._sources.device))
         written = _Written(self._described, transfer, verify, self._group, drawn)
-        with self._target.begin(version) as model:
-            destinations = EngineDestinations(
-                model,
-                self._map,
-                transfer.rank_plan,
-                poison=self._poison,
-                written=None if verify == "off" else written.add,
-                names=transfer.names,
-            )
-            try:
-                transfer.executor.run(destinations)
-                destinations.finish()
-            except BaseException:
-                destinations.abandon()
-                raise
-            if verify == "digest":
-                compare(self._source_digests(transfer), written.digests())
-            elif drawn is not None:
-                self._compare_samples(transfer, drawn, version)
-        if verify == "full":
-            self._compare_in_full(written.copies, version)
-        self._num_syncs += 1
-        plan, seconds = transfer.rank_plan, time.perf_counter() - started
-        return SyncStats(seconds, plan.received_bytes, plan.local_bytes, transfer.executor.peak_bytes, plan.sent_bytes)
+        destinations = EngineDestinations(
+            model,
+            self._map,
+            transfer.rank_plan,
+            poison=self._poison,
+            written=None if verify == "off" else written.add,
+            names=transfer.names,
+        )
+        try:
+            transfer.executor.run(destinations, is_full=is_full)
+            destinations.finish()
+        except BaseException:
+            destinations.abandon()
+            raise
+        if self._has_other_parts(transfer):
+            return None
+        if verify == "digest":
+            compare(self._source_digests(transfer), written.digests())
+        elif drawn is not None:
+            self._compare_samples(transfer, drawn, version)
+        return written
+
+    def _has_other_parts(self, transfer: _Transfer) -> bool:
+        """Return whether a message of changes has come out other than its sender's at any rank. Collective over the group."""
+        if transfer.changes is None or transfer.changes.is_full:
+            return False
+        return any(all_gather_json(transfer.changes.num_wrong, self._group))
 
     def _part(self, only: Sequence[str]) -> _Transfer:
         if min(all_gather_json(self._target.policy_version, self._group)) < 0:

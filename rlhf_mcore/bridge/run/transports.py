@@ -126,7 +126,7 @@ class _Copied(Exchange):
     waits: list[Wait]
 
     def arrive(self) -> None:
-        _wait(self.waits)
+        wait_for(self.waits)
 
     def release(self) -> None: ...
 
@@ -187,7 +187,7 @@ class _Read(Exchange):
 
     def arrive(self) -> None:
         self.far.arrive()
-        _wait(self.waits)
+        wait_for(self.waits)
         for packet, offset in zip(self.packets, self.offsets, strict=True):
             self.transport.locate(packet, int(offset))
 
@@ -200,10 +200,10 @@ class _Read(Exchange):
 
     def settle(self) -> None:
         self.far.settle()
-        _wait(self.notices)
+        wait_for(self.notices)
 
 
-def _wait(waits: list[Wait]) -> None:
+def wait_for(waits: list[Wait]) -> None:
     """Call each once: gloo does not return from a second wait."""
     while waits:
         waits.pop(0)()

@@ -238,6 +238,15 @@ class BridgeConfig(Group):
         AT_LEAST_1,
         only_with="bridge.verify=sample",
     )
+    full_every: Optional[int] = key(
+        None,
+        "engines of their own: syncs of which one sends every element, and the others those that have changed",
+        AT_LEAST_1,
+        null="every sync sends everything",
+        only_with="rollout.placement=disaggregated",
+        more="For slow links, and models in bf16: at a learning rate of 1e-6 a step changes a few elements of a hundred. Messages are "
+        "hashed; one that comes out as another makes that sync send everything. Trainer ranks keep a copy of their weights on the host.",
+    )
     canary: Optional[bool] = key(
         None,
         "after every sync, compare logprobs of a few tokens between engines and trainer",
