@@ -227,6 +227,11 @@ def _open_record(
     console = Console(cfg.logging.console, cfg.trainer.num_steps, without_secrets(title), first_step=start.step)
     record.console = stack.enter_context(console)
     own = build_trackers(cfg, directory, start.step if start.continues else None, record.note)
+    if cfg.logging.prometheus is not None:
+        from rlhf_mcore.observability.prometheus import Exporter
+
+        record.exporter = Exporter(cfg.logging.prometheus, cfg.project, cfg.experiment)
+        trackers = [*trackers, record.exporter]
     record.tracker = stack.enter_context(closing(MultiTracker([own, *trackers])))
     for note in notes:
         record.console.note(note)

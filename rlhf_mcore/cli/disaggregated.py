@@ -156,5 +156,7 @@ def start(run: RunContext) -> Fleet:
     run.record.note(f"starting {count}{of} {f'at {cluster.address}' if cluster.address else 'on this machine'}")
     fleet.start()
     run.stack.callback(fleet.close)
+    if run.record.exporter is not None:
+        run.record.exporter.engines = fleet.status
     run.stack.enter_context(listening(fleet, run.directory))
     return fleet

@@ -23,6 +23,7 @@ from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.types import Score, Trajectory
 
 if TYPE_CHECKING:
+    from rlhf_mcore.observability.prometheus import Exporter
     from rlhf_mcore.trainer.profiler import StepProfiler
 
 MAX_WARNINGS = 5  # warnings of a rank in a step that are shown
@@ -40,6 +41,7 @@ class RunRecord:
     rollouts_every: int
     directory: RunDirectory | None = None
     tracker: Tracker | None = None
+    exporter: Exporter | None = None  # to Prometheus
     console: Console | None = None
     watchdog: Watchdog | None = None
     memory: DeviceSharing | None = None

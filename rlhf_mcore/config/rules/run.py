@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from os.path import exists, isdir
@@ -31,7 +32,16 @@ def path_problems(cfg: Config) -> Iterator[str]:
 
 
 def tracker_problems(cfg: LoggingConfig) -> Iterator[str]:
-    """List unknown trackers, and trackers whose package is not installed."""
+    """List unknown trackers, trackers whose package is not installed, and an address that is none."""
+    if cfg.prometheus is not None:
+        port = re.fullmatch(r"(?:[^:\s]+:)?(\d{1,5})", cfg.prometheus)
+        if port is None or not 1 <= int(port[1]) <= 65535:
+            yield f"logging.prometheus={cfg.prometheus!r} is no address; give a port, such as 9464, or host:port, such as 0.0.0.0:9464"
+        elif find_spec("prometheus_client") is None:
+            yield FileProblem(
+                "logging.prometheus needs the package prometheus_client, which is not installed; pip install prometheus-client, or "
+                "remove the key"
+            )
     for name in wanted_trackers(cfg):
         if name not in TRACKERS and name not in (trackers := find_trackers()):
             meant = difflib.get_close_matches(name, trackers, n=1, cutoff=0.5)

@@ -318,6 +318,12 @@ class LoggingConfig(Group):
         more="A tracker can neither stop nor delay a run. See [metrics](metrics.md#trackers).",
     )
     offline: bool = key(False, "`wandb`, `comet` and `swanlab` write to the run's directory alone, for a later upload")
+    prometheus: Optional[str] = key(
+        None,
+        "port on which Prometheus reads the metrics and the engines, of the loopback, or host:port",
+        null="none",
+        more="`GET /metrics` on the machine of the first rank. See [Prometheus](metrics.md#prometheus).",
+    )
     tensorboard: Optional[bool] = key(
         None, "the earlier way to add `tensorboard` to `trackers`, or to remove it", null="`trackers` tells"
     )

@@ -1,0 +1,89 @@
+"""Where Prometheus reads a run: its metrics of the last step, and its engines at this moment. On the first rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.metrics import find_metric
+
+PREFIX = "rlhf_mcore_"
+
+
+class EngineState(Protocol):
+    """An engine of its own; :class:`rlhf_mcore.rollout.remote.fleet_state.EngineStatus`."""
+
+    name: str
+    state: str
+    version: int
+    requests: int
+    tokens: int
+    failures: int
+
+
+class Exporter(Collector):
+    """Answers ``GET /metrics`` in a thread, and is a tracker. It has what was logged last."""
+
+    def __init__(self, address: str, project: str, experiment: str) -> None:
+        """Listen on ``address``: host:port, or a port of the loopback.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        self._labels = {"project": project, "experiment": experiment}
+        self._metrics: dict[str, float] = {}
+        self.engines: Callable[[], Sequence[EngineState]] = list  # asked at every scrape
+        host, _, port = address.rpartition(":")
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(int(port), host or "127.0.0.1", registry)
+        except OSError as error:
+            raise ConfigError(f"logging.prometheus={address}: {error.strerror or error}; choose another address") from error
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step. Metrics that it lacks keep the values of an earlier one."""
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        self._metrics = {**self._metrics, "step": float(step), **numbers}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what a scrape reads."""
+        names, values = list(self._labels), list(self._labels.values())
+        for name, value in self._metrics.items():
+            known = find_metric(name)
+            family = GaugeMetricFamily(metric_name(name), "" if known is None else known.meaning, labels=names)
+            family.add_metric(values, value)
+            yield family
+        engines = self.engines()
+        if not engines:
+            return
+        labels = [*names, "engine"]
+        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine draws", labels=labels)
+        version = GaugeMetricFamily(f"{PREFIX}engine_version", "step of the weights of an engine; -1: none", labels=labels)
+        requests = GaugeMetricFamily(f"{PREFIX}engine_requests", "responses that an engine has in hand", labels=labels)
+        tokens = CounterMetricFamily(f"{PREFIX}engine_tokens", "tokens that an engine has drawn", labels=labels)
+        failures = GaugeMetricFamily(f"{PREFIX}engine_failures", "failures of an engine in a row", labels=labels)
+        for engine in engines:
+            of = [*values, engine.name]
+            up.add_metric(of, float(engine.state == "serving"))
+            version.add_metric(of, engine.version)
+            requests.add_metric(of, engine.requests)
+            tokens.add_metric(of, engine.tokens)
+            failures.add_metric(of, engine.failures)
+        yield from (up, version, requests, tokens, failures)
+
+
+def metric_name(name: str) -> str:
+    """Return Prometheus' name of a metric: ``reward/mean`` is ``rlhf_mcore_reward_mean``."""
+    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
