@@ -244,8 +244,8 @@ class BridgeConfig(Group):
         AT_LEAST_1,
         null="every sync sends everything",
         only_with="rollout.placement=disaggregated",
-        more="For slow links, and models in bf16: at a learning rate of 1e-6 a step changes a few elements of a hundred. Messages are "
-        "hashed; one that comes out as another makes that sync send everything. Trainer ranks keep a copy of their weights on the host.",
+        more="For slow links, and models in bf16: at a learning rate of 1e-6 a step changes one element of a hundred. Messages are "
+        "hashed; one that comes out as another makes its sync send everything. Trainer ranks keep their weights on the host too.",
     )
     canary: Optional[bool] = key(
         None,
