@@ -19,12 +19,23 @@ PREFIX = "rlhf_mcore_"
 class EngineState(Protocol):
     """An engine of its own; :class:`rlhf_mcore.rollout.remote.fleet_state.EngineStatus`."""
 
-    name: str
-    state: str
-    version: int
-    requests: int
-    tokens: int
-    failures: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def failures(self) -> int: ...
 
 
 class Exporter(Collector):
@@ -45,7 +56,9 @@ class Exporter(Collector):
         try:
             self._server, self._thread = start_http_server(int(port), host or "127.0.0.1", registry)
         except OSError as error:
-            raise ConfigError(f"logging.prometheus={address}: {error.strerror or error}; choose another address") from error
+            raise ConfigError(
+                f"logging.prometheus={address}: {error.strerror or error}; choose another address"
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of a step. Metrics that it lacks keep the values of an earlier one."""
@@ -70,7 +83,9 @@ class Exporter(Collector):
             return
         labels = [*names, "engine"]
         up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine draws", labels=labels)
-        version = GaugeMetricFamily(f"{PREFIX}engine_version", "step of the weights of an engine; -1: none", labels=labels)
+        version = GaugeMetricFamily(
+            f"{PREFIX}engine_version", "step of the weights of an engine; -1: none", labels=labels
+        )
         requests = GaugeMetricFamily(f"{PREFIX}engine_requests", "responses that an engine has in hand", labels=labels)
         tokens = CounterMetricFamily(f"{PREFIX}engine_tokens", "tokens that an engine has drawn", labels=labels)
         failures = GaugeMetricFamily(f"{PREFIX}engine_failures", "failures of an engine in a row", labels=labels)

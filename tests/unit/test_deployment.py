@@ -98,7 +98,10 @@ def test_the_jobset_agrees_with_itself(jobset: Any) -> None:
 @pytest.mark.parametrize("file", ["examples/kubernetes/jobset.yaml", "examples/skypilot.yaml"])
 def test_what_a_manifest_starts_is_understood(file: str) -> None:
     tree = yaml.safe_load((ROOT / file).read_text())
-    script = tree.get("run") or tree["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    script = (
+        tree.get("run")
+        or tree["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    )
     args = _parser().parse_intermixed_args(arguments_of_agent(script))
     assert args.nodes == args.ranks_per_node == 1 and args.port and args.run_id
     for override in args.overrides:

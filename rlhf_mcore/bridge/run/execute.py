@@ -86,7 +86,7 @@ class Executor:
         return self._staging.nbytes
 
     def run(self, destinations: Destinations, *, is_full: bool = True) -> None:
-        """Transfer everything once; with ``changes``, and without ``is_full``, what has changed. Collective over the ranks of the plan."""
+        """Transfer everything once; with ``changes``, and not ``is_full``, what has changed. Collective over the ranks of the plan."""
         flying: deque[_Flight] = deque()
         if self._changes is not None:
             self._changes.begin(destinations, is_full=is_full)
