@@ -33,7 +33,8 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
-from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
+from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.config.schema import RecomputeConfig, RolloutConfig
 from rlhf_mcore.mcore.build import BuildOptions, build_model

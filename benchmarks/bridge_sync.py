@@ -44,7 +44,8 @@ from rlhf_mcore.bridge.map.describe import describe_sources
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
+from rlhf_mcore.bridge.run.stand_ins import GatherBridge
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import BridgeConfig, RecomputeConfig, RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model

@@ -10,7 +10,7 @@ import torch
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
-from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.bridge.run.stand_ins import NoTarget
 from rlhf_mcore.cli.generation import (
     Generation,
     OnDeviceBridge,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, of_trunk
 from rlhf_mcore.bridge.map.trace import EngineMap
-from rlhf_mcore.bridge.run.sync import ChangedOnlyBridge, GatherBridge, PlannedBridge, engine_map
+from rlhf_mcore.bridge.run.sync import PlannedBridge, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.implied import draws_greedy
@@ -190,6 +190,8 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
         trunk = of_trunk(model.local_parameters(), geometry)
         gatherer = Gatherer(trunk, geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
+        from rlhf_mcore.bridge.run.stand_ins import GatherBridge
+
         assert gatherer is not None
         return GatherBridge(gatherer, engine)
     sent = None
@@ -215,12 +217,14 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
 
 
 def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:
+    if cfg.actor.lora.rank is None and not cfg.actor.freeze:
+        return bridge
+    from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge
+
     if cfg.actor.lora.rank is not None:
         from rlhf_mcore.cli.adapter_sync import changed_names
 
         return ChangedOnlyBridge(bridge.sync, target, changed_names(cfg, actor.model))
-    if not cfg.actor.freeze:
-        return bridge
     from rlhf_mcore.roles.freezing import trained_names
 
     geometry = actor.model.spec.geometry

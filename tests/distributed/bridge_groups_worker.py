@@ -18,7 +18,8 @@ from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, gather_i
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
-from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
+from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.geometry import LocalParameter, Shard, StateShard
 from rlhf_mcore.parallel.claims import StoreClaims

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
-from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.bridge.run.stand_ins import NoTarget
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.addresses import LOOPBACK

@@ -19,7 +19,8 @@ from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.map.trace import trace
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
-from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
+from rlhf_mcore.bridge.run.stand_ins import GatherBridge
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import SharedMemory
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.groups import ModelGroups

@@ -187,7 +187,9 @@ class EngineDestinations(Destinations):
         return self._flats
 
     def written(self) -> Mapping[str, Tensor]:
-        return {} if self._poison else {parameter.name: self._flats[parameter.name] for parameter in self._engine.direct}
+        return (
+            {} if self._poison else {parameter.name: self._flats[parameter.name] for parameter in self._engine.direct}
+        )
 
     def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
         """Return the layers that the bucket brings whole."""

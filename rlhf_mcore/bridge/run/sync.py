@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.reload import watching
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, spread_order
@@ -28,67 +25,12 @@ from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
-from rlhf_mcore.protocols import ADAPTER_SLOTS, LiveWeights, SyncMismatch, SyncStats, WeightTarget
+from rlhf_mcore.protocols import ADAPTER_SLOTS, LiveWeights, SyncMismatch, SyncStats
 
 if TYPE_CHECKING:
     from rlhf_mcore.bridge.files.gather import Gatherer
     from rlhf_mcore.bridge.run.changes import Changes
     from rlhf_mcore.bridge.run.endpoints import KeptSources
-
-
-@dataclass(slots=True)
-class GatherBridge:
-    """The plain bridge: every rank gathers every full tensor, one at a time, and the engine cuts its part out again."""
-
-    gatherer: Gatherer
-    target: WeightTarget
-
-    def sync(self, version: int) -> SyncStats:
-        """Replace all weights of the engine and set their version. Collective over the model's ranks."""
-        started, sizes = time.perf_counter(), [0]
-
-        def count_bytes() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self.gatherer:
-                sizes.append(tensor.numel() * tensor.element_size())
-                yield name, tensor
-
-        self.target.load_weights(count_bytes(), version=version)
-        return SyncStats(time.perf_counter() - started, sum(sizes), 0, max(sizes))
-
-
-class NoTarget:
-    """Of a rank that has no engine, and sends weights to others."""
-
-    policy_version = 0
-
-    def __init__(self) -> None:
-        self.model = nn.Module()
-
-    @contextmanager
-    def begin(self, version: int) -> Iterator[nn.Module]:
-        yield self.model
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        for _ in weights:  # gathering is collective
-            pass
-
-    def abandon(self, problem: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedOnlyBridge:
-    """Sends only the tensors that change, where the ``target`` has the others already.
-
-    ``sync_some`` is :meth:`PlannedBridge.sync` of a bridge: it sends the tensors that it is given, None: all.
-    """
-
-    sync_some: Callable[[int, Sequence[str] | None], SyncStats]
-    target: WeightTarget
-    changed: Sequence[str]
-
-    def sync(self, version: int) -> SyncStats:
-        """See :class:`WeightBridge`."""
-        return self.sync_some(version, None if self.target.policy_version < 0 else self.changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +106,7 @@ class PlannedBridge:
         parameters: this rank's, in the dtypes of the wire; none where it holds no part of the model. Their own tensors are sent
             unless ``sources`` are given; then they may be on the meta device.
         geometry: of the model.
-        target: this rank's part of a rollout engine; :class:`NoTarget` where it has none.
+        target: this rank's part of a rollout engine; a ``NoTarget`` where it has none.
         group: the ranks that hold the model or an engine.
         sources: what is sent instead of the parameters' own tensors, under the same names and in the same shapes: merged with
             adapters, averaged or cast.
@@ -302,11 +244,16 @@ class PlannedBridge:
             assert written is not None
         self._last = transfer
         if verify == "full":
-            self._compare_in_full(written.copies, version)
+            from rlhf_mcore.bridge.run.plain_load import compare_with_plain_load
+
+            assert self._gatherer is not None
+            compare_with_plain_load(self._target, self._map, self._gatherer, written.copies, version, self._group)
         self._num_syncs += 1
         return transfer.stats(time.perf_counter() - started)
 
-    def _write(self, model: nn.Module, transfer: _Transfer, verify: str, version: int, *, is_full: bool) -> _Written | None:
+    def _write(
+        self, model: nn.Module, transfer: _Transfer, verify: str, version: int, *, is_full: bool
+    ) -> _Written | None:
         """Write what a transfer brings into the model, and compare it. Collective over the group.
 
         None: what only changes have travelled of is not the trainer's, at any rank.
@@ -350,7 +297,9 @@ class PlannedBridge:
             )
         if self._verify == "full":
             raise ValueError("verify='full' compares all weights: sync all of them, or set verify to digest")
-        names = _matching(only, self._described.shapes, self._is_tied)
+        from rlhf_mcore.bridge.run.stand_ins import matching  # most runs bring all
+
+        names = matching(only, self._described.shapes, self._is_tied)
         while more := {name for layer in self._together if layer & names for name in layer} - names:
             names |= more
         if names not in self._parts:
@@ -409,31 +358,6 @@ class PlannedBridge:
                 f"{len(wrong)} tensors differ after the sync in some of their elements, among them {wrong[0]}"
             )
 
-    def _compare_in_full(self, copies: dict[str, Tensor], version: int) -> None:
-        """Load the engine again as vLLM does, from gathered tensors: every parameter must come out as the sync has left it."""
-        assert self._gatherer is not None
-        wrong: list[str] = []
-
-        def check(parameter: EngineParameter, flat: Tensor) -> None:
-            synced = copies.pop(parameter.name, None)
-            if synced is not None and not torch.equal(synced.view(torch.uint8), flat.view(torch.uint8)):
-                wrong.append(parameter.name)
-
-        derived = {name: self._target.model.get_parameter(name).detach().clone() for name in self._map.derived}
-        with watching(self._target.model, self._map, check):
-            self._target.load_weights(iter(self._gatherer), version=version)
-        wrong += [
-            name for name, tensor in derived.items() if not torch.equal(tensor, self._target.model.get_parameter(name))
-        ]
-        flats = self._map.views(self._target.model)
-        for parameter in self._map.direct:
-            check(parameter, flats[parameter.name])
-        wrong = sorted({name for names in all_gather_json([*wrong, *copies], self._group) for name in names})
-        if wrong:
-            problem = f"{len(wrong)} engine parameters differ from a plain load, among them {wrong[0]}"
-            self._target.abandon(problem)
-            raise SyncMismatch(problem)
-
 
 class _Written:
     """A record of the parameters that a sync has written into the engine: hashes, samples, or copies."""
@@ -470,22 +394,6 @@ def _reduce_to(places: Sequence[Place], transfer: _Transfer) -> list[Place]:
     return [place for place in reduced if place.pieces]
 
 
-def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> frozenset[str]:
-    """Resolve names and patterns to tensors of the model."""
-    aliases = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-    names: set[str] = set()
-    every = {*known, *aliases}
-    for pattern in only:  # thousands of plain names are no patterns
-        matching = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
-        matched = {aliases.get(name, name) for name in matching}
-        if not matched:
-            raise ValueError(f"sync(only=...): {pattern!r} matches no tensor of the model, such as {next(iter(known))}")
-        names |= matched
-    if not names:
-        raise ValueError("sync(only=[]) names no tensor; None means all")
-    return frozenset(names)
-
-
 def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
     """Map the live model of an engine: traced from vLLM's loaders, or read from a transformers model."""
     if hasattr(model, ADAPTER_SLOTS):
@@ -494,18 +402,6 @@ def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Engin
         return trace_with_adapters(model, shapes)
     if hasattr(model, "load_weights"):
         return trace(model, shapes)
-    from rlhf_mcore.platform.transformers_models import checkpoint_tensors  # vLLM's models have loaders to trace
+    from rlhf_mcore.bridge.map.plain_model import map_plain_model  # vLLM's models have loaders to trace
 
-    live, parts = model.state_dict(keep_vars=True), checkpoint_tensors(model)
-    first = {id(tensor): name for name, tensor in reversed(live.items())}  # tied tensors are brought once
-    pieces: dict[str, list[Piece]] = {name: [] for name in first.values()}
-    for part in parts:
-        if part.holder in pieces:
-            pieces[part.holder].append(Piece(part.name, (0,) * len(part.shape), part.shape, part.offset, part.strides))
-    return EngineMap(
-        tuple(
-            EngineParameter(name, tuple(live[name].shape), live[name].dtype, tuple(pieces[name]))
-            for name in live
-            if name in pieces
-        )
-    )
+    return map_plain_model(model)

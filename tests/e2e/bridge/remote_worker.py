@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
-from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.bridge.run.stand_ins import NoTarget
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import broadcast_json, world_group
 from tests.distributed import models

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
-from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.bridge.run.stand_ins import NoTarget
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.geometry import LocalParameter, Shard
 from rlhf_mcore.mcore.model_spec import load_spec

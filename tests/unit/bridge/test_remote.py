@@ -13,7 +13,7 @@ import torch
 from rlhf_mcore.bridge.run import remote
 from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
-from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.bridge.run.stand_ins import NoTarget
 from rlhf_mcore.geometry import ExpertSizes
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import world_group

@@ -14,7 +14,8 @@ from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import sync
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
-from rlhf_mcore.bridge.run.sync import ChangedOnlyBridge, PlannedBridge
+from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
-from rlhf_mcore.bridge.run.sync import GatherBridge
+from rlhf_mcore.bridge.run.stand_ins import GatherBridge
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from tests.messages import refused
