@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 @cache
 def can_compile() -> bool:
-    """Return whether torch can make kernels for a GPU here: that takes Triton, and a C compiler for what starts its kernels."""
+    """Return whether torch can make kernels for a GPU here: that takes Triton, and a C compiler for what starts its kernels.
+
+    Where torch.compile is switched off, the functions as they are would take more memory than plain torch's operations in place.
+    """
+    if "1" in (os.environ.get("TORCH_COMPILE_DISABLE"), os.environ.get("TORCHDYNAMO_DISABLE")):
+        return False
     return find_spec("triton") is not None and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
 
 
