@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlhf_mcore.families.vision import VisionSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class AdapterSizes:
     use_rslora: bool = False  # scale by the root of the rank (Kalajdzievski 2023, arXiv 2312.03732)
     # So many of the rows of an A, the last ones, do not learn, nor do the columns of B that go with them
     fixed: int = 0
+    vision: VisionSizes | None = None
     use_dora: bool = False  # beside A and B a magnitude for each output (Liu et al. 2024, arXiv 2402.09353)
 
     @property
@@ -125,24 +127,8 @@ class ModelGeometry:
     experts: ExpertSizes | None = None
     # Behind the last layer, where they are trained with the model; numbered as if they were further ones
     mtp_layers: int = 0
+    vision: VisionSizes | None = None
     adapter: AdapterSizes | None = None  # of a geometry of adapters alone, which are what has names and shapes
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> ModelGeometry:
-        """Build a geometry of what ``asdict`` and JSON have made of one."""
-        attention = LatentSizes if "kv_rank" in fields["attention"] else GroupedSizes
-        kinds: dict[str, Any] = {
-            "attention": attention,
-            "window": WindowSizes,
-            "delta": DeltaSizes,
-            "experts": ExpertSizes,
-            "adapter": AdapterSizes,
-        }
-        sizes = {
-            name: {k: tuple(v) if isinstance(v, list) else v for k, v in (fields.get(name) or {}).items()}
-            for name in kinds
-        }
-        return cls(**{**fields, **{name: kind(**sizes[name]) if sizes[name] else None for name, kind in kinds.items()}})
 
     @property
     def num_heads(self) -> int:

@@ -358,6 +358,9 @@ class Microbatch:
     max_seqlen: int = 0
     fields: dict[str, Tensor] = field(default_factory=dict)
     ragged: dict[str, Ragged[Tensor]] = field(default_factory=dict)
+    images: list[tuple[str, ...]] = field(
+        default_factory=list
+    )  # digests, of each sequence of ``rows``; []: there are none
     # During a pass: copies on the device, by name, of the fields and of what the model derives from the rest.
     placed: dict[str, Tensor] = field(default_factory=dict)
 

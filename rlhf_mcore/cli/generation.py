@@ -217,7 +217,7 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
 
 
 def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:
-    if cfg.actor.lora.rank is None and not cfg.actor.freeze:
+    if cfg.actor.lora.rank is None and (trained := actor.model.trained) is None:
         return bridge
     from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge
 
@@ -225,12 +225,8 @@ def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge
         from rlhf_mcore.cli.adapter_sync import changed_names
 
         return ChangedOnlyBridge(bridge.sync, target, changed_names(cfg, actor.model))
-    from rlhf_mcore.roles.freezing import trained_names
-
-    geometry = actor.model.spec.geometry
-    sent = hf_shapes(geometry.trunk)
-    names = [name for name in trained_names(geometry, cfg.actor.freeze) if name in sent]
-    return ChangedOnlyBridge(bridge.sync, target, names)
+    sent = hf_shapes(actor.model.spec.geometry.trunk)
+    return ChangedOnlyBridge(bridge.sync, target, [name for name in trained or () if name in sent])
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from rlhf_mcore.config.schema import (
     RewardModelConfig,
     TeacherConfig,
 )
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model
@@ -168,6 +169,7 @@ class ModelBuilder:
             aux_loss_coef=cfg.moe.aux_loss_coef,
             overrides=Overrides(f"{'critic' if cfg is self.cfg.critic else 'actor'}.megatron", cfg.megatron or {}),
             expert_bias_rate=cfg.moe.expert_bias_rate,
+            trains_tower=isinstance(cfg, ActorConfig) and cfg.vision.train != "none",
         )
         trained = None
         if isinstance(cfg, ActorConfig) and cfg.mtp.mode in MTP_TRAINED:
@@ -176,14 +178,12 @@ class ModelBuilder:
             from rlhf_mcore.mcore.mtp import MTPLearning
 
             options = replace(options, mtp=MTPLearning(alone, 1.0 if alone else cfg.mtp.loss_coef, self._temperature))
-        if isinstance(cfg, ActorConfig) and cfg.freeze:
+        sizes = adapter_sizes(cfg.lora)
+        if sizes is None and (frozen := _frozen_tensors(cfg, spec.geometry)):
             from rlhf_mcore.roles.freezing import freeze, trained_names
 
-            trained = trained_names(spec.geometry, cfg.freeze)
-            options = replace(
-                options, freeze=partial(freeze, geometry=spec.geometry, layout=layout, patterns=cfg.freeze)
-            )
-        sizes = adapter_sizes(cfg.lora)
+            trained = trained_names(spec.geometry, frozen)
+            options = replace(options, freeze=partial(freeze, geometry=spec.geometry, layout=layout, patterns=frozen))
         if sizes is None:
             model = self._model(spec, path, layout, options, saved_as)
         else:
@@ -308,3 +308,10 @@ class ModelBuilder:
             logit_chunk_tokens=self.cfg.trainer.logit_chunk_tokens,
             microbatch_tokens=self.cfg.trainer.max_tokens_per_microbatch,
         )
+
+
+def _frozen_tensors(group: ActorConfig | CriticConfig, geometry: ModelGeometry) -> list[str]:
+    """List names and patterns of tensors of files that are not trained: those of ``freeze``, and of a tower."""
+    freeze, train = (group.freeze, group.vision.train) if isinstance(group, ActorConfig) else ([], "none")
+    vision = FAMILIES[geometry.family].vision
+    return freeze if vision is None else [*freeze, *vision.frozen(geometry, train)]

@@ -13,9 +13,10 @@ from pathlib import Path
 from rlhf_mcore.config.adapter_files import base_model, holds_adapter
 from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.generator_files import inspect_generator, tokenizer_problems
 from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.config.implied import needs_answer, role_layouts
-from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_generator, tokenizer_problems
+from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES
 from rlhf_mcore.config.rules.data import data_problems
 from rlhf_mcore.config.rules.layouts import layout_problems, model_problems, tensor_cut_problems
 from rlhf_mcore.config.rules.reward import reward_problems

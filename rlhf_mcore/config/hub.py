@@ -15,9 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.generator_files import inspect_generator
 from rlhf_mcore.config.hub_ids import HubId, data_id, id_of_snapshot, model_id
 from rlhf_mcore.config.keys import value_of
-from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, INDEX_FILE, TOKENIZER_FILES, inspect_generator
+from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, INDEX_FILE, TOKENIZER_FILES
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text
 from rlhf_mcore.foreign import INDEX, read_json, shorten

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
-from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED
+from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED, embedding_name
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.families.sizes import size
 from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, open_file, parse_json, read_json, shorten
@@ -30,6 +30,9 @@ COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
     *TOKENIZER_FILES,
     *CHAT_TEMPLATE_FILES,
 )
@@ -37,7 +40,7 @@ _MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.",
 _REMEDY = "download or export the model again"
 _SAVE_ALONE = "save its language model alone (docs/compatibility.md, Models)"
 _SHOWN = 3  # tensors that a message names
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _PIECE_BYTES = 2**20
 MAX_GROWTH = 64  # of a text by normalisation; published tokenizers replace a space by three bytes
 MAX_STEPS = 64
@@ -77,13 +80,13 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
 
         where = "is not a directory" if exists(path) else f"does not exist (looked from {Path.cwd()})"
         return None, [f"{prefix} {where}; give the path of a Hugging Face model directory{absent_hint(path)}"]
-    problems: list[str] = [FileProblem(problem) for problem in _weight_problems(Path(path), prefix)]
+    problems: list[str] = [FileProblem(problem) for problem in weight_problems(Path(path), prefix)]
     try:
         hf_config = read_config(path, prefix)
         problems += _config_problems(hf_config, prefix, heads)
         if _is_more(hf_config):
             return None, problems
-        geometry = _sizes(hf_config)
+        geometry = sizes_of(hf_config)
     except ConfigError as error:
         return None, [*error.problems, *problems]
     try:
@@ -98,9 +101,10 @@ def _is_more(hf_config: Fields) -> bool:
     return "text_config" in hf_config and architecture(hf_config) not in ARCHITECTURES
 
 
-def _sizes(hf_config: Fields) -> ModelGeometry:
+def sizes_of(hf_config: Fields) -> ModelGeometry:
+    """Read the sizes in a config.json, of an architecture that is not supported under the usual keys."""
     family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
-    size(hf_config, "max_position_embeddings")  # lengths are compared with it
+    size(family.text(hf_config), "max_position_embeddings")  # lengths are compared with it
     return family.geometry(hf_config)
 
 
@@ -109,44 +113,6 @@ def is_dequantised(hf_config: Fields) -> bool:
     family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
     quantisation = hf_config.object("quantization_config", default=None)
     return quantisation is not None and quantisation.text("quant_method", default="") in family.dequantised
-
-
-def tokenizer_problems(path: str, field: str) -> Iterator[str]:
-    """List the problems of a directory that should hold a tokenizer. A missing directory is reported elsewhere."""
-    folder = Path(path)
-    if isdir(folder) and not any(isfile(folder / name) for name in TOKENIZER_FILES):
-        yield (
-            f"{field}={path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
-            "copy the model's tokenizer files there or set model.tokenizer_path"
-        )
-
-
-def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> tuple[ModelGeometry | None, list[str]]:
-    """Inspect a directory that only has to generate, like ``inspect_model``: any architecture will do that the engine knows.
-
-    ``needs_weights``: whether it holds the weights too.
-    The sizes are None also where config.json does not have them under the usual keys.
-    """
-    prefix = f"{field}={path}"
-    is_delta = any(Path(path).glob("*.safetensors.delta"))  # of our own checkpoints: made whole before it is read
-    problems = [] if is_delta or not needs_weights else list(_weight_problems(Path(path), prefix))
-    try:
-        hf_config = read_config(path, prefix)
-    except ConfigError as error:
-        return None, [*error.problems, *problems]
-    if "auto_map" in hf_config:
-        problems.append(f"{prefix}: config.json has auto_map (code from the directory would be run): refused")
-    try:
-        if "quantization_config" in hf_config and not is_dequantised(hf_config):
-            problems.append(
-                f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
-            )
-    except ConfigError as error:
-        problems.extend(error.problems)
-    try:
-        return _sizes(hf_config), problems
-    except ConfigError:
-        return None, problems
 
 
 def read_config(directory: str | Path, prefix: str) -> Fields:
@@ -179,7 +145,8 @@ def tensor_names(folder: Path) -> set[str] | None:
     return set(_header(folder, SINGLE_FILE, {}).content) if isfile(folder / SINGLE_FILE) else None
 
 
-def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
+def weight_problems(folder: Path, prefix: str) -> Iterator[str]:
+    """List the problems of the files of weights in a directory, which ``prefix`` names."""
     if isfile(folder / INDEX_FILE):
         yield from _index_problems(folder, prefix)
     elif not any(folder.glob("*.safetensors")):
@@ -199,11 +166,13 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         return  # reported by others
     headers: dict[str, Fields] = {}
     names = _header(folder, SINGLE_FILE, headers) if shard_of is None else shard_of
-    if (other := next((name for name in names if name.startswith(_MORE)), None)) is not None:
+    more = (name for name in names if name.startswith(_MORE))
+    if geometry.vision is None and (other := next(more, None)) is not None:
         yield f"{prefix}: the weights are those of more than a language model ({shorten(other)}): {_SAVE_ALONE}"
         return
     number = geometry.num_layers + num_mtp_layers(hf_config)
-    if f"model.layers.{number}.post_attention_layernorm.weight" in names:
+    embedding = embedding_name(geometry)
+    if f"{embedding.removesuffix(_EMBEDDING)}layers.{number}.post_attention_layernorm.weight" in names:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []
     for name, shape in _some_shapes(geometry).items():
@@ -216,11 +185,11 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         elif tuple(stored := entry.integers("shape")) != shape:
             different.append(f"{name} is {stored[:8]}, config.json asks for {list(shape)}")
     if not different and geometry.tied_embeddings and _HEAD in names:
-        files_of = {name: SINGLE_FILE if shard_of is None else shard_of[name] for name in (_EMBEDDING, _HEAD)}
+        files_of = {name: SINGLE_FILE if shard_of is None else shard_of[name] for name in (embedding, _HEAD)}
         contents = [_content(folder / file, name, headers) for name, file in files_of.items()]
         if any(one != other for one, other in zip_longest(*contents)):
             yield (
-                f"{prefix}: config.json has tie_word_embeddings, and {_HEAD} of the weights is not {_EMBEDDING}: "
+                f"{prefix}: config.json has tie_word_embeddings, and {_HEAD} of the weights is not {embedding}: "
                 "transformers would use it, engines would not; set tie_word_embeddings to false, or export the model again"
             )
     if different:
@@ -235,7 +204,8 @@ def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     ]  # without the head, which may be another one here
     rules += family.layer_rules(geometry, 0)
     shapes = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
-    return shapes | {f"model.layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
+    decoder = embedding_name(geometry).removesuffix(_EMBEDDING)
+    return shapes | {f"{decoder}layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
 
 
 def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
@@ -304,14 +274,15 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
         whole = f"; it is more than a language model: {_SAVE_ALONE}" if _is_more(hf_config) else ""
         yield f"{prefix}: architecture {shorten(name)} is not supported{whole}; supported are: {', '.join(supported)}"
         return
+    text = family.text(hf_config)
     labels = hf_config.object("id2label", default=(0, 1))  # transformers' default is two
     num_labels = hf_config.integer("num_labels", default=len(labels))
     if head != "lm" and num_labels != 1:
         yield f"{prefix}: {name} with {num_labels} labels; a value or a score is one number: use a model with one label"
     for key in ("hidden_act", "hidden_activation"):
-        if (activation := hf_config.text(key, default=family.activation)) != family.activation:
+        if (activation := text.text(key, default=family.activation)) != family.activation:
             yield f"{prefix}: {key} {shorten(activation)!r} is not supported, only {family.activation!r}; use another model"
-    hf_config.number("rms_norm_eps", 0.0, 1.0, default=None)
+    text.number("rms_norm_eps", 0.0, 1.0, default=None)
     yield from (f"{prefix}: {problem}" for problem in family.problems(hf_config, name))
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.generator_files import tokenizer_problems
 from rlhf_mcore.config.hub_ids import absent_hint
-from rlhf_mcore.config.model_files import end_tokens, growth_problems, tokenizer_contents, tokenizer_problems
+from rlhf_mcore.config.model_files import end_tokens, growth_problems, tokenizer_contents
 from rlhf_mcore.config.schema import ModelConfig
 from rlhf_mcore.foreign import INDEX, Fields, MissingFile, read_json, shorten
 

@@ -76,6 +76,10 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         problems += balance_problems("actor", cfg.actor.moe, geometry, "model.path")
         problems += mtp_problems(cfg, geometry)
         problems += target_problems(cfg, geometry)
+        if geometry.vision is not None or cfg.actor.vision.train in ("merger", "all"):
+            from rlhf_mcore.config.rules.vision import vision_problems  # few models read images
+
+            problems += vision_problems(cfg, geometry)
     if kind.generates:
         problems += [
             *algorithm_problems(cfg),

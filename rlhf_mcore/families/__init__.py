@@ -34,6 +34,7 @@ HEADS = {
     "token": Head("ForTokenClassification", (_SCORE, Rule("output_layer.bias", "replicated", {"score.bias": (ONE,)}))),
     "sequence": Head("ForSequenceClassification", (_SCORE,)),
 }
+WITH_IMAGES = "ForConditionalGeneration"  # how architectures of language models with a tower end
 # Stands for an architecture that is not supported, where only sizes under the usual keys are asked for.
 UNSUPPORTED = Family("unsupported", "", DECODER)
 
@@ -41,6 +42,10 @@ UNSUPPORTED = Family("unsupported", "", DECODER)
 @cache
 def _modules(*paths: str) -> tuple[str, ...]:
     return tuple(module.name for module in pkgutil.iter_modules(paths))
+
+
+def _suffix(family: Family, kind: str) -> str:
+    return WITH_IMAGES if kind == "lm" and family.vision is not None else HEADS[kind].suffix
 
 
 class _Families(Mapping[str, Family]):
@@ -64,17 +69,17 @@ class _Architectures(Mapping[str, tuple[Family, str]]):
     """Families and kinds of head by the architectures of Hugging Face configs."""
 
     def __getitem__(self, architecture: str) -> tuple[Family, str]:
-        for kind, head in HEADS.items():
-            stem = architecture.removesuffix(head.suffix)
+        for kind, suffix in (*((kind, head.suffix) for kind, head in HEADS.items()), ("lm", WITH_IMAGES)):
+            stem = architecture.removesuffix(suffix)
             for name in _modules(*__path__) if stem != architecture else ():
                 if name.removesuffix("_text").replace("_", "") == stem.lower().replace("_", ""):
                     family = FAMILIES.get(name)
-                    if family is not None and family.architecture == stem:
+                    if family is not None and family.architecture == stem and _suffix(family, kind) == suffix:
                         return family, kind
         raise KeyError(architecture)
 
     def __iter__(self) -> Iterator[str]:
-        return (family.architecture + head.suffix for family in FAMILIES.values() for head in HEADS.values())
+        return (family.architecture + _suffix(family, kind) for family in FAMILIES.values() for kind in HEADS)
 
     def __len__(self) -> int:
         return len(FAMILIES) * len(HEADS)
@@ -94,11 +99,21 @@ def end_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[list
     """List the rules of what stands before the layers and of what follows, see ``outer_rules``, or those of its adapters."""
     first, last = outer_rules(geometry, tied_head=tied_head)
     if geometry.adapter is None:
-        return [first], last
+        return [first, *_tower_rules(geometry)], last
     from rlhf_mcore.families.adapters import adapter_rules, whole_rules
 
     derived = [adapter_rules(rule, geometry, 0) or whole_rules(rule, geometry) for rule in last]
     return adapter_rules(first, geometry, 0), [rule for rules in derived for rule in rules]
+
+
+def _tower_rules(geometry: ModelGeometry) -> tuple[Rule, ...]:
+    vision = FAMILIES[geometry.family].vision
+    return () if vision is None else vision.rules(geometry)
+
+
+def embedding_name(geometry: ModelGeometry) -> str:
+    """Name the embedding as files do."""
+    return next(iter(outer_rules(geometry)[0].tensors))
 
 
 def layer_rules(geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
@@ -153,4 +168,5 @@ def head_fields(architecture: str, head: str, *, has_mtp: bool) -> dict[str, Any
 
 def architecture_name(architecture: str, head: str) -> str:
     """Name the architecture of the same model with another head."""
-    return ARCHITECTURES[architecture][0].architecture + HEADS[head].suffix
+    family, _ = ARCHITECTURES[architecture]
+    return family.architecture + _suffix(family, head)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.families.delta import DeltaNet
     from rlhf_mcore.families.latent import Latent
     from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
+    from rlhf_mcore.families.vision import Vision
     from rlhf_mcore.families.windows import Windows
 
 
@@ -233,6 +234,7 @@ class Family:
     windows: Windows | None = None  # layers that attend to some tokens only
     delta: DeltaNet | None = None  # layers with a gated delta net
     mixture: Mixture | SigmoidMixture | None = None
+    vision: Vision | None = None  # a tower beside the language model, whose sizes config.json has apart
 
     # Attention and norms.
     head_dim: int | None = None  # where config.json has none; None: the hidden size over the number of heads
@@ -294,6 +296,10 @@ class Family:
         Raises:
             ConfigError: a size is absent or cannot be.
         """
+        tied = hf_config.flag("tie_word_embeddings", default=None)
+        vision = self.vision.sizes(hf_config) if self.vision is not None else {}
+        hf_config = self.text(hf_config)
+        tied = hf_config.flag("tie_word_embeddings", default=self.tied) if tied is None else tied
         sizes: dict[str, Any] = {} if self.latent is not None else {"attention": self._grouped_sizes(hf_config)}
         for part in self.parts:
             sizes |= part.sizes(hf_config)
@@ -303,15 +309,20 @@ class Family:
             hidden_size=size(hf_config, "hidden_size"),
             ffn_size=size(hf_config, "intermediate_size", default=self._absent_ffn(hf_config)),
             vocab_size=size(hf_config, "vocab_size"),
-            tied_embeddings=hf_config.flag("tie_word_embeddings", default=self.tied) and head == "lm",
+            tied_embeddings=tied and head == "lm",
             head=head,
             max_positions=max_positions(hf_config, is_stretched=self.windows is not None),
             **sizes,
+            **vision,
         )
+
+    def text(self, hf_config: Fields) -> Fields:
+        """Return the part of a config.json that describes the language model."""
+        return hf_config if self.vision is None else self.vision.text(hf_config)
 
     def megatron_settings(self, hf_config: Fields) -> dict[str, Any]:
         """Return ``megatron``, and what of it depends on a config.json."""
-        settings: dict[str, Any] = dict(self.megatron)
+        settings, hf_config = dict(self.megatron), self.text(hf_config)
         if self.qk_norm_key:
             settings["qk_layernorm"] = self._has_qk_norm(hf_config)
         if self.qkv_bias_key:
@@ -328,6 +339,9 @@ class Family:
         Raises:
             ConfigError: a size is absent or cannot be.
         """
+        if self.vision is not None:
+            yield from self.vision.problems(hf_config)
+        hf_config = self.text(hf_config)
         yield from rotation_problems(self, hf_config, architecture)
         yield from unsupported_keys(self, hf_config, architecture)
         if self.windows is None:

@@ -78,6 +78,8 @@ def _factor(fields: Fields) -> float:
 
 def _scaling_problems(family: Family, rope: Fields) -> Iterator[str]:
     kind = scaling(rope)
+    if kind == "mrope" and family.vision is not None:
+        kind = "default"
     if kind not in ROPE_TYPES:
         yield f"rope type {shorten(kind)!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
         return

@@ -32,6 +32,7 @@ from rlhf_mcore.platform import Platform
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.lora import Adapters
     from rlhf_mcore.mcore.mtp import MTPLearning
+    from rlhf_mcore.mcore.vision import ImageSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class BuildOptions:
     microbatch_tokens: int = 0  # the most of a training pass; for ``tp_comm_overlap``
     mtp: MTPLearning | None = None
     add_adapters: Callable[[Sequence[torch.nn.Module]], Adapters] | None = None  # which freezes the weights
+    images: ImageSource | None = None  # of a model that reads images
+    trains_tower: bool = False
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
@@ -63,7 +66,8 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
     options.overrides.check(platform)
     # MTP layers beside a pipeline have an embedding of their own, whose gradient is added to the other one's afterwards.
     can_overlap = groups.collection.dp_cp.size() > 1 and (options.mtp is None or groups.layout.pp == 1)
-    if platform.name == "cuda" and options.trainable and can_overlap:
+    # The gradient of a tower is made when those of the decoder are there.
+    if platform.name == "cuda" and options.trainable and can_overlap and not options.trains_tower:
         options = replace(options, overrides=options.overrides.overlapping())
     platform.prepare_megatron()
     if options.overrides.needs_one_shape:
@@ -91,6 +95,11 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         )
         stages: list[int | None] = [None] if groups.layout.vpp is None else list(range(groups.layout.vpp))
         chunks = [_build_chunk(spec, groups, config, options, stage) for stage in stages]
+        vision = None
+        if spec.geometry.vision is not None:
+            from rlhf_mcore.mcore.vision import add_vision
+
+            vision = add_vision(chunks, spec, groups, config, platform, options.images)
         if options.freeze is not None:
             options.freeze(chunks)
         adapters = options.add_adapters(chunks) if options.add_adapters is not None else None
@@ -122,6 +131,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         logit_chunk_tokens=options.logit_chunk_tokens,
         mtp=options.mtp,
         adapters=adapters,
+        vision=vision,
     )
 
 

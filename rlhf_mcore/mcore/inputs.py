@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from rlhf_mcore.parallel.ragged import take_tokens
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import Microbatch
 
+if TYPE_CHECKING:
+    from rlhf_mcore.mcore.vision import Vision
+
 
 @dataclass(frozen=True, slots=True)
 class PassInputs:
@@ -25,6 +30,7 @@ class PassInputs:
     groups: ModelGroups
     platform: Platform
     with_padding: bool = False
+    vision: Vision | None = None
 
     @contextmanager
     def place(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
@@ -57,6 +63,8 @@ class PassInputs:
             from rlhf_mcore.parallel.context import order_of_ranks
 
             derived["order"] = order_of_ranks(sequence_sizes(microbatch), cp)
+        if self.vision is not None:
+            derived |= self.vision.derive(microbatch, partial(self.of_rank, microbatch))
         if self.with_padding:
             derived["padding"] = self._padding(microbatch)
         if "labels" in microbatch.fields:
@@ -81,7 +89,7 @@ class PassInputs:
         return replace(subsets, tokens=placed["subset_tokens"], ids=placed["subset_ids"], is_cut=placed["is_cut"])
 
     def of_rank(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Return of [b, T] values of a microbatch those at this context-parallel rank's places: [b, T / cp]."""
+        """Return of [b, T, ...] values of a microbatch those at this context-parallel rank's places: [b, T / cp]."""
         cp = self.groups.layout.cp
         if cp == 1:
             return values
@@ -99,7 +107,7 @@ class PassInputs:
         if microbatch.cu_seqlens is None:
             return None
         placed = microbatch.placed
-        places = placed["position_ids"].flatten()
+        places = placed.get("places", placed["position_ids"]).flatten()
         return PackedSequences.of(placed["borders"], places, sequence_sizes(microbatch), placed.get("order"))
 
     def _padding(self, microbatch: Microbatch) -> Tensor:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.mcore.mixture import Router
     from rlhf_mcore.mcore.momentum import Locate
     from rlhf_mcore.mcore.mtp import MTPLearning
+    from rlhf_mcore.mcore.vision import Vision
 
 Metrics = dict[str, Tensor]
 # Both are called on the last pipeline stage only, with the model's outputs for one microbatch.
@@ -75,6 +76,7 @@ class MegatronModel:
     movable: Movable = field(default_factory=Movable)  # what leaves the device between uses
     mtp: MTPLearning | None = None  # of MTP layers, where they are trained
     adapters: Adapters | None = None  # which learn in the place of the weights
+    vision: Vision | None = None  # of a model that reads images
 
     @property
     def is_last_stage(self) -> bool:
@@ -82,7 +84,7 @@ class MegatronModel:
 
     @property
     def _inputs(self) -> PassInputs:
-        return PassInputs(self.groups, self.platform, bool(self.aux_loss_coef or self.expert_bias_rate))
+        return PassInputs(self.groups, self.platform, bool(self.aux_loss_coef or self.expert_bias_rate), self.vision)
 
     def local_parameters(self) -> list[LocalParameter]:
         """List every tensor of the model on this rank. See :func:`rlhf_mcore.mcore.weights.local_parameters`."""
@@ -299,14 +301,15 @@ class MegatronModel:
         self, microbatches: Sequence[Microbatch], on_outputs: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
         layout, pgs = self.groups.layout, self.groups.collection
-        self.config.finalize_model_grads_func = partial(_finalize, self.mtp is not None)
+        self.config.finalize_model_grads_func = partial(_finalize, self.mtp is not None, self.vision)
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
         communicator = None
         if layout.pp > 1:
             from rlhf_mcore.mcore.stages import StageMessages
 
             communicator = StageMessages(self.groups, self.config, microbatches)
-        with self._inputs.place(microbatches), use_groups(self.groups, self.platform):
+        reading = nullcontext() if self.vision is None else self.vision.reading(microbatches)
+        with self._inputs.place(microbatches), use_groups(self.groups, self.platform), reading:
             return schedule(
                 forward_step_func=partial(self._forward_step, on_outputs),
                 data_iterator=[iter(microbatches) for _ in self.chunks],
@@ -324,6 +327,8 @@ class MegatronModel:
         self, on_outputs: Callable[..., Any], iterator: Iterator[Microbatch], chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator)
+        if self.vision is not None:
+            self.vision.enter(microbatch)
         padding = microbatch.placed.get("padding")
         if padding is not None and self.config.sequence_parallel and not unwrap(chunk).pre_process:
             # Megatron shards the mask on the first stage, where it shards the embeddings, and not on the later ones.
@@ -341,9 +346,15 @@ class MegatronModel:
 
 
 def _finalize(
-    copies_embedding: bool, chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
+    copies_embedding: bool,
+    vision: Vision | None,
+    chunks: list[torch.nn.Module],
+    num_tokens: Tensor | None = None,
+    **kwargs: Any,
 ) -> None:
     """Reduce gradients. The losses are divided by the global count already, so the token count is not passed to Megatron."""
+    if vision is not None:
+        vision.backward()
     finalize_model_grads(chunks, None, **kwargs)
     if copies_embedding:
         from rlhf_mcore.mcore.mtp import sum_embedding_gradients

@@ -38,22 +38,24 @@ class ModelSpec:
     """Everything about a model that does not depend on a layout."""
 
     geometry: ModelGeometry
-    hf_config: PretrainedConfig
+    hf_config: PretrainedConfig  # of the language model
+    architecture: str
     megatron: Mapping[str, Any]  # settings of TransformerConfig that the family needs
     inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies, of latent attention [rope_dim / 2]
     rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
     window_inv_freq: torch.Tensor | None = None  # [head_dim / 2] frequencies of layers with a window, where they differ
+    vision_config: PretrainedConfig | None = None  # of a tower
 
     @property
     def has_fresh_head(self) -> bool:
         """Tell whether the directory holds a language model, so that a scalar head has to begin at zero."""
-        return ARCHITECTURES[self.hf_config.architectures[0]][1] != self.geometry.head
+        return ARCHITECTURES[self.architecture][1] != self.geometry.head
 
     @property
     def config_updates(self) -> dict[str, Any]:
         """Keys of a saved config.json that differ from the one the model came from: those of the head."""
         has_mtp = bool(getattr(self.hf_config, MTP_KEY, 0))
-        return head_fields(self.hf_config.architectures[0], self.geometry.head, has_mtp=has_mtp)
+        return head_fields(self.architecture, self.geometry.head, has_mtp=has_mtp)
 
 
 def load_spec(
@@ -72,7 +74,8 @@ def load_spec(
     if problems:
         raise ConfigError.many(problems)
     try:
-        hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        whole = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        hf = whole.get_text_config()
         inv_freq, rope_scale = _rotary(hf, "full_attention")
         own = _rotary(hf, _WINDOW)[0] if _WINDOW in hf.rope_parameters else None
     except ConfigError:
@@ -82,11 +85,12 @@ def load_spec(
         raise ConfigError(
             f"{field}={path}: transformers does not take config.json ({reason}); export the model again"
         ) from error
-    family, _ = ARCHITECTURES[hf.architectures[0]]
-    fields = Fields(hf.to_dict(), f"{field}={path}: config.json", "export the model again")
+    family, _ = ARCHITECTURES[whole.architectures[0]]
+    fields = Fields(whole.to_dict(), f"{field}={path}: config.json", "export the model again")
     geometry = family.geometry(fields, head)
     _check_rotated(hf, geometry, inv_freq, f"{field}={path}")
-    return ModelSpec(geometry, hf, family.megatron_settings(fields), inv_freq, rope_scale, own)
+    settings, tower = family.megatron_settings(fields), getattr(whole, "vision_config", None)
+    return ModelSpec(geometry, hf, whole.architectures[0], settings, inv_freq, rope_scale, own, tower)
 
 
 def _check_rotated(hf: PretrainedConfig, geometry: ModelGeometry, inv_freq: torch.Tensor, where: str) -> None:
@@ -288,7 +292,12 @@ def fused_kernels(spec: ModelSpec) -> dict[str, bool]:
     permutes = ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs", "fused_unpermute")
     # Of packed sequences the fused rotation leaves out yarn's factor, and how pairs are told apart, without a word.
     latent = isinstance(spec.geometry.attention, LatentSizes)
-    is_plain = spec.rope_scale == 1.0 and not latent and not spec.megatron.get("rotary_interleaved")
+    is_plain = (
+        spec.rope_scale == 1.0
+        and not latent
+        and spec.geometry.vision is None
+        and not spec.megatron.get("rotary_interleaved")
+    )
     return dict(
         apply_rope_fusion=is_plain and rope_utils.fused_apply_rotary_pos_emb_thd is not None,
         gradient_accumulation_fusion=find_spec(APEX) is not None,

@@ -39,7 +39,9 @@ class EpisodeFiles:
         if not played:
             return
         lines = [{name: record[name] for name in ("prompt_id", "sample")} | record["episode"] for record in played]
-        write_atomically(rollouts.with_name(rollouts.name.replace("step-", "episodes-")), b"".join(map(json_line, lines)))
+        write_atomically(
+            rollouts.with_name(rollouts.name.replace("step-", "episodes-")), b"".join(map(json_line, lines))
+        )
         if self.num_traces:
             folder = own_directory(rollouts.with_name(rollouts.stem.replace("step-", "traces-")))
             for number, record in enumerate(played[: self.num_traces]):
@@ -54,7 +56,12 @@ def trace_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
     def span(number: str, parent: str | None, title: str, begun: float, ended: float, **more: Any) -> dict[str, Any]:
         times = [str(int((episode["unix_time"] + seconds) * 1e9)) for seconds in (begun, ended)]
-        own = {"traceId": trace_id, "spanId": _span_id(trace_id, number), "name": title, "kind": more.pop("kind", _INTERNAL)}
+        own = {
+            "traceId": trace_id,
+            "spanId": _span_id(trace_id, number),
+            "name": title,
+            "kind": more.pop("kind", _INTERNAL),
+        }
         if parent is not None:
             own["parentSpanId"] = _span_id(trace_id, parent)
         own |= {"startTimeUnixNano": times[0], "endTimeUnixNano": times[1]}
@@ -78,7 +85,16 @@ def trace_of(record: Mapping[str, Any]) -> dict[str, Any]:
         ended = node["ended_s"] if node["ended_s"] is not None else episode["seconds"]
         turn = _of_turn(node, before)
         spans.append(
-            span(f"turn {place}", "episode", "chat policy", node["asked_s"], ended, kind=_CLIENT, attributes=turn, code=_OK)
+            span(
+                f"turn {place}",
+                "episode",
+                "chat policy",
+                node["asked_s"],
+                ended,
+                kind=_CLIENT,
+                attributes=turn,
+                code=_OK,
+            )
         )
         for number, call in enumerate(node["calls"]):
             if call["ended_s"] is None:

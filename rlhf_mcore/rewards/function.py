@@ -171,7 +171,10 @@ def added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[
         ConfigError: as ``function_reward``, naming the entry.
     """
     return [
-        (one.weight, _pooled_reward(cfg, one.path, f"reward.functions[{number}].path", PART + function_name(one), pools))
+        (
+            one.weight,
+            _pooled_reward(cfg, one.path, f"reward.functions[{number}].path", PART + function_name(one), pools),
+        )
         for number, one in enumerate(cfg.functions)
     ]
 

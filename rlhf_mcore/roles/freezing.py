@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.families import embedding_name
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.mcore.ends import require_gradient
 from rlhf_mcore.mcore.weights import global_names, unwrap
@@ -43,7 +44,7 @@ def freeze(
         ConfigError: see ``trained_names``; or one tensor of Megatron's holds frozen and trained ones, or this rank has none to train.
     """
     trained, rank, some = set(trained_names(geometry, patterns)), dist.get_rank(), False
-    if geometry.tied_embeddings and layout.pp > 1 and "model.embed_tokens.weight" not in trained:
+    if geometry.tied_embeddings and layout.pp > 1 and embedding_name(geometry) not in trained:
         raise ConfigError("actor.freeze: tied embeddings cannot be frozen with actor.layout.pp above 1; remove them")
     for chunk in map(unwrap, chunks):
         for name, full_name, parameter in global_names(chunk):

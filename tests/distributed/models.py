@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,8 @@ from transformers import (
     Olmo2Config,
     Olmo2ForCausalLM,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -41,6 +44,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 SIZES = dict(
@@ -263,6 +268,62 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+    model.save_pretrained(directory)
+    return model
+
+
+# The text of these is as above; towers with images of a few patches, windows of which some are cut, and two levels of DeepStack.
+IMAGE_TOKEN = 90
+_TOWER = dict(
+    depth=3,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    patch_size=4,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+)
+_IDS = dict(image_token_id=IMAGE_TOKEN, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig,
+        dict(head_dim=None, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2),
+        dict(fullatt_block_indexes=[1], window_size=16),
+    ),
+    "qwen3_vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig,
+        dict(tie_word_embeddings=False),
+        dict(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+    ),
+}
+_SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5]}
+
+
+def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Module:
+    """A model that reads images, saved."""
+    model_class, config_class, changes, tower = VISION_MODELS[name]
+    text = {
+        **SIZES,
+        "rope_parameters": dict(rope_type="default", rope_theta=1e4, mrope_section=_SECTIONS[name]),
+        **changes,
+    }
+    if text["head_dim"] is None:
+        del text["head_dim"]
+    vision = {**_TOWER, **tower, "out_hidden_size": SIZES["hidden_size"]}
+    tied = changes["tie_word_embeddings"]
+    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
+    torch.manual_seed(seed)
+    model: torch.nn.Module = model_class(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(
+                    torch.randn_like(parameter) * 0.2 + ("norm" in parameter_name or "ln_q" in parameter_name)
+                )
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     return model
 

@@ -23,6 +23,7 @@ from rlhf_mcore.bridge.files.tensor_files import FileImage, FileLayout, bytes_of
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import Rectangle, contiguous_strides, of_interval
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.families import embedding_name
 from rlhf_mcore.families.mtp import EMBEDDING_COPY
 from rlhf_mcore.geometry import ModelGeometry, Shard, StateShard
 from rlhf_mcore.parallel.collectives import gather_json
@@ -83,7 +84,7 @@ def writes(name: str, geometry: ModelGeometry, shard: Shard) -> bool:
     if name == EMBEDDING_COPY:
         return False
     parts = pieces(name, geometry, shard)
-    if name == "output_layer.weight" and any(piece.hf_name == "model.embed_tokens.weight" for piece in parts):
+    if name == "output_layer.weight" and any(piece.hf_name == embedding_name(geometry) for piece in parts):
         return False
     return shard.rank == 0 or parts != pieces(name, geometry, replace(shard, rank=0))
 

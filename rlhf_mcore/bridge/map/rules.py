@@ -13,7 +13,7 @@ from functools import cache
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.families import FAMILIES, HEADS, Shapes, end_rules, hf_shapes, layer_rules
+from rlhf_mcore.families import FAMILIES, HEADS, Shapes, embedding_name, end_rules, hf_shapes, layer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
@@ -64,7 +64,7 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     if geometry.adapter is not None and ".lora_a" not in rule.mcore and rule.kind not in _PLAIN_SPLITS:
         return _rows_of_weight(name, shapes, geometry, shard)
     if geometry.tied_embeddings and "lm_head.weight" in shapes:
-        shapes = {"model.embed_tokens.weight": shapes["lm_head.weight"]}
+        shapes = {embedding_name(geometry): shapes["lm_head.weight"]}
     if rule.kind == "stacked":
         assert shard.size == 1, "the part of an expert is whole"
         return [_of_stack(name, shape, expert) for name, shape in shapes.items()]
@@ -111,6 +111,10 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
         KeyError: the family has no such parameter.
         ConfigError: its rows are no rows of Hugging Face tensors.
     """
+    if geometry.vision is not None:
+        raise ConfigError(
+            f"{geometry.family}: Megatron's formats of models with a tower are not supported; convert from or to hf only"
+        )
     if geometry.delta is not None:
         raise ConfigError(
             f"{geometry.family}: Megatron's formats of its gated delta nets are not supported; convert from or to hf only"
@@ -148,6 +152,8 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
     Raises:
         KeyError: the family has no rule for this parameter.
     """
+    if geometry.vision is not None and name.startswith("vision_tower."):
+        return next(rule for rule in end_rules(replace(geometry, adapter=None))[0] if rule.mcore == name), 0, 0
     if geometry.adapter is None:
         return _find_rule(geometry.family, geometry.head, name)
     from rlhf_mcore.families.adapters import A, B, M, adapter_rules, base_name, is_trained_whole, whole_rules

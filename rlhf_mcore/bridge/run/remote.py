@@ -11,10 +11,10 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,7 +22,17 @@ from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import machine
-from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
+from rlhf_mcore.families.vision import VisionSizes
+from rlhf_mcore.geometry import (
+    AdapterSizes,
+    DeltaSizes,
+    ExpertSizes,
+    GroupedSizes,
+    LatentSizes,
+    LocalParameter,
+    ModelGeometry,
+    WindowSizes,
+)
 from rlhf_mcore.parallel.addresses import listener
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.parallel.joint_group import JointGroup, connections
@@ -31,6 +41,29 @@ from rlhf_mcore.protocols import EngineProcess, GroupSpec, LiveWeights, PeersLos
 ATTEMPTS = 3  # with the same processes
 MARGIN_S = 5.0  # for engines to notice that a transfer has failed
 T = TypeVar("T")
+
+
+_PARTS = {
+    "window": WindowSizes,
+    "delta": DeltaSizes,
+    "experts": ExpertSizes,
+    "vision": VisionSizes,
+    "adapter": AdapterSizes,
+}
+
+
+def geometry_of(fields: Mapping[str, Any]) -> ModelGeometry:
+    """Build a geometry of what ``asdict`` and JSON have made of one."""
+    kinds: dict[str, Any] = {
+        "attention": LatentSizes if "kv_rank" in fields["attention"] else GroupedSizes,
+        **_PARTS,
+    }
+    sizes = {
+        name: {k: tuple(v) if isinstance(v, list) else v for k, v in (fields.get(name) or {}).items()} for name in kinds
+    }
+    return ModelGeometry(
+        **{**fields, **{name: kind(**sizes[name]) if sizes[name] else None for name, kind in kinds.items()}}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +85,7 @@ class BridgeJob:
     @classmethod
     def of_json(cls, text: str) -> BridgeJob:
         fields = json.loads(text)
-        geometry = ModelGeometry.of(fields["geometry"] | {"adapter": fields["adapter"]})
+        geometry = geometry_of(fields["geometry"] | {"adapter": fields["adapter"]})
         return cls(**{**fields, "geometry": replace(geometry, adapter=None), "adapter": geometry.adapter})
 
 

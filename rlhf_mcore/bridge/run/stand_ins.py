@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -72,9 +72,8 @@ class ChangedOnlyBridge:
         return self.sync_some(version, None if self.target.policy_version < 0 else self.changed)
 
 
-def matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> frozenset[str]:
-    """Resolve names and patterns to tensors of the model."""
-    aliases = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
+def matching(only: Sequence[str], known: Collection[str], aliases: Mapping[str, str]) -> frozenset[str]:
+    """Resolve names and patterns to tensors of the model. ``aliases``: of tied tensors."""
     names: set[str] = set()
     every = {*known, *aliases}
     for pattern in only:  # thousands of plain names are no patterns

@@ -23,6 +23,7 @@ from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.samples import Drawn, Held, Samples, differing
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
+from rlhf_mcore.families import embedding_name
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
 from rlhf_mcore.protocols import ADAPTER_SLOTS, LiveWeights, SyncMismatch, SyncStats
@@ -151,7 +152,7 @@ class PlannedBridge:
         parameters = [p for p in parameters if all(piece.hf_name in shapes for piece in pieces_of(p))]
         self._target, self._verify, self._gatherer, self._poison = target, verify, gatherer, poison
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
-        self._is_tied = geometry.tied_embeddings
+        self._aliases = {"lm_head.weight": embedding_name(geometry)} if geometry.tied_embeddings else {}
         self._group = group
         self._full_every, self._previous = full_every, previous
         self._last: _Transfer | None = None  # the receivers' copies are of what it has brought
@@ -299,7 +300,7 @@ class PlannedBridge:
             raise ValueError("verify='full' compares all weights: sync all of them, or set verify to digest")
         from rlhf_mcore.bridge.run.stand_ins import matching  # most runs bring all
 
-        names = matching(only, self._described.shapes, self._is_tied)
+        names = matching(only, self._described.shapes, self._aliases)
         while more := {name for layer in self._together if layer & names for name in layer} - names:
             names |= more
         if names not in self._parts:

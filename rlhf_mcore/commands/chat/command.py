@@ -152,8 +152,9 @@ def _load(args: argparse.Namespace) -> Chat:
     from rlhf_mcore.cli.progress import working
     from rlhf_mcore.config.adapter_files import base_model
     from rlhf_mcore.config.evaluation import find_adapters, find_model
+    from rlhf_mcore.config.generator_files import inspect_generator
     from rlhf_mcore.config.hub import is_offline, local_model
-    from rlhf_mcore.config.model_files import TOKENIZER_FILES, architecture, inspect_generator, read_config
+    from rlhf_mcore.config.model_files import TOKENIZER_FILES, architecture, read_config
 
     if args.temperature < 0 or args.max_new_tokens < 1:
         raise ConfigError("--temperature must be at least 0, and --max-new-tokens at least 1")

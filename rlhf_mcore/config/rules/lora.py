@@ -27,6 +27,8 @@ def lora_problems(cfg: Config) -> Iterator[str]:
     name = f"actor.lora.rank={cfg.actor.lora.rank}"
     if cfg.actor.freeze:
         yield f"{name} freezes all weights of the model; set actor.freeze=[]"
+    if cfg.actor.vision.train != "none":
+        yield f"{name} freezes all weights of the tower; set actor.vision.train=none"
     if cfg.actor.mtp.mode in MTP_TRAINED:
         yield f"{name} is not supported with actor.mtp.mode={cfg.actor.mtp.mode}; set that to keep"
     if run_kind(cfg).generates and cfg.bridge.method == "gather":

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.errors import FileProblem
+from rlhf_mcore.config.generator_files import tokenizer_problems
 from rlhf_mcore.config.implied import reads_scores
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of, walk
-from rlhf_mcore.config.model_files import inspect_model, tokenizer_problems
+from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.rules.layouts import cut_problems
 from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.tokenizer_match import tokenizer_difference

@@ -194,6 +194,24 @@ class MoEConfig(Group):
 
 
 @dataclass
+class VisionConfig(Group):
+    """The tower of a model that reads images (Qwen2.5-VL, Qwen3-VL)."""
+
+    train: str = key(
+        "none",
+        "what of the tower learns",
+        one_of(
+            none="nothing; engines are sent it once",
+            merger="what makes tokens of patches, at the end of the tower and for DeepStack",
+            all="all of it",
+        ),
+        more="What does not learn has no gradient and no optimizer state. The tower reads an image of an update once, and once more "
+        "where it learns, with the gradients that all its sequences have together. See [images](images.md).",
+        is_fixed=True,
+    )
+
+
+@dataclass
 class MTPConfig(Group):
     """Layers that predict tokens after the next one (DeepSeek-V3, GLM-4.5)."""
 
@@ -291,6 +309,7 @@ class ActorConfig(Group):
     recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
     moe: MoEConfig = group(MoEConfig)
     mtp: MTPConfig = group(MTPConfig)
+    vision: VisionConfig = group(VisionConfig)
     lora: ActorLoraConfig = group(ActorLoraConfig, "low-rank adapters", "See [adapters](lora.md).")
     freeze: list[str] = key(
         [],

@@ -46,7 +46,11 @@ class Channels:
         if self.called is None:
             return {"role": "assistant", "content": self.words, "tool_calls": []}
         function = {"name": self.called, "arguments": self.words}
-        return {"role": "assistant", "content": "", "tool_calls": [{"id": "", "type": "function", "function": function}]}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "", "type": "function", "function": function}],
+        }
 
     def marked(self, mark: str) -> dict[str, Any]:
         """Return the turn as a template takes it, with marks that begin with ``mark``."""

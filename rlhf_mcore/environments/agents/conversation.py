@@ -113,9 +113,7 @@ class Conversation:
         except UnreadableText as error:
             return str(error)
 
-    def _place(
-        self, node: Node | None, text: str, num_messages: int, channels: Mapping[str, Channels]
-    ) -> Place | str:
+    def _place(self, node: Node | None, text: str, num_messages: int, channels: Mapping[str, Channels]) -> Place | str:
         told = unmark(text, channels)
         try:
             context = self.control.encode_cut(told)

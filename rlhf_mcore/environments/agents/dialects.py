@@ -448,6 +448,7 @@ class Responses(Dialect):
             "usage": usage,
         }
 
+
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     """Add an item of a conversation. Calls follow the words of their turn, and are one message with them."""
     kind = item.get("type", "message") if isinstance(item, dict) else None

@@ -103,7 +103,12 @@ class MessagesStream(Stream):
     """Of Anthropic's messages. How many tokens a prompt has is known at the end."""
 
     def _begin(self) -> Iterator[Part]:
-        begun = {**Messages.head(Said({"content": ""}, (), "stop", 0)), "content": [], "stop_reason": None, "stop_sequence": None}
+        begun = {
+            **Messages.head(Said({"content": ""}, (), "stop", 0)),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
         yield "message_start", {"type": "message_start", "message": begun}
 
     def _words(self, number: int, words: str) -> Iterator[Part]:
@@ -183,7 +188,9 @@ class ResponsesStream(Stream):
                 if not has_begun:
                     yield from self._begin_message()
                 part, inside = item["content"][0], self._inside()
-                yield self._event("response.output_text.delta", {**inside, "delta": self._rest(0, said[0]), "logprobs": []})
+                yield self._event(
+                    "response.output_text.delta", {**inside, "delta": self._rest(0, said[0]), "logprobs": []}
+                )
                 yield self._event("response.output_text.done", {**inside, "text": part["text"], "logprobs": []})
                 yield self._event("response.content_part.done", {**inside, "part": part})
             else:

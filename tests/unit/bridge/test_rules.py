@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.families import FAMILIES, HEADS, architecture_name
+from rlhf_mcore.families import FAMILIES, HEADS, architecture_name, embedding_name
 from rlhf_mcore.geometry import GroupedSizes, LatentSizes, ModelGeometry, Shard
 from tests.distributed.models import MODELS, SIZES
 from tests.messages import refused
@@ -165,7 +165,8 @@ def test_norms_fused_into_transformer_engines_linears_have_the_same_place(family
         *(attention if latent else usual),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", mlp),
     ):
-        expected = [Piece(f"model.layers.5.{hf}.weight", (0,), (8,), 0, (1,))]
+        decoder = embedding_name(geometry).removesuffix("embed_tokens.weight")
+        expected = [Piece(f"{decoder}layers.5.{hf}.weight", (0,), (8,), 0, (1,))]
         for name in (fused, alone):
             assert pieces(f"decoder.layers.5.{name}", geometry, Shard(1, 2)) == expected
 

@@ -74,7 +74,7 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
     shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = Sleeping()
-    engine.parts = engine.parts if shares else []
+    engine.parts, engine.trained = engine.parts if shares else [], None
     engine.spec = SimpleNamespace(geometry=SimpleNamespace(trunk=None))
     engine_map = object()
 

@@ -11,7 +11,7 @@ from rlhf_mcore.checkpoint.delta import choose_base
 from rlhf_mcore.commands.evaluate.evaluation import _settings, _subject, _Task, checked_folder
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import inspect_generator
+from rlhf_mcore.config.generator_files import inspect_generator
 from rlhf_mcore.config.schema import Config, ModelConfig, RewardConfig, RuleConfig
 from tests.unit.checkpoint.test_delta import save, updated, weights
 

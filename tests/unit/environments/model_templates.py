@@ -204,4 +204,8 @@ def parse(text: str, tools: Any) -> dict[str, Any]:
     words, _, call = text.partition(marker)
     digits = "".join(letter for letter in call if letter.isdigit())
     function = {"name": "add", "arguments": f'{{"a": {digits}}}'}
-    return {"role": "assistant", "content": words, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": words,
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }

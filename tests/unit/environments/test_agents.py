@@ -314,7 +314,9 @@ def test_words_of_a_stream_come_while_they_are_drawn(run: Any, tokenizer: PreTra
                 yield from (event.delta for event in events if event.type == "response.output_text.delta")
                 assert events.get_final_response().output_text == said
         else:
-            other = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0, timeout=20)
+            other = anthropic.Anthropic(
+                base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0, timeout=20
+            )
             with other.messages.stream(model="m", max_tokens=40, messages=HI) as stream:
                 yield from stream.text_stream
                 assert stream.get_final_message().content[0].text == said

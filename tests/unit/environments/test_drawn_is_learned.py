@@ -108,11 +108,19 @@ def user(text: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> tuple[HFEngine, Any, list[Any]]:
+def made(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase
+) -> tuple[HFEngine, Any, list[Any]]:
     """An engine, the same model for recomputing, and its weights by version: from one to the next all probabilities differ."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer.save_pretrained(folder)
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     config = Qwen2Config(vocab_size=128, initializer_range=0.3, tie_word_embeddings=False, **shape)
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
@@ -161,7 +169,9 @@ def test_whatever_happens_what_is_learned_was_drawn_in_its_place_by_its_version(
     whole = episode.end()
 
     learned, logprobs = whole.loss_mask, whole.logprobs
-    assert sorted(logprobs[learned].tolist()) == sorted(logprob for _, logprob in episode.heard)  # each once, and no other
+    assert sorted(logprobs[learned].tolist()) == sorted(
+        logprob for _, logprob in episode.heard
+    )  # each once, and no other
     assert whole.token_ids[learned].tolist() == [episode.drawn[value] for value in logprobs[learned].tolist()]
     versions = token_versions([whole]).numpy()
     start = 0

@@ -36,7 +36,14 @@ def node(**more: Any) -> dict[str, Any]:
 
 
 def episode(began: float, seconds: float, *nodes: dict[str, Any], **parts: float) -> dict[str, Any]:
-    return {"unix_time": began, "seconds": seconds, "engine_s": 1.0, "tools_s": 0.5, "waiting_s": 0.25, "nodes": list(nodes)} | parts
+    return {
+        "unix_time": began,
+        "seconds": seconds,
+        "engine_s": 1.0,
+        "tools_s": 0.5,
+        "waiting_s": 0.25,
+        "nodes": list(nodes),
+    } | parts
 
 
 def call(name: str, begun: float, ended: float | None) -> dict[str, Any]:
@@ -94,7 +101,9 @@ def test_episodes_and_traces_are_files_beside_the_rollouts(tmp_path: Path) -> No
     [scope] = trace["resourceSpans"][0]["scopeSpans"]
     whole, first, tool, second = scope["spans"]
     assert [span["name"] for span in scope["spans"]] == ["episode", "chat policy", "execute_tool add", "chat policy"]
-    assert {len(span["traceId"]) for span in scope["spans"]} == {32} and {len(span["spanId"]) for span in scope["spans"]} == {16}
+    assert {len(span["traceId"]) for span in scope["spans"]} == {32} and {
+        len(span["spanId"]) for span in scope["spans"]
+    } == {16}
     assert len({span["spanId"] for span in scope["spans"]}) == 4 and "parentSpanId" not in whole
     assert {span["parentSpanId"] for span in (first, tool, second)} == {whole["spanId"]}
     assert (whole["startTimeUnixNano"], whole["endTimeUnixNano"]) == ("100000000000", "104000000000")
@@ -102,10 +111,19 @@ def test_episodes_and_traces_are_files_beside_the_rollouts(tmp_path: Path) -> No
     attributes = {each["key"]: each["value"] for each in second["attributes"]}
     assert attributes["gen_ai.usage.input_tokens"] == {"intValue": "10"}  # 5 and 2 of the turn before, 3 since
     assert attributes["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": [{"stringValue": "stop"}]}}
-    assert {"key": "rlhf_mcore.reward", "value": {"doubleValue": 0.5}} in whole["attributes"] and whole["status"] == {"code": 1}
+    assert {"key": "rlhf_mcore.reward", "value": {"doubleValue": 0.5}} in whole["attributes"] and whole["status"] == {
+        "code": 1
+    }
 
 
 def test_a_run_that_wants_no_traces_writes_none(tmp_path: Path) -> None:
-    record: dict[str, Any] = {"step": 1, "prompt_id": "p", "sample": 0, "score": 1.0, "failure": None, "finish_reason": "stop"}
+    record: dict[str, Any] = {
+        "step": 1,
+        "prompt_id": "p",
+        "sample": 0,
+        "score": 1.0,
+        "failure": None,
+        "finish_reason": "stop",
+    }
     EpisodeFiles(0)(tmp_path / "step-000001.jsonl", [{**record, "episode": episode(0.0, 1.0, node())}])
     assert [found.name for found in tmp_path.iterdir()] == ["episodes-000001.jsonl"]

@@ -76,7 +76,7 @@ def test_without_thoughts_a_conversation_is_one_sequence() -> None:
     talk.ask("4", "two<!end_of_sentence!>", role="tool")
     [whole] = talk.sequences()
     begun = "<!begin_of_sentence!><!User!>q<!Assistant!></think>one<!end_of_sentence!><!User!>r<!Assistant!></think>"
-    called = "<!tool_calls_begin!><!tool_call_begin!>add<!tool_sep!>{\"a\":  3}<!tool_call_end!><!tool_calls_end!><!end_of_sentence!>"
+    called = '<!tool_calls_begin!><!tool_call_begin!>add<!tool_sep!>{"a":  3}<!tool_call_end!><!tool_calls_end!><!end_of_sentence!>'
     assert whole == wide(f"{begun}{called}<!tool_output_begin!>4<!tool_output_end!>two<!end_of_sentence!>")
 
 

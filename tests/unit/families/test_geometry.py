@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from rlhf_mcore.bridge.run.remote import geometry_of
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_geometry
-from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
+from rlhf_mcore.geometry import ExpertSizes
 from tests.messages import refused
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
@@ -63,7 +64,33 @@ def test_sizes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("model", sorted(path.name for path in MODELS.iterdir() if path.is_dir()))
 def test_a_geometry_survives_json(model: str) -> None:
     geometry = read_geometry(MODELS / model)
-    assert ModelGeometry.of(json.loads(json.dumps(asdict(geometry)))) == geometry
+    assert geometry_of(json.loads(json.dumps(asdict(geometry)))) == geometry
+
+
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+}
+ROPE = {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+
+
+def test_sizes_beside_a_tower_are_those_of_the_language_model_wherever_they_stand(tmp_path: Path) -> None:
+    """Hub files of Qwen2.5-VL have them at the top, what transformers 5 saves in text_config."""
+    text = {**SIZES, "rope_scaling": ROPE, "tie_word_embeddings": True}
+    outer = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "image_token_id": 9, "vision_config": TOWER}
+    found = []
+    for name, config in (("flat", {**text, **outer}), ("nested", {"text_config": text, **outer})):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, **config)
+        found.append(read_geometry(tmp_path / name))
+    assert found[0] == found[1]
+    assert found[0].tied_embeddings and found[0].vision is not None
+    assert found[0].vision.sections == (2, 3, 3) and found[0].vision.tokens((1, 4, 6)) == 6
+    assert geometry_of(json.loads(json.dumps(asdict(found[0])))) == found[0]
 
 
 @pytest.mark.parametrize("value", ["4", 0, -1, 2.0, True, [1]])

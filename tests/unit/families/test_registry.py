@@ -70,12 +70,14 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "mixtral",
         "olmo2",
         "qwen2",
+        "qwen2_5_vl",
         "qwen2_moe",
         "qwen3",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_moe",
         "qwen3_next",
+        "qwen3_vl",
     ]
     assert len(ARCHITECTURES) == len(FAMILIES) * len(HEADS)
     assert ARCHITECTURES["Qwen2MoeForTokenClassification"] == (FAMILIES["qwen2_moe"], "token")

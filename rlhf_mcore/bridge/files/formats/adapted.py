@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.formats.source import HFSource
 from rlhf_mcore.config.adapter_files import adapted_modules
-from rlhf_mcore.families import hf_shapes
+from rlhf_mcore.families import embedding_name, hf_shapes
 from rlhf_mcore.families.adapters import EMBEDDING, M, hf_name, hf_names, whole_tensors
 from rlhf_mcore.geometry import ModelGeometry
 
@@ -38,7 +38,7 @@ class AdaptedSource:
         self._whole = {name: saved for saved, name in whole_tensors(model).items()}
         if self._whole:  # the base may have another head
             self.types = {name: kind for name, kind in self.types.items() if name in hf_shapes(model)}
-            dtype = self.types["model.embed_tokens.weight"][0]
+            dtype = self.types[embedding_name(model)][0]
             self.types |= {name: (dtype, self._adapters.shape(saved)) for name, saved in self._whole.items()}
         self._scale, self._has_magnitudes = geometry.adapter.scale, geometry.adapter.use_dora
         self._modules = {f"{module}.weight": module for module in adapted_modules(geometry)}

@@ -13,6 +13,7 @@ from rlhf_mcore.bridge.files.tensor_files import CODES, TensorTypes
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.model_files import read_config
+from rlhf_mcore.families import embedding_name
 from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.geometry import ModelGeometry
 
@@ -30,7 +31,7 @@ def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tup
     types = {name: stored for name, stored in source.types.items() if not name.endswith(BUFFERS)}
     mtp = mtp_tensors(types, read_config(source.companions, str(source.companions)))
     if geometry.tied_embeddings and "lm_head.weight" in types:
-        _check_tied(source)
+        _check_tied(source, embedding_name(geometry))
         del types["lm_head.weight"]
     problems_by_kind = {
         "missing tensors": [name for name in expected if name not in types],
@@ -52,9 +53,9 @@ def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tup
     return {name: types[name] for name in (*expected, *mtp)}
 
 
-def _check_tied(source: ModelSource) -> None:
+def _check_tied(source: ModelSource, embedding: str) -> None:
     """Compare the embedding with the head where files have both: it must be one matrix."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    head = "lm_head.weight"
     shape = source.types[head][1]
     same = embedding in source.types and source.types[embedding] == source.types[head]
     rows = max(_COMPARED_ELEMENTS // max(prod(shape[1:]), 1), 1)

@@ -25,6 +25,7 @@ from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, Tile
 from rlhf_mcore.bridge.files.hf_files import inside
 from rlhf_mcore.bridge.map.rules import hf_shapes, in_memory, row_runs
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families import embedding_name
 from rlhf_mcore.geometry import ModelGeometry
 
 COMPANIONS = "huggingface"  # where such checkpoints keep config.json and the tokenizer
@@ -60,7 +61,7 @@ def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry, *, che
     ranks = _Ranks(directory, check=check)
     shapes = hf_shapes(geometry)
     if geometry.tied_embeddings:  # modules hold the matrix under both names
-        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+        shapes["lm_head.weight"] = shapes[embedding_name(geometry)]
     tensors: dict[str, Tiled] = {}
     rows: defaultdict[str, list[Rows]] = defaultdict(list)
     for name in _common_names(ranks):

@@ -178,5 +178,7 @@ def test_parts_of_one_parameter_in_two_dtypes_are_refused(hf_model: Get, tmp_pat
     source = HFSource(model, model)
     types = {n: (torch.bfloat16 if "k_proj" in n else dtype, shape) for n, (dtype, shape) in source.types.items()}
     writer = TorchDistWriter(tmp_path, read_geometry(model), types, block_bytes=3000, file_bytes=10**9)
-    with refused(ConfigError, field="decoder.layers.0.self_attention.linear_qkv.weight", value="2 dtypes", remedy="--dtype"):
+    with refused(
+        ConfigError, field="decoder.layers.0.self_attention.linear_qkv.weight", value="2 dtypes", remedy="--dtype"
+    ):
         writer.write(source.read)

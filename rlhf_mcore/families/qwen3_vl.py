@@ -1,0 +1,14 @@
+"""Qwen3-VL (Qwen Team 2025, arXiv 2511.21631): Qwen3 with a tower, three of whose layers speak to the decoder (DeepStack)."""
+
+from dataclasses import replace
+
+from rlhf_mcore.families.qwen3 import FAMILY as TEXT
+from rlhf_mcore.families.vision import Vision, plain_tower, within
+
+FAMILY = replace(
+    TEXT,
+    name="qwen3_vl",
+    architecture="Qwen3VL",
+    rules=within(TEXT.rules, "model.language_model."),
+    vision=Vision(plain_tower, "model.visual.", interleaved=True, head_dim=TEXT.head_dim),
+)

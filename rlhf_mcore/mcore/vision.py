@@ -1,0 +1,302 @@
+"""Images within a decoder: features of a tower in the places of tokens, positions by row and column, and DeepStack.
+
+The tower is transformers' own module on the first pipeline stage. It reads every image of a pass once, before the decoder runs, and
+all sequences with that image share the features. They are leaves of the decoder's graph: their gradients add up over microbatches,
+and where the tower learns it is run again with them, some images at a time, when the last microbatch has been learned from. So
+neither the decoder's recomputation nor a pipeline's order of passes concerns the tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from transformers import AutoModel
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families.vision import TOWER, VisionSizes
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model_spec import ModelSpec
+from rlhf_mcore.mcore.rotation import Rotary
+from rlhf_mcore.platform import Platform
+from rlhf_mcore.types import Microbatch
+
+_MAX_PATCHES = 16_384  # that the tower reads at a time
+
+
+class Image(Protocol):
+    """Patches [patches, channels * temporal_patch_size * patch_size^2] fp32 of a grid (time, rows, columns)."""
+
+    pixel_values: Tensor
+    grid_thw: tuple[int, int, int]
+
+
+class ImageSource(Protocol):
+    """Where images are, by their digests."""
+
+    def features(self, digest: str) -> Image: ...
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What a decoder is given in one microbatch: its images, and where the rows of their features go."""
+
+    digests: list[str]
+    placed: Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class Vision:
+    """The images of a model on this rank. ``tower`` is None but on the first pipeline stage."""
+
+    sizes: VisionSizes
+    source: ImageSource | None  # None: there are no images, only text
+    groups: ModelGroups
+    sequence_parallel: bool
+    platform: Platform
+    tower: torch.nn.Module | None = None
+    _features: dict[str, list[Tensor]] = field(default_factory=dict)  # by digest, of each level [tokens, hidden], fp32
+    _current: _Pass | None = None
+    _by_angles: dict[int, _Pass] = field(default_factory=dict)
+
+    def derive(self, microbatch: Microbatch, of_rank: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return what a pass reads of a microbatch's images, on the host.
+
+        ``rotary_positions`` [b, T, 3] and ``places`` [b * T], their own numbers, are of this context-parallel rank.
+        ``image_rows`` [n] are the features, counted over the images of the microbatch, that stand at ``image_places`` [n] of this
+        rank's hidden states, flattened.
+        """
+        positions, rows = self._positions_and_rows(microbatch)
+        positions, rows = of_rank(positions), of_rank(rows).t()
+        if self.sequence_parallel:
+            rows = rows.chunk(self.groups.layout.tp)[self.groups.tp_rank]
+        rows = rows.flatten()
+        places = (rows >= 0).nonzero().flatten()
+        derived = {"rotary_positions": positions, "places": torch.arange(positions[..., 0].numel())}
+        return derived | {"image_places": places, "image_rows": rows[places]}
+
+    def _positions_and_rows(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Return positions [b, T, 3] of all tokens, and the number of each one's feature [b, T], -1 where it has none."""
+        ids, first = microbatch.token_ids, 0
+        positions = microbatch.position_ids[..., None].repeat(1, 1, 3)
+        rows = torch.full_like(ids, -1)
+        for number, digests in enumerate(microbatch.images):
+            if not digests:
+                continue
+            if microbatch.cu_seqlens is None:
+                line, span = number, slice(None)
+            else:
+                line, span = 0, slice(*microbatch.cu_seqlens[number : number + 2].tolist())
+            grids = [self._image(digest).grid_thw for digest in digests]
+            total = sum(map(self.sizes.tokens, grids))
+            # A policy may draw this token too; only the first ones are of images.
+            places = (ids[line, span] == self.sizes.image_token_id).nonzero().flatten()[:total]
+            if len(places) < total:
+                raise RuntimeError(
+                    f"a sequence has {len(places)} tokens of images, and its {len(grids)} images have {total}"
+                )
+            rows[line, span][places] = torch.arange(first, first + total)
+            positions[line, span] = image_positions(positions[line, span].size(0), places, grids, self.sizes.merge_size)
+            first += total
+        return positions, rows
+
+    def _image(self, digest: str) -> Image:
+        assert self.source is not None, "a model of rows with images is built with their source"
+        return self.source.features(digest)
+
+    @contextmanager
+    def reading(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+        """Keep the features of the images of microbatches within this block."""
+        if self.tower is not None:
+            wanted = dict.fromkeys(d for m in microbatches for digests in m.images for d in digests)
+            for batch in self._batches(list(wanted)):
+                with torch.no_grad():
+                    found = self._run(batch)
+                for digest, levels in zip(batch, found, strict=True):
+                    self._features[digest] = [level.float().requires_grad_(self._learns) for level in levels]
+        try:
+            yield
+        finally:
+            self._features, self._by_angles, self._current = {}, {}, None
+
+    @property
+    def _learns(self) -> bool:
+        return self.tower is not None and any(parameter.requires_grad for parameter in self.tower.parameters())
+
+    def backward(self) -> None:
+        """Add to the gradients of the tower what those of its features ask for."""
+        if not self._learns:
+            return
+        for batch in self._batches([d for d, levels in self._features.items() if levels[0].grad is not None]):
+            with torch.enable_grad():
+                found = self._run(batch)
+            pairs = [
+                (value, leaf.grad.to(value.dtype))
+                for digest, levels in zip(batch, found, strict=True)
+                for value, leaf in zip(levels, self._features[digest], strict=True)
+                if leaf.grad is not None
+            ]
+            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _batches(self, digests: Sequence[str]) -> Iterator[list[str]]:
+        """Cut images into runs of the tower."""
+        batch, patches = list[str](), 0
+        for digest in digests:
+            count = len(self._image(digest).pixel_values)
+            if batch and patches + count > _MAX_PATCHES:
+                yield batch
+                batch, patches = [], 0
+            batch.append(digest)
+            patches += count
+        if batch:
+            yield batch
+
+    def _run(self, digests: Sequence[str]) -> list[list[Tensor]]:
+        """Return the features of images [tokens, hidden]: those of tokens, then those of each level of DeepStack."""
+        images = [self._image(digest) for digest in digests]
+        grids = torch.tensor([image.grid_thw for image in images])
+        pixels, grids = self.platform.to_device([torch.cat([image.pixel_values for image in images]), grids])
+        assert self.tower is not None
+        output = self.tower(pixels, grid_thw=grids, return_dict=True)
+        sizes = [self.sizes.tokens(image.grid_thw) for image in images]
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        return [list(parts) for parts in zip(*(level.split(sizes) for level in levels), strict=True)]
+
+    def enter(self, microbatch: Microbatch) -> None:
+        """Say which microbatch the decoder runs next."""
+        self._current = _Pass([d for digests in microbatch.images for d in digests], microbatch.placed)
+
+    def angles(self, inv_freq: Tensor, axes: Tensor) -> Tensor:
+        """Return the angles [T, b, 1, head_dim] by which the microbatch's tokens rotate."""
+        assert self._current is not None
+        positions = self._current.placed["rotary_positions"]
+        half = positions[..., axes.to(positions.device)].float() * inv_freq.to(positions.device)
+        angles = torch.cat((half, half), dim=-1).transpose(0, 1)[:, :, None].contiguous()
+        self._by_angles[angles.data_ptr()] = self._current
+        return angles
+
+    def insert(self, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        """Put features in the places of embeddings (a hook of the embedding)."""
+        assert self._current is not None
+        return self._changed(self._current, output, 0)
+
+    def add(self, level: int) -> Callable[..., tuple[Tensor, ...]]:
+        """Return a hook of a layer that adds features of DeepStack to what it returns.
+
+        A layer that is recomputed runs while another microbatch is the current one. Its own is known by the angles it is given.
+        """
+
+        def hook(
+            _module: torch.nn.Module, _inputs: Any, given: dict[str, Any], output: tuple[Tensor, ...]
+        ) -> tuple[Tensor, ...]:
+            hidden, *rest = output
+            return self._changed(self._by_angles[given["rotary_pos_emb"].data_ptr()], hidden, level), *rest
+
+        return hook
+
+    def _changed(self, run: _Pass, hidden: Tensor, level: int) -> Tensor:
+        """Return hidden states [T, b, hidden] with features of a level: put there at level 0, added else."""
+        places = run.placed["image_places"]
+        if not len(places):
+            return hidden
+        features = torch.cat([self._features[digest][level] for digest in run.digests])
+        values = features.index_select(0, run.placed["image_rows"]).to(hidden.dtype)
+        flat = hidden.reshape(-1, hidden.size(-1))
+        flat = flat.index_add(0, places, values) if level else flat.index_copy(0, places, values)
+        return flat.view_as(hidden)
+
+
+def image_positions(length: int, places: Tensor, grids: Sequence[Sequence[int]], merge_size: int) -> Tensor:
+    """Return the positions [length, 3] of tokens by time, row and column (M-RoPE: Wang et al. 2024, arXiv 2409.12191).
+
+    Text counts on in all three. An image counts from where the text before it ended, and the text behind it from the largest of these.
+
+    Args:
+        places: of the tokens of all images, in order; those of an image follow each other.
+        grids: (time, rows, columns) of each image, in patches, of which ``merge_size`` squared are a token.
+    """
+    positions = torch.empty(length, 3, dtype=torch.int64)
+    position = done = taken = 0
+
+    def text(end: int) -> int:
+        positions[done:end] = torch.arange(position, position + end - done)[:, None]
+        return position + end - done
+
+    for time, rows, columns in grids:
+        sizes = (time, rows // merge_size, columns // merge_size)
+        begin = int(places[taken])
+        position = text(begin)
+        count = sizes[0] * sizes[1] * sizes[2]
+        positions[begin : begin + count] = position + torch.cartesian_prod(*map(torch.arange, sizes))
+        position += max(sizes[1:])
+        done, taken = begin + count, taken + count
+    text(length)
+    return positions
+
+
+class ImageRotary(Rotary):
+    """Rotary embeddings by time, row and column."""
+
+    def __init__(self, like: Any, inv_freq: Tensor, axes: Sequence[int], vision: Vision):
+        super().__init__(like, inv_freq)
+        self._axes, self._vision = torch.tensor(axes), vision
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._vision.angles(self.inv_freq, self._axes)
+
+
+def add_vision(
+    chunks: Sequence[GPTModel],
+    spec: ModelSpec,
+    groups: ModelGroups,
+    config: TransformerConfig,
+    platform: Platform,
+    source: ImageSource | None,
+) -> Vision:
+    """Give a model that has no wrappers yet its tower and its positions.
+
+    Raises:
+        ConfigError: the first chunk has fewer layers than levels of features are added to.
+    """
+    sizes, family = spec.geometry.vision, FAMILIES[spec.geometry.family]
+    assert sizes is not None and family.vision is not None
+    vision = Vision(sizes, source, groups, config.sequence_parallel, platform)
+    for chunk in chunks:
+        chunk.rotary_pos_emb = ImageRotary(
+            chunk.rotary_pos_emb, spec.inv_freq, family.vision.axes(sizes.sections), vision
+        )
+    if not (first := chunks[0]).pre_process:
+        return vision
+    if len(first.decoder.layers) < sizes.deepstack:
+        raise ConfigError(
+            f"the first pipeline stage has {len(first.decoder.layers)} layers, and images speak to the first {sizes.deepstack} of "
+            "this model (DeepStack); lower pp or vpp, or give layers_per_stage"
+        )
+    vision.tower = _tower(spec, config, platform)
+    first.add_module(TOWER[:-1], vision.tower)
+    first.embedding.register_forward_hook(vision.insert)
+    for level, layer in enumerate(first.decoder.layers[: sizes.deepstack], 1):
+        layer.register_forward_hook(vision.add(level), with_kwargs=True)
+    return vision
+
+
+def _tower(spec: ModelSpec, config: TransformerConfig, platform: Platform) -> torch.nn.Module:
+    with torch.device(platform.device()):
+        tower: torch.nn.Module = AutoModel.from_config(spec.vision_config, dtype=config.params_dtype)
+    for parameter in tower.parameters():
+        # Under sequence parallelism a rank has the gradient of its own tokens' features.
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    for module in tower.modules():
+        for name in list(module._non_persistent_buffers_set):
+            # Frequencies stay in fp32, whatever a wrapper makes of buffers.
+            frequencies = module._buffers.pop(name)
+            module._non_persistent_buffers_set.discard(name)
+            setattr(module, name, frequencies.float() if frequencies is not None else None)
+    return tower

@@ -1,0 +1,38 @@
+"""Models that read images say, keep and learn on four ranks what they do in transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.setting import NOISE
+from tests.distributed.vision_worker import FEW
+from tests.distributed.world import World
+
+CASES = [(model, layout) for model in FEW for layout in FEW[model]]
+
+
+@pytest.fixture(scope="module")
+def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return four_ranks.run("vision_worker", tmp_path_factory.mktemp("vision"))
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_logprobs_are_those_of_transformers_and_weights_make_the_way_back(
+    findings: Any, model: str, layout: str
+) -> None:
+    found = findings[f"{model}/{layout}"]
+    assert found["packed"] < NOISE
+    assert found["padded"] < NOISE
+    assert found["gather"] == found.get("saved", "") == ""
+    for held, predicted in found["names"]:
+        assert held == predicted
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_an_update_is_that_of_transformers(findings: Any, model: str, layout: str) -> None:
+    """Of all weights, of the decoder and the merger, of all with recomputation, and of the decoder alone."""
+    found = findings[f"{model}/{layout}"]["update"]
+    assert found["grad_norm"] == pytest.approx(found["oracle"], rel=1e-5)
+    assert found["weights"] == ""
