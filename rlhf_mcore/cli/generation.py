@@ -226,7 +226,7 @@ def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge
 
         return ChangedOnlyBridge(bridge.sync, target, changed_names(cfg, actor.model))
     sent = hf_shapes(actor.model.spec.geometry.trunk)
-    return ChangedOnlyBridge(bridge.sync, target, [name for name in trained or () if name in sent])
+    return ChangedOnlyBridge(bridge.sync, target, [name for name in trained if name in sent])
 
 
 @dataclass(frozen=True, slots=True)
