@@ -217,7 +217,8 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
 
 
 def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:
-    if cfg.actor.lora.rank is None and (trained := actor.model.trained) is None:
+    trained = actor.model.trained
+    if cfg.actor.lora.rank is None and trained is None:
         return bridge
     from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge
 
@@ -226,7 +227,7 @@ def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge
 
         return ChangedOnlyBridge(bridge.sync, target, changed_names(cfg, actor.model))
     sent = hf_shapes(actor.model.spec.geometry.trunk)
-    return ChangedOnlyBridge(bridge.sync, target, [name for name in trained if name in sent])
+    return ChangedOnlyBridge(bridge.sync, target, [name for name in trained or () if name in sent])
 
 
 @dataclass(frozen=True, slots=True)
