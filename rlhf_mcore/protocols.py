@@ -103,8 +103,20 @@ class EpisodeDriver(Protocol):
         """Episodes that wait for their environment."""
         ...
 
-    def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]]) -> None:
-        """Get what tells the tokens drawn so far of requests in flight, by their ids; it may know of none."""
+    def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]], slots: int | None = None) -> None:
+        """Get what tells the tokens drawn so far of requests in flight, by their ids; it may know of none.
+
+        ``slots``: turns that the engine draws at a time; what is more is held back, for engines that have room. None: all are given.
+        """
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Turns that are held back."""
+        ...
+
+    def lend(self, most: int) -> list[Request]:
+        """Give away turns that are held back. Their completions come to ``take``."""
         ...
 
     def begin(self, requests: Sequence[Request]) -> list[Request]:

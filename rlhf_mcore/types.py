@@ -134,17 +134,22 @@ LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of tu
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """What engines have done: ``steps`` of decoding, the tokens that these drew, and the seconds that they took."""
+    """What engines have done: ``steps`` of decoding, the tokens that these drew, and the seconds that they took.
+
+    ``lent``: turns of episodes that another engine has drawn than the one that plays them.
+    """
 
     steps: int = 0
     tokens: int = 0
     busy_s: float = 0.0
+    lent: int = 0
 
     def __add__(self, other: EngineWork) -> EngineWork:
-        return EngineWork(self.steps + other.steps, self.tokens + other.tokens, self.busy_s + other.busy_s)
+        steps, tokens, lent = self.steps + other.steps, self.tokens + other.tokens, self.lent + other.lent
+        return EngineWork(steps, tokens, self.busy_s + other.busy_s, lent)
 
     def __sub__(self, other: EngineWork) -> EngineWork:
-        return EngineWork(self.steps - other.steps, self.tokens - other.tokens, self.busy_s - other.busy_s)
+        return self + EngineWork(-other.steps, -other.tokens, -other.busy_s, -other.lent)
 
 
 @dataclass(frozen=True, slots=True)

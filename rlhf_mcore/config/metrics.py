@@ -260,6 +260,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("throughput/<phase>_mfu", "share of the peak in a phase", SHARE),
         Metric("throughput/engine_steps", "decode steps of engines of their own since the step before, of all engines", "steps"),
         Metric("throughput/engine_tokens", "tokens that these steps drew, those of requests that were cancelled included", TOKENS),
+        Metric("throughput/engine_lent", "turns of episodes that another engine drew than the one that plays them", "turns"),
         Metric("throughput/engine_busy_s", "time that these steps took, of all engines", S),
     ),
     "Memory": (

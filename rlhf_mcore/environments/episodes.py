@@ -108,8 +108,14 @@ class Episodes:
                 self._sessions.open(request.request_id, row_of(prompt), seed)
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
-    def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]]) -> None:
-        """Do nothing: an environment gets whole turns."""
+    def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]], slots: int | None = None) -> None:
+        """Do nothing: an environment gets whole turns, and the engine all that are due."""
+
+    num_held = 0
+
+    def lend(self, most: int) -> list[Request]:
+        """Return []: nothing is held back."""
+        return []
 
     def cancel(self, request_ids: Collection[int]) -> None:
         """Forget these episodes; unknown ids are ignored."""

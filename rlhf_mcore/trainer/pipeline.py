@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
@@ -27,6 +27,7 @@ _COUNTED = (
     "throughput/engine_steps",
     "throughput/engine_tokens",
     "throughput/engine_busy_s",
+    "throughput/engine_lent",
 )
 
 
@@ -98,7 +99,7 @@ class PipelinedBatches:
         counted: list[float] = []
         if first is not None:
             work, other = first.pop_work()
-            counted = [first.ahead.num_in_flight, first.ahead.redrawn, other, work.steps, work.tokens, work.busy_s]
+            counted = [first.ahead.num_in_flight, first.ahead.redrawn, other, *astuple(work)]
         counts = map(float, broadcast_json(counted, 0))
         return batch, {**metrics, **dict(zip(_COUNTED, counts, strict=True))}
 

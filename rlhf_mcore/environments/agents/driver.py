@@ -83,11 +83,27 @@ class AgentEpisodes:
         self._requests: list[Request] = []
         self._finished: list[Completion] = []
         self._drawn: Drawn | None = None
+        self._slots: int | None = None
+        self._at_engine: set[int] = set()  # turns that the engine has, also those that nobody waits for any more
         self._next_words = 0.0  # when clients of streams get their next words
 
-    def watch(self, drawn: Drawn) -> None:
+    def watch(self, drawn: Drawn, slots: int | None = None) -> None:
         """See :class:`rlhf_mcore.protocols.EpisodeDriver`."""
-        self._drawn = drawn
+        self._drawn, self._slots = drawn, slots
+
+    @property
+    def num_held(self) -> int:
+        """Turns that are held back."""
+        return len(self._requests)
+
+    def lend(self, most: int) -> list[Request]:
+        """Give away turns that are held back, those first of which the engine has computed least: that would be computed again."""
+        places = {request.request_id: self._turns[request.request_id].place for request in self._requests}
+        begun = {number: place.parent is not None and len(place.tokens()) for number, place in places.items()}
+        given = sorted(self._requests, key=lambda request: begun[request.request_id])[:most]
+        gone = {request.request_id for request in given}
+        self._requests = [request for request in self._requests if request.request_id not in gone]
+        return given
 
     @property
     def num_open(self) -> int:
@@ -135,7 +151,9 @@ class AgentEpisodes:
             self._take_calls()
             if not self._requests:
                 return None
-        requests, self._requests = self._requests, []
+        room = len(self._requests) if self._slots is None else max(self._slots - len(self._at_engine), 0)
+        requests, self._requests = self._requests[:room], self._requests[room:]
+        self._at_engine.update(request.request_id for request in requests)
         return requests
 
     def take(self, completions: Iterable[Completion]) -> list[Completion]:
@@ -146,6 +164,7 @@ class AgentEpisodes:
         """
         others = []
         for completion in completions:
+            self._at_engine.discard(completion.request_id)
             turn = self._turns.pop(completion.request_id, None)
             if turn is not None:
                 check_completion(turn.request, completion)

@@ -31,6 +31,8 @@ _GROUP_OF = {
     "start": "weights",
     "submit": "orders",
     "cancel": "orders",
+    "lend": "orders",
+    "take_back": "orders",
     "report": "reports",
     "pause": "weights",
     "join": "weights",

@@ -16,12 +16,14 @@ from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
 from rlhf_mcore.rollout.remote.backlog import FreeBacklog, OpenRequests, SharedBacklog
 from rlhf_mcore.rollout.remote.fleet_state import (
     REMEDY,
+    STARTING,
     EnginesLost,
     EngineStatus,
     FleetEngine,
     FleetPlan,
 )
 from rlhf_mcore.rollout.remote.host import Meeting, Report
+from rlhf_mcore.rollout.remote.lending import Lending
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from rlhf_mcore.types import Completion, Request
 
 START_TIMEOUT_S = 900.0  # of an engine, from its order to its first sign: imports, memory, graphs
-_STARTING = ("due", "placing", "starting")
 _TICK_S = 0.25
 _CLOSE_S = 30.0
 _ROOM_S = 120.0  # for nodes of a cluster to join it
@@ -58,6 +59,7 @@ class Fleet:
         self._numbers = count()
         self._engines: list[FleetEngine] = [self._new() for _ in range(plan.num_engines)]
         self._backlog: FreeBacklog | SharedBacklog = SharedBacklog(plan.num_engines) if plan.in_order else FreeBacklog()
+        self._lending = Lending(0 if plan.in_order else plan.slots)
         self._version = -1  # of the weights that were brought last
         self._open = OpenRequests(lambda text: self._notes.append(text))
         self._finished: list[Completion] = []
@@ -88,7 +90,7 @@ class Fleet:
             EnginesLost: one has failed too often.
         """
         with self._check_and_lock():
-            while waiting := sum(engine.state in _STARTING for engine in self._engines):
+            while waiting := sum(engine.state in STARTING for engine in self._engines):
                 progress(f"{len(self._engines) - waiting} of {len(self._engines)} engines are up")
                 self._changed.wait(1.0)
                 self._check()
@@ -206,7 +208,10 @@ class Fleet:
             engine.progressed = now
         self._work += report.work - (before.work if before is not None else EngineWork())
         engine.last_report = report
+        self._work += EngineWork(lent=self._lending.note(engine, report, self._serving()))
         for completion in self._backlog.take(engine, report.completions):
+            if self._lending.answer(completion, self._engines):
+                continue
             if self._open.answer(completion):
                 if completion.request_id < 0:
                     self._generated[completion.request_id] = completion
@@ -238,6 +243,7 @@ class Fleet:
         engine.processes, engine.starting, engine.reports, engine.answered = (), [], [], []
         self._open.lose(engine.requests)
         self._backlog.put_back(engine)
+        self.cancel(self._lending.lose(engine.key))
         engine.version = -1
 
     def _leave(self, engine: FleetEngine) -> None:
@@ -329,9 +335,12 @@ class Fleet:
         """Give waiting requests to serving engines."""
         if self._participants is not None:
             return
-        serving = [engine for engine in self._engines if engine.state == "serving" and not engine.draining]
-        for engine, requests in self._backlog.deal(serving):
+        for engine, requests in self._backlog.deal(self._serving()):
             engine.processes[0].call("submit", requests, self._plan.in_order)
+        self._lending.balance(self._serving())
+
+    def _serving(self) -> list[FleetEngine]:
+        return [engine for engine in self._engines if engine.state == "serving" and not engine.draining]
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> list[EngineProcess]:
@@ -339,6 +348,7 @@ class Fleet:
         if not self._begun:
             self.wait_until_ready()
         with self._check_and_lock():
+            self.cancel([] if self._open.versions else self._lending.lose())  # turns that episodes have ended without
             self._begun, self._participants = True, []
             serving = [engine for engine in self._engines if engine.state == "serving"]
             self._begin([(engine, engine.processes[0]) for engine in serving], "pause")
@@ -426,17 +436,7 @@ class Fleet:
     def status(self) -> list[EngineStatus]:
         """Describe all engines."""
         with self._changed:
-            return [
-                EngineStatus(
-                    engine.name,
-                    "draining" if engine.draining else "starting" if engine.state in _STARTING else engine.state,
-                    engine.last_report.version if engine.last_report else -1,
-                    len(engine.requests),
-                    engine.last_report.tokens_drawn if engine.last_report else 0,
-                    engine.failures,
-                )
-                for engine in self._engines
-            ]
+            return [EngineStatus.of(engine) for engine in self._engines]
 
     def add(self, number: int) -> list[str]:
         """Start further engines; they draw after the next sync. Their names.

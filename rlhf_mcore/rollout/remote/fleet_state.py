@@ -16,6 +16,7 @@ class EnginesLost(RuntimeError):
     """There is nothing left to sample with."""
 
 
+STARTING = ("due", "placing", "starting")  # states before an engine is built
 REMEDY = "The run has ended; the same command continues it after its newest checkpoint"
 
 
@@ -30,6 +31,7 @@ class FleetPlan:
     timeout_s: float  # an engine that does not answer, or draws nothing, for so long has failed
     restarts: int  # failures in a row that an engine may have before the run ends
     in_order: bool = False  # responses depend neither on time nor on what happens to engines
+    slots: int = 0  # requests that an engine draws at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,14 @@ class EngineStatus:
     requests: int
     tokens: int
     failures: int
+
+    @classmethod
+    def of(cls, engine: FleetEngine) -> EngineStatus:
+        """Describe an engine."""
+        state = "draining" if engine.draining else "starting" if engine.state in STARTING else engine.state
+        report = engine.last_report
+        version, tokens = (report.version, report.tokens_drawn) if report else (-1, 0)
+        return cls(engine.name, state, version, len(engine.requests), tokens, engine.failures)
 
 
 @dataclass(slots=True, eq=False)

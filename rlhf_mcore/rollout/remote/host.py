@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.rollout.engine import EngineModel, LiveEngine
     from rlhf_mcore.types import Completion, Request
 
-# "submit" and requests, "cancel" and request ids, "forget" cached prefixes, "pause", "wait" for environments.
+# "submit" and requests, "cancel" and request ids, "forget" cached prefixes, "pause", "wait" for environments. Of a lead with episodes:
+# "lend" and a number of turns, "take_back" and the completion of one.
 Order = tuple[str, Any]
 
 _WAIT_S = 0.05  # for environments, between two looks at what the trainer wants
@@ -76,7 +77,8 @@ class Meeting:
 class Report:
     """What a rank has to tell: completions since the last report, and how far it is. Only the lead has completions.
 
-    ``work`` counts since its start, cancelled requests too.
+    ``work`` counts since its start, cancelled requests too. ``num_held``: turns of episodes that wait for room in the engine.
+    ``lent``: turns that another engine is to draw.
     """
 
     completions: list[Completion]
@@ -85,6 +87,8 @@ class Report:
     version: int
     num_waits: int = 0  # how often it has waited for environments
     work: EngineWork = field(default_factory=EngineWork)
+    num_held: int = 0
+    lent: list[Request] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -112,7 +116,8 @@ class EngineHost:
         self._paused, self._failed = threading.Event(), threading.Event()
         self._news = threading.Condition()
         self._completions: list[Completion] = []
-        self._progress, self._num_waits = (0, 0, -1, 0, EngineWork()), 0
+        self._progress, self._num_waits = (0, 0, -1, 0, EngineWork(), 0), 0
+        self._lent: list[Request] = []
         self._error: BaseException | None = None
         self._listening: socket.socket | None = None
         self._is_lead = True
@@ -182,7 +187,7 @@ class EngineHost:
         self._receiver = order.receiver(self._engine)
         if self._is_lead and order.episodes is not None:
             self._episodes = order.episodes()
-            self._episodes.watch(engine.drawn)
+            self._episodes.watch(engine.drawn, None if order.deterministic else order.cfg.max_num_seqs)
 
     # ------------------------------------------------------------------------------------------ generation
     def submit(self, requests: Sequence[Request], afresh: bool = False) -> None:
@@ -198,6 +203,14 @@ class EngineHost:
         """Stop to draw. Of a lead; returns at once."""
         self._orders.put(("cancel", list(request_ids)))
 
+    def lend(self, number: int) -> None:
+        """Let another engine draw up to so many turns that wait for room; a report has them. Of a lead; returns at once."""
+        self._orders.put(("lend", number))
+
+    def take_back(self, turn: Completion) -> None:
+        """Take a turn that another engine has drawn. Of a lead; returns at once."""
+        self._orders.put(("take_back", turn))
+
     def report(self, wait_s: float) -> Report:
         """Return news; waits for a completion, at most ``wait_s``. One call at a time.
 
@@ -205,11 +218,12 @@ class EngineHost:
             whatever has ended the engine's thread.
         """
         with self._news:
-            self._news.wait_for(lambda: self._completions or self._error is not None, wait_s)
+            self._news.wait_for(lambda: self._completions or self._lent or self._error is not None, wait_s)
             if self._error is not None:
                 raise self._error
             completions, self._completions = self._completions, []
-            return Report(completions, *self._progress)
+            lent, self._lent = self._lent, []
+            return Report(completions, *self._progress, lent)
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> None:
@@ -274,8 +288,10 @@ class EngineHost:
         is_idle = not engine.num_in_flight and (episodes is None or not episodes.num_open)
         orders = self._waiting_orders(block=is_idle) if self._is_lead else []
         began = time.perf_counter()
+        ended: list[Completion] = []
         if episodes is not None:
-            orders = self._of_turns(orders, episodes)
+            ended = episodes.take([what for kind, what in orders if kind == "take_back"])
+            orders = self._of_turns([order for order in orders if order[0] != "take_back"], episodes)
         if engine.num_ranks > 1:
             plain = [
                 (kind, [asdict(request) for request in payload] if kind == "submit" else payload)
@@ -300,13 +316,18 @@ class EngineHost:
         finished = [] if stands else engine.step()
         work = EngineWork() if stands else EngineWork(1, engine.tokens_drawn - before, time.perf_counter() - began)
         if episodes is not None:
-            finished = episodes.take(finished)
+            finished = ended + episodes.take(finished)
         self._tell(finished if self._is_lead else [], work)
 
     def _of_turns(self, orders: list[Order], episodes: EpisodeDriver) -> list[Order]:
         """Carry out orders of episodes. The ranks of the engine are told which turns to draw, and when to wait."""
         result: list[Order] = []
         for kind, what in orders:
+            if kind == "lend":
+                with self._news:
+                    self._lent += episodes.lend(what)
+                    self._news.notify_all()
+                continue
             result.append((kind, episodes.begin(what) if kind == "submit" else what))
             if kind == "cancel":
                 episodes.cancel(what)
@@ -324,9 +345,17 @@ class EngineHost:
 
     def _tell(self, completions: list[Completion], work: EngineWork) -> None:
         engine, done = self._engine, self._progress[4] + work
+        held = self._episodes.num_held if self._episodes is not None else 0
         with self._news:
             self._completions += completions
-            self._progress = (engine.tokens_drawn, engine.num_in_flight, engine.policy_version, self._num_waits, done)
+            self._progress = (
+                engine.tokens_drawn,
+                engine.num_in_flight,
+                engine.policy_version,
+                self._num_waits,
+                done,
+                held,
+            )
             if completions:
                 self._news.notify_all()
 

@@ -100,7 +100,7 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
     ).replace("m.role + '>'", "('user' if m.role == 'system' else m.role) + '>'")
 
     def run(says: Any, play: Any, n: int = 1, new: int = 40, fails: bool = True, **limits: Any) -> list[Trajectory]:
-        first = limits.pop("first", 0)
+        first, slots = limits.pop("first", 0), limits.pop("slots", None)
         turns = says if callable(says) else lambda text, seed: says[text.count("<assistant>") - 1]
         make = limits.pop("make", lambda turns: Scripted(tokenizer, turns))
         engine = run.engine = make(turns)  # type: ignore[attr-defined]
@@ -110,6 +110,9 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
         run.sessions = sessions  # type: ignore[attr-defined]
         driver = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, "auto", parse), rules)
         plays = EpisodeGenerator(engine, driver)
+        if slots is not None:
+            driver.watch(lambda numbers: {}, slots)
+            engine.driver = driver
         sampling = Sampling(n=n, max_new_tokens=new, seed=5)
         plays.submit([episode_request(first + k, PROMPT, k, sampling, 3) for k in range(n)])
         ended: list[Completion] = []
@@ -358,6 +361,34 @@ def test_a_client_that_leaves_a_stream_is_not_learned_from(run: Any, tokenizer: 
 
     [whole] = run(lambda text, seed: "a long answer", play, make=lambda says: Slow(tokenizer, says, 5))
     assert whole.sequences == () and "<user>r" in tokenizer.decode(whole.token_ids)
+
+
+def test_turns_beyond_the_slots_of_an_engine_wait_and_may_be_lent(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    class Lends(Scripted):
+        """Two turns at a time; what waits goes to another engine, whose turns come back."""
+
+        def collect(self, timeout_s: float) -> list[Completion]:
+            self.most = max(getattr(self, "most", 0), self.num_in_flight)
+            lent = self.driver.lend(1) if self.driver.num_held > 1 else []
+            self.lent = [*getattr(self, "lent", []), *lent]
+            other = Scripted(tokenizer, self._says)
+            other.submit(lent)
+            return [*other.collect(0), *super().collect(timeout_s)]
+
+    def play(base_url: str, api_key: str) -> float:
+        client = chat(base_url, api_key)
+        first = client.chat.completions.create(model="m", messages=HI).choices[0].message.content
+        kept = [*HI, {"role": "assistant", "content": first}, {"role": "user", "content": "r"}]
+        with ThreadPoolExecutor(8) as pool:
+            asked = [kept, [{"role": "user", "content": "new"}]] * 4
+            said = pool.map(
+                lambda m: client.chat.completions.create(model="m", messages=m).choices[0].message.content, asked
+            )
+        return float(set(said) == {"ok"})
+
+    [whole] = run(lambda text, seed: "ok", play, make=lambda says: Lends(tokenizer, says), slots=2, max_turns=20)
+    assert whole.score.value == 1 and len(sampled(whole, tokenizer)) == 9 and run.engine.most == 2 and run.engine.lent
+    assert len({request.request_id for request in [*run.engine.requests, *run.engine.lent]}) == 9
 
 
 @pytest.mark.parametrize("first", [0, -7])  # ids of evaluations are below 0

@@ -18,6 +18,7 @@ from rlhf_mcore.types import Completion, EngineWork, Request, Sampling
 from tests.messages import refused
 
 TIMEOUT_S = 10.0
+SLOTS = 4  # turns that an engine draws at a time
 
 
 @dataclass(eq=False)
@@ -53,6 +54,9 @@ class Engine:
     raises: dict[str, Exception] = field(default_factory=dict)
     location: Location = field(default_factory=lambda: Location("127.0.0.1", 1))
     finished: list[Completion] = field(default_factory=list)
+    held: list[Request] = field(default_factory=list)  # turns of episodes that wait for room
+    lent: list[Request] = field(default_factory=list)
+    came_back: list[Completion] = field(default_factory=list)
 
     def call(self, method: str, *arguments: Any) -> Call:
         call = Call(method, arguments)
@@ -61,6 +65,10 @@ class Engine:
             self.drawing |= {request.request_id: request for request in arguments[0]}
         elif method == "cancel":
             self.drawing = {number: found for number, found in self.drawing.items() if number not in arguments[0]}
+        elif method == "lend":
+            self.lent, self.held = self.held[: arguments[0]], self.held[arguments[0] :]
+        elif method == "take_back":
+            self.came_back.append(arguments[0])
         if self.lost:
             call.answer, call.done = RuntimeError("the process is gone"), True
         elif method != "report" and self.answers:
@@ -85,11 +93,13 @@ class Engine:
         for call in self.calls:
             if call.method == "report" and not call.done and (self.answers or self.lost):
                 call.done = True
+                work, held = EngineWork(2, self.tokens, 0.5), len(self.held)
                 call.answer = (
                     RuntimeError("the process is gone")
                     if self.lost
-                    else Report(self.finished, self.tokens, len(self.drawing), 0, work=EngineWork(2, self.tokens, 0.5))
+                    else Report(self.finished, self.tokens, len(self.drawing), 0, 0, work, held, self.lent)
                 )
+                self.lent = []
                 self.finished, self.reported = [], self.reported if self.lost else self.tokens
 
 
@@ -168,7 +178,7 @@ def start() -> Start:
     def started(engines: int = 2, tp: int = 1, restarts: int = 2, in_order: bool = False) -> Run:
         machines, notes = Machines(), []  # type: ignore[var-annotated]
         order: Any = None
-        plan = FleetPlan(order, engines, tp, 1, TIMEOUT_S, restarts, in_order)
+        plan = FleetPlan(order, engines, tp, 1, TIMEOUT_S, restarts, in_order, SLOTS)
         fleet = Fleet(machines, plan, notes.append, machines.clock)
         fleet._changed.wait = lambda seconds: machines.wait((), seconds)  # type: ignore[method-assign,assignment,return-value]
         run = Run(machines, fleet, notes)
@@ -204,6 +214,84 @@ def test_samples_of_a_prompt_share_an_engine_and_engines_share_the_prompts(start
     run.engine("0.0.0").draw(11, 30)
     run.turn()
     assert ids(run.fleet.collect(1)) == [11, 30] and run.fleet.collect(1) == []
+
+
+TURN = 2**40  # ids of turns are above it, and the same in two engines
+
+
+def turns(count: int) -> list[Request]:
+    return [Request((number + 1) * TURN, "turn", [number], Sampling(), seed=number) for number in range(count)]
+
+
+def loaded(run: Run) -> tuple[Engine, Engine]:
+    """Two engines with an episode each. The first draws four turns, and holds six back; the second draws one."""
+    run.fleet.submit(requests(1, 2, samples=1))
+    first, second = run.engine("0.0.0"), run.engine("1.0.0")
+    first.drawing |= {number: requests(1)[0] for number in (901, 902, 903)}
+    first.held = turns(6)
+    return first, second
+
+
+def test_an_engine_with_room_draws_turns_that_wait_in_another(start: Start) -> None:
+    run = start()
+    first, second = loaded(run)
+    run.turn(), run.turn()
+    assert first.told("lend") == [("lend", 3)] and not second.told("lend")
+    lent = sorted(number for number in second.drawing if number != 20)
+    assert (
+        len(lent) == 3
+        and max(lent) < 0
+        and {tuple(second.drawing[number].prompt_ids) for number in lent} == {(0,), (1,), (2,)}
+    )
+    run.turn(), run.turn()
+    assert len(first.told("lend")) == 1 and len(first.held) == 3  # the second has no room any more
+    second.draw(*lent[1:], 20)
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [20]  # a turn is no answer to the trainer
+    assert sorted((each.request_id, int(each.token_ids[0])) for each in first.came_back) == [(TURN, 0), (2 * TURN, 1)]
+    run.turn(), run.turn()
+    assert [call[1] for call in first.told("lend")] == [3, 3] and not first.held
+    assert run.fleet.pop_work()[0].lent == 6
+
+
+def test_turns_go_on_where_the_engine_is_lost_that_they_were_lent_to(start: Start) -> None:
+    run = start(engines=3)
+    run.fleet.submit(requests(1, 2, 3, samples=1))
+    first, second, third = (run.engine(f"{number}.0.0") for number in range(3))
+    first.drawing |= {number: requests(1)[0] for number in (901, 902, 903)}
+    third.drawing |= {number: requests(1)[0] for number in (901, 902, 903)}
+    first.held = turns(2)
+    run.turn(), run.turn()
+    lent = [number for number in second.drawing if number < 0]
+    assert len(lent) == 2
+    lose(second)
+    run.turn(), run.turn()
+    drawn = [(engine, number) for engine in (first, third) for number in engine.drawing if number in lent]
+    assert sorted(number for _, number in drawn) == sorted(lent)
+    for engine, number in drawn:
+        engine.draw(number)
+    run.turn()
+    assert sorted(each.request_id for each in first.came_back) == [TURN, 2 * TURN]
+
+
+def test_turns_of_an_engine_that_is_lost_are_drawn_for_nobody(start: Start) -> None:
+    run = start()
+    first, second = loaded(run)
+    run.turn(), run.turn()
+    lent = {number for number in second.drawing if number < 0}
+    lose(first)
+    run.turn()
+    assert len(lent) == 3 and sorted(second.drawing) == [10, 20]  # its episode is played again
+    second.draw(10, 20)
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [10, 20] and not first.came_back
+
+
+def test_nothing_is_lent_where_responses_must_not_depend_on_time(start: Start) -> None:
+    run = start(in_order=True)
+    first, _ = loaded(run)
+    run.turn(), run.turn()
+    assert not first.told("lend") and len(first.held) == 6
 
 
 def test_what_is_cancelled_is_not_returned(start: Start) -> None:

@@ -60,6 +60,8 @@ class Engine:
 class Driver:
     """One turn for each episode, which its environment begins when the test lets it, and ends. Only even requests are episodes."""
 
+    num_held = 3
+
     def __init__(self) -> None:
         self.waiting: list[Request] = []
         self.open: set[int] = set()
@@ -82,6 +84,9 @@ class Driver:
             return None
         due, self.waiting = self.waiting, []
         return due
+
+    def lend(self, most: int) -> list[Request]:
+        return [request(2 * number, 1) for number in range(most)]
 
     def take(self, completions: Sequence[Completion]) -> list[Completion]:
         self.cancel([found.request_id for found in completions])
@@ -227,3 +232,21 @@ def test_what_ends_the_engine_is_reported(started: tuple[EngineHost, Engine]) ->
         host.report(20)
     with pytest.raises(RuntimeError, match="the engine has failed"):
         host.pause()
+
+
+def test_a_lead_lends_turns_and_takes_them_back(started: tuple[EngineHost, Engine]) -> None:
+    host, engine = started
+    driver: Any = Driver()
+    host._episodes = driver
+    driver.answers.set()
+    engine.allowed.release(100)
+    host.submit([request(1, 1)])  # the thread that waits for it does not know of the driver
+    assert len(host.report(20).completions) == 1
+    host.lend(2)
+    report = host.report(20)
+    assert [turn.request_id for turn in report.lent] == [0, 2] and not report.completions
+    host.take_back(Completion(2, np.zeros(1, np.int32), np.zeros(1, np.float32), ((0, 3),), "stop"))
+    [back] = host.report(20).completions
+    assert back.request_id == 2 and not host.report(0).lent
+    host.submit([request(4, 1)])
+    assert [each.request_id for each in host.report(20).completions] == [4] and host.report(0).num_held == 3
