@@ -319,6 +319,9 @@ class TrainBatch:
         return value
 
 
+# What a teacher says of tokens, zero outside of the loss mask: [N] float32, and [N, 2, k + 1], see ``parallel/top_tokens.py``.
+TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_tokens"
+
 # Those of a TrainBatch that are of its tokens.
 TOKEN_FIELDS = (
     *(

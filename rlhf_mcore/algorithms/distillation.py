@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,3 +36,42 @@ def reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tens
         mask: [N] bool.
     """
     return kl_penalty(logprobs, teacher_logprobs, "k1", mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A divergence D = sum over events of a term in the teacher's probability t and the student's p.
+
+    ``forward_kl`` is t log(t / p), ``reverse_kl`` p log(p / t). ``jsd`` is beta t log(t / m) + (1 - beta) p log(p / m) with
+    m = beta t + (1 - beta) p: the generalised Jensen-Shannon divergence (Agarwal et al. 2023, arXiv 2306.13649, eq. 1), which
+    divided by beta tends to the forward KL for small beta, and divided by 1 - beta to the reverse KL for beta near 1.
+    """
+
+    kind: str
+    beta: float = 0.5
+    coef: float = 1.0  # weight in the loss
+
+    def terms(self, log_t: Tensor, log_p: Tensor) -> Tensor:
+        """Compute the term of each event, in the shape of the logprobs, which are finite."""
+        if self.kind == "forward_kl":
+            return log_t.exp() * (log_t - log_p)
+        if self.kind == "reverse_kl":
+            return log_p.exp() * (log_p - log_t)
+        log_m = self._log_mixture(log_t, log_p)
+        return self.beta * log_t.exp() * (log_t - log_m) + (1 - self.beta) * log_p.exp() * (log_p - log_m)
+
+    def slopes(self, log_t: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute p times the derivative of the term by p [n, k + 1], and of the last event that derivative itself [n].
+
+        Both up to a number that all events share, which changes no gradient: the probabilities of all events add up to 1.
+        """
+        if self.kind == "forward_kl":
+            # A rest that the student has no probability for has no part of its own to give to tokens.
+            return -log_t.exp(), -(log_t[:, -1] - log_p[:, -1]).clamp(max=80.0).exp()
+        slopes = log_p - log_t
+        if self.kind == "jsd":
+            slopes = (1 - self.beta) * (log_p - self._log_mixture(log_t, log_p))
+        return log_p.exp() * slopes, slopes[:, -1]
+
+    def _log_mixture(self, log_t: Tensor, log_p: Tensor) -> Tensor:
+        return torch.logaddexp(math.log(self.beta) + log_t, math.log1p(-self.beta) + log_p)

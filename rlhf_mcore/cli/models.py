@@ -43,7 +43,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
-from rlhf_mcore.roles.policy import Actor, FrozenPolicy, Reference
+from rlhf_mcore.roles.policy import Actor, Reference
 
 if TYPE_CHECKING:
     from rlhf_mcore.roles.critic import Critic
@@ -117,17 +117,8 @@ class ModelBuilder:
         layout = ParallelLayout.of(actor.layout, actor.ranks, dist.get_world_size())
         saved_as = "reference" if cfg.refresh_steps else None
         overrides = Overrides("actor.megatron", actor.megatron or {})
-        model = self._frozen(spec, path, layout, overrides, cfg, name="reference", saved_as=saved_as)
+        model = self.frozen(spec, path, layout, overrides, cfg, name="reference", saved_as=saved_as)
         return Reference(model, self._temperature)
-
-    def teacher(self) -> FrozenPolicy:
-        cfg = self.cfg.teacher
-        assert cfg.path is not None
-        spec = load_spec(cfg.path, field="teacher.path")
-        layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
-        overrides = Overrides("teacher.megatron", cfg.megatron or {})
-        model = self._frozen(spec, cfg.path, layout, overrides, cfg, name="teacher", dtype=cfg.dtype)
-        return FrozenPolicy(model, self.cfg.rollout.sampling.temperature)
 
     def reward_model(self) -> RewardModel:
         from rlhf_mcore.roles.reward_model import RewardModel
@@ -137,7 +128,7 @@ class ModelBuilder:
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
         overrides = Overrides("reward.model.megatron", cfg.megatron or {})
-        model = self._frozen(spec, cfg.path, layout, overrides, cfg, name="reward", dtype=cfg.dtype)
+        model = self.frozen(spec, cfg.path, layout, overrides, cfg, name="reward", dtype=cfg.dtype)
         return RewardModel(model)
 
     def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
@@ -250,7 +241,7 @@ class ModelBuilder:
         on_every_rank(fill)
         return model
 
-    def _frozen(
+    def frozen(
         self,
         spec: ModelSpec,
         path: str,
@@ -262,6 +253,7 @@ class ModelBuilder:
         dtype: str | None = None,
         saved_as: str | None = None,
     ) -> RoleModel:
+        """Build a model that no optimizer updates. ``saved_as``: its name in checkpoints, if it is there."""
         model = self._model(spec, path, layout, replace(self._options(dtype), overrides=overrides), saved_as)
         if model is not None and cfg.offload:
             assert self.sharing is not None

@@ -10,7 +10,7 @@ from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.checkpoint.saved_rng import check_states
 from rlhf_mcore.config.errors import ConfigError
 
-UNTRAINED = "reference"  # the one model in a checkpoint that has no optimizer
+UNTRAINED = ("reference", "teacher")  # models in a checkpoint that have no optimizer
 
 
 def check_saved(checkpoint: Path, weights: Mapping[str, Path], *, values: bool = True, base: str | None = None) -> None:
@@ -28,6 +28,6 @@ def check_saved(checkpoint: Path, weights: Mapping[str, Path], *, values: bool =
     check_states(checkpoint)
     for model, directory in weights.items():
         training = checkpoint / model / TRAINING
-        if model != UNTRAINED and not training.is_dir():
+        if model not in UNTRAINED and not training.is_dir():
             raise ConfigError(f"{training} is missing: the state of the optimizer; choose another checkpoint")
         check_saved_model(directory, training if training.is_dir() else None, values=values, base=base)

@@ -18,7 +18,7 @@ from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import grades, needs_critic, needs_reference
+from rlhf_mcore.config.implied import grades, has_teacher, needs_critic, needs_reference
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.schema import Config
@@ -34,7 +34,7 @@ from rlhf_mcore.protocols import Evaluator, RewardFunction
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import Actor
-from rlhf_mcore.trainer.advantages import TEACHER_LOGPROBS, AdvantageComputer
+from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
@@ -63,14 +63,19 @@ def rl_trainer(run: RunContext) -> Trainer:
         note_kernels(run, actor.model)
         critic = models.critic() if needs_critic(cfg) else None
         reference = models.reference() if needs_reference(cfg) else None
-        teacher = models.teacher() if cfg.teacher.path is not None else None
+        teacher = None
+        if has_teacher(cfg):
+            from rlhf_mcore.cli.teacher import build_teacher
+
+            teacher = build_teacher(models, actor, data.tokenizer)
         model_reward = None
         if cfg.reward.model.path is not None:
             from rlhf_mcore.trainer.model_reward import ModelReward
 
             model_reward = ModelReward(graders, models.reward_model().compute_scores, cfg.reward.model.weight)
     sampler, counters = _prompt_sampler(cfg, data.train), Counters()
-    estimation = AdvantageComputer(cfg.algorithm, teacher_coef=0.0 if teacher is None else cfg.teacher.coef)
+    in_advantages = teacher is not None and teacher.top_k is None
+    estimation = AdvantageComputer(cfg.algorithm, teacher_coef=cfg.teacher.coef if in_advantages else 0.0)
     saved = [SavedModel("actor", actor.model, cfg.model.path)]
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
     if critic is not None:
@@ -79,6 +84,8 @@ def rl_trainer(run: RunContext) -> Trainer:
             holders["return_normalizer"] = critic.normalizer
     if reference is not None and cfg.reference.refresh_steps:  # its weights change
         saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
+    if teacher is not None and teacher.average is not None:
+        saved.append(SavedModel("teacher", teacher.average.model, cfg.model.path))
     rewards = Rewards(graders, keep_scores if model_reward is None else model_reward.add)
     generation = _build_generation(run, actor, rewards, sampler, data, fleet)
     lengths = generation.worker.dealer.lengths if cfg.rollout.placement == "colocated" else None
@@ -91,7 +98,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         trained_work(critic.model) if critic is not None else None,
         model_flops(reference.model.spec.geometry) if reference is not None else None,
         generates=cfg.rollout.placement == "colocated",
-        teacher=model_flops(teacher.model.spec.geometry) if teacher is not None else None,
+        teacher=None if teacher is None else teacher.work,
     )
     roles = Roles(
         actor,
@@ -99,7 +106,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         reference,
         warmup_steps=cfg.critic.warmup_steps if critic is not None else 0,
         refresh_steps=cfg.reference.refresh_steps,
-        computes={} if teacher is None else {TEACHER_LOGPROBS: teacher.compute_logprobs},
+        computes={} if teacher is None else {teacher.field: teacher.compute},
     )
     shown, tokens = cfg.logging, None
     if shown.rollout_tokens:
@@ -179,15 +186,9 @@ def with_offload(run: RunContext) -> Config:
     from rlhf_mcore.planning.plan import with_offload
 
     decided = with_offload(run.cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=smallest))
-    keys = {
-        "actor": "actor",
-        "critic": "critic",
-        "reference": "reference",
-        "reward": "reward.model",
-        "teacher": "teacher",
-    }
     for role in roles_of(decided, dist.get_world_size(), run.dtype):
-        key = f"{keys[role.name]}.offload"
+        group = role.name.partition("[")[0]  # of several teachers
+        key = f"{'reward.model' if group == 'reward' else group}.offload"
         if role.offload and value_of(run.cfg, key) in ("auto", None):
             shown = str(value_of(decided, key)).lower()
             run.record.note(f"{key}={shown}: with less, a phase would not fit (rlhf-mcore plan shows it)")

@@ -65,14 +65,14 @@ def _has_critic(tree: dict[str, Any]) -> bool:
 
 def further_models(saved: str) -> list[str]:
     """List the models that a checkpoint of a configuration (in YAML) holds beside the actor: a critic, a reference that is
-    refreshed.
+    refreshed, a teacher that is an average.
 
     Raises:
         ConfigError: it is no configuration.
     """
     tree = {**_default_values(), **dict(leaves(_read(saved)))}
     refreshed = tree["algorithm.kl.coef"] and tree["reference.refresh_steps"]
-    models = {"critic": _has_critic(tree), "reference": refreshed}
+    models = {"critic": _has_critic(tree), "reference": refreshed, "teacher": tree["teacher.weights"] == "average"}
     return [name for name, is_saved in models.items() if is_saved] if tree["algorithm.kind"] == RL.name else []
 
 

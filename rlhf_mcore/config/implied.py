@@ -59,7 +59,7 @@ def role_layouts(cfg: Config) -> list[RoleLayout]:
         roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
     if cfg.reward.model.path is not None:
         roles.append(RoleLayout("reward.model", cfg.reward.model.layout, cfg.reward.model.ranks))
-    if cfg.teacher.path is not None:
+    if cfg.teacher.path is not None:  # else it is the actor, or has its layout
         roles.append(RoleLayout("teacher", cfg.teacher.layout, cfg.teacher.ranks))
     return roles
 
@@ -84,6 +84,11 @@ def needs_reference(cfg: Config) -> bool:
     if kind.compares:
         return PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss, PreferenceLoss()).needs_reference
     return kind.generates and bool(cfg.algorithm.kl.coef)
+
+
+def has_teacher(cfg: Config) -> bool:
+    """Tell whether the policy learns from a teacher, which may be itself."""
+    return run_kind(cfg).generates and (cfg.teacher.path is not None or cfg.teacher.weights != "path")
 
 
 def reads_scores(cfg: Config) -> bool:

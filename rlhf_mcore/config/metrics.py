@@ -152,6 +152,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     "KL and loss": (
         Metric("kl/mean", "KL of the policy before the step to the reference (algorithm.kl.estimator)", NATS),
         Metric("kl/coef", "weight of the KL, as the controller has set it"),
+        Metric(
+            "teacher/divergence",
+            "divergence of the policy from the teacher's distributions, mean over tokens of `teacher.divergence` without `coef`",
+            NATS,
+            "falls towards 0",
+        ),
         Metric("teacher/kl", "KL of the policy before the step to the teacher, at drawn tokens (k1)", NATS, "falls towards 0"),
         Metric("loss/total", "what the actor's updates minimise, by token or response (algorithm.loss_aggregation)"),
         Metric("loss/policy", "its policy-gradient term"),

@@ -17,7 +17,7 @@ from rlhf_mcore.mcore.packed import PackedSequences
 from rlhf_mcore.parallel.logprobs import Subsets
 from rlhf_mcore.parallel.ragged import take_tokens
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.types import Microbatch
+from rlhf_mcore.types import TEACHER_TOP, Microbatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.vision import Vision
@@ -48,8 +48,8 @@ class PassInputs:
     def derive(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return what passes read of a microbatch beside its fields, by name, on the host.
 
-        ``token_ids``, ``position_ids``, ``padding`` and the ``targets`` [n] of the tokens with logits, at places ``counted`` [n], are
-        of this context-parallel rank; the rest is of all tokens.
+        ``token_ids``, ``position_ids``, ``padding`` and the ``targets`` [n] and teacher's distributions of the tokens with logits, at
+        places ``counted`` [n], are of this context-parallel rank; the rest is of all tokens.
         """
         derived = {
             "token_ids": self.of_rank(microbatch, microbatch.token_ids),
@@ -69,8 +69,11 @@ class PassInputs:
             derived["padding"] = self._padding(microbatch)
         if "labels" in microbatch.fields:
             derived["targets"] = self.of_rank(microbatch, microbatch.fields["labels"]).flatten()
+            if (top := microbatch.fields.get(TEACHER_TOP)) is not None:
+                derived[TEACHER_TOP] = self.of_rank(microbatch, top).flatten(0, 1)
             if (counted := self.counted(microbatch)) is not None:
-                derived |= {"counted": counted, "targets": derived["targets"][counted]}
+                derived |= {name: derived[name][counted] for name in ("targets", TEACHER_TOP) if name in derived}
+                derived["counted"] = counted
         if (subsets := self.subsets(microbatch)) is not None:
             derived |= {"subset_tokens": subsets.tokens, "subset_ids": subsets.ids, "is_cut": subsets.is_cut}
         return derived
@@ -89,7 +92,7 @@ class PassInputs:
         return replace(subsets, tokens=placed["subset_tokens"], ids=placed["subset_ids"], is_cut=placed["is_cut"])
 
     def of_rank(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Return of [b, T, ...] values of a microbatch those at this context-parallel rank's places: [b, T / cp]."""
+        """Return of [b, T, ...] values of a microbatch those at this context-parallel rank's places: [b, T / cp, ...]."""
         cp = self.groups.layout.cp
         if cp == 1:
             return values

@@ -31,9 +31,10 @@ from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable
-from rlhf_mcore.types import Microbatch
+from rlhf_mcore.types import TEACHER_TOP, Microbatch
 
 if TYPE_CHECKING:
+    from rlhf_mcore.algorithms.distillation import Divergence
     from rlhf_mcore.mcore.lora import Adapters
     from rlhf_mcore.mcore.mixture import Router
     from rlhf_mcore.mcore.momentum import Locate
@@ -252,21 +253,21 @@ class MegatronModel:
         *,
         with_entropy: bool = True,
         output_weight: Tensor | None = None,
+        divergence: Divergence | None = None,
     ) -> TokenLogprobs:
         """Compute logprobs of the next tokens, and entropies where wanted, at a sampling temperature: fp32 in the shape of its tokens.
 
-        With a ``support`` also the log of its mass. Where the microbatch's ``weights``, or ``loss_mask``, are zero there are no
-        logits, and all is zero. ``outputs``: of this model's last stage. ``output_weight``: of the output layer; None: the model's.
+        With a ``support`` also the log of its mass, with a ``divergence`` that from the teacher's distributions. Where the
+        microbatch's ``weights``, or ``loss_mask``, are zero there are no logits, and all is zero. ``outputs``: of this model's last
+        stage. ``output_weight``: of the output layer; None: the model's.
         """
         placed = microbatch.placed or self._inputs.derive(microbatch)
-        chunk, adapters = unwrap(self.chunks[-1]), self.adapters if output_weight is None else None
-        if (weight := output_weight) is None:
-            tied = chunk.share_embeddings_and_output_weights
-            weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-        hidden, shape = outputs.reshape(-1, outputs.size(-1)), outputs.shape[:2]
-        if (places := placed.get("counted")) is not None:
-            places = places.to(hidden.device)
-            hidden = hidden.index_select(0, places)
+        hidden, weight, added = self.output_layer(outputs, placed.get("counted"), output_weight)
+        compared = None
+        if divergence is not None:
+            from rlhf_mcore.parallel.top_tokens import Compared
+
+            compared = Compared.of(placed[TEACHER_TOP].to(hidden.device), divergence)
         computed = linear_logprobs(
             hidden,
             weight,
@@ -277,25 +278,42 @@ class MegatronModel:
             chunk_tokens=self.logit_chunk_tokens,
             with_entropy=with_entropy,
             support=self._inputs.subsets(microbatch),
+            compared=compared,
             main_grad=getattr(weight, "main_grad", None),  # Megatron's: what microbatches add up to, in fp32
-            added=adapters.of_logits(chunk.output_layer, hidden) if adapters is not None else None,
+            added=added,
         )
-
-        def whole(values: Tensor) -> Tensor:
-            if places is not None:
-                values = values.new_zeros(shape.numel()).index_copy(0, places, values)
-            return self._whole(microbatch, values.view(shape))
-
+        whole = partial(self.in_shape, microbatch, outputs.shape[:2], placed.get("counted"))
         return TokenLogprobs(whole(computed.logprobs), *(x if x is None else whole(x) for x in computed[1:]))
 
+    def output_layer(
+        self, outputs: Tensor, places: Tensor | None, output_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Return hidden states [n, h] at ``places`` (None: at all), the output layer's weight, and what adapters add to its logits."""
+        chunk, adapters = unwrap(self.chunks[-1]), self.adapters if output_weight is None else None
+        if (weight := output_weight) is None:
+            tied = chunk.share_embeddings_and_output_weights
+            weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+        hidden = outputs.reshape(-1, outputs.size(-1))
+        if places is not None:
+            hidden = hidden.index_select(0, places.to(hidden.device))
+        return hidden, weight, adapters.of_logits(chunk.output_layer, hidden) if adapters is not None else None
+
+    def in_shape(self, microbatch: Microbatch, shape: torch.Size, places: Tensor | None, values: Tensor) -> Tensor:
+        """Return values [n, ...] at ``places`` of this rank's tokens, ``shape`` of them, in the shape of the microbatch's tokens."""
+        if places is not None:
+            filled = values.new_zeros(shape.numel(), *values.shape[1:])
+            values = filled.index_copy(0, places.to(values.device), values)
+        return self._whole(microbatch, values.view(*shape, *values.shape[1:]))
+
     def _whole(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Gather [b, T] from all context-parallel ranks, which then compute the same loss. A rank's gradient is that of its places."""
+        """Gather [b, T, ...] of all context-parallel ranks, which compute the same loss then. A rank's gradient is of its places."""
         if self.groups.layout.cp == 1:
             return values
         from rlhf_mcore.parallel.context import gather_context
 
         order = (microbatch.placed or self._inputs.derive(microbatch))["order"].to(values.device)
-        return gather_context(values.t(), order, self.groups.collection.cp, sums_gradient=False).t()
+        whole = gather_context(values.transpose(0, 1), order, self.groups.collection.cp, sums_gradient=False)
+        return whole.transpose(0, 1)
 
     def _run(
         self, microbatches: Sequence[Microbatch], on_outputs: Callable[..., Any], *, forward_only: bool

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_mcore.types import Ragged
+
+if TYPE_CHECKING:
+    from rlhf_mcore.parallel.top_tokens import Compared
 
 CHUNK_TOKENS = 2048  # tokens whose softmax is computed at a time from stored logits
 CACHE_BYTES = 2**19  # the same in bytes of logits on a CPU, so that they stay in its cache
@@ -40,6 +43,7 @@ class TokenLogprobs(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
     log_mass: Tensor | None
+    divergence: Tensor | None = None  # from a teacher's distributions
 
 
 def linear_logprobs(
@@ -53,6 +57,7 @@ def linear_logprobs(
     chunk_tokens: int | None = None,
     with_entropy: bool = True,
     support: Subsets | None = None,
+    compared: Compared | None = None,
     main_grad: Tensor | None = None,
     added: tuple[Tensor, Tensor] | None = None,
 ) -> TokenLogprobs:
@@ -68,13 +73,15 @@ def linear_logprobs(
         chunk_tokens: largest number of tokens with logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of at most so many
             tokens are kept for the backward pass; those of more tokens are computed again there, once.
         support: token ids for each of the N labels; no ids mean the whole vocabulary.
+        compared: a teacher's distributions of the N labels.
         main_grad: [V_local, h] fp32, to which the backward pass adds the weight's gradient; autograd then gets zeros for it. None:
             autograd gets the gradient.
         added: [N, r] and this rank's rows [V_local, r] of two matrices, whose product is added to the logits. The gradient of the
             former is summed over the group too.
 
     Returns:
-        logprobs [N], entropy [N] with ``with_entropy``, and log_mass [N] with a support, equal on all ranks of the group.
+        logprobs [N], entropy [N] with ``with_entropy``, log_mass [N] with a support, and divergence [N] with ``compared``, equal on
+        all ranks of the group.
     """
     hidden = hidden.to(weight.dtype)
     low, rows = added if added is not None else (None, None)
@@ -84,13 +91,10 @@ def linear_logprobs(
     chunk = chunk_tokens or chunk_tokens_of(weight.size(0))
     columns = _Columns.of(group, len(weight), vocab_size, temperature)
     subsets = None if support is None else support.on(hidden.device)
+    tensors, wanted = (hidden, weight, low, rows, labels), (with_entropy, subsets, compared)
     if len(hidden) > chunk:
-        return TokenLogprobs(
-            *_ChunkedLinear.apply(hidden, weight, low, rows, labels, columns, chunk, with_entropy, subsets, main_grad)
-        )
-    return TokenLogprobs(
-        *_KeptLinear.apply(hidden, weight, low, rows, labels, columns, with_entropy, subsets, main_grad)
-    )
+        return TokenLogprobs(*_ChunkedLinear.apply(*tensors, columns, chunk, wanted, main_grad))
+    return TokenLogprobs(*_KeptLinear.apply(*tensors, columns, wanted, main_grad))
 
 
 def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | None) -> Tensor:
@@ -98,9 +102,9 @@ def _logits(hidden: Tensor, weight: Tensor, low: Tensor | None, rows: Tensor | N
     return logits if low is None or rows is None else logits.addmm_(low, rows.t())
 
 
-def _fused(hidden: Tensor, subsets: Subsets | None) -> ModuleType | None:
+def _fused(hidden: Tensor, wanted: Wanted) -> ModuleType | None:
     """Return the module of kernels that compute the softmax on a GPU; None where plain torch does, also where sums need one order."""
-    if not hidden.is_cuda or subsets is not None or torch.are_deterministic_algorithms_enabled():
+    if not hidden.is_cuda or wanted[1:] != (None, None) or torch.are_deterministic_algorithms_enabled():
         return None
     from rlhf_mcore.parallel import fused_softmax
 
@@ -143,18 +147,16 @@ class _KeptLinear(torch.autograd.Function):
         rows: Tensor | None,
         labels: Tensor,
         columns: _Columns,
-        with_entropy: bool,
-        subsets: Subsets | None,
+        wanted: Wanted,
         main_grad: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.subsets, ctx.main_grad = columns, subsets, main_grad
-        ctx.fused = _fused(hidden, subsets)
+        ctx.columns, ctx.wanted, ctx.main_grad = columns, wanted, main_grad
+        ctx.fused = _fused(hidden, wanted)
         if ctx.fused is not None:
             ctx.chunk, logits = max(len(hidden), 1), _logits(hidden, weight, low, rows)
-            results, sums = _forward(
-                lambda a, b: logits, labels, ctx.chunk, columns, with_entropy, None, of_chunk=ctx.fused.forward_chunk
-            )
+            of_chunk = ctx.fused.forward_chunk
+            results, sums = _forward(lambda a, b: logits, labels, ctx.chunk, columns, wanted, of_chunk=of_chunk)
             ctx.save_for_backward(hidden, weight, low, rows, labels, logits, *sums)
             return results
         z = _logits(hidden, weight, low, rows).float()
@@ -165,7 +167,7 @@ class _KeptLinear(torch.autograd.Function):
         def scaled(a: int, b: int) -> Tensor:
             return ctx.columns.scaled(z[a:b])
 
-        results, sums = _forward(scaled, labels, ctx.chunk, columns, with_entropy, subsets, keeps=True)
+        results, sums = _forward(scaled, labels, ctx.chunk, columns, wanted, keeps=True)
         ctx.save_for_backward(hidden, weight, low, rows, labels, z, *sums)
         return results
 
@@ -173,14 +175,14 @@ class _KeptLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, low, rows, labels, z, *sums = ctx.saved_tensors
         if ctx.fused is not None:
-            grad = ctx.fused.compute_gradient(z, labels, sums, grads, ctx.columns)
+            grad = ctx.fused.compute_gradient(z, labels, sums[:4], grads[:3], ctx.columns)
         else:
             grad = _KeptLinear._gradient_in_place(ctx, z, labels, sums, grads).to(weight.dtype)
         total, of_rows = _WeightGradient(ctx, weight), _WeightGradient(ctx, rows, 3)
         total.add(grad, hidden)
         of_rows.add(grad, low)
         of_low = None if low is None else grad @ rows
-        return grad @ weight, total.rest(), of_low, of_rows.rest(), *[None] * 5
+        return grad @ weight, total.rest(), of_low, of_rows.rest(), *[None] * 4
 
     @staticmethod
     def _gradient_in_place(
@@ -190,8 +192,8 @@ class _KeptLinear(torch.autograd.Function):
         for a, b in _chunks(len(labels), ctx.chunk):
             # The peak is subtracted already.
             of_chunk = [None, *_slice(sums[1:], a, b)]
-            within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
-            of_logits = _compute_gradient(z[a:b], labels[a:b], of_chunk, _slice(grads, a, b), ctx.columns, within)
+            wanted = _wanted_of(ctx.wanted, a, b)
+            of_logits = _compute_gradient(z[a:b], labels[a:b], of_chunk, _slice(grads, a, b), ctx.columns, wanted)
             if of_logits.data_ptr() != z[a:b].data_ptr():
                 z[a:b] = of_logits
         return z
@@ -210,20 +212,19 @@ class _ChunkedLinear(torch.autograd.Function):
         labels: Tensor,
         columns: _Columns,
         chunk: int,
-        with_entropy: bool,
-        subsets: Subsets | None,
+        wanted: Wanted,
         main_grad: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.chunk, ctx.subsets, ctx.main_grad = columns, chunk, subsets, main_grad
-        ctx.fused = _fused(hidden, subsets)
+        ctx.columns, ctx.chunk, ctx.wanted, ctx.main_grad = columns, chunk, wanted, main_grad
+        ctx.fused = _fused(hidden, wanted)
 
         def logits(a: int, b: int) -> Tensor:
             plain = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
             return plain if ctx.fused is not None else columns.scaled(plain)
 
         of_chunk = None if ctx.fused is None else ctx.fused.forward_chunk
-        results, sums = _forward(logits, labels, chunk, columns, with_entropy, subsets, of_chunk=of_chunk)
+        results, sums = _forward(logits, labels, chunk, columns, wanted, of_chunk=of_chunk)
         ctx.save_for_backward(hidden, weight, low, rows, labels, *sums)
         return results
 
@@ -234,18 +235,18 @@ class _ChunkedLinear(torch.autograd.Function):
         of_low = None if low is None else torch.empty_like(low)
         for a, b in _chunks(len(hidden), ctx.chunk):
             z = _logits(hidden[a:b], weight, None if low is None else low[a:b], rows)
-            of_chunk = labels[a:b], _slice(sums, a, b), _slice(grads, a, b), ctx.columns
+            own_sums, own_grads = _slice(sums, a, b), _slice(grads, a, b)
             if ctx.fused is not None:
-                grad = ctx.fused.compute_gradient(z, *of_chunk)
+                grad = ctx.fused.compute_gradient(z, labels[a:b], own_sums[:4], own_grads[:3], ctx.columns)
             else:
-                within = None if ctx.subsets is None else ctx.subsets.of_tokens(a, b)
-                grad = _compute_gradient(ctx.columns.scaled(z), *of_chunk, within).to(weight.dtype)
+                of_chunk = labels[a:b], own_sums, own_grads, ctx.columns, _wanted_of(ctx.wanted, a, b)
+                grad = _compute_gradient(ctx.columns.scaled(z), *of_chunk).to(weight.dtype)
             torch.mm(grad, weight, out=out[a:b])
             total.add(grad, hidden[a:b])
             if of_low is not None:
                 torch.mm(grad, rows, out=of_low[a:b])
                 of_rows.add(grad, low[a:b])
-        return out, total.rest(), of_low, of_rows.rest(), *[None] * 6
+        return out, total.rest(), of_low, of_rows.rest(), *[None] * 5
 
 
 class _WeightGradient:
@@ -353,33 +354,43 @@ class Subsets:
         return torch.where(self.is_cut, peak + sums.log(), 0.0)
 
 
+# What is computed beside logprobs: whether the entropy, the mass of a support, the divergence from a teacher.
+Wanted = tuple[bool, Subsets | None, Union["Compared", None]]
+
+
+def _wanted_of(wanted: Wanted, a: int, b: int) -> Wanted:
+    with_entropy, subsets, compared = wanted
+    within = None if subsets is None else subsets.of_tokens(a, b)
+    return with_entropy, within, None if compared is None else compared.of_tokens(a, b)
+
+
 def _forward(
     scaled: Callable[[int, int], Tensor],
     labels: Tensor,
     chunk: int,
     columns: _Columns,
-    with_entropy: bool,
-    subsets: Subsets | None,
+    wanted: Wanted,
     *,
     keeps: bool = False,
     of_chunk: Callable[[Tensor, Tensor, _Columns, bool], list[Tensor]] | None = None,
-) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], list[Tensor | None]]:
-    """Compute logprobs, entropy and log mass, and the values of each token that the backward pass needs.
+) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
+    """Compute logprobs, entropy, log mass and divergence, and the values of each token that the backward pass needs.
 
     ``scaled``: (first token, end) -> scaled logits, which are overwritten: with ``keeps`` by those relative to the largest; with
     ``of_chunk``, which then computes the sums of a chunk, logits as they are.
     """
-    parts = []
+    (with_entropy, subsets, compared), parts = wanted, []
     for a, b in _chunks(len(labels), chunk):
         if of_chunk is not None:
             parts.append(of_chunk(scaled(a, b), labels[a:b], columns, with_entropy))
-            continue
-        within = None if subsets is None else subsets.of_tokens(a, b)
-        parts.append(_forward_chunk(scaled(a, b), labels[a:b], columns, with_entropy, within, keeps))
+        else:
+            parts.append(_forward_chunk(scaled(a, b), labels[a:b], columns, _wanted_of(wanted, a, b), keeps))
     target, log_sum, peak, *others = (torch.cat(column) for column in zip(*parts, strict=True))
     entropy = log_sum - others.pop(0) if with_entropy else None
-    log_mass = None if subsets is None else torch.where(subsets.is_cut, others.pop() - log_sum, 0.0)
-    return (target - log_sum, entropy, log_mass), [peak, log_sum, entropy, log_mass]
+    log_mass = None if subsets is None else torch.where(subsets.is_cut, others.pop(0) - log_sum, 0.0)
+    events = None if compared is None else others.pop(0)
+    divergence = None if compared is None or events is None else compared.values(events)
+    return (target - log_sum, entropy, log_mass, divergence), [peak, log_sum, entropy, log_mass, events]
 
 
 def _compute_gradient(
@@ -388,14 +399,15 @@ def _compute_gradient(
     sums: Sequence[Tensor | None],
     grads: Sequence[Tensor | None],
     columns: _Columns,
-    subsets: Subsets | None,
+    wanted: Wanted,
 ) -> Tensor:
     """Compute the gradient of a chunk's logits [n, V_local] fp32.
 
     ``z``: the scaled logits, which are overwritten. If ``peak`` in ``sums`` is None, it is subtracted from them already.
     """
-    grad_logprobs, grad_entropy, grad_mass = grads
-    peak, log_sum, entropy, log_mass = sums
+    grad_logprobs, grad_entropy, grad_mass, grad_divergence = grads
+    peak, log_sum, entropy, log_mass, events = sums
+    _, subsets, compared = wanted
     assert log_sum is not None
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_sum)
@@ -410,6 +422,11 @@ def _compute_gradient(
         own, own_here = columns.local(subsets.ids, z.size(1))
         share = (log_p[subsets.tokens, own] - log_mass[subsets.tokens]).exp_()
         inside = torch.where(own_here, share * grad_mass[subsets.tokens], 0.0)
+    at_ids = None
+    if grad_divergence is not None:
+        assert compared is not None and events is not None
+        of_all, at_ids = compared.gradient(events, grad_divergence)
+        spread = spread - of_all
     if grad_entropy is None:
         grad = log_p.exp_().mul_(-spread[:, None])
     else:
@@ -423,6 +440,10 @@ def _compute_gradient(
     if inside is not None:
         assert subsets is not None
         grad.index_put_((subsets.tokens, own), inside, accumulate=True)
+    if at_ids is not None:
+        assert compared is not None
+        places, here = columns.local(compared.ids, z.size(1))
+        grad.scatter_add_(1, places, torch.where(here, at_ids, 0.0))
     return grad if columns.temperature == 1.0 else grad.div_(columns.temperature)
 
 
@@ -435,14 +456,13 @@ def _slice(values: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | Non
     return [None if each is None else each[a:b] for each in values]
 
 
-def _forward_chunk(
-    z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool, subsets: Subsets | None, keeps: bool = False
-) -> list[Tensor]:
+def _forward_chunk(z: Tensor, labels: Tensor, columns: _Columns, wanted: Wanted, keeps: bool = False) -> list[Tensor]:
     """Compute the target logit and log-sum-exp, relative to the largest logit, that one, and if wanted the expected logit and the
-    log-sum-exp of the support: [n] each.
+    log-sum-exp of the support: [n] each; and logprobs of the teacher's events [n, k + 1].
 
     Reduced over the group. ``z``, the scaled logits, is overwritten: with ``keeps`` by the logits relative to the largest.
     """
+    with_entropy, subsets, compared = wanted
     peak = z.amax(dim=1)
     is_shared = columns.is_shared(z)
     if is_shared:
@@ -455,8 +475,9 @@ def _forward_chunk(
         weights = z.exp()
         sums = torch.stack([target, weights.sum(1), (weights * torch.where(weights > 0, z, 0.0)).sum(1)])
     else:
-        sums = torch.stack([target, (z.exp() if keeps else z.exp_()).sum(1)])
+        sums = torch.stack([target, (z.exp() if keeps or compared is not None else z.exp_()).sum(1)])
     if is_shared:
         dist.all_reduce(sums, group=columns.group)
-    wanted = [*([sums[2] / sums[1]] if with_entropy else []), *([] if of_support is None else [of_support])]
-    return [sums[0], sums[1].log(), peak, *wanted]
+    found = [sums[0], sums[1].log(), peak, *([sums[2] / sums[1]] if with_entropy else [])]
+    found += [] if of_support is None else [of_support]
+    return found if compared is None else [*found, compared.log_events(z, found[1], columns)]

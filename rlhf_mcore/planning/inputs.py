@@ -141,10 +141,22 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         geometry = read_geometry(reward.path, "sequence")
         own_dtype = _dtype(reward.dtype, dtype)
         roles.append(_frozen("reward", geometry, own, own_dtype, reward))
-    if (teacher := cfg.teacher).path is not None:
-        own = parallel_layout(teacher.layout, teacher.ranks, world_size, "teacher.layout")
-        roles.append(_frozen("teacher", read_geometry(teacher.path, "lm"), own, _dtype(teacher.dtype, dtype), teacher))
-    return roles
+    return [*roles, *_teachers(cfg, roles[0], world_size, dtype)]
+
+
+def _teachers(cfg: Config, actor: PlannedRole, world_size: int, dtype: str) -> list[PlannedRole]:
+    """List the models that the policy learns from, beside itself."""
+    teacher = cfg.teacher
+    if teacher.weights == "average":
+        return [_frozen("teacher", actor.geometry, actor.layout, _dtype(teacher.dtype, "fp32"), teacher)]
+    if teacher.path is None:
+        return []
+    own = parallel_layout(teacher.layout, teacher.ranks, world_size, "teacher.layout")
+    paths = {"teacher": teacher.path, **{f"teacher[{name}]": path for name, path in (teacher.sources or {}).items()}}
+    return [
+        _frozen(name, read_geometry(path, "lm"), own, _dtype(teacher.dtype, dtype), teacher)
+        for name, path in paths.items()
+    ]
 
 
 def _dtype(stated: str | None, default: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update, minibatches
-from rlhf_mcore.types import Field, Microbatch, Ragged, TrainBatch
+from rlhf_mcore.types import TEACHER_TOP, Field, Microbatch, Ragged, TrainBatch
+
+if TYPE_CHECKING:
+    from rlhf_mcore.algorithms.distillation import Divergence
 
 
 def logprobs_of(
@@ -62,8 +65,11 @@ def keep_logprobs(batch: TrainBatch, drawn: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class FrozenPolicy:
-    """A policy that does not learn, such as a teacher. Its layout is its own."""
+class Reference:
+    """The frozen policy that the KL compares with. It has the actor's layout, so it can be refreshed rank by rank.
+
+    If the actor learns adapters, ``model`` is the actor's own, and is run without these.
+    """
 
     model: RoleModel
     temperature: float
@@ -72,14 +78,6 @@ class FrozenPolicy:
         """Compute logprobs [N] fp32 of the sampled tokens, zero elsewhere. Collective over the world."""
         with self.model.adapters_off():
             return logprobs_of(self.model, batch, self.temperature)
-
-
-@dataclass(slots=True)
-class Reference(FrozenPolicy):
-    """The frozen policy that the KL compares with. It has the actor's layout, so it can be refreshed rank by rank.
-
-    If the actor learns adapters, ``model`` is the actor's own, and is run without these.
-    """
 
     def refresh(self, actor: Actor) -> None:
         """Copy the actor's weights."""
@@ -94,7 +92,7 @@ class Reference(FrozenPolicy):
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective(Objective):
-    """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus the KL term if it is part of the loss."""
+    """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus KL and divergence that are in the loss."""
 
     weighted: ClassVar[tuple[str, ...]] = ("policy",)
 
@@ -103,6 +101,7 @@ class PolicyObjective(Objective):
     temperature: float
     kl_coef: float = 0.0
     with_entropy: bool = True  # whether it is a metric; a bonus needs it in any case
+    divergence: Divergence | None = None  # from a teacher's distributions
     # Logprobs of the update's forward pass with their microbatches, if these are the old logprobs too.
     kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
@@ -116,6 +115,8 @@ class PolicyObjective(Objective):
         }
         if batch.old_logprobs is None and self.algorithm.rollout_correction.mode in RATIO_MODES:
             optional["rollout_logprobs"] = batch.rollout_logprobs
+        if self.divergence is not None:
+            optional[TEACHER_TOP] = batch.fields[TEACHER_TOP]
         declared = pick_fields(batch, self.policy_loss, f"algorithm.policy_loss={self.algorithm.policy_loss}")
         return {"advantages": batch.advantages, **declared} | {
             name: value for name, value in optional.items() if value is not None
@@ -126,8 +127,9 @@ class PolicyObjective(Objective):
 
         Ratios use the distribution that was drawn from, renormalised on a support. Entropy and KL use the whole distribution.
         """
+        with_entropy = self.with_entropy or bool(self.algorithm.entropy_coef)
         whole = model.logprobs_and_entropy(
-            outputs, microbatch, self.temperature, with_entropy=self.with_entropy or bool(self.algorithm.entropy_coef)
+            outputs, microbatch, self.temperature, with_entropy=with_entropy, divergence=self.divergence
         )
         entropy, logprobs = whole.entropy, whole.logprobs
         if whole.log_mass is not None:
@@ -168,12 +170,18 @@ class PolicyObjective(Objective):
             kl = kl_penalty(whole.logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable, clip=cfg.kl.clip)
             loss = loss + self.kl_coef * weighted_sum(kl, weights)
             metrics["kl"] = masked_sum(kl.detach(), trainable)
+        if self.divergence is not None:
+            assert whole.divergence is not None
+            loss = loss + self.divergence.coef * weighted_sum(whole.divergence, weights)
+            metrics["divergence"] = masked_sum(whole.divergence.detach(), trainable)
         return loss, metrics
 
     def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         named = {"loss/total": loss, "loss/policy": sums.pop("policy")}
         if "kl" in sums:
             named["loss/kl"] = sums.pop("kl") / num_tokens
+        if "divergence" in sums:
+            named["teacher/divergence"] = sums.pop("divergence") / num_tokens
         return named | {f"actor/{name}": value / num_tokens for name, value in sums.items()}
 
 
@@ -184,6 +192,7 @@ class Actor:
     model: TrainedModel
     temperature: float
     algorithm: AlgorithmConfig
+    divergence: Divergence | None = None  # from a teacher's distributions, if it is part of the loss
     _objective: PolicyObjective = field(init=False)
 
     def __post_init__(self) -> None:
@@ -206,7 +215,13 @@ class Actor:
             members = minibatches(batch, self.model.plan.prompts_per_minibatch)
             rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
             batch.fields[CHOSEN] = choose_tokens(batch, members, rows, self.algorithm)
-        self._objective = replace(self._objective, kl_coef=batch.kl_coef, with_entropy=batch.with_entropy, kept=[])
+        self._objective = replace(
+            self._objective,
+            kl_coef=batch.kl_coef,
+            with_entropy=batch.with_entropy,
+            divergence=self.divergence,
+            kept=[],
+        )
         return self.model.deliver_update(batch, self._objective)
 
     def makes_one_update(self, batch: TrainBatch) -> bool:

@@ -17,9 +17,7 @@ from rlhf_mcore.algorithms.shaping import overlong_penalty, token_rewards
 from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.types import TrainBatch
-
-TEACHER_LOGPROBS = "teacher_logprobs"  # field of the tokens of a batch: [N] float32, zero outside of the loss mask
+from rlhf_mcore.types import TEACHER_LOGPROBS, TrainBatch
 
 
 @dataclass(slots=True)
@@ -31,7 +29,7 @@ class AdvantageComputer:
 
     cfg: AlgorithmConfig
     merge: Callable[[Tensor], Tensor] = merge_rows
-    teacher_coef: float = 0.0  # weight of a teacher's advantages; 0: there is no teacher
+    teacher_coef: float = 0.0  # weight of a teacher in the advantages; 0: it is not part of them
     estimate: AdvantageEstimator = field(init=False)
     kl_controller: KLController = field(init=False)
 

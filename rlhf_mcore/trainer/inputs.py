@@ -72,8 +72,10 @@ def fingerprints(cfg: Config) -> Inputs:
     inputs |= own_files(cfg)
     if run_kind(cfg).generates and grades(cfg):
         inputs["reward"] = scored_by(cfg.reward)
-    for key in _MODEL_KEYS:
-        if (directory := value_of(cfg, key)) is not None:
+    models = {key: value_of(cfg, key) for key in _MODEL_KEYS}
+    models |= {f"teacher.sources[{source}]": path for source, path in (cfg.teacher.sources or {}).items()}
+    for key, directory in models.items():
+        if directory is not None:
             inputs |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}
     tokenizer = Path(cfg.model.tokenizer_path or cfg.model.path)
     inputs["tokenizer"] = _entry(tokenizer, _digest([_companion(tokenizer / name) for name in _TOKENIZER]))

@@ -32,7 +32,7 @@ class StepWork:
     critic: TrainedWork | None = None
     reference: ModelFlops | None = None
     generates: bool = False
-    teacher: ModelFlops | None = None
+    teacher: tuple[str, ModelFlops] | None = None  # with the name of its phase
 
     def count(self, batch: TrainBatch, *, learns: bool = True, has_old_pass: bool = False) -> None:
         """Count the work of a step. ``learns``: the actor learns too. ``has_old_pass``: old logprobs had a pass of their own."""
@@ -48,7 +48,7 @@ class StepWork:
         if self.reference is not None:
             add("reference", tokens, FORWARD * self.reference.forward(rows))
         if self.teacher is not None:
-            add("teacher_logprobs", tokens, FORWARD * self.teacher.forward(rows))
+            add(self.teacher[0], tokens, FORWARD * self.teacher[1].forward(rows))
         if self.critic is not None:
             add("values", tokens, FORWARD * self.critic.flops.forward(rows))
         for trained in (self.actor if learns else None, self.critic):

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands import environment
 from tests.metric_names import assert_registered
-from tests.tiny_training import assert_same_end, make, run_locally
+from tests.tiny_training import STEPS, assert_same_end, make, run_locally
 
 TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
+CONTEXT = "teacher.context=context.py:hint"
+HINT = """
+def hint(prompt, ground_truth, extra_info, data_source):
+    return [{"role": "user", "content": ground_truth + " " + prompt[0]["content"]}]
+"""
 EVALUATED = ["evaluate.every=1"]  # else the run that stops evaluates where the other does not
 
 
@@ -23,6 +29,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("distillation")
     make(directory)
     shutil.copytree(directory / "quickstart/model", directory / "teacher")
+    (directory / "context.py").write_text(HINT)
     file = directory / "teacher/model.safetensors"
     save_file({name: weight * 1.1 for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     return directory
@@ -49,8 +56,35 @@ def test_a_teacher_is_read_as_a_reference_of_the_same_weights_is(workspace: Path
     assert "timing/teacher_logprobs_s" in metrics[1]
 
 
-def test_a_run_that_goes_on_ends_as_one_that_was_left_alone(workspace: Path) -> None:
-    calm, _ = train(workspace, "calm", *TAUGHT, *EVALUATED)
-    train(workspace, "parts", *TAUGHT, *EVALUATED, "trainer.num_steps=1")
-    parts, _ = train(workspace, "parts", *TAUGHT, *EVALUATED)
+# By data source, with prompts of its own; and as an average of the policy, in the loss.
+SEVERAL = [*TAUGHT, "teacher.path=quickstart/model", "teacher.sources={quickstart/addition: teacher}", CONTEXT]
+ITSELF = ["algorithm=distillation", "teacher.weights=average", "teacher.decay=0.9", CONTEXT, "teacher.divergence=jsd"]
+ITSELF += ["checkpoint.save_total_limit=10"]
+
+
+@pytest.mark.parametrize("teacher", [SEVERAL, ITSELF], ids=["several", "itself"])
+def test_a_run_that_goes_on_ends_as_one_that_was_left_alone(
+    workspace: Path, teacher: list[str], request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.id
+    calm, metrics = train(workspace, f"{name}_calm", *teacher, *EVALUATED)
+    train(workspace, f"{name}_parts", *teacher, *EVALUATED, "trainer.num_steps=2")
+    parts, _ = train(workspace, f"{name}_parts", *teacher, *EVALUATED)
     assert_same_end(parts, calm)
+    if teacher is ITSELF:
+        assert all(row["teacher/divergence"] > 1e-4 for row in metrics[1:]), "the hint has an effect"
+        assert_registered(calm, "teacher/divergence")
+        check_average(workspace, parts)
+
+
+def check_average(workspace: Path, run: Path) -> None:
+    """The teacher of a step is what is left of the model and of the policies that earlier steps have made."""
+    expected = load_file(workspace / "quickstart/model/model.safetensors")
+    for step in range(1, STEPS):
+        policy = load_file(run / f"checkpoint-{step}/actor/model.safetensors")
+        expected = {name: 0.9 * weight + 0.1 * policy[name] for name, weight in expected.items()}
+    found = load_file(run / f"checkpoint-{STEPS}/teacher/model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
+    assert any(not torch.equal(found[name], weight) for name, weight in policy.items())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.generator_files import tokenizer_problems
-from rlhf_mcore.config.implied import reads_scores
+from rlhf_mcore.config.implied import has_teacher, reads_scores
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of, walk
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.rules.layouts import cut_problems
 from rlhf_mcore.config.schema import Config, TeacherConfig
 from rlhf_mcore.config.tokenizer_match import tokenizer_difference
+from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.geometry import ModelGeometry
 
 
@@ -21,46 +23,93 @@ def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
     ``actor`` is None where sizes cannot be compared.
     """
     teacher = cfg.teacher
-    if teacher.path is None:
+    if not has_teacher(cfg):
         if not reads_scores(cfg):
             yield (
                 f"teacher.path=null, but algorithm.advantage={cfg.algorithm.advantage} learns from a teacher alone; "
                 "give the directory of one, or choose an algorithm that learns from scores"
             )
-        yield from _unused_keys(cfg)
+        yield from _unused_keys(cfg, [name for name, _, _ in walk(TeacherConfig)], "teacher.path=null")
         return
     if not reads_scores(cfg) and cfg.algorithm.dynamic_sampling.enabled:
         yield (
             "algorithm.dynamic_sampling.enabled=True keeps prompts whose responses differ in score, but "
             f"algorithm.advantage={cfg.algorithm.advantage} reads no score; set it to false"
         )
-    geometry, problems = inspect_model(teacher.path, "teacher.path", ("lm",))
+    yield from _context_problems(cfg)
+    if teacher.weights != "path":
+        yield from _own_problems(cfg)
+        return
+    yield from _model_problems(cfg, "teacher.path", str(teacher.path), actor)
+    for source, path in (teacher.sources or {}).items():
+        yield from _model_problems(cfg, f"teacher.sources[{source}]", path, actor)
+
+
+def _own_problems(cfg: Config) -> Iterator[str]:
+    """Check a policy that is its own teacher."""
+    weights, stated = cfg.teacher.weights, f"teacher.weights={cfg.teacher.weights}"
+    in_vain = ["path", "sources", "layout", "ranks", "megatron"]
+    if weights == "actor":
+        in_vain += ["dtype", "offload", "offload_by_layer"]
+        if cfg.teacher.context is None:
+            yield (
+                "teacher.weights=actor without teacher.context: the teacher would be the student, which it has nothing to teach; "
+                "give it prompts of its own, or set teacher.weights=average"
+            )
+    elif cfg.actor.lora.rank is not None:
+        yield (
+            f"teacher.weights=average is not supported with actor.lora.rank={cfg.actor.lora.rank}: the average is of whole weights; "
+            "set teacher.weights=actor, or name a teacher in teacher.path"
+        )
+    names = [name for name, _, _ in walk(TeacherConfig) if name.partition(".")[0] in in_vain]
+    yield from _unused_keys(cfg, names, stated)
+
+
+def _context_problems(cfg: Config) -> Iterator[str]:
+    if (spec := cfg.teacher.context) is None:
+        return
+    yield from map(FileProblem, function_problems(spec, "teacher.context"))
+    if cfg.environment.function is not None:
+        yield (
+            f"teacher.context={spec} is not supported with environment.function={cfg.environment.function}: where the environment "
+            "answers, the prompt is not all that a teacher would read otherwise; set teacher.context=null"
+        )
+
+
+def _model_problems(cfg: Config, field: str, path: str, actor: ModelGeometry | None) -> Iterator[str]:
+    """Check the directory of a teacher. ``field``: the key that names it."""
+    geometry, problems = inspect_model(path, field, ("lm",))
     yield from problems
-    yield from map(FileProblem, _tokenizer_problems(cfg, teacher.path))
+    yield from map(FileProblem, _tokenizer_problems(cfg, field, path))
     if geometry is None or actor is None:
         return
     if geometry.vocab_size < actor.vocab_size:
         yield (
-            f"teacher.path={teacher.path}: its vocab_size={geometry.vocab_size} is less than model.path's {actor.vocab_size}, so "
+            f"{field}={path}: its vocab_size={geometry.vocab_size} is less than model.path's {actor.vocab_size}, so "
             "it has no probability for every token; choose a model with the same vocabulary"
         )
-    yield from cut_problems("teacher", teacher.layout, geometry, "teacher.path")
+    yield from cut_problems("teacher", cfg.teacher.layout, geometry, field)
 
 
-def _tokenizer_problems(cfg: Config, path: str) -> Iterator[str]:
-    problems = list(tokenizer_problems(path, "teacher.path"))
+def _tokenizer_problems(cfg: Config, field: str, path: str) -> Iterator[str]:
+    problems = list(tokenizer_problems(path, field))
     yield from problems
     own = cfg.model.tokenizer_path or cfg.model.path
     if not problems and (difference := tokenizer_difference(path, own)):
         yield (
-            f"teacher.path={path} has another tokenizer than the policy ({own}): {difference}. Its probabilities would be of other "
+            f"{field}={path} has another tokenizer than the policy ({own}): {difference}. Its probabilities would be of other "
             "texts; choose a teacher with the same tokenizer, or set model.tokenizer_path to what both of them were trained with"
         )
 
 
-def _unused_keys(cfg: Config) -> Iterator[str]:
+def _unused_keys(cfg: Config, names: Sequence[str], because: str) -> Iterator[str]:
+    """List keys of ``teacher`` that somebody has set in vain."""
     default = Config()
-    for name in (f"teacher.{name}" for name, _, _ in walk(TeacherConfig)):
+    for name in (f"teacher.{name}" for name in names):
         value, allowed = value_of(cfg, name), DESCRIPTIONS[name].allowed if name in DESCRIPTIONS else None
-        if value != value_of(default, name) and (allowed is None or allowed.holds(value)):  # else that is the problem
-            yield f"{name}={value} has no effect with teacher.path=null; remove it, or name a teacher"
+        only_with = DESCRIPTIONS[name].only_with if name in DESCRIPTIONS else ""
+        if value == value_of(default, name) or is_dataclass(value):
+            continue
+        if only_with or (allowed is not None and not allowed.holds(value)):
+            continue  # what is wrong with it is said elsewhere
+        yield f"{name}={value} has no effect with {because}; remove it, or name a teacher"

@@ -382,7 +382,7 @@ class ReferenceConfig(Group):
 
 @dataclass
 class TeacherConfig(Group):
-    """A frozen policy that a student learns from, token by token."""
+    """A policy that a student learns from, token by token."""
 
     path: Optional[str] = key(
         None,
@@ -390,12 +390,58 @@ class TeacherConfig(Group):
         null="none",
         more="Any model family. See [distillation](distillation.md).",
     )
-    coef: float = key(
-        1.0,
-        "weight of the teacher in the advantages",
-        ABOVE_0,
-        more="Each drawn token gets `coef` times (the teacher's logprob - the policy's).",
+    sources: Optional[dict[str, str]] = key(
+        None,
+        "teachers of data sources, by name, as `{math: models/A, code: models/B}`",
+        null="none",
+        more="`teacher.path` teaches all other sources. They share its layout, precision and offload.",
     )
+    weights: str = key(
+        "path",
+        "",
+        one_of(
+            path="those of `teacher.path`, frozen",
+            actor="the policy itself, as it is before a step's updates; with `teacher.context`",
+            average="a running average of the policy, in fp32 and in its layout; part of checkpoints",
+        ),
+        is_fixed=True,
+    )
+    decay: float = key(
+        0.99,
+        "share of the average that a step leaves",
+        Range(0, 1, open_high=True),
+        only_with="teacher.weights=average",
+    )
+    context: Optional[str] = key(
+        None,
+        "`path/to/file.py:function` that gives the teacher prompts of its own",
+        null="it reads the student's",
+        more="`function(prompt, ground_truth, extra_info, data_source)` returns messages or a text: the prompt with what the student "
+        "does not know. See [distillation](distillation.md#another-prompt).",
+    )
+    divergence: str = key(
+        "k1",
+        "what is made small",
+        one_of(
+            k1="reverse KL, estimated at the drawn token: `coef` times (the teacher's logprob - the policy's) is its advantage",
+            forward_kl="the sum of t log(t / p) over a distribution, a term of the loss as those that follow",
+            reverse_kl="the sum of p log(p / t)",
+            jsd="the generalised Jensen-Shannon divergence",
+        ),
+    )
+    beta: float = key(
+        0.5,
+        "weight of the teacher in the mixture",
+        Range(0, 1, open_low=True, open_high=True),
+        only_with="teacher.divergence=jsd",
+    )
+    top_k: int = key(
+        64,
+        "tokens of the teacher's distributions, all others together are one more; as many as the vocabulary: all of it, exactly",
+        AT_LEAST_1,
+        only_with="teacher.divergence=forward_kl or reverse_kl or jsd",
+    )
+    coef: float = key(1.0, "weight of the teacher, in the advantages or in the loss", ABOVE_0)
     dtype: Optional[str] = key(None, "", _DTYPES, null="`model.dtype`")
     layout: LayoutConfig = group(LayoutConfig, "its own, over `teacher.ranks`")
     ranks: Optional[list[int]] = key(None, "as `actor.ranks`", null="all")

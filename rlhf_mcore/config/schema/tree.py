@@ -57,8 +57,9 @@ class Config(Group):
     )
     teacher: TeacherConfig = group(
         TeacherConfig,
-        "a frozen policy to learn from",
-        "Built only with `teacher.path`; its layout and precision are its own. See [distillation](distillation.md).",
+        "a policy to learn from",
+        "Built only with `teacher.path`, whose layout and precision are its own, or with `teacher.weights`. See "
+        "[distillation](distillation.md).",
     )
     rollout: RolloutConfig = group(
         RolloutConfig, "the engines that generate", "There are world size / `rollout.layout.tp` of them."

@@ -92,10 +92,12 @@ def test_the_keys_that_a_run_which_resumes_cannot_change() -> None:
         "seed",
         "model.dtype",
         "rollout.placement",
+        "teacher.weights",
         "actor.freeze",
         *(f"actor.lora.{name}" for name in adapters),
         *(f"critic.lora.{name}" for name in adapters),
         "actor.mtp.mode",
+        "actor.vision.train",
         "actor.optimizer.name",
         "critic.optimizer.name",
     }

@@ -22,10 +22,15 @@ def check(*overrides: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def models(workspace: Any) -> None:
+    workspace.write("context.py", "def hint(prompt, ground_truth, extra_info, data_source):\n    return prompt\n")
     for name, changes in {"teacher": {"hidden_size": 384}, "small": {"vocab_size": 50}}.items():
         workspace.write_hf_config(name, **changes)
         workspace.write(f"{name}/model.safetensors", "")
         workspace.write(f"{name}/tokenizer.json", "{}")
+
+
+REVERSE = "teacher.divergence=reverse_kl"
+HINT = "teacher.context=context.py:hint"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,16 @@ def models(workspace: Any) -> None:
         ["algorithm=distillation", "teacher.path=teacher", "reward.rules=[]"],
         ["algorithm=grpo", "teacher.path=teacher", "teacher.coef=0.2", "teacher.layout.tp=2", "trainer.world_size=2"],
         ["algorithm=ppo", "teacher.path=teacher", "teacher.offload=true", "teacher.offload_by_layer=true"],
+        ["algorithm=distillation", "teacher.path=teacher", "teacher.sources={math: teacher}", "teacher.divergence=jsd"],
+        [
+            "algorithm=distillation",
+            "teacher.weights=actor",
+            "teacher.context=context.py:hint",
+            "teacher.top_k=8",
+            REVERSE,
+        ],
+        ["algorithm=grpo", "teacher.weights=actor", "teacher.context=context.py:hint", "actor.lora.rank=4"],
+        ["algorithm=distillation", "teacher.weights=average", "teacher.decay=0.9", "teacher.offload=true"],
     ],
 )
 def test_good_configurations_pass(overrides: list[str]) -> None:
@@ -64,6 +79,26 @@ TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
         ([*TAUGHT, "teacher.dtype=int8"], ["teacher.dtype", "int8"]),
         ([*TAUGHT, "teacher.ranks=[5]"], ["teacher.ranks"]),
         ([*TAUGHT, "teacher.megatron={nothing: 1}"], ["teacher.megatron", "nothing"]),
+        ([*TAUGHT, "teacher.sources={math: small}"], ["teacher.sources[math]=small", "vocab_size=50"]),
+        (["teacher.sources={math: teacher}"], ["teacher.sources", "no effect", "teacher.path=null"]),
+        ([*TAUGHT, "teacher.divergence=kl"], ["teacher.divergence=", "k1", "forward_kl", "jsd"]),
+        ([*TAUGHT, "teacher.beta=0.3"], ["teacher.beta=0.3", "teacher.divergence=jsd"]),
+        ([*TAUGHT, "teacher.beta=1.0", "teacher.divergence=jsd"], ["teacher.beta=1.0", "below 1"]),
+        ([*TAUGHT, "teacher.top_k=8"], ["teacher.top_k=8", "teacher.divergence"]),
+        ([*TAUGHT, "teacher.top_k=0", REVERSE], ["teacher.top_k=0", "at least 1"]),
+        ([*TAUGHT, "teacher.decay=0.5"], ["teacher.decay=0.5", "teacher.weights=average"]),
+        ([*TAUGHT, "teacher.weights=actor", HINT], ["teacher.path=teacher", "no effect", "teacher.weights=actor"]),
+        (["algorithm=distillation", "teacher.weights=actor"], ["teacher.weights=actor", "teacher.context", "average"]),
+        (
+            ["algorithm=distillation", "teacher.weights=average", "actor.lora.rank=4"],
+            ["teacher.weights=average", "actor.lora.rank=4", "teacher.weights=actor"],
+        ),
+        (
+            ["algorithm=distillation", "teacher.weights=average", "teacher.layout.tp=2", "trainer.world_size=2"],
+            ["teacher.layout.tp=2", "no effect", "teacher.weights=average"],
+        ),
+        ([*TAUGHT, "teacher.context=context.py:other"], ["teacher.context=context.py:other", "does not define other"]),
+        ([*TAUGHT, "teacher.context=nowhere.py:hint"], ["teacher.context", "does not exist"]),
     ],
 )
 def test_mistakes_are_refused(overrides: list[str], words: list[str]) -> None:

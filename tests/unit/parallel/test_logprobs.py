@@ -40,7 +40,7 @@ def plain(logits: Tensor, labels: Tensor, vocab_size: int, temperature: float) -
 def ours(
     logits: Tensor, labels: Tensor, temperature: float = 0.7, vocab_size: int = VOCAB, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    logprobs, entropy, _ = given_logprobs(
+    logprobs, entropy, _, _ = given_logprobs(
         logits, labels, vocab_size=vocab_size, temperature=temperature, group=ALONE, **options
     )
     assert entropy is not None
@@ -217,7 +217,7 @@ def test_an_output_layer_in_chunks_is_that_of_the_definition(
     def rank(group: ThreadGroup) -> list[Tensor]:
         x = hidden.clone().requires_grad_()
         w = weight.chunk(size)[group.rank()].clone().requires_grad_()
-        logprobs, entropy, _ = linear_logprobs(
+        logprobs, entropy, _, _ = linear_logprobs(
             x,
             w,
             labels,
@@ -257,7 +257,7 @@ def test_logits_with_a_product_added(chunk: int | None, size: int, monkeypatch: 
     def rank(group: ThreadGroup) -> list[Tensor]:
         x, a = (tensor.clone().requires_grad_() for tensor in (hidden, factors[0]))
         b = factors[1].chunk(size)[group.rank()].clone().requires_grad_()
-        logprobs, entropy, _ = linear_logprobs(
+        logprobs, entropy, _, _ = linear_logprobs(
             x,
             weight.chunk(size)[group.rank()],
             labels,
@@ -302,7 +302,7 @@ def test_only_a_chunk_of_logits_is_there_at_a_time(chunk: int, rows: int) -> Non
         return tensor
 
     with Count(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        logprobs, entropy, _ = linear_logprobs(
+        logprobs, entropy, _, _ = linear_logprobs(
             hidden,
             weight,
             labels,
@@ -322,7 +322,7 @@ def test_no_token_at_all_gives_zero_gradients() -> None:
     hidden, weight, labels = output_layer(0, VOCAB, PADDED)
     hidden.requires_grad_()
     weight.requires_grad_()
-    logprobs, _, _ = linear_logprobs(hidden, weight, labels, vocab_size=VOCAB, temperature=1.0, group=ALONE)  # type: ignore[arg-type]
+    logprobs, _, _, _ = linear_logprobs(hidden, weight, labels, vocab_size=VOCAB, temperature=1.0, group=ALONE)  # type: ignore[arg-type]
     logprobs.sum().backward()
     assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
 
@@ -380,7 +380,7 @@ def test_hidden_states_and_weight_are_not_modified(dtype: torch.dtype, temperatu
     leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
     before = [leaf.detach().clone() for leaf in leaves]
     for chunk in (None, 2):
-        logprobs, entropy, _ = linear_logprobs(
+        logprobs, entropy, _, _ = linear_logprobs(
             *leaves,
             labels,
             vocab_size=VOCAB,
@@ -418,7 +418,7 @@ def test_tensor_parallel_ranks_equal_the_whole(size: int, vocab_size: int, monke
         mine = logits.chunk(size, dim=-1)[group.rank()]
 
         def function(x: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs, entropy, _ = given_logprobs(x, labels, vocab_size=vocab_size, temperature=0.7, group=group)
+            logprobs, entropy, _, _ = given_logprobs(x, labels, vocab_size=vocab_size, temperature=0.7, group=group)
             assert entropy is not None
             return logprobs, entropy
 

@@ -74,7 +74,7 @@ class Lookup:
         return self
 
     def logprobs_and_entropy(
-        self, outputs: Tensor, part: Microbatch, temperature: float, *, with_entropy: bool = True
+        self, outputs: Tensor, part: Microbatch, temperature: float, *, with_entropy: bool = True, **_: object
     ) -> TokenLogprobs:
         group: Any = ThreadGroup(Meeting(1), 0)
         labels = part.fields["labels"]

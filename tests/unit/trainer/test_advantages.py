@@ -12,8 +12,8 @@ from rlhf_mcore.config.schema import (
     OverlongConfig,
     RolloutCorrectionConfig,
 )
-from rlhf_mcore.trainer.advantages import TEACHER_LOGPROBS, AdvantageComputer
-from rlhf_mcore.types import TrainBatch
+from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.types import TEACHER_LOGPROBS, TrainBatch
 from tests.rows import Row, batch_of, flat, padded
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -1,0 +1,63 @@
+"""Other prompts for rows that are drawn already: what a teacher knows and a student does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import load_function, place_of
+from rlhf_mcore.data.rendering import Renderer
+from rlhf_mcore.data.tokenizer import token_ids
+from rlhf_mcore.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEY = "teacher.context"
+
+
+@dataclass(slots=True)
+class PromptContext:
+    """Calls a user's function ``spec`` for each prompt, and renders and tokenises what it returns.
+
+    ``max_tokens``: the most that a prompt may have, so that the longest response still has room.
+    """
+
+    spec: str
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    _function: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._function = load_function(self.spec, KEY)
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the tokens of the prompts that a teacher reads in the place of these. Local.
+
+        Raises:
+            ConfigError: the function fails or returns no prompt, the template refuses it, or it is too long.
+        """
+        named = {prompt.prompt_id: prompt for prompt in prompts}  # the responses to a prompt share it
+        # A text is used as it is; messages go through the chat template.
+        contents = [(self._call(prompt), f"{KEY}, prompt {name!r}") for name, prompt in named.items()]
+        tokens = token_ids(self.tokenizer, list(Renderer(self.tokenizer, "false").all(contents)))
+        for name, ids in zip(named, tokens, strict=True):
+            if not 0 < len(ids) <= self.max_tokens:
+                raise ConfigError(
+                    f"{KEY}={self.spec}: its prompt in the place of {name!r} has {len(ids)} tokens, and must have between 1 and "
+                    f"{self.max_tokens} to leave room for a response; shorten it, or raise trainer.forward_tokens"
+                )
+        found = dict(zip(named, tokens, strict=True))
+        return [found[prompt.prompt_id] for prompt in prompts]
+
+    def _call(self, prompt: Prompt) -> Any:
+        content = prompt.text if prompt.messages is None else prompt.messages
+        try:
+            return self._function(content, prompt.ground_truth, prompt.extra_info, prompt.data_source)
+        except Exception as error:
+            raise ConfigError(
+                f"{KEY}={self.spec} fails for prompt {prompt.prompt_id!r} ({type(error).__name__}: {error})"
+                f"{place_of(error, self.spec)}; correct the function"
+            ) from error

@@ -1,0 +1,129 @@
+"""Compares a policy with a teacher's most probable tokens, from output layers whose vocabulary is sharded.
+
+A teacher's distribution travels as the k tokens that it finds most probable, their logprobs, and the log of the probability of all
+other tokens together: k + 1 events, which are the whole distribution where k is the vocabulary. So nothing as large as tokens times
+vocabulary exists, and teacher and student may be cut in different ways. Putting tokens together makes no divergence larger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mcore.parallel.logprobs import _chunks, _Columns, _logits, chunk_tokens_of
+
+if TYPE_CHECKING:
+    from rlhf_mcore.algorithms.distillation import Divergence
+
+LOWEST = -1e4  # stands for the log of zero, where differences of logs are taken
+
+
+def top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    count: int,
+    *,
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    chunk_tokens: int | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute the ``count`` most probable tokens of each distribution, and the rest. Collective over the group, without gradients.
+
+    Args:
+        hidden, weight, temperature, group, chunk_tokens, added: those of ``linear_logprobs``.
+        vocab_size: tokens from this one on have no probability. It is ``count`` or more.
+
+    Returns:
+        [N, 2, count + 1] fp32: ids, which are exact below 2 ** 24, and logprobs; at the end -1 and the log of the rest.
+    """
+    columns = _Columns.of(group, len(weight), vocab_size, temperature)
+    low, rows = added if added is not None else (None, None)
+    parts = []
+    for a, b in _chunks(len(hidden), chunk_tokens or chunk_tokens_of(len(weight))):
+        logits = _logits(hidden[a:b].to(weight.dtype), weight, None if low is None else low[a:b], rows)
+        parts.append(_top_of_chunk(columns.scaled(logits), count, columns))
+    return torch.cat(parts)
+
+
+def _top_of_chunk(z: Tensor, count: int, columns: _Columns) -> Tensor:
+    largest = z.topk(min(count, z.size(1)))
+    values, ids = largest.values, largest.indices + columns.first
+    if columns.is_shared(z):
+        values, ids = _joined(values, columns), _joined(ids, columns)
+        values, places = values.topk(count)
+        ids = ids.gather(1, places)
+    rest = _log_rest(z, ids, columns)
+    events = torch.cat([values, rest[:, None]], dim=1)
+    logprobs = events - events.logsumexp(1, keepdim=True)
+    return torch.stack([torch.cat([ids.float(), -torch.ones_like(rest)[:, None]], dim=1), logprobs], dim=1)
+
+
+def _joined(values: Tensor, columns: _Columns) -> Tensor:
+    """Gather values [n, k] of all ranks, side by side. Collective over the columns' group."""
+    parts = [torch.empty_like(values) for _ in range(columns.group.size())]
+    dist.all_gather(parts, values.contiguous(), group=columns.group)
+    return torch.cat(parts, dim=1)
+
+
+def _log_rest(z: Tensor, ids: Tensor, columns: _Columns) -> Tensor:
+    """Compute log-sum-exp [n] over all columns but those of ``ids`` [n, k]. Collective over the columns' group."""
+    places, here = columns.local(ids, z.size(1))
+    # At the others' ids +inf, which leaves what is there.
+    rest = z.scatter_reduce(1, places, torch.where(here, -torch.inf, torch.inf).to(z.dtype), "amin")
+    peak = rest.amax(1)
+    if is_shared := columns.is_shared(z):
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
+    peak = peak.clamp(min=LOWEST)
+    sums = rest.sub_(peak[:, None]).exp_().sum(1)
+    if is_shared:
+        dist.all_reduce(sums, group=columns.group)
+    return peak + sums.log()
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A teacher's events of N tokens, which a policy's distributions are compared with."""
+
+    ids: Tensor  # [N, k] int64
+    log_t: Tensor  # [N, k + 1]: the teacher's
+    divergence: Divergence
+
+    @classmethod
+    def of(cls, top: Tensor, divergence: Divergence) -> Compared:
+        """Build it from the result [N, 2, k + 1] of ``top_tokens``."""
+        return cls(top[:, 0, :-1].long(), top[:, 1].clamp(min=LOWEST), divergence)
+
+    def of_tokens(self, a: int, b: int) -> Compared:
+        return Compared(self.ids[a:b], self.log_t[a:b], self.divergence)
+
+    def log_events(self, z: Tensor, log_sum: Tensor, columns: _Columns) -> Tensor:
+        """Compute the policy's logprobs [n, k + 1] of the events. Collective over the columns' group.
+
+        ``z``: logits [n, V_local] relative to any number; ``log_sum``: [n] their log-sum-exp.
+        """
+        places, here = columns.local(self.ids, z.size(1))
+        picked = torch.where(here, z.gather(1, places), 0.0)
+        if columns.is_shared(z):
+            dist.all_reduce(picked, group=columns.group)
+        events = torch.cat([picked, _log_rest(z, self.ids, columns)[:, None]], dim=1)
+        return (events - log_sum[:, None]).clamp_(min=LOWEST)
+
+    def values(self, log_p: Tensor) -> Tensor:
+        """Sum the divergence [n] over the events."""
+        return self.divergence.terms(self.log_t, log_p).sum(1)
+
+    def gradient(self, log_p: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the gradient of logits is made of, ``grad`` [n] being that of the divergence.
+
+        A logit v has p_v * of_all [n], and at_ids [n, k] beside it if it is one of ``ids``. With the slopes f_e = dD / dp_e and
+        p_v's event e: dD / dz_v = p_v (f_e - sum_i p_i f_i).
+        """
+        weighted, slope = self.divergence.slopes(self.log_t, log_p)
+        of_all, at_ids = slope - weighted.sum(1), weighted[:, :-1] - log_p[:, :-1].exp() * slope[:, None]
+        return of_all * grad, at_ids * grad[:, None]

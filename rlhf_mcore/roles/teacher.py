@@ -1,0 +1,156 @@
+"""Whom a student learns from: frozen models, or the policy itself with other prompts or as an average of its past."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.mcore.distribution import top_of_outputs
+from rlhf_mcore.observability.throughput import ModelFlops
+from rlhf_mcore.parallel.rows import merge_rows
+from rlhf_mcore.residency.ledger import WEIGHTS
+from rlhf_mcore.roles.model import RoleModel
+from rlhf_mcore.roles.policy import logprobs_of
+from rlhf_mcore.types import TEACHER_LOGPROBS, TEACHER_TOP, Microbatch, Prompt, TrainBatch
+
+OTHERS = ""  # stands for all data sources that no teacher of their own is named for
+# Prompts of rows, in order -> what the teacher reads in the place of each.
+Context = Callable[[Sequence[Prompt]], list[list[int]]]
+
+
+@dataclass(slots=True)
+class Average:
+    """A running average of the actor's weights: before each step but the first, ``decay`` of it and the rest of them."""
+
+    model: RoleModel
+    actor: RoleModel
+    decay: float
+
+    def follow(self) -> None:
+        """Take over the share of the weights that the last step has made. Local."""
+        own, new = self.model.model, self.actor.model
+        if own is None or new is None:
+            return
+        with new.movable.use(WEIGHTS), own.movable.use(WEIGHTS, writes=True), torch.no_grad():
+            sources = {source.name: source.tensor for source in new.local_parameters()}  # it may have MTP layers too
+            for parameter in own.local_parameters():
+                target = parameter.tensor
+                target.lerp_(sources[parameter.name].detach().to(target.dtype), 1 - self.decay)
+
+
+@dataclass(slots=True)
+class Teacher:
+    """What a student is compared with at each drawn token.
+
+    Attributes:
+        models: by data source; ``OTHERS`` has all that are not named.
+        temperature: of both distributions.
+        vocab_size: the student's. Probabilities are those among these tokens, where top tokens are computed.
+        top_k: tokens of each distribution; None: only the drawn token is looked at, among all that the teacher knows.
+        context: the teacher's own prompts; None: it reads the student's.
+        average: which of the models follows the actor.
+    """
+
+    models: Mapping[str, RoleModel]
+    temperature: float
+    vocab_size: int
+    top_k: int | None = None
+    context: Context | None = None
+    average: Average | None = None
+
+    @property
+    def field(self) -> str:
+        """The field of tokens that :meth:`compute` fills."""
+        return TEACHER_LOGPROBS if self.top_k is None else TEACHER_TOP
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the field at a token."""
+        return () if self.top_k is None else (2, self.top_k + 1)
+
+    @property
+    def work(self) -> tuple[str, ModelFlops] | None:
+        """The phase of :meth:`compute`, and what it computes; None where that depends on the rows: prompts or models are others."""
+        flops = next(iter(self.models.values())).flops
+        return None if self.context is not None or len(self.models) > 1 or flops is None else (self.field, flops)
+
+    def compute(self, batch: TrainBatch) -> Tensor:
+        """Compute the field [N, *shape] fp32 of the tokens in the loss mask, zero elsewhere. Collective over the world."""
+        if self.average is not None and batch.policy_version > 0:
+            self.average.follow()
+        if self.context is None and len(self.models) == 1:
+            return self._pass(next(iter(self.models.values())), batch)
+        found = torch.zeros(len(batch.token_ids), *self.shape)
+        for source, model in self.models.items():
+            rows = [row for row, name in enumerate(self._sources(batch)) if name == source]
+            if rows:
+                part, places = take_rows(batch, rows, self.context)
+                found[places] = self._pass(model, part)[part.loss_mask]
+        return found
+
+    def _sources(self, batch: TrainBatch) -> list[str]:
+        """Return the key of ``models`` for each row of the step."""
+        assert batch.prompts is not None, "responses were sampled"
+        names = [prompt.data_source if prompt.data_source in self.models else OTHERS for prompt in batch.prompts]
+        return [names[group] for group in batch.group_ids.tolist()]
+
+    def _pass(self, model: RoleModel, batch: TrainBatch) -> Tensor:
+        if self.top_k is None:
+            return logprobs_of(model, batch, self.temperature)
+
+        def top(outputs: Tensor, microbatch: Microbatch) -> Tensor:
+            assert model.model is not None and self.top_k is not None
+            return top_of_outputs(model.model, outputs, microbatch, self.top_k, self.vocab_size, self.temperature)
+
+        return model.per_token(batch, top, {"loss_mask": batch.loss_mask}, shape=self.shape)
+
+
+def take_rows(batch: TrainBatch, rows: Sequence[int], context: Context | None = None) -> tuple[TrainBatch, Tensor]:
+    """Return some rows of a batch (ascending) as one of their own, and where the tokens in its loss mask are in the batch.
+
+    Only what a forward pass reads is there. ``context``: gives the rows other prompts, of other lengths. Collective over the world.
+    """
+    new = {row: number for number, row in enumerate(rows)}
+    own = [row for row in batch.rows.tolist() if row in new]
+    starts = dict(zip(batch.rows.tolist(), _starts(batch.lengths[batch.rows]), strict=True))
+    places = [torch.arange(starts[row], starts[row] + int(batch.lengths[row])) for row in own]
+    ids, masks = [batch.token_ids[of_row] for of_row in places], [batch.loss_mask[of_row] for of_row in places]
+    chosen = [of_row[mask] for of_row, mask in zip(places, masks, strict=True)]
+    if context is not None:
+        assert batch.prompts is not None, "responses were sampled"
+        prompts = [batch.prompts[int(batch.group_ids[row])] for row in own]
+        changed = zip(prompts, context(prompts), ids, masks, strict=True)
+        pairs = [_with_prompt(torch.tensor(to, dtype=i.dtype), i, m, len(p.prompt_ids)) for p, to, i, m in changed]
+        ids, masks = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    kept = torch.tensor(rows)
+    lengths = torch.zeros(len(rows), dtype=torch.int64)
+    lengths[[new[row] for row in own]] = torch.tensor([len(of_row) for of_row in ids], dtype=torch.int64)
+    mask = torch.cat([batch.loss_mask[:0], *masks])
+    part = TrainBatch(
+        lengths=merge_rows(lengths),
+        num_sampled=batch.num_sampled[kept],
+        scores=batch.scores[kept],
+        truncated=batch.truncated[kept],
+        group_ids=batch.group_ids[kept],
+        owners=batch.owners[kept],
+        rows=torch.tensor([new[row] for row in own], dtype=torch.int64),
+        token_ids=torch.cat([batch.token_ids[:0], *ids]),
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(len(mask)),
+        sequences={new[row]: sizes for row, sizes in batch.sequences.items() if row in new},
+    )
+    return part, torch.cat([torch.zeros(0, dtype=torch.int64), *chosen])
+
+
+def _with_prompt(prompt: Tensor, ids: Tensor, mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and mask of a row behind another prompt than its first ``length`` tokens."""
+    assert not mask[:length].any(), "the prompt is not sampled"
+    return torch.cat([prompt, ids[length:]]), torch.cat([torch.zeros(len(prompt), dtype=torch.bool), mask[length:]])
+
+
+def _starts(lengths: Tensor) -> list[int]:
+    starts: list[int] = (lengths.cumsum(0) - lengths).tolist()
+    return starts
