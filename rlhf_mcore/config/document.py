@@ -26,7 +26,7 @@ class _Dumper(yaml.SafeDumper):
     """Plain values, and texts from the environment."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """What ``_Dumper`` writes."""
 
 

@@ -15,9 +15,11 @@ import yaml  # type: ignore[import-untyped]
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import is_plain, read_text, shorten
 
-MAX_BYTES = 256 * 2**10  # the longest configuration of ours has 10 kB; the parser takes five seconds for a megabyte
+MAX_BYTES = 256 * 2**10  # the longest configuration of ours has 10 kB
 MAX_NODES = 50_000  # keys and values, aliases replaced by what they stand for
 MAX_DEPTH = 24
+_MOST_LEVELS = 200  # that are built at all: libyaml would overflow the stack
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser, which PyYAML's wheels have, is ten times as fast
 
 
 def read_yaml_text(path: Path, what: str) -> str:
@@ -40,7 +42,8 @@ class Document:
         self.name = name
         self._is_file = is_file
         try:
-            self._loader = yaml.SafeLoader(text)
+            _refuse_depth(text)
+            self._loader = _LOADER(text)
             self.root: yaml.Node | None = self._loader.get_single_node()
         except RecursionError as error:
             raise ConfigError(f"{name}: not valid YAML: nested deeper than {MAX_DEPTH}; write it flat") from error
@@ -105,6 +108,18 @@ def load_yaml(text: str, name: str) -> Any:
         raise ConfigError(f"{name}: {len(text):,} characters, but at most {MAX_BYTES:,} are read")
     document = Document(text, name)
     return None if document.root is None else document.value(document.root)
+
+
+def _refuse_depth(text: str) -> None:
+    """Raise RecursionError where a text is nested too deep to be built."""
+    level = 0
+    for event in yaml.parse(text, _LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            level += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            level -= 1
+        if level > _MOST_LEVELS:
+            raise RecursionError
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:
