@@ -7,6 +7,7 @@ description (``schema.key``).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from rlhf_mcore.config.choices import is_file_spec
@@ -136,10 +137,11 @@ def range_problems(cfg: Config) -> Iterator[str]:
 
 def unused_problems(cfg: Config) -> Iterator[str]:
     """List the keys that somebody has set in vain, because of the value of another key."""
-    default = Config()
-    for key, description in DESCRIPTIONS.items():
-        if not run_kind(cfg).reads(key) or (value := value_of(cfg, key)) == value_of(default, key):
+    kind = run_kind(cfg)
+    for key, default in _conditional_defaults().items():
+        if not kind.reads(key) or (value := value_of(cfg, key)) == default:
             continue
+        description = DESCRIPTIONS[key]
         while description.only_with:
             owner, _, values = description.only_with.partition("=")
             owner_value, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # which may need another in its turn
@@ -157,6 +159,13 @@ def unused_problems(cfg: Config) -> Iterator[str]:
                 )
                 yield f"{key}={value} has no effect with {owner}={owner_value}; remove it, or {cure}"
                 break
+
+
+@cache
+def _conditional_defaults() -> dict[str, Any]:
+    """Return the defaults of the keys that have an effect only with another key."""
+    default = Config()
+    return {key: value_of(default, key) for key, description in DESCRIPTIONS.items() if description.only_with}
 
 
 def _is_misspelled(key: str, value: Any) -> bool:

@@ -19,7 +19,9 @@ MAX_BYTES = 256 * 2**10  # the longest configuration of ours has 10 kB
 MAX_NODES = 50_000  # keys and values, aliases replaced by what they stand for
 MAX_DEPTH = 24
 _MOST_LEVELS = 200  # that are built at all: libyaml would overflow the stack
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser, which PyYAML's wheels have, is ten times as fast
+_LOADER = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # libyaml's parser, which PyYAML's wheels have, is ten times as fast
 
 
 def read_yaml_text(path: Path, what: str) -> str:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -102,6 +102,7 @@ def test_of_equal_values_the_first_are_chosen():
 
 @settings(max_examples=40, deadline=None)
 @given(values=st.lists(st.floats(allow_nan=False), min_size=1, max_size=30), count=st.integers(1, 30))
+@example(values=[1e-20, 3e-20, 2e-20, -1e-20], count=2)  # which are one number beside 1
 def test_any_values_can_be_ordered(values: list[float], count: int) -> None:
     tensor = torch.tensor(values, dtype=torch.float64)
     rows = OwnedRows(torch.tensor([0]), torch.tensor([len(values)]))

@@ -17,7 +17,7 @@ from rlhf_mcore.data.collate import (
     to_model_layout,
     to_token_layout,
 )
-from rlhf_mcore.types import Microbatch
+from rlhf_mcore.types import Microbatch, Ragged
 from tests.messages import refused
 
 PAD = 9
@@ -237,3 +237,21 @@ def test_each_position_gets_the_next_value_of_its_own_sequence_by_hand() -> None
     values = torch.arange(1.0, 1.0 + padded.token_ids.numel()).view_as(padded.token_ids)
     expected = [[*row[1:], 0] for row in values.tolist()]
     assert one_later(values, padded).tolist() == expected
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_values_of_tokens_stay_with_their_rows(packing: bool) -> None:
+    held = tokens([[11, 12, 13], [21, 22]], [[0.0, -1.0, -2.0], [0.0, -3.0]])
+    # Two values at token 12, one at 13, three at 22; first tokens have none, because nothing has drawn them.
+    counts, values = torch.tensor([0, 2, 1, 0, 3], dtype=torch.int32), torch.tensor([5, 6, 7, 1, 2, 3])
+    held = RowTokens(held.rows, held.lengths, held.fields, {"support": Ragged(counts, values)})
+    by_row = {0: ([2, 1, 0], [5, 6, 7]), 1: ([3, 0], [1, 2, 3])}  # counts in the model's layout: one token earlier
+    (microbatch,) = microbatches_of(held, packing, max_tokens=16)
+    support = microbatch.ragged["support"]
+    assert support.values.tolist() == [value for row in microbatch.rows for value in by_row[row][1]]
+    if packing:
+        assert support.counts.flatten().tolist() == [count for row in microbatch.rows for count in by_row[row][0]]
+    else:
+        assert support.counts.tolist() == [
+            [*by_row[row][0], *[0] * (3 - len(by_row[row][0]))] for row in microbatch.rows
+        ]

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import anthropic
-import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +28,9 @@ from rlhf_mcore.trainer.rollouts import episode_request
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.messages import refused
 from tests.unit.environments.conftest import Scripted
+
+if TYPE_CHECKING:
+    import openai
 
 PROMPT = Prompt("p", 0, [1, 2], "prompt", ground_truth="42", messages=[{"role": "user", "content": "q"}])
 
@@ -126,6 +127,8 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
 
 
 def chat(base_url: str, api_key: str) -> openai.OpenAI:
+    import openai  # takes a while, in each worker that collects this file
+
     return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=20)
 
 
@@ -230,6 +233,8 @@ def test_anthropic_messages_with_a_tool(run: Any, tokenizer: PreTrainedTokenizer
     tools: Any = [{"name": "add", "input_schema": {"type": "object", "properties": {}}}]
 
     def play(base_url: str, api_key: str) -> float:
+        import anthropic  # takes a while, in each worker that collects this file
+
         client = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0, timeout=20)
         messages: Any = [{"role": "user", "content": "q"}]
         common: Any = {"model": "m", "max_tokens": 40, "system": "be brief", "tools": tools}
@@ -317,6 +322,8 @@ def test_words_of_a_stream_come_while_they_are_drawn(run: Any, tokenizer: PreTra
                 yield from (event.delta for event in events if event.type == "response.output_text.delta")
                 assert events.get_final_response().output_text == said
         else:
+            import anthropic
+
             other = anthropic.Anthropic(
                 base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0, timeout=20
             )
@@ -397,6 +404,8 @@ def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
 ) -> None:
     def play(base_url: str, api_key: str) -> float:
         async def ask_all() -> list[str]:
+            import openai  # takes a while, in each worker that collects this file
+
             async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
                 asked = [
                     client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(number)}])
@@ -500,6 +509,8 @@ def test_who_leaves_or_floods_is_not_learned_from(
     monkeypatch.setattr(serving, "MAX_WAITING", 3)
 
     def play(base_url: str, api_key: str) -> float:
+        import openai  # takes a while, in each worker that collects this file
+
         client = chat(base_url, api_key)
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.05).chat.completions.create(
