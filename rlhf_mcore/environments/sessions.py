@@ -289,7 +289,13 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
         options["max_output_bytes"] = int(agent.max_output_kib * 1024)
     if own.function in ASKING:
         timeout_s += own.agent.timeout_s * (1 + own.agent.retries)
-    limits = WorkerLimits(workers, timeout_s, own.memory_gib, tuple(own.env))
+    variables = list(own.env)
+    if own.container.kind is not None:
+        from rlhf_mcore.environments.containers.kinds import longest_s, options_of
+
+        options["container"], timeout_s = options_of(own), timeout_s + longest_s(own)
+        variables += [own.container.token_env] if own.container.token_env else []
+    limits = WorkerLimits(workers, timeout_s, own.memory_gib, tuple(variables))
     return Sessions(own.function, options, limits, folder)
 
 

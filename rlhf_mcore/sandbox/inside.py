@@ -58,6 +58,8 @@ class Walls:
     landlock: int = 0  # version of the interface; 0: not used
     filter: bytes = b""  # of seccomp; empty: none
     nobody: bool = False  # it gets the user id of nobody
+    keeps: bool = False  # what a program has written is there for the next one
+    places: list[str] = field(default_factory=list)  # directories that it may write to, below ``SCRATCH``
     missing: list[str] = field(default_factory=list)  # walls that the machine does not give, with the reason
 
 
@@ -65,7 +67,7 @@ def main(descriptor: int, options: dict[str, Any]) -> None:
     """Build the walls, report, and run programs until the socket ``descriptor`` is closed.
 
     ``options``: "level" (rlimits | filters | namespaces) to build, "readable" (directories beside those of the interpreter),
-    "name" (of the sandbox, in those of its directories).
+    "name" (of the sandbox, in those of its directories), "keeps" (files stay, of namespaces), "places" (see ``Walls``).
     The first message back is {"level", "walls", "missing"}, or {"failed": why}.
     """
     control = socket.socket(fileno=descriptor)
@@ -114,6 +116,7 @@ def _build(options: dict[str, Any], control: socket.socket) -> Walls:
         {os.path.realpath(path) for path in [sys.base_prefix, sys.base_exec_prefix, *options["readable"]]}
     )
     walls = Walls(options["level"] == "namespaces", [*readable, *filter(os.path.exists, _SYSTEM)], options["name"])
+    walls.keeps, walls.places = options["keeps"], options["places"]
     if walls.isolated:
         kernel.enter_namespaces()
         if (child := os.fork()) != 0:
@@ -121,7 +124,7 @@ def _build(options: dict[str, Any], control: socket.socket) -> Walls:
             _, status = os.waitpid(child, 0)
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
         kernel.end_with_parent()
-        _build_root(readable)
+        _build_root(readable, walls.places)
     else:
         kernel.adopt_orphans()
     kernel.hide_memory()
@@ -141,8 +144,11 @@ def _build(options: dict[str, Any], control: socket.socket) -> Walls:
     return walls
 
 
-def _build_root(readable: list[str]) -> None:
-    """Build a root directory in memory: the interpreter, system programs and a few devices, all read-only, and ``SCRATCH``."""
+def _build_root(readable: list[str], places: list[str]) -> None:
+    """Build a root directory in memory: the interpreter, system programs and a few devices, all read-only, and ``SCRATCH``.
+
+    ``places`` are links to directories of the same names in it.
+    """
     kernel.leave_shared_mounts()
     base = "/tmp"
     kernel.mount("tmpfs", base, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, "size=1m,mode=0755")
@@ -161,6 +167,10 @@ def _build_root(readable: list[str]) -> None:
     for path in ("/tmp", "/dev/shm"):
         if not os.path.exists(path):
             os.symlink(SCRATCH, path)
+    for path in places:
+        if not os.path.exists(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(SCRATCH + path, path)
     kernel.unmount(_OLD)
     os.rmdir(_OLD)
     kernel.make_read_only("/")
@@ -266,10 +276,16 @@ def _is_dead(pid: int) -> bool:
 
 
 def _make_scratch(walls: Walls, size: int) -> str:
+    if walls.keeps and os.path.ismount(SCRATCH):
+        return SCRATCH
     if walls.isolated:
         owner = f"uid={NOBODY},gid={NOBODY}" if walls.nobody else f"uid={os.geteuid()},gid={os.getegid()}"
         options = f"size={size},nr_inodes=4096,mode=0700,{owner}"
         kernel.mount("tmpfs", SCRATCH, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, options)
+        for place in walls.places:
+            os.makedirs(SCRATCH + place, 0o777)
+            if walls.nobody:
+                os.chown(SCRATCH + place, NOBODY, NOBODY)
         return SCRATCH
     path = make_scratch(walls.sandbox)
     if walls.nobody:
@@ -278,6 +294,8 @@ def _make_scratch(walls: Walls, size: int) -> str:
 
 
 def _remove_scratch(walls: Walls, scratch: str) -> None:
+    if walls.keeps:
+        return  # it goes with the namespace
     if walls.isolated:
         with suppress(OSError):
             kernel.unmount(scratch)

@@ -170,13 +170,19 @@ class Sandbox:
     Args:
         level: of ``LEVELS``; None: the strongest that this machine gives.
         packages: directories that programs may read, and import from.
+        places: directories that programs may write to beside the scratch directory, at level "namespaces".
+        keeps: what a program has written is there for the next one, at level "namespaces". Such a sandbox is not started again
+            when it has ended: every later program is refused.
 
     Raises:
         OSError: this machine does not give the level.
     """
 
-    def __init__(self, level: str | None = None, packages: Sequence[str] = ()) -> None:
+    def __init__(
+        self, level: str | None = None, packages: Sequence[str] = (), places: Sequence[str] = (), *, keeps: bool = False
+    ) -> None:
         self._wanted, self._packages = level or machine_level().name, list(packages)
+        self._places, self._keeps = list(places), keeps
         self._lock = Lock()
         self._has_ended = False  # and nobody has waited for it
         self._start()
@@ -188,6 +194,7 @@ class Sandbox:
         readable = [*self._packages, *filter(os.path.isdir, libraries.split(":"))]
         self._name = secrets.token_hex(8)
         options = {"level": self._wanted, "readable": readable, "name": self._name}
+        options |= {"places": self._places, "keeps": self._keeps}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-c", _BOOTSTRAP, str(theirs.fileno()), root, json.dumps(options)],
@@ -224,6 +231,11 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its interpreter is gone, with everything that was in it."""
+        return self._has_ended or self._process.poll() is not None
 
     def close(self) -> None:
         """Kill everything that is in it."""
@@ -306,8 +318,10 @@ class _Running:
     def __init__(
         self, sandbox: Sandbox, program: Program, limits: Limits, stdin: bytes, channel: socket.socket | None = None
     ) -> None:
-        if sandbox._has_ended or sandbox._process.poll() is not None:
+        if sandbox.has_ended:
             sandbox.close()
+            if sandbox._keeps:
+                raise OSError("what was in it is lost")
             sandbox._start()
         self.sandbox, self.limits = sandbox, limits
         self.deadline = time.monotonic() + limits.deadline_s

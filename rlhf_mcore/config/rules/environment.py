@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rlhf_mcore.config.choices import AGENT, ASKING, ENVIRONMENTS, is_file_spec
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import Config, EnvironmentConfig
 from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import function_problems
 
@@ -39,6 +39,8 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
     kinds = [name for name in ("command", "function", "url") if getattr(agent, name)]
     if own.function in ASKING:
         yield from _asking_problems(cfg)
+    if own.container.kind is not None:
+        yield from _container_problems(own)
     if own.function != AGENT:
         for name in kinds:
             yield f"environment.agent.{name} is set, and environment.function={own.function}; set environment.function=agent"
@@ -55,6 +57,27 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
         yield f"environment.agent.url={agent.url}: it must begin with http:// or https://"
     if own.options is not None:
         yield "environment.options has no effect with environment.function=agent; remove it, an agent has its settings in its file"
+
+
+def _container_problems(own: EnvironmentConfig) -> Iterator[str]:
+    """List the problems with containers: whose they are, and where."""
+    given = own.container
+    if own.function != AGENT:
+        yield (
+            f"environment.container.kind={given.kind} is of agents, and environment.function={own.function}; set "
+            "environment.function=agent, or remove it"
+        )
+    if (given.kind == "remote") != (given.url is not None):
+        wants = "names the service" if given.kind == "remote" else "has no effect"
+        yield (
+            f"environment.container.kind={given.kind} and environment.container.url={given.url}: the url {wants}; set both "
+            "kind=remote and url, or neither"
+        )
+    if given.url is not None and not given.url.startswith(("http://", "https://")):
+        yield f"environment.container.url={given.url}: it must begin with http:// or https://"
+    if given.kind == "sandbox" and (given.network or given.image is not None):
+        name = "network" if given.network else "image"
+        yield f"environment.container.{name} is of Docker and Podman: a sandbox has none; remove it, or set another kind"
 
 
 def _asking_problems(cfg: Config) -> Iterator[str]:

@@ -36,6 +36,38 @@ class AgentConfig(Group):
 
 
 @dataclass
+class ContainerConfig(Group):
+    """A container for each episode of an agent: it works there, and tests of the task grade what it has left."""
+
+    kind: Optional[str] = key(
+        None,
+        "what containers are made of",
+        one_of(
+            sandbox="the sandbox of programs: Linux namespaces, this machine's programs, files in memory; no images",
+            docker="Docker's",
+            podman="Podman's",
+            remote="those of a service, at `url`",
+        ),
+        null="there are none",
+        more="`function: agent` ([agents](agents.md#containers)).",
+    )
+    url: Optional[str] = key(
+        None,
+        "of the service, such as `http://10.0.0.7:8910`",
+        null="none",
+        more="`rlhf-mcore serve-containers` is one.",
+    )
+    token_env: Optional[str] = key(None, "environment variable that holds the token of the service", null="none")
+    image: Optional[str] = key(None, "of tasks that name none", null="`python:3.11-slim`")
+    memory_gib: float = key(2.0, "memory of a container", ABOVE_0)
+    cpus: float = key(1.0, "cores of a container of Docker or Podman", ABOVE_0)
+    network: bool = key(False, "whether containers of Docker or Podman reach a network")
+    timeout_s: float = key(60.0, "for a command that has no time of its own", ABOVE_0)
+    start_timeout_s: float = key(300.0, "to have an image, and for each command of a task's setup", ABOVE_0)
+    tests_timeout_s: float = key(600.0, "for the tests of an episode; a task may have less", ABOVE_0)
+
+
+@dataclass
 class EnvironmentConfig(Group):
     """What answers the policy between its turns. Without ``function`` a response is a single turn."""
 
@@ -93,6 +125,7 @@ class EnvironmentConfig(Group):
         more="Templates that take out the reasoning of earlier turns are of this kind.",
     )
     agent: AgentConfig = group(AgentConfig, "a program that plays whole episodes")
+    container: ContainerConfig = group(ContainerConfig, "where what agents do is done")
     branches: str = key(
         "all",
         "`function: agent`: what is learned from where an agent has rewritten its history",

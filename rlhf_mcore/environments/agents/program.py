@@ -11,13 +11,20 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.user_functions import load_function
+from rlhf_mcore.environments.containers.clients import end
+from rlhf_mcore.environments.containers.container import Blocking, ContainerLost
+from rlhf_mcore.environments.containers.task import task_of
 from rlhf_mcore.rewards.user_function import number_problem, shorten
+
+if TYPE_CHECKING:
+    from rlhf_mcore.environments.agents.place import Place, Workplace
 
 KEY = "environment.agent"
 UNGRADED = {"role": "ungraded", "content": ""}  # in the place of an observation: the agent leaves the score to others
@@ -35,6 +42,7 @@ class Agent:
         url: a server that gets ``{"task", "base_url", "api_key"}`` posted, and answers ``{"reward": number}`` or ``{}``.
         timeout_s: of a try. ``retries``: further tries, each from the beginning.
         max_output_bytes: most that a program prints or a server answers.
+        container: which container each try has (``containers.kinds.options_of``); None: none.
 
     Raises:
         ConfigError: there is no such program or function.
@@ -48,51 +56,98 @@ class Agent:
         timeout_s: float = 600.0,
         retries: int = 0,
         max_output_bytes: int = 2**16,
+        container: Mapping[str, Any] | None = None,
     ) -> None:
         self._command, self._url = command, url
         self._timeout_s, self._retries, self._max_output_bytes = timeout_s, retries, max_output_bytes
         self._task: Mapping[str, Any] = {}
+        self._takes_container = False
         self._function: Callable[..., Any] | None = None
+        self._place: Place | None = None
+        self._needs: Any = None  # of a container: the task of the row
+        if container is not None:
+            from rlhf_mcore.environments.agents.place import place_of
+
+            self._place = place_of(json.dumps(container))
         if command and shutil.which(command[0]) is None:
             raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; give its path")
         if function is not None:
             self._function = load_function(function, f"{KEY}.function")
+            parameters = inspect.signature(self._function).parameters
+            self._takes_container = "container" in parameters
+            if (
+                self._takes_container
+                and container is None
+                and parameters["container"].default is inspect.Parameter.empty
+            ):
+                raise ConfigError(
+                    f"{KEY}.function={function} takes a container, and there are none; set environment.container.kind"
+                )
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Take the task; the agent starts with ``step``."""
+        """Take the task; the agent starts with ``step``.
+
+        Raises:
+            ConfigError: the row tells of a container, and not as it should.
+        """
         self._task = row
+        if self._place is not None:
+            self._needs = task_of(row["extra_info"])
 
     async def step(self, action: Mapping[str, str]) -> tuple[Any, float, bool]:
-        """Play the episode at the endpoint that ``action`` names."""
-        base_url, api_key = action["base_url"], action["api_key"]
+        """Play the episode at the endpoint that ``action`` names. One whose container is lost begins again once more."""
+        tries, spare = 1 + self._retries, int(self._place is not None)
         async with aiohttp.ClientSession() as web:
-            for number in range(self._retries + 1):
-                begun = {"Authorization": f"Bearer {api_key}"}
-                async with web.post(f"{base_url}/begin", headers=begun) as answer:
+            while True:
+                tries -= 1
+                begun = {"Authorization": f"Bearer {action['api_key']}"}
+                async with web.post(f"{action['base_url']}/begin", headers=begun) as answer:
                     if answer.status != 200:
                         raise RuntimeError("the endpoint does not know the episode")
                 try:
-                    result = await asyncio.wait_for(self._play(web, base_url, api_key), self._timeout_s)
-                    return self._read(result)
-                except asyncio.TimeoutError:
-                    problem = RuntimeError(f"took longer than {KEY}.timeout_s={self._timeout_s:g} s")
-                except Exception as error:
-                    if number == self._retries:
+                    return self._read(await self._try(web, action["base_url"], action["api_key"]))
+                except ContainerLost:
+                    if not tries and not spare:
                         raise
-                    problem = RuntimeError(str(error))
-        raise problem
+                    tries, spare = tries + spare, 0
+                except asyncio.TimeoutError:
+                    if not tries:
+                        raise RuntimeError(f"took longer than {KEY}.timeout_s={self._timeout_s:g} s") from None
+                except Exception:
+                    if not tries:
+                        raise
 
-    async def _play(self, web: aiohttp.ClientSession, base_url: str, api_key: str) -> Any:
+    async def _try(self, web: aiohttp.ClientSession, base_url: str, api_key: str) -> Any:
+        """Play once, in a container of its own where the run has containers. Its tests grade what an agent has not graded.
+
+        Raises:
+            ContainerLost: the container has ended, whatever the agent has made of that.
+        """
+        told = {"base_url": base_url, "api_key": api_key}
+        if self._place is None:
+            return await asyncio.wait_for(self._play(web, told, None), self._timeout_s)
+        async with self._place.opened(self._needs, lends=self._function is None) as workplace:
+            try:
+                result = await asyncio.wait_for(self._play(web, told, workplace), self._timeout_s)
+            except Exception as error:
+                if workplace.container.is_lost:
+                    raise ContainerLost(f"the container has ended, and then: {error}") from error
+                raise
+            if workplace.container.is_lost:
+                raise ContainerLost("the container has ended")
+            if self._read(result)[0] is None:
+                return result
+            return await self._place.grade(workplace.container, self._needs)
+
+    async def _play(self, web: aiohttp.ClientSession, told: Mapping[str, str], workplace: Workplace | None) -> Any:
         if self._function is not None:
-            if inspect.iscoroutinefunction(self._function):
-                return await self._function(self._task, base_url, api_key)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(_THREADS, self._function, self._task, base_url, api_key)
+            return await self._call(told, workplace)
+        lent = dict(workplace.lent) if workplace is not None else {}
         if self._command:
-            return await self._run(base_url, api_key)
+            return await self._run(told, lent)
         assert self._url is not None
-        told = {"task": self._task, "base_url": base_url, "api_key": api_key}
-        async with web.post(self._url, json=told, timeout=aiohttp.ClientTimeout()) as answer:
+        body = {"task": self._task, **told, **({"container": lent} if lent else {})}
+        async with web.post(self._url, json=body, timeout=aiohttp.ClientTimeout()) as answer:
             content = b""
             async for part in answer.content.iter_any():
                 content += part
@@ -103,14 +158,29 @@ class Agent:
                 raise RuntimeError(f"{KEY}.url answers with status {answer.status}: {shown}")
         return json.loads(content or b"null")
 
-    async def _run(self, base_url: str, api_key: str) -> Any:
+    async def _call(self, told: Mapping[str, str], workplace: Workplace | None) -> Any:
+        assert self._function is not None
+        given: dict[str, Any] = {}
+        if self._takes_container and workplace is not None:
+            given["container"] = workplace.container
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(self._task, told["base_url"], told["api_key"], **given)
+        loop = asyncio.get_running_loop()
+        if given:
+            given["container"] = Blocking(given["container"], loop)
+        call = partial(self._function, self._task, told["base_url"], told["api_key"], **given)
+        return await loop.run_in_executor(_THREADS, call)
+
+    async def _run(self, told: Mapping[str, str], lent: Mapping[str, str]) -> Any:
         """Run the program, and return what its last line tells."""
         assert self._command is not None
+        base_url, api_key = told["base_url"], told["api_key"]
         own = {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": api_key,
             "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": api_key,
+            **{f"CONTAINER_{name.upper()}": value for name, value in lent.items()},
         }
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -136,14 +206,14 @@ class Agent:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            await end(process)
         text = printed.decode(errors="replace").strip()
         if code:
             raise RuntimeError(f"{KEY}.command ended with {code}; it last printed: {text[-_SHOWN_CHARS:]!r}")
         with suppress(ValueError, RecursionError):
-            told = json.loads(text.rpartition("\n")[2])
-            if isinstance(told, dict) and "reward" in told:
-                return told
+            result = json.loads(text.rpartition("\n")[2])
+            if isinstance(result, dict) and "reward" in result:
+                return result
         return None
 
     @staticmethod

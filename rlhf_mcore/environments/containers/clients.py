@@ -1,0 +1,71 @@
+"""Processes that are asked and may say too much, or nothing: their output is bounded, and they end when nobody waits any more."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from rlhf_mcore.environments.containers.container import Ran
+
+_END_S = 5.0  # for a process that was killed to be gone
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Kill a process that has not ended, and wait until it is gone.
+
+    What it has written is read: with a full pipe asyncio does not see the end.
+    """
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+    streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
+    with suppress(asyncio.TimeoutError):  # another process has the pipe
+        await asyncio.wait_for(asyncio.gather(process.wait(), *map(_drop, streams)), _END_S)
+
+
+async def _drop(stream: asyncio.StreamReader) -> None:
+    while await stream.read(2**16):
+        pass
+
+
+async def call(program: str, *arguments: str, stdin: bytes = b"", timeout_s: float, max_bytes: int = 2**16) -> Ran:
+    """Call the client. What it has started in a container may outlive it."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(program, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+
+    async def tell() -> None:
+        assert process.stdin is not None
+        with suppress(ConnectionError):
+            process.stdin.write(stdin)
+            await process.stdin.drain()
+        process.stdin.close()
+
+    streams = [asyncio.ensure_future(_read(stream, max_bytes)) for stream in (process.stdout, process.stderr)]
+    told = asyncio.ensure_future(tell())
+    try:
+        out, err, _ = await asyncio.wait_for(asyncio.gather(*streams, told), timeout_s)
+        code = await asyncio.wait_for(process.wait(), timeout_s)
+        return Ran(code, out.decode(errors="replace"), err.decode(errors="replace"))
+    except asyncio.TimeoutError:
+        return Ran(None, reason="timeout")
+    except _TooMuch:
+        return Ran(None, reason="output")
+    finally:
+        for task in (*streams, told):
+            task.cancel()
+        await asyncio.gather(*streams, told, return_exceptions=True)
+        await end(process)
+
+
+class _TooMuch(Exception):
+    pass
+
+
+async def _read(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
+    data = b""
+    while part := await stream.read(2**16):
+        data += part
+        if len(data) > max_bytes:
+            raise _TooMuch
+    return data

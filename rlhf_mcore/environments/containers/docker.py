@@ -1,0 +1,169 @@
+"""Containers of Docker or Podman, through their command line, which is the same for both.
+
+No directory of the host is mounted, no variable is passed on, and there is no network unless the run allows it. A container ends by
+itself at the end of its time, whoever is still there to end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.containers.clients import call
+from rlhf_mcore.environments.containers.container import Container, Order, Ran
+from rlhf_mcore.environments.containers.task import Room, Task
+
+KEY = "environment.container.kind"
+DEFAULT_IMAGE = "python:3.11-slim"
+# Those of Docker's own that installing packages and running tests need.
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
+_PIDS = 512
+# The first process: it reaps others, and ends with the time of the container. Killing all others does not end it.
+_LIVES = 'end=$(($(date +%s)+{})); while [ "$(date +%s)" -lt "$end" ]; do sleep 1; done'
+_SLACK_S = 15.0  # above the deadline of a command, for the client to come back
+_SHOWN_CHARS = 400
+_MAY_BE_LOST = (1, 125, 126, 127, 137, 255)  # exit codes of a client whose container has ended
+
+
+class DockerKind:
+    """Opens containers of ``program``. Images are had once each: pulled, or built from the context of a task.
+
+    Args:
+        program: docker or podman.
+        room: what a container may use.
+        image: of tasks that name none.
+
+    Raises:
+        ConfigError: the program is not installed.
+    """
+
+    def __init__(self, program: str, room: Room, image: str | None) -> None:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"{KEY}={program}: there is no program {program!r}; install it, or set {KEY} to sandbox or remote"
+            )
+        self._program, self._room, self._default = program, room, image or DEFAULT_IMAGE
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+
+    async def open(self, task: Task) -> Container:
+        """Open one of an image that is here."""
+        return await DockerContainer.open(self._program, task.image or self._default, task, self._room)
+
+    async def warm(self, task: Task) -> Task:
+        """Have the image of a task here.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        name, context = task.image or self._default, task.context
+        if task.image is None and "Dockerfile" in context:
+            digest = hashlib.sha256()
+            for path, content in sorted(context.items()):
+                digest.update(f"{path}\0{len(content)}\0".encode() + content)
+            name = f"rlhf-mcore-task:{digest.hexdigest()[:32]}"
+        else:
+            context = {}
+        if (begun := self._under_way.get(name)) is None or (begun.done() and begun.exception() is not None):
+            begun = self._under_way[name] = asyncio.ensure_future(self._get(name, context))
+        await asyncio.shield(begun)
+        return replace(task, image=name, context={})
+
+    async def _get(self, name: str, context: dict[str, bytes]) -> None:
+        if (await call(self._program, "image", "inspect", name, timeout_s=60, max_bytes=2**24)).ok:
+            return
+        if not context:
+            ran = await call(self._program, "pull", name, timeout_s=self._room.start_timeout_s, max_bytes=2**24)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                for path, content in context.items():
+                    (file := Path(folder, path)).parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(content)
+                    file.chmod(0o755 if content.startswith(b"#!") else 0o644)
+                build = ("build", "--tag", name, folder)
+                ran = await call(self._program, *build, timeout_s=self._room.start_timeout_s, max_bytes=2**26)
+        if not ran.ok:
+            what = "built from its Dockerfile" if context else "pulled"
+            why = ran.output.strip()[-_SHOWN_CHARS:] or f"it took longer than {self._room.start_timeout_s:g} s"
+            raise ConfigError(f"{KEY}={self._program}: the image {name} cannot be {what}: {why}")
+
+
+class DockerContainer(Container):
+    """A container that ``program`` (docker or podman) keeps."""
+
+    def __init__(self, program: str, name: str, timeout_s: float, task: Task) -> None:
+        super().__init__(timeout_s, task.workdir or "", task.env)
+        self._program, self._name = program, name
+        self._can_time = True
+
+    @classmethod
+    async def open(cls, program: str, image: str, task: Task, room: Room) -> DockerContainer:
+        """Open one of an image that is here.
+
+        Raises:
+            ContainerLost: it has ended at once.
+            OSError: it cannot be started, with what the client says.
+        """
+        made = cls(program, f"rlhf-mcore-{secrets.token_hex(8)}", room.timeout_s, task)
+        started = await call(program, *made._start(image, room), timeout_s=room.start_timeout_s)
+        if not started.ok:
+            await made.close()
+            why = started.output.strip()[-_SHOWN_CHARS:] or started.reason
+            raise OSError(f"{program} starts no container of {image}: {why}")
+        try:
+            made._can_time = (await made.run("command -v timeout")).ok
+            if not made.cwd:
+                made.cwd = (await made.run("pwd")).stdout.strip() or "/"
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    def _start(self, image: str, room: Room) -> Sequence[str]:
+        first = ["run", "--detach", "--rm", "--name", self._name, "--label", "rlhf_mcore=episode"]
+        first += ["--workdir", self.cwd] if self.cwd else []
+        first += ["--stop-signal", "SIGKILL", "--security-opt", "no-new-privileges", "--cap-drop", "ALL"]
+        first += [option for name in _CAPABILITIES for option in ("--cap-add", name)]
+        first += ["--pids-limit", str(_PIDS), "--memory", str(room.memory_bytes), "--cpus", f"{room.cpus:g}"]
+        first += [] if room.network else ["--network", "none"]
+        return [*first, "--entrypoint", "/bin/sh", image, "-c", _LIVES.format(int(room.lives_s))]
+
+    async def _execute(self, order: Order) -> Ran | None:
+        options = ["exec", "--interactive", *(("--workdir", order.cwd) if order.cwd else ())]
+        options += [option for name, value in order.env.items() for option in ("--env", f"{name}={value}")]
+        timed = ["timeout", "-s", "KILL", f"{max(order.timeout_s, 1):.0f}"] if self._can_time else []
+        begun = time.monotonic()
+        ran = await call(
+            self._program,
+            *options,
+            self._name,
+            *timed,
+            "/bin/sh",
+            "-c",
+            order.command,
+            stdin=order.stdin,
+            timeout_s=order.timeout_s + _SLACK_S,
+            max_bytes=order.max_bytes,
+        )
+        if ran.exit_code in _MAY_BE_LOST and not await self._is_alive():
+            return None
+        if ran.reason == "timeout":  # what it has started cannot be ended alone
+            await self._end()
+            return None
+        if ran.exit_code in (137, 143) and time.monotonic() - begun >= order.timeout_s:
+            return Ran(None, ran.stdout, ran.stderr, "timeout")
+        return ran
+
+    async def _is_alive(self) -> bool:
+        shown = await call(self._program, "inspect", "--format", "{{.State.Running}}", self._name, timeout_s=60)
+        return shown.stdout.strip() == "true"
+
+    async def _end(self) -> None:
+        await call(self._program, "rm", "--force", self._name, timeout_s=60)
