@@ -1,7 +1,8 @@
-"""Make models and prompts for the two examples of environments. What they learn there they do not do well yet.
+"""Make models and prompts for the examples of environments and of agents. What they learn there they do not do well yet.
 
     python tools/make_environments.py guess --out guess
     python tools/make_environments.py calculator --out calculator
+    python tools/make_environments.py repair --out repair
 
 writes ``OUT/model``, ``OUT/train.jsonl`` and ``OUT/eval.jsonl``: a tiny Qwen3 and the tokenizer of the quickstart, which has a token
 for the role ``tool`` too.
@@ -10,6 +11,8 @@ for the role ``tool`` too.
   then does so in a share of ``HEEDS`` of its guesses only. Three guesses are enough to find the number always.
 - ``calculator``: products of two-digit numbers. The model was fitted to a pupil who asks the calculator, by
   ``<tool>calculator 47*86</tool>``, and then does so in ``CALLS`` of the cases only and writes down something else in the others.
+- ``repair``: a file has a wrong operator, and a test tells what it should give. The model was fitted to a programmer who edits until the
+  test passes, and then tries something else after a failure in ``HEEDS`` of the cases only, and the same again in the others.
 
 As in the quickstart, player and pupil turn careless in the last part of the fit (``CARELESS_FROM``): the model is able to do what
 it does not prefer.
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 HIGHEST, GUESSES, HEEDS = 7, 3, 0.25
 CALLS = 0.2
+TRIES = 3
+RESULTS: dict[str, Callable[[int, int], int]] = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 CARELESS_FROM = 0.75
 Episode = list[tuple[str, str]]  # (role, content)
 
@@ -62,9 +67,46 @@ def multiply(rng: random.Random, careless: bool) -> Episode:
     return [*said, ("assistant", f"{MARK} {rng.randint(100, 9999)}")]
 
 
+def repair(rng: random.Random, careless: bool) -> Episode:
+    """Edit a function until its test passes; a careless programmer mostly tries the same again."""
+    a, b, sign = broken(rng)
+    said: Episode = [("user", f"f({a},{b})={RESULTS[sign](a, b)}")]
+    untried, tried = list(RESULTS), ""
+    for _ in range(TRIES):
+        if not careless or not tried or rng.random() < HEEDS:
+            tried = rng.choice(untried)
+            untried.remove(tried)
+        said.append(("assistant", f"<edit>a{tried}b</edit>"))
+        if tried == sign:
+            break
+        said.append(("tool", f"AssertionError: {RESULTS[tried](a, b)}"))
+    return said
+
+
+def broken(rng: random.Random) -> tuple[int, int, str]:
+    """Draw two numbers and an operator that only one result fits."""
+    while True:
+        a, b = rng.randint(2, 9), rng.randint(2, 9)
+        if len({result(a, b) for result in RESULTS.values()}) == len(RESULTS):
+            return a, b, rng.choice(list(RESULTS))
+
+
+def repair_row(rng: random.Random) -> dict[str, object]:
+    """Write a task with its container: a file, a test that can be seen, and one that cannot."""
+    a, b, sign = broken(rng)
+    seen = f"from calc import f\nassert f({a}, {b}) == {RESULTS[sign](a, b)}, f({a}, {b})\n"
+    hidden = f"from calc import f; assert f(17, 5) == {RESULTS[sign](17, 5)}"
+    files = {"calc.py": "def f(a, b):\n    return a/b\n", "test_seen.py": seen}
+    container = json.dumps({"files": files, "tests": f"python3 -c '{hidden}'"})
+    prompt = [{"role": "user", "content": f"f({a},{b})={RESULTS[sign](a, b)}"}]
+    return {"prompt": prompt, "data_source": "examples/repair", "answer": "", "extra_info": {"container": container}}
+
+
 def rows(kind: str, count: int, seed: int) -> list[dict[str, object]]:
     """Write prompts as a data set stores them."""
     rng = random.Random(seed)
+    if kind == "repair":
+        return [repair_row(rng) for _ in range(count)]
     episodes: list[dict[str, object]] = []
     for _ in range(count):
         a, b = rng.randint(10, 99), rng.randint(10, 99)
@@ -115,10 +157,13 @@ def fit_model(
             report(step + 1, loss.item())
 
 
+DRAWS = {"guess": play, "calculator": multiply, "repair": repair}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Make model and prompts; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Make the models and prompts of the examples of environments.")
-    parser.add_argument("kind", choices=["guess", "calculator"])
+    parser = argparse.ArgumentParser(description="Make the models and prompts of the examples of environments and agents.")
+    parser.add_argument("kind", choices=list(DRAWS))
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -130,9 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(options.threads)
     tokenizer = make_tokenizer((*ROLES, "tool"))
-    model = make_model(tokenizer, 2 if options.kind == "guess" else 3, options.seed)
-    draw = play if options.kind == "guess" else multiply
-    fit_model(model, tokenizer, draw, Fit(options.fit_steps, 64, 2e-3), options.seed)
+    model = make_model(tokenizer, 3 if options.kind == "calculator" else 2, options.seed)
+    fit_model(model, tokenizer, DRAWS[options.kind], Fit(options.fit_steps, 64, 2e-3), options.seed)
     logging.disable_progress_bar()
     model.save_pretrained(options.out / "model")
     tokenizer.save_pretrained(options.out / "model")

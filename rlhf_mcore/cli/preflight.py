@@ -186,6 +186,11 @@ def check_environment(cfg: Config) -> None:
 
         with working("loading the environment", console=of_run(cfg.logging.console)):
             check_loads(cfg.environment)
+    if cfg.environment.container.kind is not None:
+        from rlhf_mcore.environments.containers.warming import warm
+
+        with working("having what containers need", console=of_run(cfg.logging.console)):
+            warm(cfg)
 
 
 def check_world(world_size: int, name: str = "trainer.world_size") -> None:

@@ -193,7 +193,7 @@ class Sandbox:
         libraries = os.environ.get("LD_LIBRARY_PATH", "")  # that the interpreter itself may need
         readable = [*self._packages, *filter(os.path.isdir, libraries.split(":"))]
         self._name = secrets.token_hex(8)
-        options = {"level": self._wanted, "readable": readable, "name": self._name}
+        options: dict[str, Any] = {"level": self._wanted, "readable": readable, "name": self._name}
         options |= {"places": self._places, "keeps": self._keeps}
         with theirs:
             self._process = subprocess.Popen(

@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore prepare-data",
-        "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data into train.parquet and eval.parquet.",
+        "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data, and tasks for agents in containers, into "
+        "train.parquet and eval.parquet.",
         examples=[
             "rlhf-mcore prepare-data gsm8k/train.jsonl --out data/gsm8k",
             "rlhf-mcore prepare-data pairs.parquet --task preference --out data/pairs",

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.commands.prepare_data.container_tasks import folder_rows
 from rlhf_mcore.commands.prepare_data.recipes import RECIPES, Message, PlacedRow, PreparedExample, RowError, recognise
 from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
 from rlhf_mcore.config.errors import ConfigError, shortened
@@ -236,13 +237,15 @@ def write_splits(splits: dict[str, list[dict[str, Any]]], directory: Path) -> li
 
 # ------------------------------------------------------------------------------------------------------------- reading
 def read_source(source: str, *, subset: str | None = None, split: str = "train") -> Iterator[PlacedRow]:
-    """Read rows of a file, of all data files under a directory, or of a data set's id (through ``datasets``, if installed).
+    """Read rows of a file, of all data files or tasks under a directory, or of a data set's id (through ``datasets``, if installed).
 
     Raises:
         ConfigError: there is nothing of that name, or a file is broken (with its line).
     """
     path = Path(source)
-    if path.is_dir():
+    if path.is_dir() and (tasks := list(folder_rows(path))):
+        yield from tasks
+    elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
         if not files:
             raise ConfigError(f"{source}: no {', '.join(KINDS)} file in this directory")

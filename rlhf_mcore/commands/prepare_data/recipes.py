@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from rlhf_mcore.commands.prepare_data.container_tasks import FOLDER, SHAPE, task_example
 from rlhf_mcore.rewards.answers import last_boxed
 from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
 
@@ -373,6 +374,16 @@ def _read_grade(
     return (row.get("step"), prompt), example, (float(score), response) if usable else None
 
 
+# ---------------------------------------------------------------------------------------------------------- containers
+def container_task(place: str, row: Mapping[str, Any]) -> PreparedExample:
+    """Convert a task for an agent in a container; what the container needs is ``extra_info.container``."""
+    try:
+        source, prompt, extra = task_example(row)
+    except ValueError as error:
+        raise RowError(str(error)) from error
+    return PreparedExample(place, source, prompt, ability="agent", extra=extra)
+
+
 # -------------------------------------------------------------------------------------------------------------- choice
 def per_row(convert: Callable[[str, Mapping[str, Any]], PreparedExample]) -> Recipe:
     """Build a recipe that makes one example of each row."""
@@ -395,6 +406,7 @@ RECIPES: dict[str, Recipe] = {
     "open_assistant": open_assistant,
     "preference": per_row(preference),
     "rollouts": rollouts,
+    "tasks": per_row(container_task),
     "chat": per_row(chat),
 }
 
@@ -402,6 +414,8 @@ RECIPES: dict[str, Recipe] = {
 def recognise(row: Mapping[str, Any]) -> str | None:
     """Find the recipe for data whose first row is ``row``, or None."""
     keys = row.keys()
+    if FOLDER in keys or keys & set(SHAPE):
+        return "tasks"
     if keys & _CODE_SHAPES.keys():
         return "code"
     if {"chosen", "rejected"} <= keys:

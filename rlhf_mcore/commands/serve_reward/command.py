@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env: str | None) -> None:
     from rlhf_mcore.cli.reward_pools import reward_pools
-    from rlhf_mcore.commands.serve_reward.server import RewardServer, check_host, serve
+    from rlhf_mcore.cli.serving import check_host, serve
+    from rlhf_mcore.commands.serve_reward.server import RewardServer
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.rewards.http_pool import token_of
     from rlhf_mcore.rewards.reward import build_reward, what_scores
@@ -59,8 +60,8 @@ def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env:
     check_host(host, token is not None)
 
     def tell(address: str) -> None:
-        say(f"serving {what_scores(cfg)} on {address} (Ctrl-C ends it)")
+        say(f"serving {what_scores(cfg)} on {address}/score (Ctrl-C ends it)")
 
     # What has no score is told to the client, whose reward.on_error decides.
     with closing(build_reward(replace(cfg, on_error="zero"), reward_pools(cfg))) as reward:
-        serve(RewardServer(reward, token), host, port, tell)
+        serve(RewardServer(reward, token).application, host, port, tell)

@@ -44,7 +44,8 @@ async def call(program: str, *arguments: str, stdin: bytes = b"", timeout_s: flo
     streams = [asyncio.ensure_future(_read(stream, max_bytes)) for stream in (process.stdout, process.stderr)]
     told = asyncio.ensure_future(tell())
     try:
-        out, err, _ = await asyncio.wait_for(asyncio.gather(*streams, told), timeout_s)
+        await asyncio.wait_for(asyncio.gather(*streams, told), timeout_s)
+        out, err = (stream.result() for stream in streams)
         code = await asyncio.wait_for(process.wait(), timeout_s)
         return Ran(code, out.decode(errors="replace"), err.decode(errors="replace"))
     except asyncio.TimeoutError:

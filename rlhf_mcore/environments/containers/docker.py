@@ -38,24 +38,24 @@ class DockerKind:
 
     Args:
         program: docker or podman.
-        room: what a container may use.
         image: of tasks that name none.
+        timeout_s: to have an image.
 
     Raises:
         ConfigError: the program is not installed.
     """
 
-    def __init__(self, program: str, room: Room, image: str | None) -> None:
+    def __init__(self, program: str, image: str | None, timeout_s: float) -> None:
         if shutil.which(program) is None:
             raise ConfigError(
                 f"{KEY}={program}: there is no program {program!r}; install it, or set {KEY} to sandbox or remote"
             )
-        self._program, self._room, self._default = program, room, image or DEFAULT_IMAGE
+        self._program, self._timeout_s, self._default = program, timeout_s, image or DEFAULT_IMAGE
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
-    async def open(self, task: Task) -> Container:
+    async def open(self, task: Task, room: Room) -> Container:
         """Open one of an image that is here."""
-        return await DockerContainer.open(self._program, task.image or self._default, task, self._room)
+        return await DockerContainer.open(self._program, task.image or self._default, task, room)
 
     async def warm(self, task: Task) -> Task:
         """Have the image of a task here.
@@ -80,7 +80,7 @@ class DockerKind:
         if (await call(self._program, "image", "inspect", name, timeout_s=60, max_bytes=2**24)).ok:
             return
         if not context:
-            ran = await call(self._program, "pull", name, timeout_s=self._room.start_timeout_s, max_bytes=2**24)
+            ran = await call(self._program, "pull", name, timeout_s=self._timeout_s, max_bytes=2**24)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 for path, content in context.items():
@@ -88,10 +88,10 @@ class DockerKind:
                     file.write_bytes(content)
                     file.chmod(0o755 if content.startswith(b"#!") else 0o644)
                 build = ("build", "--tag", name, folder)
-                ran = await call(self._program, *build, timeout_s=self._room.start_timeout_s, max_bytes=2**26)
+                ran = await call(self._program, *build, timeout_s=self._timeout_s, max_bytes=2**26)
         if not ran.ok:
             what = "built from its Dockerfile" if context else "pulled"
-            why = ran.output.strip()[-_SHOWN_CHARS:] or f"it took longer than {self._room.start_timeout_s:g} s"
+            why = ran.output.strip()[-_SHOWN_CHARS:] or f"it took longer than {self._timeout_s:g} s"
             raise ConfigError(f"{KEY}={self._program}: the image {name} cannot be {what}: {why}")
 
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.containers.task import TESTS_TIMEOUT_S, Task, Tests
+from rlhf_mcore.config.yaml_text import load_yaml
+from rlhf_mcore.environments.containers.task import TESTS_TIMEOUT_S, Task, TaskTests
 from rlhf_mcore.foreign import read_bytes
 
 HARBOR, TERMINAL = "task.toml", "task.yaml"
@@ -74,15 +73,15 @@ def _harbor(folder: Path) -> Task:
         context=context,
         workdir=environment.get("workdir"),
         env=_env(environment, folder),
-        tests=Tests("bash /tests/test.sh", tests, _env(verifier, folder), _seconds(verifier, "timeout_sec"), True),
+        tests=TaskTests("bash /tests/test.sh", tests, _env(verifier, folder), _seconds(verifier, "timeout_sec"), True),
     )
 
 
 def _terminal(folder: Path) -> Task:
     settings, context = _settings(folder / TERMINAL), _files_below(folder)
     compose = context.get("docker-compose.yaml")
-    services = yaml.safe_load(compose).get("services", {}) if compose else {}
-    if len(services) > 1:
+    told = load_yaml(compose.decode(errors="replace"), str(folder / "docker-compose.yaml")) if compose else None
+    if isinstance(told, dict) and len(told.get("services") or ()) > 1:
         raise ConfigError(f"{folder}: tasks of several containers are not read")
     tests = {f"/{path}": content for path, content in context.items() if path.startswith("tests/")}
     command = "python -m pytest -q /tests/test_outputs.py"
@@ -92,26 +91,27 @@ def _terminal(folder: Path) -> Task:
         raise ConfigError(f"{folder}: it has no tests")
     kept = {path: data for path, data in context.items() if path not in _NO_CONTEXT and not path.startswith("tests/")}
     seconds = _seconds(settings, "max_test_timeout_sec")
-    return Task(context=kept, tests=Tests(command, tests, {"TEST_DIR": "/tests"}, seconds))
+    return Task(context=kept, tests=TaskTests(command, tests, {"TEST_DIR": "/tests"}, seconds))
 
 
 def _settings(path: Path) -> dict[str, Any]:
     data = _read(path)
     try:
-        read = _toml(data, path) if path.suffix == ".toml" else yaml.safe_load(data)
-    except (ValueError, yaml.YAMLError) as error:
+        text = data.decode()
+        read = _toml(text, path) if path.suffix == ".toml" else load_yaml(text, str(path))
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path} has no settings")
     return read
 
 
-def _toml(data: bytes, path: Path) -> Any:
+def _toml(text: str, path: Path) -> Any:
     try:
         import tomllib
     except ImportError as error:
         raise ConfigError(f"{path}: Python 3.11 is the first that reads TOML; use it") from error
-    return tomllib.loads(data.decode())
+    return tomllib.loads(text)
 
 
 def _group(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import json
 import math
 
 from rlhf_mcore.environments.containers.container import Container
-from rlhf_mcore.environments.containers.task import Tests
+from rlhf_mcore.environments.containers.task import TaskTests
 
 REWARDS = "/logs/verifier"  # where tests of Harbor write reward.txt or reward.json
 # What the agent has left running is ended, and what it has written where tests and their results go is removed.
@@ -17,7 +17,7 @@ _PREPARE = (
 )
 
 
-async def grade(container: Container, tests: Tests, most_s: float) -> float:
+async def grade(container: Container, tests: TaskTests, most_s: float) -> float:
     """Run the tests for ``most_s`` seconds at most. Returns the score: what they write, or else 1 if they end with 0.
 
     Raises:

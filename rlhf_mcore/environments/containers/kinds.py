@@ -23,7 +23,7 @@ _MARGIN_S = 60.0  # that a container lives longer than anybody may need it
 class Kind(Protocol):
     """What containers are made of."""
 
-    async def open(self, task: Task) -> Container:
+    async def open(self, task: Task, room: Room) -> Container:
         """Open a container that is empty, but for what its image has.
 
         Raises:
@@ -68,7 +68,7 @@ class Containers:
         if kind == "sandbox":
             from rlhf_mcore.environments.containers.sandboxed import SandboxKind
 
-            return SandboxKind(room)
+            return SandboxKind()
         if kind == "remote":
             from rlhf_mcore.environments.containers.remote import RemoteKind
 
@@ -76,10 +76,10 @@ class Containers:
                 raise ConfigError(
                     f"environment.container.token_env={token_env}: there is no such variable, or it is empty"
                 )
-            return RemoteKind(url or "", os.environ[token_env] if token_env else None, room)
+            return RemoteKind(url or "", os.environ[token_env] if token_env else None)
         from rlhf_mcore.environments.containers.docker import DockerKind
 
-        return DockerKind(kind, room, image)
+        return DockerKind(kind, image, room.start_timeout_s)
 
     @asynccontextmanager
     async def opened(self, task: Task) -> AsyncIterator[Container]:
@@ -91,7 +91,11 @@ class Containers:
             await container.close()
 
     async def open(self, task: Task) -> Container:
-        """Open a container, with the files of its task, after its setup.
+        """Open a container, with the files of its task, after its setup (:meth:`open_in`)."""
+        return await self.open_in(task, self._room)
+
+    async def open_in(self, task: Task, room: Room) -> Container:
+        """Open a container that has ``room``.
 
         Raises:
             ContainerLost: it has ended meanwhile.
@@ -99,21 +103,22 @@ class Containers:
             OSError: it cannot be opened.
         """
         task = await self._kind.warm(task)
-        container = await self._kind.open(task)
+        container = await self._kind.open(task, room)
         if self._is_remote:  # the service prepares it
             return container
         try:
-            await self._prepare(container, task)
+            await self._prepare(container, task, room)
         except BaseException:
             await container.close()
             raise
         return container
 
-    async def _prepare(self, container: Container, task: Task) -> None:
+    @staticmethod
+    async def _prepare(container: Container, task: Task, room: Room) -> None:
         if task.files:
             await container.write(task.files)
         for command in task.setup:
-            ran = await container.run(command, timeout_s=self._room.start_timeout_s)
+            ran = await container.run(command, timeout_s=room.start_timeout_s)
             if not ran.ok:
                 shown = ran.output.strip()[-_SHOWN_CHARS:] or ran.reason
                 raise ConfigError(f"the setup of a task fails in its container, {command!r:.200}: {shown}")

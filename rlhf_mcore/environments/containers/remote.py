@@ -80,18 +80,18 @@ class RemoteContainer(Container):
 class RemoteKind:
     """Opens containers of the service at ``url``."""
 
-    def __init__(self, url: str, token: str | None, room: Room) -> None:
-        self._url, self._room = url.rstrip("/"), room
+    def __init__(self, url: str, token: str | None) -> None:
+        self._url = url.rstrip("/")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
 
-    async def open(self, task: Task) -> Container:
+    async def open(self, task: Task, room: Room) -> Container:
         """Open one; the service prepares it.
 
         Raises:
             ContainerLost: the service does not answer.
             OSError: it refuses, with its reason.
         """
-        body, at_most_s = {"task": task_to_json(task), "room": asdict(self._room)}, 2 * self._room.start_timeout_s
+        body, at_most_s = {"task": task_to_json(task), "room": asdict(room)}, 2 * room.start_timeout_s
         try:
             status, content = await _ask("POST", f"{self._url}/containers", self._headers, body, at_most_s + _SLACK_S)
         except _FAILED as error:
@@ -102,7 +102,7 @@ class RemoteKind:
             raise OSError(f"environment.container.url={self._url} opens no container, {why}")
         own = {"Authorization": f"Bearer {told['key']}"}
         url = f"{self._url}/containers/{told['id']}"
-        return RemoteContainer(url, own, self._room, task, str(told.get("cwd") or "/"))
+        return RemoteContainer(url, own, room, task, str(told.get("cwd") or "/"))
 
     async def warm(self, task: Task) -> Task:
         """Leave images to the service."""

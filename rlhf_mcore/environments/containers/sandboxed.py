@@ -77,11 +77,10 @@ class SandboxKind:
         ConfigError: this machine gives no namespaces.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self) -> None:
         check_machine()
 
-    async def open(self, task: Task) -> Container:
+    async def open(self, task: Task, room: Room) -> Container:
         """Open one; the directory that commands begin in is there."""
         own = [] if not task.workdir or _is_place(task.workdir) else [posixpath.normpath(task.workdir)]
 
@@ -89,7 +88,7 @@ class SandboxKind:
             return Sandbox(_LEVEL, site_packages(), [*PLACES, *own], keeps=True)
 
         sandbox = await asyncio.get_running_loop().run_in_executor(_THREADS, start)
-        return SandboxContainer(sandbox, self._room.timeout_s, task, self._room.memory_bytes)
+        return SandboxContainer(sandbox, room.timeout_s, task, room.memory_bytes)
 
     async def warm(self, task: Task) -> Task:
         """Read the Dockerfile of a task, where it has one."""

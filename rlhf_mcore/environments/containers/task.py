@@ -22,7 +22,7 @@ _PATCH = "/tests/tests.patch"
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class TaskTests:
     """Grade what an agent has left. ``command`` runs beside ``files``, which were not there before.
 
     The score is what it writes to a file of ``grading``, else whether it ends with 0.
@@ -45,7 +45,7 @@ class Task:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
-    tests: Tests | None = None
+    tests: TaskTests | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,9 @@ def _commands(told: Mapping[str, Any], name: str) -> list[str]:
     return list(commands)
 
 
-def _tests(given: Any) -> Tests:
+def _tests(given: Any) -> TaskTests:
     if isinstance(given, (str, list, tuple)):
-        return Tests(" && ".join(_commands({"tests": given}, "tests")))
+        return TaskTests(" && ".join(_commands({"tests": given}, "tests")))
     if not isinstance(given, Mapping):
         raise ConfigError(f"{COLUMN}.tests must be a command or an object, found {given!r:.60}")
     told = {name: value for name, value in given.items() if value is not None}
@@ -147,7 +147,7 @@ def _tests(given: Any) -> Tests:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ConfigError(f"{COLUMN}.tests.timeout_s must be a number above 0, found {seconds!r:.60}")
     command = " && ".join(_commands(told, "command"))
-    return Tests(command, _files(told), _env(told), float(seconds))
+    return TaskTests(command, _files(told), _env(told), float(seconds))
 
 
 def software_task(row: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import UNGRADED
 from rlhf_mcore.environments.sessions import Answer, sessions_of
+from rlhf_mcore.sandbox.run import machine_level
 from tests.messages import refused
 
 ASK = """
@@ -55,6 +56,29 @@ async def fails_once(task, base_url, api_key):
 async def dies(task, base_url, api_key):
     os._exit(3)
 
+async def codes(task, base_url, api_key, container):
+    await asyncio.to_thread(ask, base_url, api_key)
+    assert (await container.run("cat x.txt")).stdout == "hello"
+    await container.write({"x.txt": task["ground_truth"]})
+
+def plain_codes(task, base_url, api_key, container):
+    ask(base_url, api_key)
+    container.write({"x.txt": task["ground_truth"]})
+    assert container.read("x.txt").decode() == task["ground_truth"] and container.run("true").ok
+    return 0.75 if task["ground_truth"] == "own" else None
+
+async def loses(task, base_url, api_key, container):
+    await asyncio.to_thread(ask, base_url, api_key)
+    with open("tries", "a") as file:
+        file.write("x")
+    if task["ground_truth"] == "always" or len(Path("tries").read_text()) == 1:
+        os.kill(container._sandbox._process.pid, 9)
+    try:
+        await container.run("true")
+    except Exception:
+        return 0.0  # as an agent that swallows what goes wrong
+    return 1.0
+
 async def odd(task, base_url, api_key):
     return "much"
 """
@@ -71,6 +95,8 @@ if kind == "hangs":
 if kind == "floods":
     while True:
         print("x" * 4096)
+if kind == "killed":
+    os.kill(os.getpid(), 9)
 if kind == "fails":
     sys.exit("no idea")
 assert "HF_TOKEN" not in os.environ
@@ -79,7 +105,20 @@ print("thinking")
 print(json.dumps({"reward": 0.25}) if kind == "rewards" else "the end")
 """
 )
-ROW = {"ground_truth": 3}
+ROW = {"ground_truth": 3, "extra_info": {}}
+SHELL = """
+read -r task
+ask() {
+    curl -sS --fail-with-body -H "Authorization: Bearer $1" -H "Content-Type: application/json" -d "$2" "$3"
+}
+ask "$OPENAI_API_KEY" '{"messages": [{"role": "user", "content": "q"}]}' "$OPENAI_BASE_URL/chat/completions" > /dev/null || exit 5
+case "$task" in
+    *'"ground_truth": "hangs"'*) sleep 600;;
+    *'"ground_truth": "bye"'*) ask "$CONTAINER_KEY" '{"command": "echo bye > x.txt"}' "$CONTAINER_URL/run";;
+esac
+curl -sS -H "Authorization: Bearer $OPENAI_API_KEY" "$CONTAINER_URL/files?path=x.txt" | grep -q "does not have the key" || exit 6
+"""
+NAMESPACES = pytest.mark.skipif(not machine_level().reaches("namespaces"), reason="this machine gives no namespaces")
 
 
 @pytest.fixture(autouse=True)
@@ -101,13 +140,15 @@ def endpoint() -> Iterator[Endpoint]:
 def play(endpoint: Endpoint, *truths: Any, **agent: Any) -> list[Answer]:
     """The ends of episodes, one for each ground truth. The policy says nothing."""
     own = EnvironmentConfig(function="agent", workers=1, timeout_s=5.0)
+    own.container.kind = agent.pop("kind", None)
+    extra = agent.pop("extra", {})
     for name, value in agent.items():
         setattr(own.agent, name, value)
     sessions, answers = sessions_of(own, 1, str(Path.cwd())), dict[int, Answer]()
     sessions.wake = endpoint.wake
     try:
         for key, truth in enumerate(truths):
-            sessions.open(key, {**ROW, "ground_truth": truth}, seed=1)
+            sessions.open(key, {**ROW, "ground_truth": truth, "extra_info": extra}, seed=1)
         while len(answers) < len(truths):
             for key, answer in sessions.poll(5.0):
                 if answer.done or answer.error:
@@ -142,12 +183,13 @@ def test_functions(endpoint: Endpoint) -> None:
 def test_programs(endpoint: Endpoint) -> None:
     command = [sys.executable, "program.py"]
     begun = time.monotonic()
-    rewards, silent, fails, floods, hangs = play(
-        endpoint, "rewards", "silent", "fails", "floods", "hangs", command=command, timeout_s=6.0, max_output_kib=64.0
+    rewards, silent, fails, killed, floods, hangs = play(
+        endpoint, "rewards", "silent", "fails", "killed", "floods", "hangs", command=command, timeout_s=6.0, max_output_kib=64.0
     )
     assert rewards.reward == 0.25 and not rewards.error
     assert silent.messages == [UNGRADED] and not silent.error
     assert "environment.agent.command ended with 1; it last printed: 'no idea'" in fails.error
+    assert "environment.agent.command ended with -9" in killed.error
     assert "prints more than 65536 bytes" in floods.error
     assert "took longer than environment.agent.timeout_s=6 s" in hangs.error
     assert time.monotonic() - begun < 25 and not Path("escaped").exists()
@@ -180,6 +222,38 @@ def test_servers(endpoint: Endpoint) -> None:
     assert rewards.reward == 0.5 and silent.messages == [UNGRADED]
     assert "answers more than 65536 bytes" in floods.error and "raised" in junk.error
     assert "environment.agent.url answers with status 500" in fails.error
+
+
+CODES: Any = {"kind": "sandbox", "extra": {"container": {"files": {"x.txt": "hello"}, "tests": "grep -q bye x.txt"}}}
+
+
+@NAMESPACES
+def test_tests_in_the_container_grade_what_a_function_has_not_graded(endpoint: Endpoint) -> None:
+    codes = play(endpoint, "bye", "no", function="functions.py:codes", **CODES)
+    assert [(answer.reward, answer.error, answer.messages) for answer in codes] == [(1.0, "", []), (0.0, "", [])]
+    plain = play(endpoint, "bye", "no", "own", function="functions.py:plain_codes", **CODES)
+    assert [answer.reward for answer in plain] == [1.0, 0.0, 0.75]
+    [broken] = play(endpoint, "x", function="functions.py:codes", kind="sandbox", extra={"container": {"imag": "x"}})
+    assert "extra_info.container has unknown fields: imag" in broken.error
+    with pytest.raises(ConfigError, match=r"takes a container, and there are none; set environment\.container\.kind"):
+        play(endpoint, "x", function="functions.py:codes")
+
+
+@NAMESPACES
+def test_a_program_works_in_its_container_with_nothing_but_curl(endpoint: Endpoint) -> None:
+    Path("agent.sh").write_text(SHELL)
+    bye, no, hangs = play(endpoint, "bye", "no", "hangs", command=["sh", "agent.sh"], timeout_s=6.0, **CODES)
+    assert (bye.reward, bye.error, no.reward, no.error) == (1.0, "", 0.0, "")
+    assert "took longer than environment.agent.timeout_s=6 s" in hangs.error
+
+
+@NAMESPACES
+def test_an_episode_whose_container_is_lost_begins_again_once(endpoint: Endpoint) -> None:
+    [again] = play(endpoint, "once", function="functions.py:loses", **CODES)
+    assert again.reward == 1.0 and not again.error and Path("tries").read_text() == "xx"
+    Path("tries").unlink()
+    [lost] = play(endpoint, "always", function="functions.py:loses", **CODES)
+    assert "the container has ended" in lost.error and Path("tries").read_text() == "xx"
 
 
 def test_an_agent_is_tried_before_a_run(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.commands.serve_reward.server import RewardServer, check_host
+from rlhf_mcore.cli.serving import check_host
+from rlhf_mcore.commands.serve_reward.server import RewardServer
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig, RuleConfig
 from rlhf_mcore.rewards import http_pool

@@ -1,0 +1,3 @@
+"""Containers are lent by HTTP."""
+
+SUMMARY = "lend containers to agents of runs on other machines"

@@ -1,0 +1,373 @@
+"""Containers of every kind, real where this machine runs them: what goes in and comes out, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.containers.container import Container, ContainerLost
+from rlhf_mcore.environments.containers.grading import grade
+from rlhf_mcore.environments.containers.kinds import Containers
+from rlhf_mcore.environments.containers.sandboxed import SandboxContainer
+from rlhf_mcore.environments.containers.service import Service
+from rlhf_mcore.environments.containers.task import Room, Task, TaskTests
+from rlhf_mcore.own_processes import has_ended
+from rlhf_mcore.sandbox.run import machine_level
+from tests.commands import wait_for
+
+IMAGE = "rlhf-mcore-tests:1"
+ROOM = Room(timeout_s=20.0, start_timeout_s=60.0, memory_bytes=2**29, lives_s=120.0)
+NO_NAMESPACES = pytest.mark.skipif(not machine_level().reaches("namespaces"), reason="this machine gives no namespaces")
+# A hierarchy of cgroups of both versions, and limits above our own, stop an older crun: neither is there inside of this.
+PODMAN = """#!/bin/sh
+export CONTAINERS_CONF={folder}/containers.conf
+exec unshare -m sh -c 'umount /sys/fs/cgroup/unified 2>/dev/null; exec {program} "$@"' sh "$@"
+"""
+
+
+@cache
+def real_program(folder: str) -> str | None:
+    """Return "podman" or "docker" if one runs a container of an image made here; a directory for PATH is made in ``folder``."""
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        return None
+    root = Path(folder, "root")
+    (root / "bin").mkdir(parents=True)
+    (root / "app").mkdir()
+    (root / "tmp").mkdir()
+    shutil.copy(busybox, root / "bin" / "busybox")
+    for name in subprocess.check_output([busybox, "--list"], text=True).split():
+        if name != "busybox":
+            (root / "bin" / name).symlink_to("busybox")
+    subprocess.run(["tar", "-C", root, "-cf", Path(folder, "root.tar"), "."], check=True)
+    Path(folder, "containers.conf").write_text(
+        '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]\n'
+    )
+    for name in ("podman", "docker"):
+        if (program := shutil.which(name)) is None:
+            continue
+        for text in (f'#!/bin/sh\nexec {program} "$@"\n', PODMAN.format(folder=folder, program=program)):
+            wrapper = Path(folder, name)
+            wrapper.write_text(text)
+            wrapper.chmod(0o755)
+            made = subprocess.run([wrapper, "import", Path(folder, "root.tar"), IMAGE], capture_output=True)
+            tried = [wrapper, "run", "--rm", "--network", "none", "--memory", "64m", IMAGE, "/bin/true"]
+            if not made.returncode and not subprocess.run(tried, capture_output=True, timeout=60).returncode:
+                return name
+    return None
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The real client of Docker or Podman, first in PATH."""
+    folder = tmp_path_factory.mktemp("docker")
+    if (name := real_program(str(folder))) is None:
+        pytest.skip("neither podman nor docker runs a container here, or there is no static busybox for its image")
+    before, os.environ["PATH"] = os.environ["PATH"], f"{folder}:{os.environ['PATH']}"
+    yield name
+    os.environ["PATH"] = before
+
+
+Opened = Callable[[Task, Callable[[Container], Coroutine[Any, Any, Any]]], Any]
+
+
+@pytest.fixture(
+    params=[pytest.param("sandbox", marks=NO_NAMESPACES), "real", pytest.param("remote", marks=NO_NAMESPACES)]
+)
+def opened(request: pytest.FixtureRequest) -> Opened:
+    """Open a container of a kind for a task, use it, and close it."""
+
+    async def remote(task: Task, use: Callable[[Container], Coroutine[Any, Any, Any]], token: str) -> Any:
+        service = Service(Containers("sandbox", ROOM).open_in, token, ROOM)
+        runner = web.AppRunner(service.application())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            async with Containers("remote", ROOM, url, "CONTAINER_TOKEN").opened(task) as container:
+                return await use(container)
+        finally:
+            await runner.cleanup()
+
+    async def local(kind: str, task: Task, use: Callable[[Container], Coroutine[Any, Any, Any]]) -> Any:
+        async with Containers(kind, ROOM, image=IMAGE).opened(task) as container:
+            return await use(container)
+
+    def opens(task: Task, use: Callable[[Container], Coroutine[Any, Any, Any]]) -> Any:
+        if request.param == "remote":
+            os.environ["CONTAINER_TOKEN"] = "token"
+            return asyncio.run(remote(task, use, "token"))
+        kind = request.getfixturevalue("program") if request.param == "real" else request.param
+        return asyncio.run(local(kind, task, use))
+
+    return opens
+
+
+TASK = Task(
+    workdir="/app",
+    env={"WHO": "me"},
+    files={"x.txt": b"hello\n", "/app/deep/run.sh": b"#!/bin/sh\necho from a script\n"},
+    setup=("echo ready > setup.txt",),
+    tests=TaskTests('grep -q bye x.txt && [ "$(cat /tests/hidden)" = 1 ]', {"/tests/hidden": b"1"}),
+)
+
+
+def test_files_go_in_commands_run_and_files_come_out(opened: Opened) -> None:
+    async def use(box: Container) -> None:
+        ran = await box.run(
+            "cat x.txt setup.txt; ./deep/run.sh; echo $WHO $MORE; cat; echo oops >&2; exit 3",
+            stdin="in\n",
+            env={"MORE": "more"},
+        )
+        assert ran.stdout == "hello\nready\nfrom a script\nme more\nin\n"
+        assert (ran.exit_code, ran.stderr, ran.reason, ran.ok) == (3, "oops\n", "", False)
+        content = bytes(range(256)) * 5000
+        await box.write({"new/binary": content})
+        assert await box.read("new/binary") == await box.read("/app/new/binary") == content
+        with pytest.raises(OSError, match="none"):
+            await box.read("none")
+        assert (await box.run("pwd", cwd="/app/new")).stdout.endswith("/app/new\n")
+
+    opened(TASK, use)
+
+
+def test_tests_grade_what_is_left_and_are_not_there_before(opened: Opened) -> None:
+    async def use(box: Container) -> None:
+        assert TASK.tests is not None
+        assert not (await box.run("cat /tests/hidden")).ok
+        await box.run(
+            "mkdir -p /logs/verifier; (while :; do echo 1 > /logs/verifier/reward.txt; done) & sleep 0.1"
+        )
+        assert await grade(box, TASK.tests, 20) == 0.0
+        await box.write({"x.txt": "bye"})
+        assert await grade(box, TASK.tests, 20) == 1.0
+        for name, text, score in (
+            ("reward.txt", "0.25", 0.25),
+            ("reward.json", '{"reward": 0.5}', 0.5),
+            ("reward.txt", "much", 0.0),
+        ):
+            told = TaskTests(f"echo '{text}' > /logs/verifier/{name}; exit 1", needs_file=True)
+            assert await grade(box, told, 20) == score
+        assert await grade(box, TaskTests("true", needs_file=True), 20) == 0.0  # a test that tells nothing
+
+    opened(TASK, use)
+
+
+def test_a_command_that_hangs_or_floods_is_stopped_and_the_container_goes_on(opened: Opened) -> None:
+    async def use(box: Container) -> None:
+        begun = time.monotonic()
+        assert (await box.run("sleep 100", timeout_s=1)).reason == "timeout"
+        assert (await box.run("head -c 9000000 /dev/zero | tr '\\0' x")).reason == "output"
+        assert time.monotonic() - begun < 15
+        assert (await box.run("cat x.txt")).stdout == "hello\n"
+
+    opened(TASK, use)
+
+
+def test_nothing_of_the_host_is_in_it(opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-of-the-host")
+    (tmp_path / "file").write_text("of the host")
+
+    async def use(box: Container) -> None:
+        assert "secret-of-the-host" not in (await box.run("env; cat /proc/*/environ 2>/dev/null")).output
+        assert not (await box.run(f"cat {tmp_path}/file")).ok
+        assert not (await box.run("cat /etc/shadow")).ok
+        await box.run(f"timeout 2 wget -T 1 -q -O - http://127.0.0.1:{server.getsockname()[1]}/")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        opened(TASK, use)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_what_is_closed_is_lost_and_gone(opened: Opened) -> None:
+    held: list[Container] = []
+
+    async def use(box: Container) -> None:
+        held.append(box)
+        await box.run("true")
+
+    opened(TASK, use)
+    with pytest.raises(ContainerLost):
+        asyncio.run(held[0].run("true"))
+
+
+@NO_NAMESPACES
+def test_a_sandbox_that_is_killed_is_lost() -> None:
+    async def main() -> None:
+        async with Containers("sandbox", ROOM).opened(TASK) as box:
+            assert isinstance(box, SandboxContainer)
+            command = asyncio.ensure_future(box.run("sleep 60"))
+            await asyncio.sleep(0.3)
+            os.kill(box._sandbox._process.pid, signal.SIGKILL)
+            with pytest.raises(ContainerLost):
+                await command
+            with pytest.raises(ContainerLost):
+                await box.run("true")
+
+    asyncio.run(main())
+
+
+def test_a_real_container_that_is_killed_is_lost_and_one_that_nobody_ends_ends(program: str) -> None:
+    def there() -> list[str]:
+        return subprocess.check_output([program, "ps", "-aq", "--filter", "label=rlhf_mcore"], text=True).split()
+
+    async def main() -> None:
+        async with Containers(program, ROOM, image=IMAGE).opened(TASK) as box:
+            command = asyncio.ensure_future(box.run("sleep 60"))
+            await asyncio.sleep(0.5)
+            assert subprocess.run([program, "kill", *there()], capture_output=True).returncode == 0
+            with pytest.raises(ContainerLost):
+                await command
+        await Containers(program, Room(lives_s=3.0), image=IMAGE).open(Task())  # as by a process that is killed
+
+    asyncio.run(main())
+    wait_for(lambda: not there(), 30)
+
+
+def test_an_image_is_built_from_a_dockerfile_once(program: str) -> None:
+    context = {"Dockerfile": f"FROM {IMAGE}\nWORKDIR /work\nCOPY note.txt .\n".encode(), "note.txt": b"built\n"}
+
+    async def main() -> tuple[str, str]:
+        kind = Containers(program, ROOM)
+        await kind.warm([Task(context=context)] * 3)
+        async with kind.opened(Task(context=context)) as box:
+            return (await box.run("cat note.txt; pwd")).stdout, (await box.run("id -u")).stdout.strip()
+
+    assert asyncio.run(main()) == ("built\n/work\n", "0")
+    images = [
+        f"rlhf-mcore-task:{name}"
+        for name in subprocess.check_output(
+            [program, "images", "--format", "{{.Tag}}", "--filter", "reference=*rlhf-mcore-task*"], text=True
+        ).split()
+    ]
+    assert images
+    subprocess.run([program, "rmi", "-f", *images], capture_output=True, check=True)
+    with pytest.raises(ConfigError, match=r"the image localhost/no-such:1 cannot be pulled"):
+        asyncio.run(Containers(program, ROOM, image="localhost/no-such:1").warm([Task()]))
+
+
+STAND_IN = """#!/bin/sh
+printf '%s\\n' "$*" >> {log}
+case "$1" in
+  run) echo 0123456789ab;;
+  inspect) echo true;;
+  exec) while [ "$1" != /bin/sh ]; do shift; done; shift; exec /bin/sh "$@";;
+esac
+"""
+
+
+@pytest.mark.parametrize("name", ["docker", "podman"])
+def test_the_command_lines_give_nothing_of_the_host(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, log = tmp_path / name, tmp_path / "log"
+    client.write_text(STAND_IN.format(log=log))
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def main() -> None:
+        room = Room(memory_bytes=2**30, cpus=1.5, lives_s=77.0)
+        async with Containers(name, room, image="img:1").opened(Task(env={"A": "b"}, workdir="/app")) as box:
+            assert (await box.run("echo said")).stdout == "said\n"
+
+    asyncio.run(main())
+    lines = log.read_text().splitlines()
+    inspected, started = lines[0], lines[1]
+    assert inspected == "image inspect img:1" and lines[-1].startswith("rm --force rlhf-mcore-")
+    for part in (
+        "--network none",
+        "--cap-drop ALL",
+        "no-new-privileges",
+        "--pids-limit 512",
+        "--memory 1073741824",
+        "--cpus 1.5",
+        "--rm",
+        "+77)",
+    ):
+        assert part in started, started
+    assert not {"-v", "--volume", "--mount", "--privileged", "--env-file"} & set(started.split())
+    [said] = [line for line in lines if line.endswith("echo said")]
+    assert "exec --interactive --workdir /app --env A=b" in said and "timeout -s KILL 60 /bin/sh -c echo said" in said
+
+
+def test_a_client_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"environment\.container\.kind=docker: there is no program 'docker'"):
+        Containers("docker")
+
+
+@NO_NAMESPACES
+def test_what_a_sandbox_cannot_do_is_refused() -> None:
+    def opens(task: Task) -> None:
+        async def main() -> None:
+            async with Containers("sandbox", ROOM).opened(task):
+                pass
+
+        asyncio.run(main())
+
+    with pytest.raises(ConfigError, match=r"has no images, and a task is made for ubuntu:24\.04; use docker"):
+        opens(Task(image="ubuntu:24.04"))
+    with pytest.raises(ConfigError, match=r"the setup of a task fails in its container, 'exit 4'"):
+        opens(Task(setup=("exit 4",)))
+    with pytest.raises(ConfigError, match="a Dockerfile with VOLUME needs"):
+        opens(Task(context={"Dockerfile": b"FROM x\nVOLUME /data\n"}))
+
+
+@NO_NAMESPACES
+def test_the_service_lets_in_who_has_the_key(tmp_path: Path) -> None:
+    environment = {**os.environ, "LENT": "token", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "serve-containers", "--port", "0", "--token-env", "LENT"]
+    served = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert served.stdout is not None
+    line = served.stdout.readline()
+    url = line.split(" on ")[1].split()[0]
+
+    async def main() -> list[tuple[int, Any]]:
+        answers = []
+        async with aiohttp.ClientSession() as client:
+
+            async def ask(method: str, path: str, key: str, body: Any = None) -> Any:
+                headers = {"Authorization": f"Bearer {key}"}
+                async with client.request(method, f"{url}{path}", headers=headers, data=body) as answer:
+                    answers.append((answer.status, await answer.read()))
+                    return answers[-1][1]
+
+            task = {"image": None, "context": {}, "workdir": None, "env": {}, "files": {}, "setup": []}
+            order = json.dumps({"task": task, "room": {"lives_s": 60, "memory_bytes": 10**15}})
+            await ask("POST", "/containers", "other", order)
+            await ask("POST", "/containers", "token", "{")
+            await ask("POST", "/containers", "token", '{"task": {}}')
+            told = json.loads(await ask("POST", "/containers", "token", order))
+            path = f"/containers/{told['id']}"
+            await ask("POST", f"{path}/run", "token", '{"command": "id"}')
+            await ask("PUT", f"{path}/files?path=a.txt", told["key"], b"said")
+            await ask("POST", f"{path}/run", told["key"], '{"command": "cat a.txt"}')
+            await ask("DELETE", path, told["key"])
+            await ask("POST", f"{path}/run", told["key"], '{"command": "true"}')
+        return answers
+
+    try:
+        answers = asyncio.run(main())
+        assert [status for status, _ in answers] == [401, 400, 400, 200, 401, 200, 200, 200, 410]
+        assert json.loads(answers[6][1])["stdout"] == "said"
+        assert all("\n" not in json.loads(body)["error"] for status, body in answers if status != 200)
+    finally:
+        served.send_signal(signal.SIGINT)
+        assert served.wait(20) == 0
+    assert has_ended(served.pid)
