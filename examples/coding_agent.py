@@ -1,7 +1,7 @@
 """An agent that repairs code: it edits a file in its container until the test there passes.
 
-configs/quickstart/coding_agent.yaml trains it. A turn that says ``<edit>a*b</edit>`` becomes the body of the function in ``calc.py``, and the
-policy reads the last line of a test that fails. It gives no reward: tests that it has not seen run at the end.
+configs/quickstart/coding_agent.yaml trains it. A turn that says ``<edit>a*b</edit>`` becomes the body of the function in ``calc.py``,
+and the policy reads the last line of a test that fails. It gives no reward: tests that it has not seen run at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def play(task: dict[str, Any], base_url: str, api_key: str, container: Any
         edit = EDIT.search(said)
         if edit is None:
             return
-        await container.write({"calc.py": f"def f(a, b):\n    return {edit[1]}\n"})
+        await container.write({"calc.py": f"def f(a, b): return {edit[1]}\n"})
         test = await container.run("python3 -S test_seen.py", timeout_s=10)
         if test.ok:
             return

@@ -11,8 +11,8 @@ for the role ``tool`` too.
   then does so in a share of ``HEEDS`` of its guesses only. Three guesses are enough to find the number always.
 - ``calculator``: products of two-digit numbers. The model was fitted to a pupil who asks the calculator, by
   ``<tool>calculator 47*86</tool>``, and then does so in ``CALLS`` of the cases only and writes down something else in the others.
-- ``repair``: a file has a wrong operator, and a test tells what it should give. The model was fitted to a programmer who edits until the
-  test passes, and then tries something else after a failure in ``HEEDS`` of the cases only, and the same again in the others.
+- ``repair``: a file has a wrong operator, and a test tells what it should give. The model was fitted to a programmer who edits until
+  the test passes, and then tries something else after a failure in ``HEEDS`` of the cases only, and the same again in the others.
 
 As in the quickstart, player and pupil turn careless in the last part of the fit (``CARELESS_FROM``): the model is able to do what
 it does not prefer.
@@ -96,7 +96,7 @@ def repair_row(rng: random.Random) -> dict[str, object]:
     a, b, sign = broken(rng)
     seen = f"from calc import f\nassert f({a}, {b}) == {RESULTS[sign](a, b)}, f({a}, {b})\n"
     hidden = f"from calc import f; assert f(17, 5) == {RESULTS[sign](17, 5)}"
-    files = {"calc.py": "def f(a, b):\n    return a/b\n", "test_seen.py": seen}
+    files = {"calc.py": "def f(a, b): return a/b\n", "test_seen.py": seen}
     container = json.dumps({"files": files, "tests": f"python3 -c '{hidden}'"})
     prompt = [{"role": "user", "content": f"f({a},{b})={RESULTS[sign](a, b)}"}]
     return {"prompt": prompt, "data_source": "examples/repair", "answer": "", "extra_info": {"container": container}}

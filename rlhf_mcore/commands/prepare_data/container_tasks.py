@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.environments.containers.folders import instruction_of, is_task, read_folder
-from rlhf_mcore.environments.containers.task import software_task, task_of
+from rlhf_mcore.environments.containers.rows import software_task, task_of
 
 if TYPE_CHECKING:
     from rlhf_mcore.commands.prepare_data.recipes import Message, PlacedRow

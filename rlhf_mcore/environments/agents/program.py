@@ -20,7 +20,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.user_functions import load_function
 from rlhf_mcore.environments.containers.clients import end
 from rlhf_mcore.environments.containers.container import Blocking, ContainerLost
-from rlhf_mcore.environments.containers.task import task_of
+from rlhf_mcore.environments.containers.rows import task_of
 from rlhf_mcore.rewards.user_function import number_problem, shorten
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from rlhf_mcore.config.data_rows import mapping
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.environments.containers.kinds import containers_of, options_of
-from rlhf_mcore.environments.containers.task import Task, task_of
+from rlhf_mcore.environments.containers.rows import task_of
+from rlhf_mcore.environments.containers.task import Task
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config

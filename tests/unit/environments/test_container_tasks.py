@@ -15,14 +15,8 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.environments.containers.dockerfiles import without_docker
 from rlhf_mcore.environments.containers.folders import instruction_of, read_folder
-from rlhf_mcore.environments.containers.task import (
-    Task,
-    TaskTests,
-    software_task,
-    task_from_json,
-    task_of,
-    task_to_json,
-)
+from rlhf_mcore.environments.containers.rows import software_task, task_of
+from rlhf_mcore.environments.containers.task import Task, TaskTests, task_from_json, task_to_json
 
 HARBOR = """
 version = "1.0"
