@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.sandbox.run import machine_level
 from tests.commands import ROOT, finished, started
 from tests.metric_names import assert_registered
 
@@ -33,7 +35,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both models, fitted for a few steps."""
     folder = tmp_path_factory.mktemp("environments")
     (folder / "examples").symlink_to(ROOT / "examples")
-    for kind, steps in (("guess", "40"), ("calculator", "90")):
+    for kind, steps in (("guess", "40"), ("calculator", "90"), ("repair", "40")):
         tool = [sys.executable, str(ROOT / "tools" / "make_environments.py"), kind, "--out", kind]
         made = finished([*tool, "--fit-steps", steps], folder)
         assert made.returncode == 0, made.stderr
@@ -176,7 +178,7 @@ def test_an_agent_learns_a_tool_through_the_client_of_openai(workspace: Path) ->
 
 
 FORKS = """
-import asyncio
+import asyncio, os
 from openai import AsyncOpenAI
 
 CLIENT = AsyncOpenAI(api_key="none", max_retries=0)
@@ -188,6 +190,8 @@ async def play(task, base_url, api_key):
         answer = await client.chat.completions.create(model="policy", messages=messages)
         return answer.choices[0].message
 
+    with open("players", "a") as file:
+        file.write(f"{os.getppid()}\\n")
     first = await ask(*task["messages"])
     begun = [*task["messages"], first, {"role": "tool", "content": "7"}]
     await asyncio.gather(ask(*begun), ask(*begun), ask({"role": "user", "content": "1*1="}))
@@ -197,11 +201,18 @@ async def play(task, base_url, api_key):
 """
 
 
-def test_an_agent_that_forks_plays_on_engines_of_their_own(workspace: Path) -> None:
+def test_an_agent_that_forks_plays_on_engines_of_their_own_and_its_endpoint_is_killed(workspace: Path) -> None:
     (workspace / "forks.py").write_text(FORKS)
     settings = ["environment.agent.function=forks.py:play", "rollout.engine=hf", "rollout.placement=disaggregated"]
     settings += ["trainer.max_staleness=1", "trainer.num_steps=3", "reward.on_error=zero", "reward.max_error_share=1"]
-    run = train(workspace, "agent", "forks", *settings)
+    players, run = workspace / "players", workspace / "outputs" / "quickstart" / "forks"
+    with started(command("agent", "forks", *settings), workspace, dict(os.environ)) as running:
+        running.wait_for(players.exists)
+        os.kill(int(players.read_text().split()[0]), signal.SIGKILL)  # the engine, and with it the endpoint
+        printed = running.end()
+    assert running.process.returncode == 0 and "Traceback" not in printed, printed
+    assert printed.count("has failed and is started again") == 1, printed
+    assert len(set(players.read_text().split())) >= 2
     found = rollouts(run)
     assert len(found) == 3 * 16
     for record in found:
@@ -212,3 +223,22 @@ def test_an_agent_that_forks_plays_on_engines_of_their_own(workspace: Path) -> N
     assert all(line.get("rollout/branches_mean", 3) == 3 for line in lines)
     [first] = [line for line in lines if line["step"] == 1]  # every token is of the policy that learns from it
     assert first["rollout/staleness_max"] == 0 and first["rollout/logprob_diff_max"] < 1e-4
+
+
+@pytest.mark.skipif(not machine_level().reaches("namespaces"), reason="this machine gives no namespaces")
+def test_a_coding_agent_edits_in_its_sandbox_until_tests_pass(workspace: Path) -> None:
+    size = ["trainer.num_steps=2", "trainer.prompts_per_step=4", "trainer.minibatch_size=4", "evaluate.every=0"]
+    found = rollouts(train(workspace, "coding_agent", "coding", *size))
+    assert len(found) == 2 * 16
+    for record in found:
+        policy = [turn["text"] for turn in record["turns"] if turn["writer"] == "policy"]
+        told = [turn["text"] for turn in record["turns"] if turn["writer"] == "environment"]
+        a, b, result = (int(number) for number in re.findall(r"-?\d+", record["prompt"]))
+        [sign] = [sign for sign in "+-*" if eval(f"{a}{sign}{b}") == result]
+        assert len(policy) <= 3 and len(told) == len(policy) - 1 and record["failure"] is None
+        if record["score"] == 1.0:
+            assert f"<edit>a{sign}b</edit>" in policy[-1], record
+        for said, answer in zip(policy, told, strict=False):
+            if (edit := re.search(r"<edit>a([-+*])b</edit>", said)) is not None:
+                assert answer == f"AssertionError: {eval(f'{a}{edit[1]}{b}')}"
+    assert {record["score"] for record in found} == {0.0, 1.0}

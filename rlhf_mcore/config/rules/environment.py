@@ -11,6 +11,9 @@ from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import function_problems
 
 
+_CONTAINERS = ("sandbox", "docker", "podman", "remote")  # another one is refused as such
+
+
 def environment_problems(cfg: Config) -> Iterator[str]:
     """List the problems with the environment of a run: its function, its tools, its tokens."""
     own = cfg.environment
@@ -39,7 +42,7 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
     kinds = [name for name in ("command", "function", "url") if getattr(agent, name)]
     if own.function in ASKING:
         yield from _asking_problems(cfg)
-    if own.container.kind is not None:
+    if own.container.kind in _CONTAINERS:
         yield from _container_problems(own)
     if own.function != AGENT:
         for name in kinds:
