@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import ASKING
@@ -14,6 +14,12 @@ from rlhf_mcore.environments.sessions import sessions_of
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
     from rlhf_mcore.types import Prompt
+
+
+def _task_of(prompt: Prompt, seed: int) -> Mapping[str, Any]:
+    """Build what an agent gets; a prompt that is a text is one message."""
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    return {**row_of(prompt), "messages": messages, "seed": seed}
 
 
 def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
@@ -33,7 +39,7 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
     problems: dict[int, tuple[str, str]] = {}
     try:
         for key, prompt in enumerate(prompts):
-            sessions.open(key, row_of(prompt), seed=cfg.seed)
+            sessions.open(key, _task_of(prompt, cfg.seed) if endpoint is not None else row_of(prompt), seed=cfg.seed)
         for method in ("reset", "step"):
             if method == "step":
                 for key in under_way:

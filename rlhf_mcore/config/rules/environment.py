@@ -10,7 +10,6 @@ from rlhf_mcore.config.schema import Config, EnvironmentConfig
 from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import function_problems
 
-
 _CONTAINERS = ("sandbox", "docker", "podman", "remote")  # another one is refused as such
 
 
