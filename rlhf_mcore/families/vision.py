@@ -12,6 +12,7 @@ from rlhf_mcore.families.sizes import head_dim, rotary, size
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.geometry import ModelGeometry
 
+MAX_PATCHES = 16_384  # that a tower reads at a time, or those of one image
 TOWER = "vision_tower."  # how the names of its tensors begin in a model of ours
 Tensors = dict[str, tuple[int, ...]]
 _MAX, _MAX_DEPTH, _MAX_EDGE = 2**18, 1024, 512

@@ -21,14 +21,12 @@ from transformers import AutoModel
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES
-from rlhf_mcore.families.vision import TOWER, VisionSizes
+from rlhf_mcore.families.vision import MAX_PATCHES, TOWER, VisionSizes
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.rotation import Rotary
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import Microbatch
-
-_MAX_PATCHES = 16_384  # that the tower reads at a time
 
 
 class Image(Protocol):
@@ -134,6 +132,9 @@ class Vision:
         """Add to the gradients of the tower what those of its features ask for."""
         if not self._learns:
             return
+        tower: Any = self.tower
+        if not tower.is_gradient_checkpointing:
+            tower.gradient_checkpointing_enable({"use_reentrant": False})  # one block's activations at a time
         for batch in self._batches([d for d, levels in self._features.items() if levels[0].grad is not None]):
             with torch.enable_grad():
                 found = self._run(batch)
@@ -150,7 +151,7 @@ class Vision:
         batch, patches = list[str](), 0
         for digest in digests:
             count = len(self._image(digest).pixel_values)
-            if batch and patches + count > _MAX_PATCHES:
+            if batch and patches + count > MAX_PATCHES:
                 yield batch
                 batch, patches = [], 0
             batch.append(digest)

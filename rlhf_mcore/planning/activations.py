@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families.vision import MAX_PATCHES
 from rlhf_mcore.geometry import DeltaSizes, LatentSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
@@ -66,6 +68,18 @@ def training_activations(
     # What comes from the stage before, and the gradient from the one behind.
     passed_on = 2 * width * geometry.hidden_size / _sequence_share(layout) if layout.pp > 1 else 0.0
     return _peak(tokens * (kept * in_flight + passed_on), max(computing, embedding), head)
+
+
+def tower_bytes(role: PlannedRole, pp: int, width: int) -> int:
+    """Estimate what a tower needs while it reads images: of one block, and of all blocks' inputs where it learns; 0 without one."""
+    if (sizes := role.geometry.vision) is None or pp > 0:
+        return 0
+    vision, hidden = FAMILIES[role.geometry.family].vision, width * sizes.hidden_size
+    assert vision is not None
+    block = 6 * hidden + 3 * width * sizes.ffn_size
+    pixels = _FP32 * sizes.channels * sizes.temporal_patch_size * sizes.patch_size**2
+    learns = role.trained and any(rule.mcore not in role.frozen for rule in vision.rules(role.geometry))
+    return MAX_PATCHES * (pixels + block + (sizes.depth * hidden + block if learns else 0))
 
 
 def _peak(kept: float, layers: float, head: int) -> ActivationBytes:

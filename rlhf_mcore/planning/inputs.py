@@ -20,6 +20,7 @@ from rlhf_mcore.config.schema import (
     RewardModelConfig,
     TeacherConfig,
 )
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
@@ -70,7 +71,8 @@ class PlannedRole:
     """One model of a run.
 
     ``offload``: the parts that are on the device only while they are used; ``by_layer``: layers of them come one by one.
-    ``epochs`` and ``updates`` are those of a step. A reference of a model with adapters is that model, and no role.
+    ``frozen`` are Megatron's tensors that do not learn, those of a tower. ``epochs`` and ``updates`` are those of a step. A
+    reference of a model with adapters is that model, and no role.
     """
 
     name: str
@@ -85,6 +87,7 @@ class PlannedRole:
     by_layer: bool = False
     optimizer: str = "adamw"
     adapters: ModelGeometry | None = None  # what learns in the place of the weights
+    frozen: frozenset[str] = frozenset()
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
@@ -97,13 +100,17 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
     sizes = adapter_sizes(cfg.actor.lora)
     adapters = None if sizes is None else replace(geometry, adapter=sizes)
     name = cfg.actor.optimizer.name
+    still = _frozen_of_tower(geometry, cfg.actor.vision.train)
     frozen = []
     if needs_reference(cfg) and adapters is None:
         compared = read_geometry(cfg.reference.path or cfg.model.path, "lm")
         frozen = [_frozen("reference", compared, layout, dtype, cfg.reference)]
     if not run_kind(cfg).generates:  # a step is one update of one model
         how = cfg.actor.recompute
-        return [PlannedRole("actor", geometry, layout, True, dtype, how, optimizer=name, adapters=adapters), *frozen]
+        learned = PlannedRole(
+            "actor", geometry, layout, True, dtype, how, optimizer=name, adapters=adapters, frozen=still
+        )
+        return [learned, *frozen]
     updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
     roles = [
         PlannedRole(
@@ -118,6 +125,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
             updates=updates,
             optimizer=name,
             adapters=adapters,
+            frozen=still,
         ),
         *frozen,
     ]
@@ -131,11 +139,8 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         name, how = critic.optimizer.name, critic.recompute
         critic_sizes = adapter_sizes(critic.lora)
         learns = None if critic_sizes is None else replace(geometry, adapter=critic_sizes)
-        roles.append(
-            PlannedRole(
-                "critic", geometry, own, True, own_dtype, how, parts, epochs, updates, optimizer=name, adapters=learns
-            )
-        )
+        role = PlannedRole("critic", geometry, own, True, own_dtype, how, parts, epochs, updates, optimizer=name)
+        roles.append(replace(role, adapters=learns, frozen=_frozen_of_tower(geometry, "none")))
     if reward.path is not None:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
         geometry = read_geometry(reward.path, "sequence")
@@ -157,6 +162,14 @@ def _teachers(cfg: Config, actor: PlannedRole, world_size: int, dtype: str) -> l
         _frozen(name, read_geometry(path, "lm"), own, _dtype(teacher.dtype, dtype), teacher)
         for name, path in paths.items()
     ]
+
+
+def _frozen_of_tower(geometry: ModelGeometry, train: str) -> frozenset[str]:
+    """Return Megatron's names of the tensors of a tower of which ``train`` learns."""
+    if (vision := FAMILIES[geometry.family].vision) is None:
+        return frozenset()
+    still = set(vision.frozen(geometry, train))
+    return frozenset(rule.mcore for rule in vision.rules(geometry) if still & set(rule.tensors))
 
 
 def _dtype(stated: str | None, default: str) -> str:

@@ -10,7 +10,7 @@ from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.implied import draws_greedy
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
+from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, tower_bytes, training_activations
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import (
     PlanInputs,
@@ -214,6 +214,8 @@ def _pass(
     parts = resident(inputs, rank, role.name, kinds) | _engine(inputs, SCORE if role.name == "reward" else "")
     if activations is not None:
         parts |= {f"{role.name} activations": activations.layers, f"{role.name} logits": activations.logits}
+        if images := tower_bytes(role, _stage(role, rank), BYTES[role.dtype]):
+            parts[f"{role.name} images"] = images
     return PhaseMemory(name, rank, parts, inputs.available)
 
 

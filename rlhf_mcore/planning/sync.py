@@ -73,6 +73,9 @@ def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[Plan
     family, (first, last) = FAMILIES[geometry.family], outer_rules(geometry)
     for rule in (first, *last):
         yield _plan_rule(rule, geometry, tp, rank, 0)
+    for rule in family.vision.rules(geometry) if family.vision is not None else ():  # planned whole on every rank
+        for name, shape in rule.shapes(geometry).items():
+            yield PlannedTensor(name, shape, (Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape)),))
     for layer in range(geometry.num_layers):
         for rule in family.layer_rules(geometry, layer):
             if rule.kind in ("delta", "delta_by_head"):

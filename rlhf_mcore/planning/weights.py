@@ -9,13 +9,14 @@ pipeline stages share has a bucket of its own (megatron/core/distributed/param_a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, prod
 
 from rlhf_mcore.bridge.map.rules import holds_matrices, is_padded, layer_names, pieces
 from rlhf_mcore.families import end_rules, layer_rules
+from rlhf_mcore.families.vision import TOWER
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.planning.counts import num_parameters
@@ -99,17 +100,18 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
         whole = _frozen_bytes(replace(role, geometry=replace(role.adapters, adapter=_NO_LAYER)), rank)
         return replace(learned, weights=learned.weights + _frozen_bytes(role, rank) - whole)
     if role.trained:
-        numel, owned, matrices = _buffers(role.geometry, role.layout, rank)
+        numel, owned, matrices = _buffers(role.geometry, role.layout, rank, role.frozen)
+        still = _frozen_bytes(role, rank, role.frozen)
         masters = 0 if role.dtype == "fp32" else _FP32 * owned  # fp32 weights are their own masters
         moments = _FP32 * _num_moments(role, owned, matrices)
-        return StateBytes(BYTES[role.dtype] * numel, _FP32 * numel, masters, moments)
+        return StateBytes(BYTES[role.dtype] * numel + still, _FP32 * numel, masters, moments)
     return StateBytes(_frozen_bytes(role, rank))
 
 
-def _frozen_bytes(role: PlannedRole, rank: int) -> int:
-    """Count the bytes of weights on a rank that are in no buffer of Megatron's."""
+def _frozen_bytes(role: PlannedRole, rank: int, names: Collection[str] | None = None) -> int:
+    """Count the bytes of weights on a rank that are in no buffer of Megatron's; ``names`` are these, None: all."""
     chunks = chunk_tensors(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
-    return sum(tensor.nbytes(role.dtype) for chunk in chunks for tensor in chunk)
+    return sum(one.nbytes(role.dtype) for chunk in chunks for one in chunk if names is None or one.name in names)
 
 
 def _num_moments(role: PlannedRole, numel: int, matrices: int) -> int:
@@ -136,7 +138,9 @@ def weights_of_pass(role: PlannedRole, rank: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tuple[int, int, int]:
+def _buffers(
+    geometry: ModelGeometry, layout: ParallelLayout, rank: int, frozen: frozenset[str]
+) -> tuple[int, int, int]:
     """Count elements of a rank's flat buffers, of the parameters whose optimizer state it keeps, and of matrices among these."""
     place = layout.coordinates(rank)
     dp_rank, expert_dp_rank = place["dp"] * layout.cp + place["cp"], layout.expert_coordinates(rank)["edp"]
@@ -144,7 +148,7 @@ def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tupl
     shares_embedding = (geometry.tied_embeddings or bool(geometry.mtp_layers)) and layout.pp > 1
     shared = (_EMBEDDING, _OUTPUT) if geometry.tied_embeddings else (_EMBEDDING,)
     for tensors_of_chunk in chunk_tensors(geometry, layout, place["pp"]):
-        chunk = [tensor for tensor in tensors_of_chunk if tensor.trained]
+        chunk = [tensor for tensor in tensors_of_chunk if tensor.trained and tensor.name not in frozen]
         apart = [tensor for tensor in chunk if layout.ep > 1 and is_expert(tensor.name)]
         rest = [tensor for tensor in chunk if not (layout.ep > 1 and is_expert(tensor.name))]
         for tensors, index, size in ((rest, dp_rank, layout.dp * layout.cp), (apart, expert_dp_rank, layout.expert_dp)):
@@ -199,7 +203,8 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
     Those of a layer are named after the first layer of its kind.
     """
     grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
-    first, last = end_rules(geometry, tied_head=layout.pp > 1)  # two stages hold a tied embedding
+    before, last = end_rules(geometry, tied_head=layout.pp > 1)  # two stages hold a tied embedding
+    first = [rule for rule in before if not rule.mcore.startswith(TOWER)]
     end = (layout.pp - 1, (layout.vpp or 1) - 1)
     chunks = []
     for number in range(layout.vpp or 1):
@@ -217,6 +222,8 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
             if geometry.mtp_layers and layout.num_stages > 1:
                 tensors.append(LocalTensor(_EMBEDDING, _numel(_EMBEDDING, geometry, grid)))
             tensors += [tensor for layer in geometry.mtp_numbers for tensor in _tensors_of(geometry, layer, grid)]
+        if (pp, number) == (0, 0):
+            tensors += [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in before[len(first) :]]
         chunks.append(tensors)
     return chunks
 
@@ -267,9 +274,14 @@ def checkpoint_bytes(role: PlannedRole) -> int:
     """
     geometry = role.adapters or role.geometry
     buffers, matrices = _buffers_and_matrices(geometry)
-    trained = num_parameters(geometry) - buffers
+    still = sum(rule.numel(geometry) for rule in end_rules(geometry)[0] if rule.mcore in role.frozen)
+    trained = num_parameters(geometry) - buffers - still
     masters = 0 if role.dtype == "fp32" else _FP32
-    return trained * (BYTES[role.dtype] + masters) + _FP32 * (_num_moments(role, trained, matrices) + buffers)
+    return (
+        trained * (BYTES[role.dtype] + masters)
+        + _FP32 * (_num_moments(role, trained, matrices) + buffers)
+        + BYTES[role.dtype] * still
+    )
 
 
 @lru_cache(maxsize=64)

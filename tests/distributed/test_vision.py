@@ -31,6 +31,13 @@ def test_logprobs_are_those_of_transformers_and_weights_make_the_way_back(
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
+def test_plans_count_a_tower_as_it_is_trained(findings: Any, model: str, layout: str) -> None:
+    """Each rank's weights and gradients, of which what is frozen has none."""
+    for weights, gradients, *planned in findings[f"{model}/{layout}"]["memory"]:
+        assert [weights, gradients] == planned
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_an_update_is_that_of_transformers(findings: Any, model: str, layout: str) -> None:
     """Of all weights, of the decoder and the merger, of all with recomputation, and of the decoder alone."""
     found = findings[f"{model}/{layout}"]["update"]

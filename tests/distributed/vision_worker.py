@@ -22,7 +22,10 @@ from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.mcore.weights import weight_storage
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.weights import state_bytes
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.freezing import freeze
 from rlhf_mcore.types import Microbatch
@@ -184,6 +187,19 @@ def learn(model: MegatronModel) -> dict[str, Any]:
     return {"grad_norm": model.step(0.1).grad_norm}
 
 
+def memory(model: MegatronModel, learned: str) -> list[int]:
+    """Bytes of weights and gradients on this rank, and those planned."""
+    geometry, vision = model.spec.geometry, FAMILIES[model.spec.geometry.family].vision
+    assert vision is not None
+    still = set(vision.frozen(geometry, learned))
+    frozen = frozenset(rule.mcore for rule in vision.rules(geometry) if still & set(rule.tensors))
+    role = PlannedRole("actor", geometry, model.groups.layout, True, "fp32", frozen=frozen)
+    planned = state_bytes(role, dist.get_rank())
+    weights = sum(tensor.nbytes for chunk in model.chunks for tensor in weight_storage(chunk))
+    gradients = sum(buffer.grad_data.nbytes for chunk in model.chunks for buffer in chunk.buffers)  # type: ignore[union-attr]
+    return [weights, gradients, planned.weights, planned.gradients]
+
+
 def hf_after(path: Path, learned: str) -> tuple[float, dict[str, Tensor]]:
     """The gradient's norm, and the weights after the same update in transformers, by their names in files."""
     hf = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
@@ -234,6 +250,7 @@ def main(directory: Path) -> None:
                 write_together(exporter, saved := directory / f"{name}_saved")
                 found["saved"] = first_difference(dict(HFReader(saved).tensors()), dict(HFReader(path).tensors()))
             model = make_model(path, mine, platform, LEARNED[number], RECOMPUTED[number])
+            found["memory"] = all_gather_json(memory(model, LEARNED[number]))
             update = found["update"] = learn(model)
             norm, after = hf_after(path, LEARNED[number]) if dist.get_rank() == 0 else (0.0, {})
             update["oracle"] = norm

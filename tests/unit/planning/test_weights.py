@@ -36,6 +36,8 @@ PARAMETERS = {
     # 81_324_862_720 with the MTP layer.
     "Qwen3-Next-80B-A3B": 79_674_391_296,
     # gpt-oss as its weights are in bf16; of Gemma 3 the language model.
+    "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen3-VL-4B-Instruct": 4_437_815_808,
     "gpt-oss-120b": 116_829_156_672,
     "Gemma-3-27B": 27_009_346_304,
 }
