@@ -102,6 +102,8 @@ def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
     """
     rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
     sleeps = rollout.sleep and _shares_device(inputs)
+    if not engine_kind(rollout.engine).has_live_weights:
+        return {}  # it is on devices of others
     if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SCORE)):
         return {}
     weights = _engine_weights(inputs)

@@ -98,6 +98,32 @@ class SpeculativeConfig(Group):
     )
 
 
+_SERVED = engines_that_read("rollout.server")
+
+
+@dataclass
+class ServerConfig(Group):
+    """Servers of vLLM that somebody else runs ([servers](servers.md))."""
+
+    urls: list[str] = key([], "`server`: their addresses, such as [http://10.0.0.7:8000]", only_with=_SERVED)
+    weights_dir: Optional[str] = key(
+        None,
+        "`server`: directory that trainer and servers see at the same path; the weights of a step go through it",
+        null="none",
+        only_with=_SERVED,
+    )
+    token_env: Optional[str] = key(
+        None, "`server`: environment variable that holds the servers' API key", null="none", only_with=_SERVED
+    )
+    timeout_s: float = key(
+        3600.0,
+        "`server`: one that has not answered a request for so long has failed",
+        ABOVE_0,
+        only_with=_SERVED,
+        unit="s",
+    )
+
+
 @dataclass
 class RolloutConfig(Group):
     """The engines that generate responses."""
@@ -131,6 +157,7 @@ class RolloutConfig(Group):
     )
     gpu_memory_utilization: float = key(0.5, "CUDA: share of a device's memory that an engine may use", SHARE)
     kv_cache_gib: float = key(0.5, "CPU: size of an engine's key-value cache", ABOVE_0)
+    server: ServerConfig = group(ServerConfig)
     speculative: SpeculativeConfig = group(SpeculativeConfig)
     prefix_caching: bool = key(
         True, "keep the cache of shared prompt prefixes", more="It is emptied whenever weights change."

@@ -26,6 +26,7 @@ OTHER_MEANINGS = {
     "commands/convert/command.py",
     "commands/convert/conversion.py",
     "commands/evaluate/weights.py",
+    "config/other_trainers/trl.py",
 }
 DEFAULT = "config/schema/rollout.py"
 
@@ -52,7 +53,7 @@ def test_declarations_import_none_of_what_they_declare() -> None:
         "print(sorted(ENGINES), [m for m in ('torch', 'numpy', 'vllm', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['hf', 'vllm'] []"
+    assert done.stdout.strip() == "['hf', 'server', 'vllm'] []"
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     class Point:
         def load(self) -> EngineKind:
             return EngineKind(
-                "server",
+                "acme",
                 runs_apart=False,
                 has_live_weights=False,
                 temperatures=(0.5, 1.0),
@@ -70,11 +71,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             )
 
     def entry_points(*, group: str, name: str) -> list[Any]:
-        return [Point()] if (group, name) == ("rlhf_mcore.engines", "server") else []
+        return [Point()] if (group, name) == ("rlhf_mcore.engines", "acme") else []
 
     monkeypatch.setattr(engine_kinds, "entry_points", entry_points)
     engine_kinds._load_installed.cache_clear()
-    yield "server"
+    yield "acme"
     engine_kinds._load_installed.cache_clear()
 
 
@@ -87,31 +88,31 @@ def test_an_installed_package_adds_an_engine(server: str) -> None:
     cfg.rollout.engine = server
     cfg.bridge.method, cfg.rollout.speculative.method = "gather", "ngram"
     assert "rollout.engine" not in problems(cfg)
-    cfg.rollout.engine = "servers"
-    assert "rollout.engine='servers' is not a choice" in problems(cfg)
+    cfg.rollout.engine = "acmes"
+    assert "rollout.engine='acmes' is not a choice" in problems(cfg)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("rollout.layout.tp", 2, "rollout.layout.tp=2: rollout.engine=server is not sharded; set it to 1 or use vllm"),
+        ("rollout.layout.tp", 2, "rollout.layout.tp=2: rollout.engine=acme is not sharded; set it to 1 or use vllm"),
         (
             "rollout.placement",
             "disaggregated",
-            "rollout.placement=disaggregated: rollout.engine=server is not started under Ray",
+            "rollout.placement=disaggregated: rollout.engine=acme is not started under Ray",
         ),
-        ("bridge.method", "planned", "bridge.method=planned: rollout.engine=server takes full tensors"),
+        ("bridge.method", "planned", "bridge.method=planned: rollout.engine=acme takes full tensors"),
         (
             "rollout.sampling.temperature",
             0.4,
-            "rollout.sampling.temperature=0.4: rollout.engine=server draws at 0.5 to 1",
+            "rollout.sampling.temperature=0.4: rollout.engine=acme draws at 0.5 to 1",
         ),
-        ("evaluate.temperature", 1.5, "evaluate.temperature=1.5: rollout.engine=server draws at 0.5 to 1"),
-        ("model.attention", "sdpa", "model.attention=sdpa is of rollout.engine=hf, found 'server'"),
+        ("evaluate.temperature", 1.5, "evaluate.temperature=1.5: rollout.engine=acme draws at 0.5 to 1"),
+        ("model.attention", "sdpa", "model.attention=sdpa is of rollout.engine=hf, found 'acme'"),
         (
             "rollout.max_num_batched_tokens",
             64,
-            "rollout.max_num_batched_tokens=64 has no effect with rollout.engine=server",
+            "rollout.max_num_batched_tokens=64 has no effect with rollout.engine=acme",
         ),
     ],
 )

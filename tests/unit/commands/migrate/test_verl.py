@@ -210,7 +210,7 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
     [
         ("algorithm.adv_estimator=grpo_passk", "'grpo_passk' has no counterpart; there are: gae, grpo"),
         (ACTOR + "policy_loss.loss_mode=dro", "'dro' has no counterpart"),
-        ("actor_rollout_ref.rollout.name=sglang", "'sglang' has no counterpart; there are: hf, vllm"),
+        ("actor_rollout_ref.rollout.name=sglang", "'sglang' has no counterpart; there are: hf, server, vllm"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "see environment"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "max_tokens_per_microbatch"),
         ("critic.model.fsdp_config.param_offload=True", "critic.layout"),

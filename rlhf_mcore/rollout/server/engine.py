@@ -1,0 +1,284 @@
+"""An engine that is a number of vLLM's servers: the first rank asks them, and all ranks bring the weights together."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
+from rlhf_mcore.rollout.server.client import Client, ServerFailed, token_of
+from rlhf_mcore.types import Completion, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_mcore.config.schema import RolloutConfig
+
+_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+SHARD_BYTES = 4 * 2**30  # of a file of weights
+_WAIT_S = 1.0  # for an answer, between two looks
+
+
+class ServerEngine(Engine):
+    """All servers are one engine, which the first rank leads.
+
+    A request goes to the server with the fewest. One that fails is left out until the next weights, and its requests are drawn by the
+    others, with their seeds. Every answer names the weights that it was drawn by: those of another trainer, or those of a server that
+    was started again, are an error of that server.
+    """
+
+    def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
+        """Ask every server whether it is well.
+
+        Raises:
+            ConfigError: one is not, or cannot replace its weights; on every rank.
+        """
+        super().__init__(model, EngineRank(0, 1, is_lead=dist.get_rank() == 0))
+        assert cfg.server.weights_dir is not None, "config.validate asks for it"
+        self._expected = (
+            ExpectedTensors.of_directory(model.model_dir)
+            if model.shapes is None
+            else ExpectedTensors.of_shapes(model.shapes)
+        )
+        self._urls = [url.rstrip("/") for url in cfg.server.urls]
+        self._run = f"rlhf_mcore-{secrets.token_hex(8)}"  # no other trainer's weights have this name
+        self._folder = Path(cfg.server.weights_dir).absolute() / self._run
+        self._timeout_s = cfg.server.timeout_s
+        self._room = asyncio.Semaphore(cfg.max_num_seqs * len(self._urls))
+        self._well: dict[str, int] = {}  # requests under way, by server
+        self._answers: SimpleQueue[Completion | Exception] = SimpleQueue()
+        self._under_way: dict[int, Future[None]] = {}
+        self._client: Client | None = None
+        self._needed = {"logprobs_mode": "processed_logprobs", "dtype": _DTYPES[model.dtype]}
+        on_every_rank(partial(self._meet, cfg.server.token_env))
+
+    @property
+    def _label(self) -> str:
+        return f"{self._run}-{self.policy_version}"
+
+    def _meet(self, token_env: str | None) -> None:
+        if not self.rank.is_lead:
+            return
+        self._client = Client(token_of(token_env), self._timeout_s)
+        try:
+            for url in self._urls:
+                self._client.wait(self._check(url))
+        except BaseException:
+            self._client.close()
+            self._client = None
+            raise
+
+    async def _check(self, url: str) -> None:
+        """Check that a server is well, takes weights, and draws as this run needs it to."""
+        assert self._client is not None
+        try:
+            for path in ("health", "weight_info"):
+                await self._client.ask("GET", f"{url}/{path}")
+            info = await self._client.ask("GET", f"{url}/server_info?config_format=json")
+        except ServerFailed as error:
+            raise ConfigError(
+                f"rollout.server.urls: {error}; start the server with VLLM_SERVER_DEV_MODE=1 and the options of docs/servers.md"
+            ) from error
+        declared = info["vllm_config"]["model_config"]
+        for name, value in self._needed.items():
+            if declared.get(name) != value:
+                raise ConfigError(
+                    f"rollout.server.urls: {url} has {name}={declared.get(name)}, this run needs {value}; start the server with "
+                    f"--{name.replace('_', '-')} {value.removeprefix('torch.')}"
+                )
+        if declared.get("max_model_len", 0) < self._max_model_len:
+            raise ConfigError(
+                f"rollout.server.urls: {url} has max_model_len={declared.get('max_model_len')}, less than "
+                f"rollout.max_model_len={self._max_model_len}; start the server with --max-model-len {self._max_model_len}"
+            )
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self.rank.is_lead:
+            super().submit(requests)
+
+    def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
+        assert self._client is not None
+        for request, limit in zip(requests, limits, strict=True):
+            self._under_way[request.request_id] = self._client.begin(self._draw(request, limit, self._label))
+        return [request.name for request in requests]
+
+    async def _draw(self, request: Request, limit: int, label: str) -> None:
+        """Have a server draw a response, and put it among the answers."""
+        try:
+            async with self._room:
+                self._answers.put(await self._ask_any(request, limit, label))
+        except Exception as error:
+            self._answers.put(error)
+
+    async def _ask_any(self, request: Request, limit: int, label: str) -> Completion:
+        """Ask the server with the fewest requests; where it fails, another one."""
+        problem = ServerFailed("no server is left")
+        while self._well:
+            url = min(self._well, key=self._well.__getitem__)
+            self._well[url] += 1
+            try:
+                return await self._ask_for(url, request, limit, label)
+            except ServerFailed as error:
+                self._well.pop(url, None)
+                problem = error
+            finally:
+                if url in self._well:
+                    self._well[url] -= 1
+        raise problem
+
+    async def _ask_for(self, url: str, request: Request, limit: int, label: str) -> Completion:
+        assert self._client is not None
+        sampling = {
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "top_k": request.sampling.top_k,
+            "max_tokens": limit,
+            "seed": request.seed,
+            "stop_token_ids": self._stops,
+            "logprobs": 0,  # of the sampled token only
+            "detokenize": False,
+        }
+        body = {"token_ids": list(map(int, request.prompt_ids)), "sampling_params": sampling, "cache_salt": label}
+        answer = await self._client.ask("POST", f"{url}/inference/v1/generate", body)
+        return completion_of(answer, request, url, label, self.policy_version)
+
+    def _step(self) -> list[Completion]:
+        """Wait for an answer, and take all that there are."""
+        finished: list[Completion] = []
+        with suppress(Empty):
+            answer = self._answers.get(timeout=_WAIT_S)
+            while True:
+                if isinstance(answer, Exception):
+                    raise RuntimeError(f"the servers of rollout.server.urls draw no more: {answer}") from answer
+                if self._under_way.pop(answer.request_id, None) is not None:  # else it was cancelled
+                    finished.append(answer)
+                answer = self._answers.get_nowait()
+        return finished
+
+    def _end(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self._under_way.pop(request_id).cancel()  # closes the connection, so that the server stops to draw
+
+    def _num_drawn(self) -> dict[int, int]:
+        return dict.fromkeys(self._in_flight, 0)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Write the weights where all servers read them, and have these replace theirs. Collective.
+
+        Raises:
+            RuntimeError: requests are in flight, or no server has taken the weights; on every rank.
+        """
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests are in flight: servers get weights between them")
+        self.begin_load()
+        folder = self._folder / str(version)
+        writer = ShardWriter(folder) if self.rank.is_lead else None
+        for name, tensor in self._expected.checked(weights):  # gathering is collective
+            if writer is not None:
+                writer.add(name, tensor)
+        on_every_rank(partial(self._bring, writer, version))
+        self.commit_load(version)
+
+    def _bring(self, writer: ShardWriter | None, version: int) -> None:
+        if writer is None:
+            return
+        assert self._client is not None
+        writer.close()
+        problems = self._client.wait(self._replace_all(str(writer.folder), f"{self._run}-{version}"))
+        self._well = {url: 0 for url, problem in problems.items() if problem is None}
+        shutil.rmtree(writer.folder)
+        if not self._well:
+            raise RuntimeError(f"no server has taken the weights: {'; '.join(map(str, problems.values()))}")
+
+    async def _replace_all(self, folder: str, label: str) -> dict[str, Exception | None]:
+        results = await asyncio.gather(
+            *(self._replace(url, folder, label) for url in self._urls), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ServerFailed):
+                raise result
+        return dict(zip(self._urls, results, strict=True))  # type: ignore[arg-type]
+
+    async def _replace(self, url: str, folder: str, label: str) -> None:
+        """Replace the weights of a server. It answers nobody meanwhile."""
+        assert self._client is not None
+        ask = self._client.ask
+        await ask("POST", f"{url}/pause?mode=abort")
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await ask("POST", f"{url}/collective_rpc", reload)
+        await ask("POST", f"{url}/update_weight_version", {"new_version": label})
+        await ask("POST", f"{url}/reset_prefix_cache")
+        await ask("POST", f"{url}/resume")
+
+    def close(self) -> None:
+        """Leave the servers as they are, with the last weights."""
+        self.abandon("it was closed")
+        if self._client is not None:
+            self._client.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ShardWriter:
+    """Writes tensors to files of about ``shard_bytes`` in a folder, as they come."""
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self._shard_bytes = folder, shard_bytes
+        self._held: dict[str, Tensor] = {}
+        self._size = self._count = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._size += tensor.nbytes
+        if self._size >= self._shard_bytes:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is held."""
+        if self._held:
+            self._count += 1
+            save_file(self._held, self.folder / f"model-{self._count:05}.safetensors")
+            self._held, self._size = {}, 0
+
+
+def completion_of(answer: Mapping[str, Any], request: Request, url: str, label: str, version: int) -> Completion:
+    """Read what ``/inference/v1/generate`` answers.
+
+    Raises:
+        ServerFailed: it was drawn by other weights, or not to its end.
+    """
+    try:
+        [choice] = answer["choices"]
+        tokens, finish_reason = choice["token_ids"], choice["finish_reason"]
+        drawn_by = {span["version"] for span in choice["weight_versions"]}
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerFailed(f"{url} answers what is no response: {type(error).__name__} {error}") from error
+    if drawn_by != {label}:
+        raise ServerFailed(
+            f"{url} has drawn by the weights {', '.join(sorted(drawn_by))}, which are not this run's {label}"
+        )
+    if finish_reason not in ("stop", "length") or not tokens or len(tokens) != len(logprobs):
+        raise ServerFailed(f"{url} has ended a response of {len(tokens)} tokens early: {finish_reason}")
+    return Completion(
+        request.request_id,
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        ((0, version),),
+        finish_reason,
+    )

@@ -1,0 +1,288 @@
+"""The client of servers: what it asks a server that is a few lines, which fails as servers do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config, RolloutConfig
+from rlhf_mcore.config.schema.rollout import ServerConfig
+from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.rollout.server.engine import ServerEngine, ShardWriter
+from rlhf_mcore.types import Request, Sampling
+from tests.unit.parallel.world import world
+
+__all__ = ["world"]
+
+DECLARED = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "max_model_len": 64}
+SHAPES = {"a.weight": (2, 3), "b.weight": (4,)}
+
+
+@dataclass
+class Server:
+    """vLLM's routes. A response is the prompt's last token plus 1, 2, 3; ``answers`` change it."""
+
+    declared: dict[str, Any] = field(default_factory=lambda: dict(DECLARED))
+    token: str | None = None
+    fails_at: str = ""  # a path
+    label: str = "default"
+    forced_label: str | None = None
+    finish_reason: str = "stop"
+    asked: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    loaded: dict[str, torch.Tensor] = field(default_factory=dict)
+    url: str = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.asked.append(request.path_qs)
+        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if path == self.fails_at:
+            return web.json_response({"error": "no memory"}, status=500)
+        body = json.loads(await request.text() or "{}")
+        if path == "/server_info":
+            return web.json_response({"vllm_config": {"model_config": self.declared}})
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.loaded = {}
+            for file in sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors")):
+                self.loaded |= load_file(file)
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        if path == "/inference/v1/generate":
+            self.bodies.append(body)
+            return web.json_response({"choices": [self.choice(body["token_ids"][-1])]})
+        return web.json_response({})
+
+    def choice(self, last: int) -> dict[str, Any]:
+        return {
+            "token_ids": [last + 1, last + 2, last + 3],
+            "finish_reason": self.finish_reason,
+            "weight_versions": [{"version": self.forced_label or self.label, "start": 0, "end": 3}],
+            "logprobs": {"content": [{"token_id": last + k, "logprob": -0.5 * k} for k in (1, 2, 3)]},
+        }
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    loop, ready, runners = asyncio.new_event_loop(), Event(), []
+
+    async def start() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", server.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        server.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        runners.append(runner)
+        ready.set()
+
+    def serve() -> None:
+        loop.run_until_complete(start())
+        loop.run_forever()
+
+    thread = Thread(target=serve, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(running(Server())) for _ in range(2)]
+
+
+@pytest.fixture
+def build(tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Make an engine in a world of one rank. Its tokenizer is not asked for more than the token that ends a response."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("rlhf_mcore.rollout.engine.load_tokenizer", lambda _: SimpleNamespace(eos_token_id=2))
+    with ExitStack() as stack:
+
+        def made(*servers: Server, token_env: str | None = None) -> ServerEngine:
+            served = ServerConfig([f"{server.url}/" for server in servers], str(tmp_path / "weights"), token_env, 30.0)
+            model = EngineModel(str(tmp_path), str(tmp_path), "fp32", 64, 0, SHAPES)
+            engine = ServerEngine(RolloutConfig(engine="server", server=served), model)
+            stack.callback(engine.close)
+            return engine
+
+        yield made
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.full(shape, value)) for name, shape in SHAPES.items()]
+
+
+def requests(count: int) -> list[Request]:
+    sampling = Sampling(temperature=0.7, max_new_tokens=5)
+    return [Request(10 + n, f"prompt {n}", [3, 20 + n], sampling, seed=100 + n) for n in range(count)]
+
+
+def test_responses_come_from_all_servers_by_the_weights_that_they_were_given(
+    build: Any, servers: list[Server], tmp_path: Path
+) -> None:
+    engine = build(*servers)
+    with pytest.raises(RuntimeError, match="no weights were ever loaded"):
+        engine.generate(requests(1))
+    engine.load_weights(weights(2.0), version=4)
+    drawn = engine.generate(requests(6))
+    assert [completion.request_id for completion in drawn] == [10, 11, 12, 13, 14, 15]
+    assert [completion.token_ids.tolist() for completion in drawn] == [[21 + n, 22 + n, 23 + n] for n in range(6)]
+    assert all(completion.logprobs.tolist() == [-0.5, -1.0, -1.5] for completion in drawn)
+    assert {completion.versions for completion in drawn} == {((0, 4),)}
+    assert sorted(len(server.bodies) for server in servers) == [3, 3]
+    for server in servers:
+        assert server.loaded.keys() == SHAPES.keys() and all((tensor == 2.0).all() for tensor in server.loaded.values())
+        order = [path.split("?")[0] for path in server.asked if "server_info" not in path and "health" not in path]
+        assert order[1:6] == ["/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"]
+        sampling = server.bodies[0]["sampling_params"]
+        assert (sampling["temperature"], sampling["max_tokens"], sampling["logprobs"]) == (0.7, 5, 0)
+        assert sampling["seed"] == 100 + server.bodies[0]["token_ids"][-1] - 20
+    assert list((tmp_path / "weights").glob("*/*")) == [], "weights are removed when the servers have them"
+
+
+def test_a_server_that_fails_is_left_out_until_the_next_weights(build: Any, servers: list[Server]) -> None:
+    engine = build(*servers)
+    engine.load_weights(weights(1.0), version=0)
+    servers[0].fails_at = "/inference/v1/generate"
+    assert len(engine.generate(requests(4))) == 4
+    assert len(servers[1].bodies) == 4
+    servers[0].fails_at = ""
+    engine.generate(requests(4))
+    assert servers[0].bodies == []
+    engine.load_weights(weights(1.0), version=1)
+    engine.generate(requests(4))
+    assert len(servers[0].bodies) == 2
+
+
+def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: list[Server]) -> None:
+    engine = build(*servers)
+    servers[1].fails_at = "/collective_rpc"
+    engine.load_weights(weights(1.0), version=0)
+    engine.generate(requests(4))
+    assert servers[1].bodies == [] and len(servers[0].bodies) == 4
+    servers[0].fails_at = "/collective_rpc"
+    with pytest.raises(RuntimeError, match=r"has taken the weights: http.*/collective_rpc answers 500: .*no memory"):
+        engine.load_weights(weights(1.0), version=1)
+    with pytest.raises(RuntimeError, match="cannot generate"):
+        engine.generate(requests(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"forced_label": "default"}, "has drawn by the weights default, which are not this run's rlhf_mcore-"),
+        ({"finish_reason": "abort"}, "has ended a response of 3 tokens early: abort"),
+        ({"fails_at": "/inference/v1/generate"}, "/inference/v1/generate answers 500"),
+    ],
+)
+def test_a_response_of_other_weights_or_half_a_response_is_none(
+    build: Any, servers: list[Server], change: dict[str, Any], told: str
+) -> None:
+    engine = build(servers[0])
+    engine.load_weights(weights(1.0), version=0)
+    for name, value in change.items():
+        setattr(servers[0], name, value)
+    with pytest.raises(
+        RuntimeError, match=f"the servers of rollout.server.urls draw no more: {servers[0].url}.*{told}"
+    ):
+        engine.generate(requests(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"logprobs_mode": "raw_logprobs"},
+            "needs processed_logprobs; start the server with --logprobs-mode processed_logprobs",
+        ),
+        ({"dtype": "torch.bfloat16"}, "needs torch.float32; start the server with --dtype float32"),
+        ({"max_model_len": 63}, "less than rollout.max_model_len=64; start the server with --max-model-len 64"),
+    ],
+)
+def test_a_server_that_draws_otherwise_is_refused(
+    build: Any, servers: list[Server], change: dict[str, Any], told: str
+) -> None:
+    servers[1].declared |= change
+    with pytest.raises(ConfigError, match=told):
+        build(*servers)
+
+
+def test_a_server_without_the_routes_is_refused(build: Any, servers: list[Server]) -> None:
+    servers[0].fails_at = "/weight_info"
+    with pytest.raises(ConfigError, match="start the server with VLLM_SERVER_DEV_MODE=1"):
+        build(servers[0])
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/health does not answer"):
+        build(Server(url="http://127.0.0.1:9"))
+
+
+def test_the_key_is_sent_from_its_variable(build: Any, servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    servers[0].token = "s3cret"
+    with pytest.raises(ConfigError, match="answers 401"):
+        build(servers[0])
+    monkeypatch.setenv("KEY_OF_A_TEST", "s3cret")
+    engine = build(servers[0], token_env="KEY_OF_A_TEST")
+    engine.load_weights(weights(1.0), version=0)
+    assert len(engine.generate(requests(1))) == 1
+
+
+def test_weights_go_to_files_of_a_bounded_size(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "w", shard_bytes=100)
+    for number in range(5):
+        writer.add(f"t{number}", torch.full((4, 4), float(number)).t())  # 64 bytes, not contiguous
+    writer.close()
+    files = sorted((tmp_path / "w").iterdir())
+    assert [len(load_file(file)) for file in files] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], "needs rollout.server.urls"),
+        (["rollout.server.urls=[10.0.0.7:8000]"], "has '10.0.0.7:8000', which is no address"),
+        (["rollout.server.urls=[http://a:1]"], "needs rollout.server.weights_dir"),
+        (
+            ["rollout.server.urls=[http://a:1]", "rollout.server.weights_dir=/w", "rollout.server.token_env=NO_SUCH"],
+            "is not set",
+        ),
+        (
+            ["rollout.server.urls=[http://a:1]", "rollout.server.weights_dir=/w", "rollout.sampling.top_k=5"],
+            "set them to 1 and -1",
+        ),
+    ],
+)
+def test_what_is_missing_is_told_before_the_run(overrides: list[str], told: str) -> None:
+    cfg = Config()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        *path, name = key.split(".")
+        owner: Any = cfg
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, name, [value.strip("[]")] if value.startswith("[") else int(value) if value.isdigit() else value)
+    problems = list(engine_kind("server").model_problems(cfg, None))  # type: ignore[arg-type]
+    assert any(told in problem for problem in problems), problems
