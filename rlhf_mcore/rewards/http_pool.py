@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.rewards.items import MAX_LOST_IN_A_ROW, Collect, Outcome
-from rlhf_mcore.rewards.wire import WireError, excerpt, read_json
+from rlhf_mcore.rewards.wire import MAX_ANSWER_BYTES, WireError, excerpt, read_json, read_scores
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -245,6 +245,20 @@ class HttpPool(ABC):
 
     def _without_token(self, text: str) -> str:
         return text.replace(self._token, "<redacted>") if self._token else text
+
+
+class ScorePool(HttpPool):
+    """Asks a reward server for scores, ``rlhf-mcore serve-reward`` or one that answers as ``rlhf_mcore.rewards.wire`` describes it."""
+
+    max_answer_bytes = MAX_ANSWER_BYTES
+
+    def encode(self, items: Sequence[bytes]) -> bytes:
+        """Return the request for some items."""
+        return b'{"items":[' + b",".join(items) + b"]}"
+
+    def decode(self, answer: Any, count: int) -> list[Outcome]:
+        """Return their scores."""
+        return read_scores(answer, count)
 
 
 class _Client:

@@ -101,7 +101,7 @@ def _build_graders(cfg: RewardConfig, pools: Pools) -> Graders:
         return function_reward(cfg, pools)
     if cfg.remote.url is not None:
         from rlhf_mcore.rewards.function import PooledReward
-        from rlhf_mcore.rewards.remote import ScorePool
+        from rlhf_mcore.rewards.http_pool import ScorePool
 
         pool = ScorePool("reward.remote", cfg.remote, batch_size=cfg.remote.batch_size)
         return PooledReward(pool.name, pool, cfg.on_error, with_prompt=True)

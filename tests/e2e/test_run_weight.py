@@ -15,7 +15,7 @@ cli.saved_checkpoint cli.starting commands config.load config.other_names config
 config.user_functions data.examples data.trajectory_files environments mcore.attention mcore.delta_net mcore.latent
 mcore.momentum mcore.mtp mcore.stages observability.background_tracker observability.live_display parallel.context
 planning.plan platform.cuda residency.parts rewards.comparison rewards.http_pool rewards.items
-rewards.judge rewards.mathematics rewards.ray_pool rewards.remote rewards.shape roles.critic roles.freezing
+rewards.judge rewards.mathematics rewards.ray_pool rewards.shape roles.critic roles.freezing
 roles.reward_model roles.supervised rollout.hf rollout.remote rollout.vllm.masks rollout.vllm.reload sandbox
 trainer.ahead trainer.dynamic_sampling trainer.earlier_checkpoint trainer.evaluation trainer.pipeline
 trainer.saved_state trainer.statistics

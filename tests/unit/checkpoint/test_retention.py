@@ -17,7 +17,7 @@ from rlhf_mcore.checkpoint.layout import Checkpoint, scan
 from rlhf_mcore.checkpoint.links import BestRule, read_pins
 from rlhf_mcore.checkpoint.manifest import Base, CheckpointInfo, read_manifest, verify
 from rlhf_mcore.checkpoint.retention import Retention, dropped, prune, prune_quarantine
-from rlhf_mcore.commands.pin.pins import pin, unpin
+from rlhf_mcore.commands.pin.command import pin, unpin
 from rlhf_mcore.config.errors import ConfigError
 from tests.messages import refused
 from tests.unit.checkpoint.saving import FailingDisk, contents, save
