@@ -1,4 +1,4 @@
-"""Parents and children: a process that ends with the one that started it, and nothing that is left running. Of Linux."""
+"""Ends processes with their parents, and leaves none running. For Linux."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ class Agent:
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Print what ended the run, once. Returns the exit code.
 
-        The cause is the first reported error that no other rank's end explains; else a killed rank; else a rank that left without
-        an error; else the failure that torchrun saw first.
+        The cause is the first reported error that is no consequence of another rank's end; else a killed rank; else a rank that left
+        without an error; else torchrun's first failure.
         """
         self.reports.read()
         own = [entry for entry in self.reports.failures if entry.kind != CONSEQUENCE]

@@ -26,7 +26,7 @@ REMEDY = (
 
 
 def _stand_in(number: int) -> str:
-    """Make a content that no template changes, and that is found again in what it makes."""
+    """Make a content that no template changes, to find it again in the rendered text."""
     return f"standin{number}in"
 
 

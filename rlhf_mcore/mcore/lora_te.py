@@ -1,7 +1,7 @@
 """What Transformer Engine's linear layers have in common with Megatron's own, as adapters need it. Imported where it is installed.
 
-Three things differ. A norm can be a part of a layer: the layer is then told to return what it has normed too, so that the norm is
-computed once, and its gradient is that of both products. The experts of a layer are one layer: its input has their tokens one
+Three things differ. A norm can be a part of a layer: the layer then returns its normed input too. So the norm is computed once, and
+its gradient is the sum of both products'. The experts of a layer are one layer: its input has their tokens one
 after the other. And a layer that leaves communication to others has no ``parallel_mode``.
 """
 
@@ -38,7 +38,7 @@ def return_normed(layer: Any) -> None:
 def parts_of(
     layer: Any, inputs: tuple[Any, ...], output: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
-    """Return what a layer has multiplied, what it has returned, and its bias if that is added later.
+    """Return the input of a layer's product, its output, and its bias if that is added later.
 
     The fourth are the tokens of each expert, None where the layer has no experts.
     """

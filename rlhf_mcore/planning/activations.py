@@ -44,7 +44,7 @@ def training_activations(
 ) -> ActivationBytes:
     """Estimate the peak of a forward and backward pass over microbatches of ``tokens`` tokens (a rank's part of a sequence).
 
-    Beside what microbatches keep, that is the largest of three, which come one after the other: what one layer needs for itself,
+    The peak is the sum of all that microbatches keep and the largest of three, one after the other: the working memory of one layer,
     the logits, and the gradient of the embedding. ``width`` is the size of an activation's element in bytes.
     """
     layout, geometry = role.layout, role.geometry
@@ -104,8 +104,8 @@ def _computing_bytes(role: PlannedRole, layer: int, tokens: int, width: int, ass
 def _delta_bytes(role: PlannedRole, layer: int, tokens: int, width: int) -> float:
     """Count what mcore/delta_net.py holds of a layer in its backward pass, in fp32.
 
-    Queries and keys are there once for each head of values. Under context parallelism an exchange beside that has what is sent, what
-    is received, and that in the order of the tokens. Counted by tracing it.
+    Queries and keys are there once for each head of values. Under context parallelism an exchange adds its message, the received one,
+    and a copy in the order of the tokens. Counted by tracing it.
     """
     geometry = role.geometry
     if (delta := geometry.delta) is None or layer not in delta.layers:

@@ -115,8 +115,7 @@ def make_plan(
 def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Config:
     """Decide ``offload`` of every model that leaves it to the plan: as little as makes everything fit, else everything.
 
-    Of two ways that fit that is taken in which less of the trained models leaves. These stay where no engine that sleeps shares the
-    device.
+    If two ways fit, less of the trained models leaves. They stay where no sleeping engine shares the device.
     """
     assumed = assumed or Assumptions()
     rollout = cfg.rollout

@@ -1,8 +1,8 @@
 """Workers on the machines of a Ray cluster, those without a GPU among them.
 
 A Ray actor holds a worker process (``rlhf_mcore.rewards.pool.LocalWorker``), so that a function is run there as it is here: in a
-process group of its own, with its deadline, its memory limit and few variables. An actor that ends, or a machine that is lost, is
-replaced, and the item that it had is tried elsewhere.
+process group of its own, with its deadline, its memory limit and few variables. A lost actor or machine is
+replaced, and its item is tried elsewhere.
 """
 
 from __future__ import annotations

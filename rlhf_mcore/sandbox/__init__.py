@@ -1,1 +1,1 @@
-"""Programs that nobody trusts, such as what a model has written, run in processes of their own that can reach nothing."""
+"""Runs untrusted programs, such as a model's, in processes of their own without access to anything."""

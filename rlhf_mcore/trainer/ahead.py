@@ -57,8 +57,9 @@ class Schedule:
     def limit(self, step: int) -> int:
         """Return the most prompts that may be started and not yet learned from, in a step.
 
-        Nothing is started for steps that the run does not have, unless ``in_order``: a run that is resumed with more steps then
-        equals the one that had them from the beginning, whose prompts were sampled by policies that are gone.
+        Nothing is started for steps that the run does not have, unless ``in_order``: then a run that
+        is resumed with more steps equals a run that had them from the beginning. Later it could
+        not sample them: their policies are gone.
         """
         ahead = self.max_staleness
         if self.last_step is not None and not self.in_order:
@@ -172,7 +173,7 @@ class SamplingAhead:
         return f"{len(lengths)} finished · {self.num_in_flight} waiting · longest {max(lengths, default=0):,} tokens"
 
     def fill(self, step: int) -> None:
-        """Begin with everything that may be sampled by the policy that step ``step`` starts from, whose version is ``step - 1``."""
+        """Begin with everything that the policy of version ``step - 1`` may sample, with which step ``step`` starts."""
         with self._changed:
             self._fill(step)
 

@@ -1,7 +1,7 @@
 """A canary after every sync: each engine's logprobs of a few tokens must be the trainer's.
 
-It is cheap (four tokens an engine) and sees what hashes of weights cannot: kernels that read something else than what was written,
-memory that did not come back from sleep. It sees gross errors only; that every bit arrived is what ``bridge.verify`` proves.
+It is cheap (four tokens an engine) and sees what hashes of weights cannot: kernels that read other weights than were
+written, memory that did not come back from sleep. It sees gross errors only; ``bridge.verify`` proves that every bit arrived.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def continue_run(
 def _newest_intact(
     run: Path, cfg: CheckpointConfig, check_saved: CheckSaved | None
 ) -> tuple[Path, dict[str, Path], list[Problem], list[str]]:
-    """Return the newest checkpoint that is intact, what ``_check`` returns for it, and a line for each that is passed over."""
+    """Return the newest intact checkpoint, the results of ``_check`` for it, and a line for each one passed over."""
     own, unread = scan(run), without_manifest(run)
     if not own:
         raise ConfigError(
@@ -151,8 +151,8 @@ def compare_inputs(checkpoint: Path, cfg: CheckpointConfig, inputs: Inputs) -> l
 def changed_inputs(saved: Inputs, current: Inputs) -> list[str]:
     """Return a line for each input that has another content than it had.
 
-    An input that only one of the two has comes with another configuration, and is named by the comparison of these; but the prompts
-    that are trained on are all compared, and so is a reward function, in checkpoints of releases that did not keep what scores.
+    An input of only one of the two follows from another configuration, whose comparison names it. Training prompts are always
+    compared. So is a reward function in checkpoints of releases that did not record the reward.
     """
     lines = []
     for name in dict.fromkeys((*saved, *current)):

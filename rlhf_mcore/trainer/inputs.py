@@ -99,7 +99,7 @@ def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
 
 
 def _changed_from_default(rule: RuleConfig) -> dict[str, Any]:
-    """Return what differs from the default, which a release that adds an option does not change."""
+    """Return the options that differ from the defaults: a release with one more option does not change it."""
     default = asdict(RuleConfig(rule.name))
     return {"name": rule.name} | {name: value for name, value in asdict(rule).items() if value != default[name]}
 

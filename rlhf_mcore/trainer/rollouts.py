@@ -207,9 +207,8 @@ def check_completion(request: Request, completion: Completion) -> None:
     """Refuse what training must not see.
 
     Raises:
-        RuntimeError: no token, a count of logprobs that differs from the count of tokens, a logprob that is NaN,
-            infinite or positive, a request that did not finish, or a support that is not there or lacks its token. The message names
-            the prompt.
+        RuntimeError: no token, more or fewer logprobs than tokens, a NaN, infinite or positive logprob, an unfinished request, or no
+            support or one without its token. The message names the prompt.
     """
     tokens, logprobs, where = completion.token_ids, completion.logprobs, request.name
     if not len(tokens):

@@ -1,4 +1,4 @@
-"""The command: what is certified, in which order, and the page that it writes."""
+"""The command: models and layouts to certify, their order, and the page of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rlhf-mcore doctor``: what is installed, what the machine is like, and what will be slow or will fail, with the remedy."""
+"""``rlhf-mcore doctor``: installed packages, the machine, and likely failures and slow parts with their remedies."""
 
 from __future__ import annotations
 

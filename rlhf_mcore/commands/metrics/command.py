@@ -1,4 +1,4 @@
-"""``rlhf-mcore metrics [NAME]``: what a metric means, its unit, what is healthy, and what to do where it is not. Imports no torch."""
+"""``rlhf-mcore metrics [NAME]``: the meaning of a metric, its unit, its healthy range, and a remedy beyond it. Imports no torch."""
 
 from __future__ import annotations
 

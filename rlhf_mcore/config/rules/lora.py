@@ -112,7 +112,7 @@ def target_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 
 
 def layer_problems(lora: LoraConfig, field: str, geometry: ModelGeometry) -> Iterator[str]:
-    """Targets that a model does not have, or that take no adapter, and adapters to begin with that are others."""
+    """List targets without a layer or without adapters in this model, and misfits of the adapter to begin with."""
     sizes = adapter_sizes(lora)
     if sizes is None or not sizes.targets:
         return
