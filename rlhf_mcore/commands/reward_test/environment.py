@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 
 def _task_of(prompt: Prompt, seed: int) -> Mapping[str, Any]:
-    """Build what an agent gets; a prompt that is a text is one message."""
-    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-    return {**row_of(prompt), "messages": messages, "seed": seed}
+    """Build what an agent gets."""
+    return {**row_of(prompt), "messages": prompt.messages, "seed": seed}
 
 
 def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
