@@ -503,6 +503,23 @@ def test_junk_is_refused_in_one_line_and_harms_nobody(run: Any, tokenizer: PreTr
     assert sampled(whole, tokenizer) == ["ok<end>"]
 
 
+def test_the_key_of_an_episode_that_has_ended_is_refused(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    keys: list[str] = []
+
+    def play(base_url: str, api_key: str) -> float:
+        asked = json.dumps({"messages": HI, "prompt": "q", "input": "q", "max_tokens": 5}).encode()
+        for path in ("chat/completions", "completions", "messages", "responses", "begin"):
+            assert [post(base_url, path, asked, key)[0] for key in keys] == [401] * len(keys)
+        keys.append(api_key)
+        chat(base_url, api_key).chat.completions.create(model="m", messages=HI)
+        return 1
+
+    for _ in range(2):
+        [whole] = run(["ok"], play)
+        assert sampled(whole, tokenizer) == ["ok<end>"] and len(run.engine.requests) == 1
+    assert len(set(keys)) == 2
+
+
 def test_who_leaves_or_floods_is_not_learned_from(
     run: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
