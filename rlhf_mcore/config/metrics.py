@@ -258,6 +258,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("timing/episode_waiting", "the rest: the agent itself, starts of processes, the wait for an engine's next step", S),
         Metric("timing/tool/<tool>", "mean time of a call of a tool; `step` is an environment without tools", S),
         Metric("timing/concurrent_episodes", "episodes under way at a time, in the mean, of all engines", "episodes"),
+        Metric("timing/concurrent_calls", "calls of tools under way at a time, in the mean, of all engines", "calls"),
         Metric("timing/unix_time", "when the step ended, since the epoch", S),
         Metric("throughput/tflops", "operations of the models in the step, of all devices", "TFLOP/s"),
         Metric("throughput/mfu", "share of the devices' peak (logging.peak_tflops)", SHARE, "0.2 to 0.5", "see docs/performance.md"),

@@ -47,6 +47,8 @@ def episode_metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
     if span > 0:
         metrics["timing/concurrent_episodes"] = times["seconds"] / span
+        in_tools = sum(spent for rank in ranks for _, spent in rank["tools"].values())
+        metrics["timing/concurrent_calls"] = in_tools / span
     tools = defaultdict[str, list[float]](lambda: [0, 0.0])
     for rank in ranks:
         for name, (number, spent) in rank["tools"].items():

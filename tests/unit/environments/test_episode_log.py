@@ -61,6 +61,7 @@ def test_metrics_over_ranks() -> None:
         "timing/episode_tools": 0.5,
         "timing/episode_waiting": 0.25,
         "timing/concurrent_episodes": 9 / 5,
+        "timing/concurrent_calls": 5 / 5,  # calls of 1, 1 and 3 seconds
         "rollout/tool_calls/add": 2.0,
         "timing/tool/add": 2.0,
         "rollout/tool_calls/x_y_..": 1.0,

@@ -260,6 +260,7 @@ def play(agent: Agent, data: st.DataObject) -> None:
     for which in ("last", "longest"):
         chosen = agent.tree.trajectory(PROMPT, 0, which)
         assert not chosen.sequences and Counter(learned(chosen)) <= Counter(agent.engine.drawn)
-    whole.score = Score(1.0)
+    whole.score, whole.record = Score(1.0), {"seconds": 0.5, "nodes": [{"said": "a", "parent": None}]}
     [[read]] = decode_trajectories(encode_trajectories({3: [whole]}), {3: PROMPT}).values()
     assert read.sequences == whole.sequences and learned(read) == learned(whole) and read.turns == whole.turns
+    assert read.record == whole.record
