@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, EnvironmentConfig
-    from rlhf_mcore.protocols import EngineRank, EpisodeDriver, Generator
+    from rlhf_mcore.episode_driver import EpisodeDriver
+    from rlhf_mcore.protocols import EngineRank, Generator
     from rlhf_mcore.trainer.rollouts import Decode
 
     # environment.tool_parser, tokenizer, schemas of tools -> text of a turn -> message.

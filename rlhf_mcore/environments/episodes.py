@@ -57,7 +57,7 @@ class _Episode:
 
 
 class Episodes:
-    """The episodes of an engine, in its leading rank: an :class:`rlhf_mcore.protocols.EpisodeDriver`.
+    """The episodes of an engine, in its leading rank: an :class:`rlhf_mcore.episode_driver.EpisodeDriver`.
 
     A turn is asked for under the id of its episode, which has one turn at a time.
 
@@ -113,6 +113,10 @@ class Episodes:
 
     num_held = 0
 
+    def unheard(self) -> Collection[int]:
+        """Return none: a turn is asked for under the id of its episode, and cancelled with it."""
+        return ()
+
     def lend(self, most: int) -> list[Request]:
         """Return []: nothing is held back."""
         return []
@@ -130,7 +134,7 @@ class Episodes:
         self.cancel(list(self._open))
 
     def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
-        """Return the turns to draw (:class:`rlhf_mcore.protocols.EpisodeDriver`).
+        """Return the turns to draw (:class:`rlhf_mcore.episode_driver.EpisodeDriver`).
 
         None where an engine has nothing to draw, or must not draw yet.
 

@@ -13,7 +13,8 @@ from rlhf_mcore.types import Completion, Request
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from rlhf_mcore.protocols import EpisodeDriver, Generator
+    from rlhf_mcore.episode_driver import EpisodeDriver
+    from rlhf_mcore.protocols import Generator
     from rlhf_mcore.types import Sampling
 
 TURNS = 2**40  # ids of turns are that of their episode and a multiple of it, where an episode has several under way
@@ -66,7 +67,10 @@ class EpisodeGenerator:
         try:
             while self._open:
                 turns = self._due(ended) if episodes is not None else []
-                turns, ended_ids = self._agree(turns, [completion.request_id for completion in ended])
+                unheard = list(episodes.unheard()) if episodes is not None else []
+                ended_ids = [completion.request_id for completion in ended]
+                turns, unheard, ended_ids = self._agree(turns, unheard, ended_ids)
+                self._engine.cancel(unheard)
                 self._engine.submit(turns)
                 for request_id in ended_ids:
                     del self._open[request_id]
@@ -93,17 +97,19 @@ class EpisodeGenerator:
             ended += self._episodes.take([])
         return turns or []
 
-    def _agree(self, turns: list[Request], ended: list[int]) -> tuple[list[Request], list[int]]:
+    def _agree(
+        self, turns: list[Request], unheard: list[int], ended: list[int]
+    ) -> tuple[list[Request], list[int], list[int]]:
         """Broadcast what the lead has to all ranks of the engine."""
         if self._group is None:
-            return turns, ended
+            return turns, unheard, ended
         plain = [(r.request_id, r.name, list(r.prompt_ids), r.sampling.max_new_tokens, r.seed) for r in turns]
-        plain, ended = broadcast_json((plain, ended), 0, self._group)
+        plain, unheard, ended = broadcast_json((plain, unheard, ended), 0, self._group)
         agreed = [
             Request(key, name, prompt_ids, replace(self._open[key % TURNS], max_new_tokens=limit), seed)
             for key, name, prompt_ids, limit, seed in plain
         ]
-        return agreed, ended
+        return agreed, unheard, ended
 
     def cancel(self, request_ids: Collection[int]) -> None:
         """Forget episodes; ids that are not under way are ignored."""

@@ -68,7 +68,7 @@ class AgentRules:
 
 
 class AgentEpisodes:
-    """The episodes of an engine, in its leading rank: an :class:`rlhf_mcore.protocols.EpisodeDriver`.
+    """The episodes of an engine, in its leading rank: an :class:`rlhf_mcore.episode_driver.EpisodeDriver`.
 
     An agent is a session that takes one step, its whole episode. Meanwhile it asks the endpoint for turns, several at a time if it
     wants. The engine draws what is there; so which turns are drawn together depends on the time.
@@ -88,8 +88,18 @@ class AgentEpisodes:
         self._next_words = 0.0  # when clients of streams get their next words
 
     def watch(self, drawn: Drawn, slots: int | None = None) -> None:
-        """See :class:`rlhf_mcore.protocols.EpisodeDriver`."""
+        """See :class:`rlhf_mcore.episode_driver.EpisodeDriver`."""
         self._drawn, self._slots = drawn, slots
+
+    def unheard(self) -> Collection[int]:
+        """See :class:`rlhf_mcore.episode_driver.EpisodeDriver`: of clients that have left, and of episodes that have ended."""
+        gone = {
+            number for number in self._at_engine if (turn := self._turns.get(number)) is None or _has_left(turn.call)
+        }
+        self._at_engine -= gone
+        for number in gone:
+            self._turns.pop(number, None)
+        return sorted(gone)
 
     @property
     def num_held(self) -> int:
@@ -127,7 +137,7 @@ class AgentEpisodes:
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Forget these episodes; unknown ids are ignored. Turns that are being drawn are dropped when they come."""
+        """Forget these episodes; unknown ids are ignored. Turns of theirs are ``unheard``."""
         for key in self._open.keys() & set(request_ids):
             self._close(key)
         self._finished = [each for each in self._finished if each.request_id not in request_ids]
@@ -137,7 +147,7 @@ class AgentEpisodes:
         self.cancel(list(self._open))
 
     def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
-        """Return the turns to draw (:class:`rlhf_mcore.protocols.EpisodeDriver`).
+        """Return the turns to draw (:class:`rlhf_mcore.episode_driver.EpisodeDriver`).
 
         Raises:
             ConfigError: an agent gave no result, and that ends the run.
@@ -361,6 +371,10 @@ class AgentEpisodes:
             if there:
                 return cut_turn(drawn, count), min(there, key=begun.index)
         raise AssertionError("its text has it")
+
+
+def _has_left(call: Call | None) -> bool:
+    return call is not None and call.gone
 
 
 def answered_calls(asked: Asked) -> list[str]:

@@ -22,7 +22,8 @@ from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
-    from rlhf_mcore.protocols import EpisodeDriver, GroupSpec, LiveWeights, WeightReceiver
+    from rlhf_mcore.episode_driver import EpisodeDriver
+    from rlhf_mcore.protocols import GroupSpec, LiveWeights, WeightReceiver
     from rlhf_mcore.rollout.engine import EngineModel, LiveEngine
     from rlhf_mcore.types import Completion, Request
 
@@ -331,6 +332,8 @@ class EngineHost:
             result.append((kind, episodes.begin(what) if kind == "submit" else what))
             if kind == "cancel":
                 episodes.cancel(what)
+        if unheard := episodes.unheard():
+            result.append(("cancel", unheard))
         if not any(kind == "pause" for kind, _ in result):
             turns = episodes.due(self._engine.num_in_flight > 0, _WAIT_S)
             self._num_waits += turns is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import pytest
@@ -41,6 +41,7 @@ class Scripted:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, says: Callable[[str, int], str]) -> None:
         self.requests: list[Request] = []
+        self.cancelled: list[int] = []
         self._tokenizer, self._says, self._in_flight = tokenizer, says, list[Request]()
 
     @property
@@ -69,5 +70,6 @@ class Scripted:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         raise NotImplementedError
 
-    def cancel(self, request_ids: object) -> None:
-        raise NotImplementedError
+    def cancel(self, request_ids: Collection[int]) -> None:
+        self.cancelled += [request.request_id for request in self._in_flight if request.request_id in request_ids]
+        self._in_flight = [request for request in self._in_flight if request.request_id not in request_ids]

@@ -89,6 +89,7 @@ class Episode:
 
     def step(self) -> list[Trajectory]:
         requests = self.driver.due(self.engine.num_in_flight > 0, 0.0)
+        self.engine.cancel(self.driver.unheard())
         self.engine.submit(requests or [])
         finished = self.engine.step() if self.engine.num_in_flight else []
         for each in finished:

@@ -85,6 +85,9 @@ class Driver:
         due, self.waiting = self.waiting, []
         return due
 
+    def unheard(self) -> Collection[int]:
+        return ()
+
     def lend(self, most: int) -> list[Request]:
         return [request(2 * number, 1) for number in range(most)]
 
