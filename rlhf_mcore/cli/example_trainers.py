@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,16 +74,36 @@ def preference_trainer(run: RunContext) -> Trainer:
 
     data = load_data(run, _load_examples)
     has_reference = needs_reference(run.cfg)
+    cfg = with_offload(run) if has_reference else run.cfg
+    if cfg.reference.precompute:  # nothing of it waits on the host
+        cfg = replace(cfg, reference=replace(cfg.reference, offload=False))
+    models = _models(run, cfg)
+    once, is_actor = cfg.reference.precompute, cfg.actor.lora.rank is not None  # without its adapters
+    if once and not is_actor:
+        _precompute(run, data, models)
+        models.release()
+        gc.collect()  # it is gone before the actor needs the device
     with run.record.phase("build_model"):
-        models = _models(run, with_offload(run) if has_reference else run.cfg)
         model = models.on_examples(run.kind, "actor")
-        reference = models.reference() if has_reference else None
+        reference = models.reference() if has_reference and not once else None
+    if once and is_actor:
+        _precompute(run, data, models)
     note_kernels(run, model)
     dpo = run.cfg.algorithm.dpo
     actor = PreferenceActor(model, dpo, reference)
     build = partial(example_batch, with_mismatched=PREFERENCE_LOSSES[dpo.loss].needs_mismatched)
     compared = None if reference is None else _Compared(reference, actor.compute_reference)
     return _example_trainer(run, data, actor, actor.measure, preference_metrics, build=build, compared=compared)
+
+
+def _precompute(run: RunContext, data: Data[TokenizedExample], models: ModelBuilder) -> None:
+    """Add the reference's logprobs to all pairs. Nothing of it is left here. Collective over the world."""
+    from rlhf_mcore.trainer.precomputed import add_reference
+
+    with run.record.phase("reference"):
+        reference = models.reference()
+        for examples in (data.train, data.held_out):
+            add_reference(examples, reference, run.cfg.trainer.prompts_per_step, run.record.progress)
 
 
 def _build_on_examples(run: RunContext, name: str) -> TrainedModel:

@@ -77,9 +77,10 @@ class ModelBuilder:
         return self.cfg.rollout.sampling.temperature if run_kind(self.cfg).generates else 1.0
 
     def release(self) -> None:
-        """Let the models go: the run has ended, and its process may make another one."""
+        """Let the models go that were built so far: the run has ended, or they are needed no longer."""
         for model in self._built:
             model.release()
+        self._built.clear()
 
     def actor(self) -> Actor:
         trainer, algorithm = self.cfg.trainer, self.cfg.algorithm

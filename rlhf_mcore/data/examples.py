@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 
 from rlhf_mcore.config.data_columns import example_contents, row_limits
 from rlhf_mcore.config.errors import ConfigError
@@ -37,6 +39,7 @@ class TokenizedExample:
     place: str
     prompt_ids: Tokens
     response_ids: list[Tokens]
+    reference_logprobs: list[float] | None = None  # of each whole response, where they are computed before training
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +143,7 @@ def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
     token_ids = [part for row in owned for part in row]
     masks = [np.arange(len(prompt) + len(response)) >= len(prompt) for prompt, response in owned]
     flat_ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *token_ids]))
+    known = [value for example in examples for value in example.reference_logprobs or ()]
     return TrainBatch(
         lengths=torch.from_numpy(lengths),
         num_sampled=torch.tensor([len(response) for _, response in tokens], dtype=torch.int64),
@@ -151,7 +155,15 @@ def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
         token_ids=flat_ids,
         loss_mask=torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks])),
         rollout_logprobs=torch.zeros(len(flat_ids)),
+        ref_logprobs=_at_last_tokens([known[row] for row in rows], lengths[rows]) if known else None,
     )
+
+
+def _at_last_tokens(values: Sequence[float], lengths: NDArray[np.int64]) -> Tensor:
+    """Return values of rows at their last tokens and zero elsewhere, so that sums over their tokens are these values: [N] float32."""
+    placed = torch.zeros(int(lengths.sum()))
+    placed[torch.from_numpy(lengths.cumsum() - 1)] = torch.tensor(values, dtype=torch.float32)
+    return placed
 
 
 @dataclass(frozen=True, slots=True)

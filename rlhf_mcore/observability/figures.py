@@ -43,6 +43,7 @@ FIGURES = (
     Figure("margin", "preference/margin", "{:z.3f}".format, 6, worth=5),
     Figure("kl", "loss/kl", "{:.4f}".format, 6, worth=5),
     Figure("teacher kl", "teacher/kl", "{:z.3f}".format, 6, worth=8),
+    Figure("divergence", "teacher/divergence", "{:.4f}".format, 6, worth=8),
     Figure("entropy", "actor/entropy", "{:.2f}".format, 4, worth=2),
     Figure("len", "rollout/response_length_mean", "{:.1f}".format, 5, 6, "mean tokens of a response"),
     Figure(

@@ -102,7 +102,9 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
     name = cfg.actor.optimizer.name
     still = _frozen_of_tower(geometry, cfg.actor.vision.train)
     frozen = []
-    if needs_reference(cfg) and adapters is None:
+    if (
+        needs_reference(cfg) and adapters is None and not cfg.reference.precompute
+    ):  # else it is gone before the actor is there
         compared = read_geometry(cfg.reference.path or cfg.model.path, "lm")
         frozen = [_frozen("reference", compared, layout, dtype, cfg.reference)]
     if not run_kind(cfg).generates:  # a step is one update of one model
@@ -271,7 +273,8 @@ def forward_roles(cfg: Config, roles: Sequence[PlannedRole]) -> Sequence[Planned
     """List the models that run over the rows of a step without a backward pass."""
     if run_kind(cfg).generates:
         return roles
-    return roles[-1:] if needs_reference(cfg) else []  # the reference, or the actor without its adapters
+    compares = needs_reference(cfg) and not cfg.reference.precompute
+    return roles[-1:] if compares else []  # the reference, or the actor without its adapters
 
 
 @dataclass(frozen=True, slots=True)

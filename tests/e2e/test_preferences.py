@@ -69,7 +69,8 @@ def test_adapters_are_their_own_reference(workspace: Path) -> None:
     """Two tensor-parallel ranks and a pipeline of two learn the same from the actor without its adapters."""
     runs = {}
     for layout in ("tp", "pp"):
-        runs[layout] = train(workspace, layout, "algorithm=dpo", "actor.lora.rank=4", f"actor.layout.{layout}=2")
+        once = f"reference.precompute={str(layout == 'pp').lower()}"  # of the actor without its adapters too
+        runs[layout] = train(workspace, layout, "algorithm=dpo", "actor.lora.rank=4", f"actor.layout.{layout}=2", once)
         assert (workspace / f"outputs/toy/{layout}/latest/actor/adapter_model.safetensors").exists()
     one, other = runs["tp"], runs["pp"]
     assert one[0]["evaluate/loss"] == pytest.approx(math.log(2)) and one[0]["evaluate/margin"] == 0
@@ -93,3 +94,18 @@ def test_another_reference(workspace: Path) -> None:
     metrics = train(workspace, "other", "algorithm=dpo", "reference.path=other", "trainer.num_steps=2")
     assert metrics[0]["evaluate/loss"] != pytest.approx(math.log(2), rel=1e-3)
     assert "timing/reference_s" in metrics[1] and "throughput/reference_tokens_per_s" in metrics[1]
+
+
+def test_a_reference_that_is_run_once_gives_the_same_run(workspace: Path) -> None:
+    """One that is interrupted runs it again, and ends bit for bit as the other."""
+    save_model(workspace / "other", "qwen3", seed=2)
+    compared = ["algorithm=dpo", "reference.path=other", "trainer.num_steps=4"]
+    each = train(workspace, "each", *compared)
+    once = train(workspace, "once", *compared, "reference.precompute=true")
+    assert "timing/reference_s" in each[2] and "timing/reference_s" not in once[2]
+    for name in ("loss/dpo", "actor/grad_norm", "preference/margin", "evaluate/loss"):
+        assert once[-1][name] == pytest.approx(each[-1][name], rel=1e-4), name
+    train(workspace, "parts", *compared[:2], "reference.precompute=true", "trainer.num_steps=2")
+    train(workspace, "parts", *compared, "reference.precompute=true")
+    runs = workspace / "outputs/toy"
+    assert same_files(runs / "once/checkpoint-4", runs / "parts/checkpoint-4", "actor")

@@ -33,6 +33,16 @@ def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator
                     "reference; remove it"
                 )
         return
+    if reference.precompute and loss is not None and loss.needs_mismatched:
+        yield (
+            f"reference.precompute=True is not supported with algorithm.dpo.loss={cfg.algorithm.dpo.loss}, which compares other pairs "
+            "of prompt and response in every step; set it to false"
+        )
+    if reference.precompute and reference.offload:
+        yield (
+            "reference.offload=True has no effect with reference.precompute=True, which lets the reference go before training; "
+            "remove it"
+        )
     if reference.refresh_steps and cfg.actor.lora.rank is None:  # which is another problem
         yield (
             f"reference.refresh_steps={reference.refresh_steps} is not supported with algorithm.kind={cfg.algorithm.kind}: pairs are "

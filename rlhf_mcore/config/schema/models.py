@@ -378,6 +378,12 @@ class ReferenceConfig(Group):
     offload: Optional[bool] = key(None, "keep its weights in host memory between uses", null=_WHERE_NEEDED)
     offload_by_layer: bool = key(False, _OFFLOAD_BY_LAYER, more=_BY_LAYER, only_with="reference.offload")
     refresh_steps: int = key(0, "copy the actor's weights every so many steps; 0: never", AT_LEAST_0)
+    precompute: bool = key(
+        False,
+        "run it over all pairs once, before training, and let it go",
+        more="Else it runs before each update and each evaluation.",
+        only_with="algorithm.kind=dpo",
+    )
 
 
 @dataclass
@@ -392,7 +398,7 @@ class TeacherConfig(Group):
     )
     sources: Optional[dict[str, str]] = key(
         None,
-        "teachers of data sources, by name, as `{math: models/A, code: models/B}`",
+        "directories of teachers of data sources, by name, as `{math: models/A, code: models/B}`",
         null="none",
         more="`teacher.path` teaches all other sources. They share its layout, precision and offload.",
     )

@@ -196,6 +196,17 @@ def test_losses_over_pairs(workspace: Any, loss: str) -> None:
         ("simpo", ["reference.path=ref"], ["reference.path=ref", "no effect", "algorithm.dpo.loss=simpo", "remove"]),
         ("dpo", ["algorithm.kl.coef=0.1"], ["algorithm.kl.coef=0.1", "no effect", "algorithm.dpo.beta", "remove"]),
         ("orpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "no effect", "remove"]),
+        (
+            "kto",
+            ["reference.precompute=true"],
+            ["reference.precompute=True", "algorithm.dpo.loss=kto", "set it to false"],
+        ),
+        ("simpo", ["reference.precompute=true"], ["reference.precompute=True", "no effect", "remove"]),
+        (
+            "dpo",
+            ["reference.precompute=true", "reference.offload=true"],
+            ["reference.offload=True", "no effect", "reference.precompute=True"],
+        ),
         ("dpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "algorithm.kind=dpo", "set it to 0"]),
         ("dpo", ["reference.path=nowhere"], ["reference.path", "nowhere"]),
         (

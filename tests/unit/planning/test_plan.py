@@ -159,6 +159,30 @@ def test_a_teacher_has_a_layout_and_a_pass_of_its_own() -> None:
     assert phase.parts["teacher weights"] == pytest.approx(2 * 7_615_616_512 / 8, rel=1e-3)
 
 
+def test_teachers_of_data_sources_and_an_average_are_counted_and_the_policy_itself_is_not_twice() -> None:
+    """An average is in fp32 and has the actor's layout: 4 bytes for each of the 494,032,768 parameters, halved by tp=2."""
+    small, large = (ROOT / "configs" / "models" / name for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-7B"))
+    both = f"teacher.sources={{math: {large}}}"
+    made = planned("Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", f"teacher.path={small}", both)
+    assert [role.name for role in made.roles] == ["actor", "teacher", "teacher[math]"]
+    average = planned(
+        "Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", "teacher.weights=average", "actor.layout.tp=2"
+    )
+    (phase,) = (phase for phase in average.phases if phase.phase == "teacher forward")
+    assert phase.parts["teacher weights"] == pytest.approx(4 * 494_032_768 / 2, rel=1e-2)
+    itself = planned(
+        "Qwen2.5-0.5B-Instruct", 8, "algorithm=distillation", "teacher.weights=actor", "teacher.context=a.py:b"
+    )
+    assert [role.name for role in itself.roles] == ["actor"]
+
+
+def test_a_reference_that_is_run_once_is_gone_when_pairs_are_learned() -> None:
+    for once, roles in ((False, ["actor", "reference"]), (True, ["actor"])):
+        made = planned("Qwen2.5-0.5B-Instruct", 8, "algorithm=dpo", f"reference.precompute={str(once).lower()}")
+        assert [role.name for role in made.roles] == roles
+        assert any("reference" in phase.phase for phase in made.phases) == (not once)
+
+
 def test_the_engine_hf_has_no_share_of_the_device_and_is_whole_on_every_rank() -> None:
     """Its cache is that of what it decodes: 8 ranks, 8 prompts with 8 samples each, 512 + 256 tokens of 28 layers, 4 heads of 128."""
     overrides = "rollout.engine=hf", "rollout.layout.tp=4", "rollout.gpu_memory_utilization=0.9"

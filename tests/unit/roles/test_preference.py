@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rlhf_mcore.data.examples import TokenizedExample, example_batch
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.policy import Reference
 from rlhf_mcore.roles.preference import PreferenceActor
+from rlhf_mcore.trainer.precomputed import add_reference
 from tests.episodes import tokenized
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles.lookup import Lookup
@@ -85,6 +87,25 @@ def test_pairs_make_the_gradient_of_the_equation_however_they_are_cut(max_tokens
     }
     cut = next(call for call in bigram.calls if isinstance(call, list))
     assert all(rows % 2 == 0 for rows in cut) and sum(cut) == 6, "pairs stay together"
+
+
+def test_logprobs_of_a_reference_that_are_known_before_give_the_same_update() -> None:
+    made, found = [], []
+    for knows in (False, True):
+        bigram, pairs = Lookup(), [replace(pair) for pair in PAIRS]
+        which = actor(bigram, 16)
+        if knows:
+            assert which.reference is not None
+            add_reference(pairs, which.reference, examples_per_batch=2)
+            which.reference = None
+        found.append(which.measure(example_batch(pairs)))
+        batch = example_batch(pairs)
+        if not knows:
+            which.compute_reference(batch)
+        made.append(which.deliver_update(batch)().metrics)
+        found.append({"gradient": float(bigram.table.grad.square().sum())})  # type: ignore[union-attr]
+    assert made[1] == {name: pytest.approx(value, rel=1e-5, abs=1e-6) for name, value in made[0].items()}
+    assert found[2:] == [{n: pytest.approx(v, rel=1e-5) for n, v in each.items()} for each in found[:2]]
 
 
 def test_what_is_held_out_is_measured_alike() -> None:
