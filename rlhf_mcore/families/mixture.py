@@ -40,17 +40,21 @@ def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
     )
 
 
-def stacked_experts() -> tuple[Rule, ...]:
-    """Return rules of a mixture with biases in all parts, whose files have the experts of a layer in one tensor."""
+def stacked_experts(gate: str = "mlp.router", *, biased: bool = True) -> tuple[Rule, ...]:
+    """Return rules of a mixture whose files have the experts of a layer in one tensor, and the router as ``gate``.
+
+    ``biased``: router and experts have biases too.
+    """
     router, block = MEGATRON_LAYER + "mlp.router.", HF_LAYER + "mlp.experts."
+    parts = ("weight", "bias") if biased else ("weight",)
     layers = (("1", "gate_up_proj", HIDDEN, EXPERT_GATE_UP), ("2", "down_proj", EXPERT_FFN, HIDDEN))
     names: tuple[tuple[Spec, str], ...] = (
         ("local", "local_experts.{k}.linear_fc{n}.{part}"),
         ("te", "linear_fc{n}.{part}{k}"),
     )
     return (
-        Rule(router + "weight", "replicated", {HF_LAYER + "mlp.router.weight": (EXPERTS, HIDDEN)}, "moe"),
-        Rule(router + "bias", "replicated", {HF_LAYER + "mlp.router.bias": (EXPERTS,)}, "moe"),
+        Rule(router + "weight", "replicated", {f"{HF_LAYER}{gate}.weight": (EXPERTS, HIDDEN)}, "moe"),
+        *(Rule(router + part, "replicated", {f"{HF_LAYER}{gate}.bias": (EXPERTS,)}, "moe") for part in parts[1:]),
         *(
             Rule(
                 MEGATRON_LAYER + "mlp.experts." + name.replace("{n}", n).replace("{part}", part),
@@ -62,6 +66,7 @@ def stacked_experts() -> tuple[Rule, ...]:
             for spec, name in names
             for n, hf, inputs, outputs in layers
             for part, suffix, dims in (("weight", "", (inputs, outputs)), ("bias", "_bias", (outputs,)))
+            if part in parts
         ),
     )
 

@@ -115,7 +115,7 @@ def use_mixture(mlp: ModuleSpec, family: Family) -> None:
     """Give a specification of Megatron's mixture the router, and experts in the form of a family."""
     parts = submodules_of(mlp)
     parts.router = Router
-    if family.has_stacked_experts:
+    if "glu_linear_offset" in family.megatron:
         experts = submodules_of(parts.experts)
         experts.linear_fc1 = taking_turns(experts.linear_fc1)
         if experts.linear_fc2 is RowParallelLinear:

@@ -46,6 +46,8 @@ from transformers import (
     Qwen3NextForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 SIZES = dict(
@@ -297,8 +299,14 @@ VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
         dict(tie_word_embeddings=False),
         dict(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
     ),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLMoeConfig,
+        dict(tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+        dict(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+    ),
 }
-_SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5]}
+_SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5], "qwen3_vl_moe": [6, 5, 5]}
 
 
 def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Module:
@@ -325,7 +333,21 @@ def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Modul
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
+    as_published(directory)
     return model
+
+
+def as_published(directory: Path) -> None:
+    """Write experts in one tensor as their authors do, inputs before outputs; transformers saves what it has made as it holds it."""
+    file = directory / "model.safetensors"
+    tensors, inputs = (
+        load_file(file),
+        {"gate_up_proj": SIZES["hidden_size"], "down_proj": QWEN_EXPERTS["moe_intermediate_size"]},
+    )
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name and tensor.size(1) != inputs[name.rpartition(".")[2]]:
+            tensors[name] = tensor.mT.contiguous()
+    save_file(tensors, file, {"format": "pt"})
 
 
 def pack(directory: Path, seed: int = 0) -> None:

@@ -32,12 +32,13 @@ from rlhf_mcore.types import Microbatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.parity_worker import difference_from_file, held_and_predicted
-from tests.distributed.setting import finish, gatherer, groups_of, start, write_together
+from tests.distributed.setting import MOE_LAYOUTS, finish, gatherer, groups_of, moe_groups_of, start, write_together
 
 # The update of a model is tried on its layouts in turn: one trains all, the next the merger, with recomputation or without.
 FEW = {
     "qwen2_5_vl": ("dp4", "tp2_pp2_vpp2_sp", "tp2_sp_cp2", "cp4"),
     "qwen3_vl": ("tp2_pp2", "tp2_sp_cp2", "pp2_cp2", "tp4_sp"),
+    "qwen3_vl_moe": ("tp2_sp_pp2_ep2_etp1", "tp2_sp_cp2_ep2_etp1"),
 }
 LEARNED = ("all", "merger", "all", "none")
 RECOMPUTED = (
@@ -196,7 +197,9 @@ def memory(model: MegatronModel, learned: str) -> list[int]:
     role = PlannedRole("actor", geometry, model.groups.layout, True, "fp32", frozen=frozen)
     planned = state_bytes(role, dist.get_rank())
     weights = sum(tensor.nbytes for chunk in model.chunks for tensor in weight_storage(chunk))
-    gradients = sum(buffer.grad_data.nbytes for chunk in model.chunks for buffer in chunk.buffers)  # type: ignore[union-attr]
+    gradients = sum(
+        buffer.grad_data.nbytes for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    )  # type: ignore[union-attr]
     return [weights, gradients, planned.weights, planned.gradients]
 
 
@@ -213,15 +216,17 @@ def hf_after(path: Path, learned: str) -> tuple[float, dict[str, Tensor]]:
         for parameter in trained:
             parameter -= 0.1 * parameter.grad
     hf.save_pretrained(path.parent / f"{path.name}_{learned}")
+    models.as_published(path.parent / f"{path.name}_{learned}")
     reader = HFReader(path.parent / f"{path.name}_{learned}")
     return norm, dict(reader.tensors())
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, wanted: str = "") -> None:
+    """``wanted`` names the only model that is tried."""
     platform = start()
     groups: dict[str, ModelGroups] = {}
     findings: dict[str, Any] = {}
-    for name in models.VISION_MODELS:
+    for name in [wanted] if wanted else models.VISION_MODELS:
         path = directory / name
         if dist.get_rank() == 0:
             models.make_with_tower(name, path)
@@ -230,7 +235,7 @@ def main(directory: Path) -> None:
         with torch.no_grad():
             expected = [hf_row(hf, row) for row in range(len(ROWS))]
         for number, layout in enumerate(FEW[name]):
-            mine = groups_of(layout, groups)
+            mine = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
             model = make_model(path, mine, platform)
             found = findings[f"{name}/{layout}"] = {
                 "packed": distance(model, True, expected),

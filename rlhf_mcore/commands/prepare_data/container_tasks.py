@@ -46,4 +46,3 @@ def task_example(row: Mapping[str, Any]) -> tuple[str, list[Message], dict[str, 
         name = next((str(row[key]) for key in _NAMES if row.get(key)), "")
         task_of({"container": told})
     return source, [{"role": "user", "content": text.strip()}], {"container": json.dumps(told), "task": name}
-

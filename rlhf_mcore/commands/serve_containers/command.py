@@ -37,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         "--host", default="127.0.0.1", help="address to listen on: the loopback, or a private one (with a token)"
     )
     parser.add_argument("--port", type=int, default=8910, help="port to listen on; 0: a free one (default: 8910)")
-    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that runs have to send")
+    parser.add_argument(
+        "--token-env", metavar="NAME", help="environment variable with the token that runs have to send"
+    )
     parser.add_argument("--image", help="of tasks that name none (default: python:3.11-slim)")
     parser.add_argument("--memory-gib", type=float, default=2.0, help="most memory of a container (default: 2)")
     parser.add_argument("--cpus", type=float, default=1.0, help="most cores of a container (default: 1)")

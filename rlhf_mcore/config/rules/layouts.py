@@ -196,7 +196,7 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometr
         )
     if etp > 1 and _has_stacked_experts(geometry):
         yield (
-            f"{role}.layout.etp={etp}: experts with biases ({model}) are whole on a rank; set it to 1, which with "
+            f"{role}.layout.etp={etp}: experts that files have in one tensor ({model}) are whole on a rank; set it to 1, which with "
             f"{role}.layout.tp > 1 asks for {role}.layout.ep > 1"
         )
     if layout.tp > 1 and not layout.sequence_parallel:

@@ -184,7 +184,16 @@ def test_programs(endpoint: Endpoint) -> None:
     command = [sys.executable, "program.py"]
     begun = time.monotonic()
     rewards, silent, fails, killed, floods, hangs = play(
-        endpoint, "rewards", "silent", "fails", "killed", "floods", "hangs", command=command, timeout_s=6.0, max_output_kib=64.0
+        endpoint,
+        "rewards",
+        "silent",
+        "fails",
+        "killed",
+        "floods",
+        "hangs",
+        command=command,
+        timeout_s=6.0,
+        max_output_kib=64.0,
     )
     assert rewards.reward == 0.25 and not rewards.error
     assert silent.messages == [UNGRADED] and not silent.error

@@ -151,9 +151,7 @@ def test_tests_grade_what_is_left_and_are_not_there_before(opened: Opened) -> No
     async def use(box: Container) -> None:
         assert TASK.tests is not None
         assert not (await box.run("cat /tests/hidden")).ok
-        await box.run(
-            "mkdir -p /logs/verifier; (while :; do echo 1 > /logs/verifier/reward.txt; done) & sleep 0.1"
-        )
+        await box.run("mkdir -p /logs/verifier; (while :; do echo 1 > /logs/verifier/reward.txt; done) & sleep 0.1")
         assert await grade(box, TASK.tests, 20) == 0.0
         await box.write({"x.txt": "bye"})
         assert await grade(box, TASK.tests, 20) == 1.0

@@ -138,7 +138,7 @@ def test_directories_that_are_no_tasks(harbor: Path, tmp_path: Path) -> None:
 def test_a_dockerfile_without_docker() -> None:
     text = (
         "# syntax=docker\nFROM python:3.11\nENV A=1 B='two words'\nWORKDIR /app\nCOPY calc.py data/ ./\n"
-        "RUN echo one && \\\n    echo two\nWORKDIR sub\nADD calc.py other.py\nCMD [\"python\"]\n"
+        'RUN echo one && \\\n    echo two\nWORKDIR sub\nADD calc.py other.py\nCMD ["python"]\n'
     )
     context = {"Dockerfile": text.encode(), "calc.py": b"c", "data/x": b"x", "data/deep/y": b"y"}
     task = without_docker(Task(context=context, files={"last": b"l"}, setup=("mine",)))
@@ -244,7 +244,10 @@ def test_prepare_data_makes_rows_of_tasks(harbor: Path, tmp_path: Path, capsys: 
     ("own", "problem"),
     [
         ({"kind": "sandbox"}, "environment.container.kind=sandbox is of agents, and environment.function=None"),
-        ({"kind": "remote"}, "environment.container.kind=remote and environment.container.url=None: the url names the service"),
+        (
+            {"kind": "remote"},
+            "environment.container.kind=remote and environment.container.url=None: the url names the service",
+        ),
         ({"kind": "docker", "url": "http://x"}, "the url has no effect"),
         ({"kind": "remote", "url": "ftp://x"}, "environment.container.url=ftp://x: it must begin with http"),
         ({"kind": "sandbox", "network": True}, "environment.container.network is of Docker and Podman"),

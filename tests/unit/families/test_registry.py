@@ -78,6 +78,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "qwen3_moe",
         "qwen3_next",
         "qwen3_vl",
+        "qwen3_vl_moe",
     ]
     assert len(ARCHITECTURES) == len(FAMILIES) * len(HEADS)
     assert ARCHITECTURES["Qwen2MoeForTokenClassification"] == (FAMILIES["qwen2_moe"], "token")

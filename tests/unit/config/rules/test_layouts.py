@@ -59,7 +59,7 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
             GPT_OSS,
             ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"],
             2,
-            ["actor.layout.etp=2: experts with biases", "ep > 1"],
+            ["actor.layout.etp=2: experts that files have in one tensor", "ep > 1"],
         ),
         (
             DELTA_NETS | {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
