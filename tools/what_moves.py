@@ -1,0 +1,100 @@
+"""Bytes that a sync moves for models of the field's sizes, by the plan that the bridge itself would make: no GPU, no weights.
+
+Prints the table of docs/performance.md, "What moves". ``gathered`` is what a bridge receives that brings every full tensor to every rank
+of an engine, less what that rank holds: an all-gather on the trainer's ranks, or a broadcast to engines of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places  # noqa: E402
+from rlhf_mcore.bridge.map.rules import hf_shapes  # noqa: E402
+from rlhf_mcore.bridge.plan.build import build_plan, even_nodes, spread_order  # noqa: E402
+from rlhf_mcore.config.model_files import read_geometry  # noqa: E402
+from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
+from rlhf_mcore.planning.sync import destinations  # noqa: E402
+
+BUCKET_BYTES, DEPTH, PER_NODE, ITEM_BYTES, GB = 256 * 2**20, 2, 8, 2, 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, the trainer's layout, the width of an engine and how many there are; ``apart``: on devices of their own."""
+
+    model: str
+    layout: ParallelLayout
+    engine_tp: int
+    engines: int
+    apart: bool
+
+    @property
+    def name(self) -> str:
+        layout = self.layout
+        experts = f" EP{layout.ep}" if layout.ep > 1 else ""
+        return f"{self.model}, {layout.world_size} ranks, TP{layout.tp} PP{layout.pp}{experts}"
+
+
+def layout(ranks: int, tp: int, pp: int, ep: int = 1, layers: tuple[int, ...] | None = None) -> ParallelLayout:
+    return ParallelLayout(ranks, tp=tp, pp=pp, ep=ep, etp=1 if ep > 1 else None, layers_per_stage=layers)
+
+
+CASES = (
+    Case("Llama-3-8B", layout(8, 2, 1), 1, 8, False),
+    Case("Llama-3-8B", layout(8, 2, 1), 1, 8, True),
+    Case("Qwen3-30B-A3B", layout(32, 4, 1, 8), 4, 8, False),
+    Case("Qwen3-30B-A3B", layout(32, 4, 1, 8), 4, 4, True),
+    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, (12,) * 6 + (11,) * 2), 8, 32, False),
+    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, (12,) * 6 + (11,) * 2), 8, 16, True),
+)
+
+
+def measure(case: Case, models: Path) -> list[str]:
+    """Return the cells of a row."""
+    geometry = read_geometry(models / case.model, "lm").trunk
+    shapes, world = hf_shapes(geometry), case.layout.world_size
+    held = trainer_places(stage_names(geometry, case.layout), geometry, case.layout)
+    needed = destinations(geometry, case.engine_tp, case.engines, world if case.apart else 0)
+    devices = world + case.engines * case.engine_tp * case.apart
+    plan = build_plan(
+        held,
+        needed,
+        element_sizes=dict.fromkeys(shapes, ITEM_BYTES),
+        bucket_bytes=BUCKET_BYTES,
+        order=spread_order(list(shapes), held, keep_layers=False),
+        nodes=even_nodes(devices, PER_NODE),
+    )
+    counted, full = plan.bytes(), ITEM_BYTES * sum(map(prod, shapes.values()))
+    assert (counted.received == counted.lower_bound).all()
+    own = 0 if case.apart else sum(piece.numel * len(place.ranks) for place in held for piece in place.pieces)
+    gathered = case.engines * case.engine_tp * full - own * ITEM_BYTES
+    received, imported = int(counted.received.sum()), int(counted.imported.sum())
+    numbers = [received, gathered, imported, int(counted.received.max()), int(counted.sent.max()), counted.peak(DEPTH)]
+    where = f"{case.engines} x TP{case.engine_tp}" + (" apart" if case.apart else "")
+    return [case.name, where, *(f"{number / GB:,.1f}" for number in numbers), str(plan.num_buckets)]
+
+
+def main() -> None:
+    header = [
+        "model, trainer",
+        "engines",
+        "received",
+        "gathered",
+        "across machines",
+        "most of a rank",
+        "most sent by one",
+    ]
+    header += ["buffers", "buckets"]
+    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    for case in CASES:
+        print("| " + " | ".join(measure(case, ROOT / "configs" / "models")) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
