@@ -1,7 +1,7 @@
 """Bytes that a sync moves for models of the field's sizes, by the plan that the bridge itself would make: no GPU, no weights.
 
-Prints the table of docs/performance.md, "What moves". ``gathered`` is what a bridge receives that brings every full tensor to every rank
-of an engine, less what that rank holds: an all-gather on the trainer's ranks, or a broadcast to engines of their own.
+Prints the table of docs/performance.md, "What moves". ``gathered`` is what a bridge receives that brings every full tensor to every
+rank of an engine, less what that rank holds: an all-gather on the trainer's ranks, or a broadcast to engines of their own.
 """
 
 from __future__ import annotations
