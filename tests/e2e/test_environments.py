@@ -240,5 +240,6 @@ def test_a_coding_agent_edits_in_its_sandbox_until_tests_pass(workspace: Path) -
             assert f"<edit>a{sign}b</edit>" in policy[-1], record
         for said, answer in zip(policy, told, strict=False):
             if (edit := re.search(r"<edit>a([-+*])b</edit>", said)) is not None:
-                assert answer == f"AssertionError: {eval(f'{a}{edit[1]}{b}')}"
+                got = eval(f"{a}{edit[1]}{b}")
+                assert answer == f"<|end|><|tool|>AssertionError: {got}<|end|><|assistant|>"
     assert {record["score"] for record in found} == {0.0, 1.0}
