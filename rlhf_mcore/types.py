@@ -57,7 +57,8 @@ class Prompt:
 class Sampling:
     """How a response is drawn. ``temperature == 0`` is greedy; ``top_k == -1`` and ``top_p == 1.0`` are off.
 
-    ``records_support``: completions have the tokens that each of theirs was drawn from. ``baseline``: beside the ``n`` responses that
+    ``records_support``: completions have the tokens that each of theirs was drawn from. ``records_routes``: they have the experts
+    that every token went to, in the field ``ROUTES``. ``baseline``: beside the ``n`` responses that
     are learned from, each prompt has a greedy one, its sample number ``n``.
     """
 
@@ -68,6 +69,7 @@ class Sampling:
     max_new_tokens: int = 256
     seed: int = 0
     records_support: bool = False
+    records_routes: bool = False
     baseline: bool = False
 
     @property
@@ -124,11 +126,13 @@ class Completion:
     trajectory: Trajectory | None = None
     num_cached: int | None = None
     support: Ragged[NDArray[np.int32]] | None = None
-    fields: Mapping[str, Recorded] = field(
-        default_factory=dict
-    )  # what else the engine recorded of the N tokens, by name
+    # What else the engine recorded, by name: of the N tokens, or if it is no Ragged of all tokens before them too.
+    fields: Mapping[str, Recorded] = field(default_factory=dict)
 
 
+# The field with the experts that predicted a token: those, plus one, that the token before it went to, [N, layers with experts,
+# experts per token] int16. Zero where they are not known.
+ROUTES = "routes"
 LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of turns of the policy, of time
 
 

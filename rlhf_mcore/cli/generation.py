@@ -142,7 +142,13 @@ def build_exchange(cfg: Config, on_error: OnError) -> RowExchange:
 
 def training_sampling(cfg: Config) -> Sampling:
     sampling = cfg.rollout.sampling
-    return Sampling(**vars(sampling), seed=cfg.seed, records_support=truncates(sampling), baseline=draws_greedy(cfg))
+    return Sampling(
+        **vars(sampling),
+        seed=cfg.seed,
+        records_support=truncates(sampling),
+        records_routes=cfg.actor.router_replay == "rollout",
+        baseline=draws_greedy(cfg),
+    )
 
 
 def choose_collect(cfg: Config, on_error: OnError) -> Collect:

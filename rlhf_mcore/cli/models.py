@@ -93,7 +93,12 @@ class ModelBuilder:
         path = self.cfg.model.path
         model = self._build_trained(load_spec(path), path, self.cfg.actor, plan, name="actor", saved_as="actor")
         self._actor = model
-        return Actor(model, self.cfg.rollout.sampling.temperature, algorithm)
+        replay = self.cfg.actor.router_replay
+        if replay != "off":
+            from rlhf_mcore.roles.routes import replay_routes
+
+            replay_routes(model)
+        return Actor(model, self.cfg.rollout.sampling.temperature, algorithm, router_replay=replay)
 
     def critic(self) -> Critic:
         from rlhf_mcore.algorithms.value_loss import ReturnNormalizer

@@ -40,6 +40,7 @@ class EngineKind:
     has_live_weights: bool = (
         True  # parameters in the rank's process, which a bridge writes; else it takes full tensors by a call
     )
+    records_routes: bool = False  # completions may have the experts that tokens went to
     sleeps: bool = False  # gives its device memory back while the trainer learns
     reserves_cache: bool = False  # when it starts; else its cache is what it draws at a time
     temperatures: tuple[float, float] = (0.0, math.inf)  # the least and the most that it draws at, beside 0

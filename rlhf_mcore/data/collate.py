@@ -125,15 +125,20 @@ def _padded_size(lengths: Sequence[int]) -> int:
     return len(lengths) * max(lengths)
 
 
-def restore_tokens(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> Tensor:
+def restore_tokens(
+    outputs: Sequence[Tensor],
+    microbatches: Sequence[Microbatch],
+    lengths: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Convert per-token outputs of microbatches from model layout to the token layout of their rows.
 
-    Each output has the shape of its microbatch's token_ids, and maybe further dimensions. Returns [sum of lengths, ...] float32 on
-    the host; the first token of a row, which no position predicts, is zero.
+    Each output has the shape of its microbatch's token_ids, and maybe further dimensions. Returns [sum of lengths, ...] on the
+    host; the first token of a row, which no position predicts, is zero.
     """
-    result = torch.zeros(sum(lengths), *outputs[0].shape[2:], dtype=torch.float32)
+    result = torch.zeros(sum(lengths), *outputs[0].shape[2:], dtype=dtype)
     parts = result.split(list(lengths))
-    for place, values in _iterate_rows(outputs, microbatches):
+    for place, values in _iterate_rows(outputs, microbatches, dtype):
         parts[place].copy_(values)
     return to_token_layout(result, lengths)
 
@@ -146,11 +151,13 @@ def restore_last(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], 
     return result
 
 
-def _iterate_rows(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Tensor]]:
+def _iterate_rows(
+    outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[int, Tensor]]:
     """Yield the place of each row and its outputs [length], in model layout."""
     for output, microbatch in zip(outputs, microbatches, strict=True):
         assert output.shape[:2] == microbatch.token_ids.shape, (output.shape, microbatch.token_ids.shape)
-        values = output.detach().to(device="cpu", dtype=torch.float32)
+        values = output.detach().to(device="cpu", dtype=dtype)
         starts = microbatch.cu_seqlens.tolist() if microbatch.cu_seqlens is not None else None
         for sequence, (place, length) in enumerate(zip(microbatch.rows, microbatch.lengths, strict=True)):
             source = values[sequence] if starts is None else values[0, starts[sequence] :]

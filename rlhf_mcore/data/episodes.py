@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -87,25 +88,50 @@ def _join_support(
 def _join_fields(
     where: str, prompt_tokens: int, written: Sequence[Completion | NDArray[np.int32]]
 ) -> dict[str, Recorded]:
-    """Join the fields that an engine recorded of the policy's tokens of an episode, blank for other tokens."""
+    """Join the fields that an engine recorded of the policy's tokens of an episode, blank for other tokens.
+
+    What a later completion has recorded of tokens before it fills what is blank.
+    """
     completions = [part for part in written if isinstance(part, Completion)]
     names = completions[0].fields.keys() if completions else ()
-    for completion in completions:
+    stops = [*accumulate((_written_tokens(part) for part in written), initial=prompt_tokens)]
+    drawn = [(part, stop) for part, stop in zip(written, stops[1:], strict=True) if isinstance(part, Completion)]
+    for completion, stop in drawn:
         if completion.fields.keys() != names:
             raise ValueError(f"{where}: the engine recorded {sorted(names)} and then {sorted(completion.fields)}")
         for name, values in completion.fields.items():
-            if _num_tokens(values) != len(completion.token_ids):
+            num_tokens = len(completion.token_ids)
+            if _num_tokens(values) not in (num_tokens, num_tokens if isinstance(values, Ragged) else stop):
                 raise ValueError(
-                    f"{where}: the engine gave {name} of {_num_tokens(values)} tokens for {len(completion.token_ids)} response tokens"
+                    f"{where}: the engine gave {name} of {_num_tokens(values)} tokens for {num_tokens} response tokens"
                 )
-    fields = {}
+    fields: dict[str, Recorded] = {}
     for name in names:
         like = completions[0].fields[name]
-        parts = [
-            part.fields[name] if isinstance(part, Completion) else blank_recorded(like, len(part)) for part in written
-        ]
-        fields[name] = join_recorded([blank_recorded(like, prompt_tokens), *parts])
+        if isinstance(like, Ragged):
+            parts = [
+                part.fields[name] if isinstance(part, Completion) else blank_recorded(like, len(part))
+                for part in written
+            ]
+            fields[name] = join_recorded([blank_recorded(like, prompt_tokens), *parts])
+        else:
+            fields[name] = _overlay(blank_recorded(like, stops[-1]), [(part.fields[name], stop) for part, stop in drawn])
     return fields
+
+
+def _overlay(whole: Recorded, parts: Sequence[tuple[Recorded, int]]) -> Recorded:
+    """Fill the blank tokens of ``whole`` with parts, each of the tokens up to a stop, the first ones first."""
+    assert not isinstance(whole, Ragged)
+    for values, stop in parts:
+        assert not isinstance(values, Ragged)
+        own = whole[stop - len(values) : stop]
+        blank = ~own.any(axis=tuple(range(1, own.ndim)))
+        own[blank] = values[blank]
+    return whole
+
+
+def _written_tokens(part: Completion | NDArray[np.int32]) -> int:
+    return len(part.token_ids if isinstance(part, Completion) else part)
 
 
 def _num_tokens(values: Recorded) -> int:

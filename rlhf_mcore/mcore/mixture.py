@@ -35,6 +35,7 @@ class Router(TopKRouter):
     balance_weight: float = 0.0
     balance_sum: float | Tensor = 0.0
     assigned: Tensor | None = None
+    router_replay: Any  # who chooses the experts; None: those with the best scores
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.mcore.mixture import Router
     from rlhf_mcore.mcore.momentum import Locate
     from rlhf_mcore.mcore.mtp import MTPLearning
+    from rlhf_mcore.mcore.route_replay import Routing
     from rlhf_mcore.mcore.vision import Vision
 
 Metrics = dict[str, Tensor]
@@ -78,6 +79,7 @@ class MegatronModel:
     mtp: MTPLearning | None = None  # of MTP layers, where they are trained
     adapters: Adapters | None = None  # which learn in the place of the weights
     vision: Vision | None = None  # of a model that reads images
+    routing: Routing | None = None  # replays the choice of experts, where a run does
 
     @property
     def is_last_stage(self) -> bool:
@@ -326,10 +328,13 @@ class MegatronModel:
             from rlhf_mcore.mcore.stages import StageMessages
 
             communicator = StageMessages(self.groups, self.config, microbatches)
+        step: Any = partial(self._forward_step, on_outputs)
+        if self.routing is not None:
+            step = self.routing.steps(step, microbatches, self._inputs, learns=not forward_only)
         reading = nullcontext() if self.vision is None else self.vision.reading(microbatches)
         with self._inputs.place(microbatches), use_groups(self.groups, self.platform), reading:
             return schedule(
-                forward_step_func=partial(self._forward_step, on_outputs),
+                forward_step_func=step,
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=list(self.chunks),
                 num_microbatches=len(microbatches),

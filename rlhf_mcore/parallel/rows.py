@@ -60,15 +60,18 @@ def move_rows(
 
     moved = {}
     for name in sorted(fields):
-        parts = fields[name].split(own_lengths)
-        outgoing = _join([parts[k] for rows in sent for k in rows], fields[name])
-        incoming = fields[name].new_empty(int(received_tokens.sum()), *fields[name].shape[1:])
+        dtype = fields[name].dtype
+        values = fields[name][..., None].view(torch.uint8) if dtype == torch.int16 else fields[name]  # gloo has no int16
+        parts = values.split(own_lengths)
+        outgoing = _join([parts[k] for rows in sent for k in rows], values)
+        incoming = values.new_empty(int(received_tokens.sum()), *values.shape[1:])
         if world_size == 1:
             incoming = outgoing
         else:
             dist.all_to_all_single(incoming, outgoing, received_tokens.astype(int).tolist(), sent_tokens, group=group)
         received = incoming.split(arriving_lengths)
-        moved[name] = _join([received[k] for k in back], incoming)
+        joined = _join([received[k] for k in back], incoming)
+        moved[name] = joined.view(dtype)[..., 0] if dtype == torch.int16 else joined
     return moved
 
 

@@ -187,14 +187,26 @@ class RoleModel:
     def to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
         """Send values of tokens in the loss mask to the owners of the rows: [N, ...] fp32, zero elsewhere. Collective over the world.
 
+        ``tokens``: as of ``all_to_owners``.
+        """
+        values = self.all_to_owners(batch, tokens)
+        return torch.where(batch.loss_mask.view(-1, *(1 for _ in values.shape[1:])), values, 0.0)
+
+    def all_to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
+        """Send values of all tokens to the owners of the rows: [N, ...]. Collective over the world.
+
         ``tokens``: values of all rows that were run together, back to back on the first rank of each data-parallel rank's last stage.
         """
         holders = np.zeros(batch.num_rows, np.int64)
         for replica, rows in enumerate(self._deal(batch.lengths, range(batch.num_rows), 1)):
             holders[rows] = self.layout.rank_of(dp=replica, pp=self.layout.pp - 1)
         owned = rows_by_rank(batch.owners.numpy(), dist.get_world_size())
-        values = move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)["values"]
-        return torch.where(batch.loss_mask.view(-1, *(1 for _ in values.shape[1:])), values, 0.0)
+        return move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)["values"]
+
+    def own_lengths(self, batch: TrainBatch) -> list[int]:
+        """Return the tokens of each sequence that this rank runs, where all rows are run together."""
+        rows = self._deal(batch.lengths, range(batch.num_rows), 1)[self.layout.coordinates(dist.get_rank())["dp"]]
+        return [size for sizes in batch.sequences_of(rows) for size in sizes]
 
     @property
     def keeps_outputs(self) -> bool:
@@ -343,10 +355,7 @@ class TrainedModel(RoleModel):
         """Return outputs that a loss has kept in the only update of a step, as ``per_token`` does. Collective over the world."""
         tokens = torch.zeros(0, *shape)
         if self.keeps_outputs:
-            replica = self.layout.coordinates(dist.get_rank())["dp"]
-            rows = self._deal(batch.lengths, range(batch.num_rows), 1)[replica]
-            lengths = [size for sizes in batch.sequences_of(rows) for size in sizes]
-            tokens = restore_tokens(outputs, microbatches, lengths)
+            tokens = restore_tokens(outputs, microbatches, self.own_lengths(batch))
         return self.to_owners(batch, tokens)
 
     def _weigh(self, batch: TrainBatch, objective: Objective, tokens: RowTokens, counts: MinibatchCounts) -> RowTokens:
@@ -382,6 +391,8 @@ class TrainedModel(RoleModel):
         if norms := [update.mtp_grad_norm for update in updates if update.mtp_grad_norm is not None]:
             own["mtp_grad_norm"] = _mean(norms)
         metrics = self._merge_sums(objective, updates, counts * self.plan.epochs)
+        if self.model.routing is not None:
+            own |= self.model.routing.mismatch()
         metrics |= {f"{self.name}/{key}": value for key, value in own.items()}
         return UpdateResult(self.name, metrics, grad_norm, is_finite, self.num_bad)
 

