@@ -99,6 +99,17 @@ def gates(hf: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer.mlp.gate for layer in hf.model.layers if hasattr(layer.mlp, "gate")]
 
 
+@torch.no_grad()
+def own_routes(hf: torch.nn.Module, ids: list[int]) -> Tensor:
+    """The experts of each input [n, layers, k], sorted, as transformers chooses them."""
+    taken: list[Tensor] = []
+    hooks = [gate.register_forward_hook(lambda _m, _a, out: taken.append(out[2])) for gate in gates(hf)]
+    hf(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([each.view(-1, each.size(-1)) for each in taken], dim=1).sort(-1).values
+
+
 def routes_of_rows(hf: torch.nn.Module, *, unknown: bool = True) -> list[Tensor]:
     """For every row experts of its inputs [n, layers, k] that nobody would choose; -1 where none are known."""
     generator = torch.Generator().manual_seed(5)
@@ -204,13 +215,7 @@ def recorded(actor: Actor, hf: torch.nn.Module) -> dict[str, int]:
     routes = batch.fields[ROUTES]
     assert isinstance(routes, Tensor)
     for row, part in zip(batch.rows.tolist(), routes.split(lengths), strict=True):
-        taken: list[Tensor] = []
-        hooks = [gate.register_forward_hook(lambda _m, _a, out: taken.append(out[2])) for gate in gates(hf)]
-        with torch.no_grad():
-            hf(torch.tensor([rows()[row].prompt_ids + rows()[row].response_ids]))
-        for hook in hooks:
-            hook.remove()
-        wanted = torch.stack([each.view(-1, each.size(-1)) for each in taken], dim=1)[:-1].sort(-1).values + 1
+        wanted = own_routes(hf, rows()[row].prompt_ids + rows()[row].response_ids)[:-1] + 1
         assert not part[0].any()
         own[0] += int((part[1:].sort(-1).values != wanted).any(-1).sum())
         own[1] += wanted[..., 0].numel()

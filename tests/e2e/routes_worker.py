@@ -1,0 +1,133 @@
+"""Engines that record routes: against transformers' routers, and what the trainer's passes make of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
+from rlhf_mcore.config.schema.rollout import SamplingConfig
+from rlhf_mcore.mcore.groups import build_groups
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.roles.policy import logprobs_of, routes_of
+from rlhf_mcore.roles.routes import recorded_routes
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.trainer.exchange import RowExchange
+from rlhf_mcore.types import ROUTES, Prompt, Sampling, Score, TrainBatch, Trajectory
+from tests.distributed import models
+from tests.distributed.replay_worker import own_routes
+from tests.distributed.setting import Settings, build, finish, load_hf, start
+from tests.e2e.rollout.drawing import worker_of
+from tests.e2e.rollout.tiny import save_tokenizer
+
+TEMPERATURE, NEW_TOKENS = 0.8, 60
+LAYOUTS = {
+    "dp2": ParallelLayout(2),
+    "tp2_sp_ep2": ParallelLayout(2, 2, 1, None, 1, True, 2, 1),
+    "pp2": ParallelLayout(2, 1, 2),
+    "cp2_ep2": ParallelLayout(2, 1, 1, None, 2, False, 2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine: its dtype and width, and what makes it compute tokens in parts, again, or not at all."""
+
+    dtype: str = "fp32"
+    tp: int = 1
+    max_tokens: int | None = None  # of a pass
+    gib: float = 0.05
+    prefix_caching: bool = True
+    drafts: bool = False
+
+
+CASES = {
+    "in parts": Case(max_tokens=40),
+    "preempted": Case(gib=0.0015),
+    "without cache": Case(prefix_caching=False),
+    "tp2": Case(tp=2, max_tokens=40),
+    "drafts": Case(drafts=True),
+    "bf16": Case(dtype="bf16", max_tokens=40),
+}
+
+
+def main(directory: Path) -> None:
+    platform, findings, path = start(), dict[str, Any](), directory / "model"
+    if dist.get_rank() == 0:
+        models.make("qwen3_moe_mixed", path, moe_intermediate_size=64, num_experts=8, max_position_embeddings=512)
+        save_tokenizer(path)
+    dist.barrier()
+    hf, shapes = load_hf(path), hf_shapes(load_spec(path).geometry)
+    # Two blocks of the cache, and a part of one; the first two prompts begin alike.
+    prompts = [Prompt(f"p{i}", i, [(7 * (i // 2) + 5 * k) % 90 + 3 for k in range(70)] + [i + 3], "") for i in range(4)]
+    for name, case in CASES.items():
+        drawn = SamplingConfig(n=4, temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS)
+        cfg = RolloutConfig(
+            layout=RolloutLayoutConfig(tp=case.tp),
+            kv_cache_gib=case.gib,
+            max_num_seqs=8,
+            max_num_batched_tokens=case.max_tokens,
+            prefix_caching=case.prefix_caching,
+            sampling=drawn,
+        )
+        if case.drafts:
+            cfg.speculative = SpeculativeConfig(method="ngram", num_tokens=2, ngram_tokens=1)
+        model = EngineModel(str(path), str(path), case.dtype, 200, seed=0, shapes=shapes, records_routes=True)
+        engine = build_engine(cfg, model)
+        engine._stops = []
+        engine.load_weights(iter(load_file(path / "model.safetensors").items()), version=0)
+        sampling = Sampling(**vars(drawn), seed=3, records_routes=True)
+        positions, trajectories = worker_of(engine).draw_step(prompts, sampling, step=1)
+        findings[name] = against_routers(trajectories, hf)
+        findings[name]["cached"] = max(all_gather_json(sum(each.num_cached for each in trajectories)))
+        others = worker_of(engine).generate(prompts, Sampling(max_new_tokens=4), step=1)
+        findings[name]["without"] = all(not each.fields for each in others)
+        scores = [Score(0.0) for _ in trajectories]
+        batch, _ = RowExchange(sampling.n)(prompts, positions, trajectories, scores)
+        engine.close()
+        for layout in LAYOUTS if name == "bf16" else ():
+            groups = build_groups(LAYOUTS[layout])
+            assert groups is not None
+            _, actor = build(path, groups, platform, Settings(max_tokens=512, router_replay="rollout"))
+            findings[layout] = replayed(batch, actor.model)
+    finish(findings, directory)
+
+
+def against_routers(trajectories: list[Trajectory], hf: torch.nn.Module) -> dict[str, float]:
+    """Choices of all tokens and layers that are not those of transformers in fp32, and all of them."""
+    sums = {"different": 0.0, "unknown": 0.0, "all": 0.0}
+    for each in trajectories:
+        routes = torch.from_numpy(each.fields[ROUTES]).long()
+        assert not routes[0].any() and len(routes) == len(each.token_ids)
+        own = own_routes(hf, each.token_ids.tolist())[:-1] + 1
+        sums["different"] += int((routes[1:].sort(-1).values != own).any(-1).sum())
+        sums["unknown"] += int((routes[1:] == 0).sum())
+        sums["all"] += own[..., 0].numel()
+    return reduce_sums(sums)
+
+
+def replayed(batch: TrainBatch, model: Any) -> dict[str, Any]:
+    """The trainer's mean and largest difference from the engine's logprobs, with its own routes and with the engine's."""
+    found: dict[str, Any] = {}
+    own, wanted = dict(batch.fields), batch.fields[ROUTES]
+    for kind, routes in (("own", {}), ("replayed", routes_of(batch, "rollout"))):
+        with recorded_routes(model, batch):
+            logprobs = logprobs_of(model, batch, TEMPERATURE, routes=routes)
+        gaps = (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask]
+        taken = batch.fields[ROUTES].sort(-1).values
+        changed = (taken != wanted.sort(-1).values).any(-1)[wanted[..., 0] > 0]
+        sums = {"gap": float(gaps.sum()), "tokens": float(len(gaps)), "changed": float(changed.sum()), "all": float(len(changed))}
+        sums |= {"largest_max": float(gaps.max()) if len(gaps) else 0.0}
+        total = reduce_sums(sums)
+        found[kind] = [total["gap"] / total["tokens"], total["largest_max"], total["changed"], total["all"]]
+        batch.fields = dict(own)
+    return found
