@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
@@ -30,6 +30,7 @@ from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
 
 TEMPERATURE, NEW_TOKENS = 0.8, 60
+SCALE = 6  # of what experts write: it weighs as much as all else, as in trained models
 LAYOUTS = {
     "dp2": ParallelLayout(2),
     "tp2_sp_ep2": ParallelLayout(2, 2, 1, None, 1, True, 2, 1),
@@ -63,7 +64,12 @@ CASES = {
 def main(directory: Path) -> None:
     platform, findings, path = start(), dict[str, Any](), directory / "model"
     if dist.get_rank() == 0:
-        models.make("qwen3_moe_mixed", path, moe_intermediate_size=64, num_experts=8, max_position_embeddings=512)
+        models.make("qwen3_moe_mixed", path, moe_intermediate_size=64, num_experts=16, max_position_embeddings=512)
+        weights = load_file(path / "model.safetensors")
+        for name, weight in weights.items():
+            if ".experts." in name and "down_proj" in name:
+                weight *= SCALE
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
         save_tokenizer(path)
     dist.barrier()
     hf, shapes = load_hf(path), hf_shapes(load_spec(path).geometry)
@@ -116,18 +122,20 @@ def against_routers(trajectories: list[Trajectory], hf: torch.nn.Module) -> dict
 
 
 def replayed(batch: TrainBatch, model: Any) -> dict[str, Any]:
-    """The trainer's mean and largest difference from the engine's logprobs, with its own routes and with the engine's."""
+    """With the trainer's own routes and with the engine's: mean difference of logprobs, KL (k3), largest difference, other routes."""
     found: dict[str, Any] = {}
     own, wanted = dict(batch.fields), batch.fields[ROUTES]
     for kind, routes in (("own", {}), ("replayed", routes_of(batch, "rollout"))):
         with recorded_routes(model, batch):
             logprobs = logprobs_of(model, batch, TEMPERATURE, routes=routes)
-        gaps = (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask]
+        ratios = (logprobs - batch.rollout_logprobs)[batch.loss_mask]
+        gaps = ratios.abs()
         taken = batch.fields[ROUTES].sort(-1).values
         changed = (taken != wanted.sort(-1).values).any(-1)[wanted[..., 0] > 0]
         sums = {"gap": float(gaps.sum()), "tokens": float(len(gaps)), "changed": float(changed.sum()), "all": float(len(changed))}
+        sums["kl"] = float((ratios.exp() - 1 - ratios).sum())
         sums |= {"largest_max": float(gaps.max()) if len(gaps) else 0.0}
         total = reduce_sums(sums)
-        found[kind] = [total["gap"] / total["tokens"], total["largest_max"], total["changed"], total["all"]]
+        found[kind] = [total["gap"] / total["tokens"], total["kl"] / total["tokens"], total["largest_max"], total["changed"]]
         batch.fields = dict(own)
     return found

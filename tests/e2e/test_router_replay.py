@@ -26,7 +26,8 @@ def test_recorded_routes_of_all_tokens_are_those_of_transformers(findings: Any, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_passes_take_the_engines_routes_and_their_logprobs_come_closer(findings: Any, layout: str) -> None:
-    (gap, _, changed, _), (replayed, _, left, _) = findings[layout]["own"], findings[layout]["replayed"]
-    assert changed > 10, "an engine in bf16 and a trainer in fp32 route differently"
-    assert left == 0
-    assert replayed < gap / 3
+    own, replayed = findings[layout]["own"], findings[layout]["replayed"]
+    assert own[3] > 10, "an engine in bf16 and a trainer in fp32 route differently"
+    assert replayed[3] == 0
+    assert replayed[0] < own[0] / 3  # the mean difference of logprobs
+    assert replayed[1] < own[1] / 10  # the KL
