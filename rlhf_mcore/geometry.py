@@ -164,6 +164,11 @@ class ModelGeometry:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
+    def moe_layers(self) -> list[int]:
+        """The layers with experts, MTP layers not among them."""
+        return [layer for layer in range(self.num_layers) if self.is_moe_layer(layer)]
+
+    @property
     def trunk(self) -> ModelGeometry:
         """The model that samples a token at a time."""
         return replace(self, mtp_layers=0)

@@ -52,6 +52,27 @@ def make_quickstart(directory: Path, num_eval: int = 4) -> None:
     shutil.copytree(Path(_quickstart(num_eval).name) / "quickstart", directory / "quickstart")
 
 
+def make_mixture(directory: Path) -> None:
+    """A model with experts in the folder ``mixture``, with random weights, for the quickstart's data."""
+    import torch
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    dense, target = directory / "quickstart" / "model", directory / "mixture"
+    shutil.copytree(dense, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = AutoConfig.from_pretrained(dense).to_diff_dict()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    names += ("max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+    config = Qwen3MoeConfig(
+        **{name: sizes[name] for name in names if name in sizes},
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(target)
+
+
 @cache
 def _quickstart(num_eval: int) -> tempfile.TemporaryDirectory[str]:
     made = tempfile.TemporaryDirectory()

@@ -223,6 +223,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("<role>/not_finite", "1 where updates have left a weight not finite, which ends the run"),
         Metric("actor/mtp_loss", "mean negative log-likelihood of what MTP layers predict (actor.mtp)", NATS, "falls"),
         Metric("actor/mtp_grad_norm", "norm of the gradient of MTP layers before clipping, where they are clipped by it"),
+        Metric(
+            "actor/route_mismatch",
+            "tokens and layers of updates for which the router itself would have chosen other experts than those replayed "
+            "(`actor.router_replay`)",
+            SHARE,
+            "below 0.05",
+        ),
         Metric("<role>/load_balance", "auxiliary loss of a mixture's router: 1 where all experts get equally much", "", "1 to 1.5"),
     ),
     "Evaluation": (

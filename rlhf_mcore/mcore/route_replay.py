@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.inputs import PassInputs
 from rlhf_mcore.mcore.mixture import routers
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
     from rlhf_mcore.mcore.model import MegatronModel
 
 Step = Callable[[Iterator[Microbatch], torch.nn.Module], Any]  # a forward pass of a chunk, over the next microbatch
-
-
-def moe_layers(geometry: ModelGeometry) -> list[int]:
-    """Return the layers with experts, in the order of the network."""
-    return [layer for layer in range(geometry.num_layers) if geometry.is_moe_layer(layer)]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +94,7 @@ class Routing:
         """Take over the choice of experts of a model."""
         geometry = model.spec.geometry
         assert geometry.experts is not None
-        columns = {layer: column for column, layer in enumerate(moe_layers(geometry))}
+        columns = {layer: column for column, layer in enumerate(geometry.moe_layers)}
         routing = cls(model.groups, model.platform.device(), geometry.experts.per_token, len(columns))
         for chunk in model.chunks:
             layers = routing.layers[id(chunk)] = []

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.planning.activations import describe
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import (
@@ -61,6 +62,7 @@ class RunPlan:
     engine_devices: int = 0  # beside the trainer's, which are ``world_size``
     state_tokens: int = 0  # of cache, as much as which a sequence's gated delta nets take
     samples_ahead: bool = False  # trainer.max_staleness: responses are drawn while the trainer learns
+    route_bytes: int = 0  # of a token's routes, where they are replayed: on the host, and from an engine to the models
     later_sync_bytes: int | None = None  # that each engine needs at every sync but the first; None: all are alike
 
     @property
@@ -108,8 +110,16 @@ def make_plan(
         num_devices(cfg, world_size) - world_size,
         state_tokens(inputs) if generates else 0,
         generates and cfg.trainer.max_staleness > 0,
+        _route_bytes(cfg, roles[0].geometry),
         later_bytes(cfg, roles[0]) if generates else None,
     )
+
+
+def _route_bytes(cfg: Config, geometry: ModelGeometry) -> int:
+    """Return the bytes of a token's routes, of 16 bits each."""
+    if cfg.actor.router_replay == "off" or geometry.experts is None:
+        return 0
+    return 2 * len(geometry.moe_layers) * geometry.experts.per_token
 
 
 def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Config:

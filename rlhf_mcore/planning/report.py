@@ -101,6 +101,10 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
         yield f"later syncs {size} to each engine: what adapters change"
     saved = sum(role.checkpoint_bytes for role in plan.roles)
     yield from _wrap(f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB")
+    if plan.route_bytes:
+        whole = plan.route_bytes * plan.work.tokens
+        size = f"{gib(whole)} GiB" if whole >= GIB else f"{whole / 2**20:.1f} MiB"
+        yield from _wrap(f"routes      {plan.route_bytes} bytes of a token, {size} of a step on all hosts together")
     if not plan.kv_tokens:
         return
     longest = plan.work.prompt_tokens + plan.work.response_tokens + plan.state_tokens

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from rlhf_mcore.data.collate import restore_tokens
-from rlhf_mcore.mcore.route_replay import Routing, moe_layers
+from rlhf_mcore.mcore.route_replay import Routing
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.types import ROUTES, TrainBatch
 
@@ -28,7 +28,7 @@ def recorded_routes(model: RoleModel, batch: TrainBatch) -> Iterator[None]:
     yield
     experts = model.spec.geometry.experts
     assert experts is not None, "config.validate refuses dense models"
-    tokens = torch.zeros(0, len(moe_layers(model.spec.geometry)), experts.per_token, dtype=torch.int16)
+    tokens = torch.zeros(0, len(model.spec.geometry.moe_layers), experts.per_token, dtype=torch.int16)
     if routing is not None:
         wholes, microbatches = routing.recorded()
         if model.keeps_outputs:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
 from rlhf_mcore.config.schema.rollout import SamplingConfig
+from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
@@ -22,7 +24,7 @@ from rlhf_mcore.roles.routes import recorded_routes
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.types import ROUTES, Prompt, Sampling, Score, TrainBatch, Trajectory
+from rlhf_mcore.types import ROUTES, Prompt, Request, Sampling, Score, TrainBatch, Trajectory
 from tests.distributed import models
 from tests.distributed.replay_worker import own_routes
 from tests.distributed.setting import Settings, build, finish, load_hf, start
@@ -65,13 +67,12 @@ def main(directory: Path) -> None:
     platform, findings, path = start(), dict[str, Any](), directory / "model"
     if dist.get_rank() == 0:
         models.make("qwen3_moe_mixed", path, moe_intermediate_size=64, num_experts=16, max_position_embeddings=512)
-        weights = load_file(path / "model.safetensors")
-        for name, weight in weights.items():
-            if ".experts." in name and "down_proj" in name:
-                weight *= SCALE
-        save_file(weights, path / "model.safetensors", {"format": "pt"})
+        made = load_file(path / "model.safetensors")
+        scaled = {name: weight * (SCALE if ".experts." in name and "down_proj" in name else 1) for name, weight in made.items()}
+        save_file(scaled, path / "model.safetensors", {"format": "pt"})
         save_tokenizer(path)
     dist.barrier()
+    weights = load_file(path / "model.safetensors")
     hf, shapes = load_hf(path), hf_shapes(load_spec(path).geometry)
     # Two blocks of the cache, and a part of one; the first two prompts begin alike.
     prompts = [Prompt(f"p{i}", i, [(7 * (i // 2) + 5 * k) % 90 + 3 for k in range(70)] + [i + 3], "") for i in range(4)]
@@ -84,17 +85,19 @@ def main(directory: Path) -> None:
             max_num_batched_tokens=case.max_tokens,
             prefix_caching=case.prefix_caching,
             sampling=drawn,
+            at_publish="resubmit" if name == "preempted" else "continue",
         )
         if case.drafts:
             cfg.speculative = SpeculativeConfig(method="ngram", num_tokens=2, ngram_tokens=1)
-        model = EngineModel(str(path), str(path), case.dtype, 200, seed=0, shapes=shapes, records_routes=True)
+        model = EngineModel(str(path), str(path), case.dtype, 300, seed=0, shapes=shapes, records_routes=True)
         engine = build_engine(cfg, model)
         engine._stops = []
-        engine.load_weights(iter(load_file(path / "model.safetensors").items()), version=0)
+        engine.load_weights(iter(weights.items()), version=0)
         sampling = Sampling(**vars(drawn), seed=3, records_routes=True)
         positions, trajectories = worker_of(engine).draw_step(prompts, sampling, step=1)
         findings[name] = against_routers(trajectories, hf)
         findings[name]["cached"] = max(all_gather_json(sum(each.num_cached for each in trajectories)))
+        findings[name] |= turns(engine, hf, weights, sampling) if name in ("in parts", "preempted") else {}
         others = worker_of(engine).generate(prompts, Sampling(max_new_tokens=4), step=1)
         findings[name]["without"] = all(not each.fields for each in others)
         scores = [Score(0.0) for _ in trajectories]
@@ -119,6 +122,28 @@ def against_routers(trajectories: list[Trajectory], hf: torch.nn.Module) -> dict
         sums["unknown"] += int((routes[1:] == 0).sum())
         sums["all"] += own[..., 0].numel()
     return reduce_sums(sums)
+
+
+def turns(engine: Any, hf: torch.nn.Module, weights: dict[str, torch.Tensor], sampling: Sampling) -> dict[str, Any]:
+    """An episode of three turns, with the same weights published again in the middle of each: its routes against transformers."""
+    prompt = Prompt("turns", 9, list(range(3, 80)), "")
+    tokens, written, cached = list(prompt.prompt_ids), [], 0
+    for turn in range(3):
+        engine.submit([Request(turn, "turn", tokens, sampling, seed=turn)])
+        for step in range(200):
+            if step == 20:
+                engine.load_weights(iter(weights.items()), version=turn + 1)
+            if finished := engine.collect(0.0):
+                break
+        observation = np.arange(60 + turn, 70 + turn, dtype=np.int32)
+        written += [*finished, observation]
+        cached += finished[0].num_cached
+        tokens += [*finished[0].token_ids.tolist(), *observation.tolist()]
+    made = episode(prompt, 0, written[:-1], "")
+    return {f"turns_{name}": value for name, value in against_routers([made], hf).items()} | {
+        "versions": len(made.versions),
+        "turns_cached": cached,
+    }
 
 
 def replayed(batch: TrainBatch, model: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rlhf_mcore.rollout.remote.control import ask
 from rlhf_mcore.rollout.remote.head import SETTINGS
 from tests.commands import ROOT, Started, environment, finished, left_behind, started, wait_for
 from tests.metric_names import assert_registered
-from tests.tiny_training import make_quickstart
+from tests.tiny_training import make_mixture, make_quickstart
 
 SMALL = [
     "trainer.prompts_per_step=4",
@@ -63,8 +63,11 @@ OWN = (
     "rollout/staleness",
     "rollout/stale_",
 )
-# Drawn from a part of the vocabulary, which is recorded, and with what waits for the next step in checkpoints.
+# Drawn from a part of the vocabulary, which is recorded, as are the experts of tokens, and with what waits for the next step in
+# checkpoints.
 FURTHER = [
+    "model.path=mixture",
+    "actor.router_replay=rollout",
     "algorithm.dynamic_sampling.enabled=true",
     "actor.freeze=[model.embed_tokens.weight]",
     "rollout.sampling.temperature=0.9",
@@ -125,6 +128,7 @@ def trained_on(directory: Path, experiment: str) -> list[str]:
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("apart")
     make_quickstart(directory)
+    make_mixture(directory)
     (directory / "reward.py").write_text(REWARD)
     return directory
 
@@ -135,9 +139,8 @@ def whole(workspace: Path) -> list[dict[str, Any]]:
     ended = run(workspace, "async.yaml", "experiment=whole", *IN_ORDER)
     assert ended.returncode == 0, ended.stderr
     run_directory = workspace / "outputs" / "quickstart" / "whole"
-    assert_registered(
-        run_directory, "rollout/staleness_mean", "rollout/in_flight", "bridge/sent_bytes", "rollout/support_mass"
-    )
+    wanted = ("rollout/staleness_mean", "rollout/in_flight", "bridge/sent_bytes", "rollout/support_mass")
+    assert_registered(run_directory, *wanted, "actor/route_mismatch")
     return metrics(workspace, "whole")
 
 
@@ -150,7 +153,7 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(workspace: Path
     assert metrics(workspace, "apart") == metrics(workspace, "together") and len(metrics(workspace, "apart")) == 4
     assert ended.stderr == "" and "ray" not in ended.stdout.lower().replace("array", "")
     assert processes_of(workspace) == [] and left_behind(workspace) == []
-    folders = (workspace / "quickstart" / "model", workspace / "outputs" / "quickstart" / "apart" / "latest" / "actor")
+    folders = (workspace / "mixture", workspace / "outputs" / "quickstart" / "apart" / "latest" / "actor")
     before, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert [name for name in before if torch.equal(before[name], after[name])] == ["model.embed_tokens.weight"]
 

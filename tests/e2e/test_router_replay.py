@@ -24,6 +24,14 @@ def test_recorded_routes_of_all_tokens_are_those_of_transformers(findings: Any, 
     assert found["without"], "requests that do not ask for routes have none"
 
 
+@pytest.mark.parametrize("case", ["in parts", "preempted"])
+def test_so_are_those_of_turns_across_which_weights_are_published(findings: Any, case: str) -> None:
+    found = findings[case]
+    assert found["versions"] == 4, "each turn has new weights in its middle"
+    assert found["turns_unknown"] == 0 and found["turns_all"] > 1000
+    assert found["turns_different"] <= 2e-3 * found["turns_all"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_passes_take_the_engines_routes_and_their_logprobs_come_closer(findings: Any, layout: str) -> None:
     own, replayed = findings[layout]["own"], findings[layout]["replayed"]

@@ -318,7 +318,6 @@ class ActorConfig(Group):
         ),
         more="The router still learns: weights of experts are its scores at their places. See "
         "[router replay](algorithms.md#router-replay).",
-        is_fixed=True,
     )
     mtp: MTPConfig = group(MTPConfig)
     vision: VisionConfig = group(VisionConfig)

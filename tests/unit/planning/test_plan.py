@@ -39,6 +39,14 @@ def planned(model: str, world_size: int, *overrides: str, gpu: str = "H100") -> 
     return make_plan(config(model, *overrides), world_size, GPUS[gpu], exact_sync=False)
 
 
+def test_routes_take_two_bytes_an_expert_of_every_layer_with_experts() -> None:
+    plan = planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8", "actor.router_replay=rollout")
+    assert plan.route_bytes == 48 * 8 * 2 and "768 bytes of a token" in as_text(plan)
+    plan = planned("DeepSeek-V3", 256, "actor.layout.ep=64", "actor.router_replay=rollout")
+    assert plan.route_bytes == 58 * 8 * 2, "three of 61 layers are dense"
+    assert planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8").route_bytes == 0
+
+
 def test_every_model_of_a_ppo_run_is_planned() -> None:
     plan = planned(
         "Qwen2.5-0.5B-Instruct",

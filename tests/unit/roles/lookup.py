@@ -50,6 +50,7 @@ class Lookup:
     is_last_stage: bool = True
     aux_loss_coef: float = 0.0
     mtp: None = None
+    routing: None = None
     overrides: Overrides = field(default_factory=Overrides)
     rule: Callable[[Lookup, float], bool] = stay
     table: Tensor = field(init=False)

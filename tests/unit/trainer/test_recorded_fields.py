@@ -71,6 +71,38 @@ def test_tokens_that_the_policy_has_not_sampled_have_zeros_and_no_values() -> No
     assert patches.values.tolist() == [[10, 11, 12, 13], [90, 91, 92, 93]]
 
 
+def test_a_turn_may_tell_of_all_tokens_before_it_and_fills_what_is_blank() -> None:
+    """As routes: of two prompt tokens, two of the policy, two of the environment and one of the policy."""
+    first, second = np.arange(1, 5, dtype=np.int16), np.arange(11, 18, dtype=np.int16)
+    first[0] = second[0] = 0  # nothing predicts the first token
+    turns = [
+        replace(completion(5, 2), fields={"routes": first[:, None, None]}),
+        np.array([7, 8], np.int32),
+        replace(completion(9, 1), fields={"routes": second[:, None, None]}),
+    ]
+    made = episode(PROMPTS[1], 0, [*turns, np.array([3], np.int32)], "text")
+    routes = made.fields["routes"]
+    assert isinstance(routes, np.ndarray) and routes.dtype == np.int16
+    assert routes[:, 0, 0].tolist() == [0, 2, 3, 4, 15, 16, 17, 0]
+
+
+@pytest.mark.usefixtures("rank_threads")
+def test_numbers_of_sixteen_bits_arrive() -> None:
+    """Gloo sends none."""
+    values = {"flat": torch.tensor([1, -2, 30000], dtype=torch.int16)}
+    values["deep"] = values["flat"][:, None, None].expand(3, 2, 2).contiguous()
+
+    def body(group: ThreadGroup) -> Any:
+        rank = group.rank()
+        held = {name: field[:1] if rank == 0 else field[1:] for name, field in values.items()}
+        wanted = [np.array([1, 0]), np.array([], np.int64)]
+        return move_rows(held, np.array([1, 2]), np.array([0, 1]), wanted)
+
+    arrived, nothing = run_ranks(2, body)
+    assert arrived["flat"].tolist() == [-2, 30000, 1] and arrived["deep"][:, 1, 1].tolist() == [-2, 30000, 1]
+    assert arrived["deep"].dtype == torch.int16 and nothing["deep"].shape == (0, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("turn", "message"),
     [

@@ -113,8 +113,9 @@ def test_a_checkpoint_holds_them() -> None:
     assert decode_trajectories(content, prompts)[3][0].support is None
 
 
-def test_what_an_older_run_sampled_without_is_drawn_again() -> None:
-    """A checkpoint of before supports were recorded, with top_p: its responses cannot be learned from exactly."""
+@pytest.mark.parametrize("needed", [{"records_support": True, "top_p": 0.9}, {"records_routes": True}])
+def test_what_an_older_run_sampled_without_is_drawn_again(needed: dict[str, Any]) -> None:
+    """A checkpoint of before supports were recorded, with top_p, or routes: its responses cannot be learned from exactly."""
 
     def ahead_of(engines: Engines, sampling: Sampling) -> tuple[SamplingAhead, PromptSampler]:
         sampler = PromptSampler(len(AHEAD_PROMPTS), 3, seed=5, shuffle=True)
@@ -129,7 +130,7 @@ def test_what_an_older_run_sampled_without_is_drawn_again() -> None:
     state, finished, cursor = ahead.state_dict(), ahead.finished(), sampler.state_dict()
     assert finished
     asked = []
-    for sampling in (plain, replace(plain, records_support=True, top_p=0.9)):
+    for sampling in (plain, replace(plain, **needed)):
         resumed, sampler = ahead_of(Engines(random.Random(2)), sampling)
         sampler.load_state_dict(cursor)
         resumed.load_state_dict(state)
