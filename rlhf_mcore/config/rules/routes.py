@@ -16,6 +16,8 @@ _APART = ("moe_router_fusion", "overlap_moe_expert_parallel_comm", "moe_router_f
 def route_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
     """List problems with ``actor.router_replay``, which is not off. ``geometry``: of ``model.path``, where it is known."""
     name, engine = f"actor.router_replay={cfg.actor.router_replay}", engine_kind(cfg.rollout.engine)
+    if cfg.actor.router_replay not in ("rollout", "old_logprobs"):  # which is another problem
+        return
     if not (kind := run_kind(cfg)).generates:
         yield f"{name}: with algorithm.kind={kind.name} no responses are drawn, so there are no routes to replay; set it to off"
         return
