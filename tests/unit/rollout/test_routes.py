@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout.vllm.routes import ReturnedRoutes
+from rlhf_mcore.rollout.vllm.start_problems import problem_of
 from rlhf_mcore.trainer.rollouts import check_completion
 from rlhf_mcore.types import ROUTES, Completion, Request, Sampling
 
@@ -40,3 +43,12 @@ def test_a_completion_without_all_routes_ends_the_step(fields: Any) -> None:
     whole = np.array([0, 3, 4], np.int16)[:, None, None]
     drawn = Completion(0, drawn.token_ids, drawn.logprobs, ((0, 0),), "stop", fields={ROUTES: whole})
     check_completion(request, drawn)
+
+
+def test_a_model_without_the_runner_that_returns_routes_is_refused_in_our_words() -> None:
+    import vllm.config.vllm
+
+    said = "AuxOutput Connector requires Model Runner V2"
+    assert said in Path(vllm.config.vllm.__file__).read_text(), "what vLLM raises comes from vLLM itself"
+    problem = problem_of(f"1 validation error: {said}; set it", {"model": "mixture"}, RolloutConfig(), on_cuda=True)
+    assert problem is not None and "actor.router_replay=rollout" in problem and "old_logprobs or off" in problem

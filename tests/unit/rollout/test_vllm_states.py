@@ -13,7 +13,8 @@ from torch import Tensor
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, InFlight, VersionedWeights
-from rlhf_mcore.rollout.vllm.engine import VLLMEngine, _problem
+from rlhf_mcore.rollout.vllm.engine import VLLMEngine
+from rlhf_mcore.rollout.vllm.start_problems import problem_of
 from rlhf_mcore.rollout.vllm.masks import record_where_wanted
 from rlhf_mcore.types import Request, Sampling
 
@@ -189,7 +190,7 @@ def test_a_device_without_room_for_an_engine_is_told_in_our_words(external: int)
     cache: Any = SimpleNamespace(gpu_memory_utilization=0.6)
     with pytest.raises(ValueError) as raised:
         request_memory(memory, cache, external)
-    problem = _problem(str(raised.value), {}, RolloutConfig(gpu_memory_utilization=0.6), on_cuda=True)
+    problem = problem_of(str(raised.value), {}, RolloutConfig(gpu_memory_utilization=0.6), on_cuda=True)
     assert problem is not None and problem.startswith(
         "rollout.gpu_memory_utilization=0.6: an engine takes that share of its device's 80.0 GiB, of which 20.0 are free when it "
         "starts; lower it"
