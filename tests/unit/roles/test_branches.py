@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import rollout_metrics
-from rlhf_mcore.types import Score, Trajectory
+from rlhf_mcore.types import ROUTES, Completion, Score, Trajectory
 from tests.rows import rows_of_padded
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles.lookup import Lookup
@@ -137,3 +138,22 @@ def test_ratios_of_whole_rows_need_a_pass_of_their_own_where_a_row_has_branches(
     }
     assert needs == {"token": False, "correction": True, "geometric": True}
     assert not AdvantageComputer(AGGREGATIONS["correction"]).needs_old_logprobs(plain)
+
+
+def test_tokens_that_a_branch_repeats_have_the_routes_of_the_turn_that_ends_it() -> None:
+    """A turn tells the routes of all tokens before it, so no branch has tokens that are routed anew."""
+
+    def turn(ids: list[int], before: int, own: int) -> Completion:
+        routes = np.full((before + len(ids), 1, 1), own, np.int16)
+        routes[0] = 0
+        return replace(completion(ids, 4, "stop"), fields={ROUTES: routes})
+
+    nodes = TokenTree()
+    root = nodes.add(None, "", [1, 2], turn([3, 4], 2, 7), "")
+    nodes.add(root, "", [5], turn([6], 5, 8), "")
+    nodes.add(root, "", [6, 6], turn([1, 2], 6, 9), "")
+    made = nodes.trajectory(PROMPT, 0)
+    routes = made.fields[ROUTES]
+    assert isinstance(routes, np.ndarray) and made.sequences == (6, 8)
+    assert routes[:6, 0, 0].tolist() == [0, 7, 7, 7, 8, 8]
+    assert routes[6:, 0, 0].tolist() == [0, 9, 9, 9, 9, 9, 9, 9]
