@@ -398,12 +398,13 @@ def _record(each: _Episode) -> dict[str, Any]:
 
 def cut_turn(drawn: Completion, count: int) -> Completion:
     """Return the first ``count`` tokens of a turn, with all that is recorded of them."""
+    dropped = len(drawn.token_ids) - count
 
     def cut(values: Recorded) -> Recorded:
         if isinstance(values, Ragged):
             counts = values.counts[:count]
             return Ragged(counts, values.values[: int(np.sum(counts))])
-        return values[:count]
+        return values[: len(values) - dropped]  # it may be of the tokens before the turn too
 
     support = cut(drawn.support) if drawn.support is not None else None
     assert support is None or isinstance(support, Ragged)

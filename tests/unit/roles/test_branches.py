@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, RolloutCorrectionConfig
 from rlhf_mcore.data.episodes import episode
+from rlhf_mcore.environments.agents.driver import cut_turn
 from rlhf_mcore.environments.agents.tree import TokenTree, join_sequences
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.trainer.advantages import AdvantageComputer
@@ -157,3 +158,10 @@ def test_tokens_that_a_branch_repeats_have_the_routes_of_the_turn_that_ends_it()
     assert isinstance(routes, np.ndarray) and made.sequences == (6, 8)
     assert routes[:6, 0, 0].tolist() == [0, 7, 7, 7, 8, 8]
     assert routes[6:, 0, 0].tolist() == [0, 9, 9, 9, 9, 9, 9, 9]
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_turn_that_is_cut_keeps_what_was_recorded_before_it(before: int) -> None:
+    routes = np.arange(before + 3, dtype=np.int16)
+    cut = cut_turn(replace(completion([3, 4, 6], 3, "stop"), fields={ROUTES: routes}), 2)
+    assert cut.token_ids.tolist() == [3, 4] and cut.fields[ROUTES].tolist() == routes[:-1].tolist()
