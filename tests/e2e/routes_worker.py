@@ -93,9 +93,11 @@ def main(directory: Path) -> None:
         engine = build_engine(cfg, model)
         engine._stops = []
         engine.load_weights(iter(weights.items()), version=0)
+        preempted = count_calls(engine._scheduler, "_preempt_request")
         sampling = Sampling(**vars(drawn), seed=3, records_routes=True)
         positions, trajectories = worker_of(engine).draw_step(prompts, sampling, step=1)
         findings[name] = against_routers(trajectories, hf)
+        findings[name]["preempted"] = max(all_gather_json(len(preempted)))
         findings[name]["cached"] = max(all_gather_json(sum(each.num_cached for each in trajectories)))
         findings[name] |= turns(engine, hf, weights, sampling) if name in ("in parts", "preempted") else {}
         others = worker_of(engine).generate(prompts, Sampling(max_new_tokens=4), step=1)
@@ -109,6 +111,18 @@ def main(directory: Path) -> None:
             _, actor = build(path, groups, platform, Settings(max_tokens=512, router_replay="rollout"))
             findings[layout] = replayed(batch, actor.model)
     finish(findings, directory)
+
+
+def count_calls(owner: Any, name: str) -> list[None]:
+    """Returns a list that grows by one with each call of a method."""
+    method, calls = getattr(owner, name), list[None]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return method(*args, **kwargs)
+
+    setattr(owner, name, counted)
+    return calls
 
 
 def against_routers(trajectories: list[Trajectory], hf: torch.nn.Module) -> dict[str, float]:

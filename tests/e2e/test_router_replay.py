@@ -21,6 +21,7 @@ def test_recorded_routes_of_all_tokens_are_those_of_transformers(findings: Any, 
     assert found["unknown"] == 0 and found["all"] > 3000
     assert found["different"] <= 2e-3 * found["all"], "rounding decides between two experts now and then"
     assert (found["cached"] > 0) == CASES[case].prefix_caching
+    assert (found["preempted"] > 0) == (case == "preempted")
     assert found["without"], "requests that do not ask for routes have none"
 
 
