@@ -84,7 +84,7 @@ def main(directory: Path) -> None:
             findings["updates"][key] = update(path, mine, platform, settings, frozen, after, complete=complete)
             _, actor = build(path, mine, platform, settings)
             findings["passes"][key] = passes(actor, given, expected)
-            recording = Actor(actor.model, TEMPERATURE, actor.algorithm, "old_logprobs")
+            recording = Actor(actor.model, TEMPERATURE, actor.algorithm, router_replay="old_logprobs")
             findings["recorded"][key] = recorded(recording, hf)
     path = directory / "qwen3_moe_mixed"
     # Every rank has the whole gradient of the router. All routes are given: a choice of its own would change within a step.

@@ -227,7 +227,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
     trained = TrainedModel(groups.layout, model, spec, trainer, optimizer=cfg, plan=plan, name="actor")
     if settings.router_replay != "off":
         replay_routes(trained)
-    return model, Actor(trained, TEMPERATURE, chosen, settings.router_replay)
+    return model, Actor(trained, TEMPERATURE, chosen, router_replay=settings.router_replay)
 
 
 def gatherer(model: MegatronModel) -> Gatherer:
