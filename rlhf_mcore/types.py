@@ -51,6 +51,7 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None  # of a conversation, before it was rendered
     file: int = 0  # which of the files it is from
     occurrence: int = 0  # how often the step holds it before
+    images: tuple[str, ...] = ()  # their digests, in the order of their tokens in ``prompt_ids``
 
 
 @dataclass(slots=True)
@@ -97,6 +98,7 @@ class Request:
     prompt_ids: Sequence[int]
     sampling: Sampling
     seed: int
+    images: tuple[str, ...] = field(default=(), kw_only=True)  # as a prompt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +312,13 @@ class TrainBatch:
         """Return the tokens of each sequence of these rows."""
         lengths = self.lengths.tolist()
         return [self.sequences.get(row) or (lengths[row],) for row in rows]
+
+    def images_of(self, rows: Sequence[int]) -> list[tuple[str, ...]] | None:
+        """Return the digests of each row's images; None where no prompt has any."""
+        if not any(prompt.images for prompt in self.prompts or ()):
+            return None
+        groups, prompts = self.group_ids.tolist(), self.prompts or []
+        return [prompts[groups[row]].images for row in rows]
 
     def field_of_tokens(self, name: str) -> Field:
         """Return a field by its name: one of ``fields``, or of the optional ones above.

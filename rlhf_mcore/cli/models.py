@@ -16,6 +16,7 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.implied import adapter_sizes, offloaded_parts
+from rlhf_mcore.config.model_files import sees_images
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,
@@ -46,6 +47,7 @@ from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 
 if TYPE_CHECKING:
+    from rlhf_mcore.data.images import ImageStore
     from rlhf_mcore.roles.critic import Critic
     from rlhf_mcore.roles.reward_model import RewardModel
 
@@ -305,7 +307,15 @@ class ModelBuilder:
             seed=self.cfg.seed,
             logit_chunk_tokens=self.cfg.trainer.logit_chunk_tokens,
             microbatch_tokens=self.cfg.trainer.max_tokens_per_microbatch,
+            images=self._images(),
         )
+
+    def _images(self) -> ImageStore | None:
+        if not sees_images(self.cfg.model.path):
+            return None
+        from rlhf_mcore.data.images import ImageStore
+
+        return ImageStore.of(self.cfg)
 
 
 def _frozen_tensors(group: ActorConfig | CriticConfig, geometry: ModelGeometry) -> list[str]:

@@ -24,7 +24,7 @@ from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
-from rlhf_mcore.data.source import load_prompts
+from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.mcore.kernels import live_kernels
@@ -235,7 +235,16 @@ def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[
         from rlhf_mcore.config.tool_schemas import read_tools
 
         tools = on_every_rank(lambda: read_tools(path))
-    load = partial(load_prompts, tokenizer=tokenizer, cfg=data, tools=tools, note=run.record.note, group=world_group())
+    images = on_every_rank(lambda: image_reader(run.cfg))
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        cfg=data,
+        tools=tools,
+        note=run.record.note,
+        group=world_group(),
+        images=images,
+    )
     train = load(data.train)
     held_out = load(data.eval, field="data.eval") if data.eval else []
     if not scores_alone(reward) and grades(run.cfg):

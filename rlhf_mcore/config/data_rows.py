@@ -103,8 +103,10 @@ def has_column(columns: Collection[str], key: str) -> bool:
     return key in columns or key.partition(".")[0] in columns
 
 
-def checked_prompt(content: Any, place: str) -> str | list[dict[str, Any]]:
+def checked_prompt(content: Any, place: str, *, parts: bool = False) -> str | list[dict[str, Any]]:
     """Check a prompt, and return a text, or messages without their null fields (parquet gives every message the fields of all).
+
+    ``parts``: the content of a message may also be a list of texts and images.
 
     Raises:
         ConfigError: it is neither, is empty, or has characters that break later stages.
@@ -119,8 +121,8 @@ def checked_prompt(content: Any, place: str) -> str | list[dict[str, Any]]:
             f"{place}: a prompt is a string or a list of {{role, content}}, found {type(content).__name__} "
             f"{content!r:.60}"
         )
-    messages = [_message(message, place) for message in content]
-    if not any(message["content"].strip() for message in messages):
+    messages = [_message(message, place, parts) for message in content]
+    if not any(_says_something(message["content"]) for message in messages):
         raise ConfigError(f"{place}: the prompt is empty; remove the row")
     return messages
 
@@ -190,12 +192,18 @@ def check_characters(value: Any, place: str) -> None:
         raise ConfigError(f"{place}: {kind} at character {bad.start()}; clean the text")
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+def _message(message: Any, place: str, parts: bool) -> dict[str, Any]:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, (str, list) if parts else str) or not isinstance(message.get("role"), str):
         raise ConfigError(f"{place}: a message needs a text role and a text content, found {message!r:.80}")
-    for key in ("role", "content"):
-        check_characters(message[key], place)
+    pieces = content if isinstance(content, list) else [content]
+    for text in (message["role"], *(piece.get("text") if isinstance(piece, dict) else piece for piece in pieces)):
+        check_characters(text, place)
     return {key: value for key, value in message.items() if value is not None}
+
+
+def _says_something(content: str | list[Any]) -> bool:
+    return bool(content if isinstance(content, list) else content.strip())
 
 
 # --------------------------------------------------------------------------------------------------------------- jsonl

@@ -22,6 +22,7 @@ WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # What travels with the weights: everything a user of the directory needs to run it.
 COMPANIONS = (
     "config.json",
@@ -30,11 +31,9 @@ COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
     *TOKENIZER_FILES,
     *CHAT_TEMPLATE_FILES,
+    *PROCESSOR_FILES,
 )
 _MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.", "model.vision_tower.", "vision_tower.")
 _REMEDY = "download or export the model again"
@@ -62,6 +61,16 @@ def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeomet
     family, own = ARCHITECTURES[name]
     geometry = family.geometry(hf_config, own)
     return geometry if head is None else with_head(geometry, head)
+
+
+def sees_images(directory: str) -> bool:
+    """Return whether the model of a Hugging Face directory has a vision tower and a token for images.
+
+    Raises:
+        ConfigError: config.json is missing or broken.
+    """
+    config = read_config(directory, directory)
+    return "vision_config" in config and "image_token_id" in config
 
 
 def with_head(geometry: ModelGeometry, head: str) -> ModelGeometry:

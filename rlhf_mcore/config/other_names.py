@@ -175,6 +175,8 @@ _NAMES = {
         "val_files eval_dataset test_files validation_files val_dataset eval_prompt_data test_data val_data eval_file "
         "eval_data validation_dataset data.val data.test data.validation val_file"
     ),
+    "data.image_key": "image_column images_column images_key image_field images",
+    "data.image_pixels": "max_pixels min_pixels image_max_pixels image_min_pixels image_resolution",
     "data.prompt_key": "input_key prompt_column question_key input_column prompt_field dataset_text_field",
     "data.answer_key": "label_key answer_column ground_truth_key label_column answer_field label",
     "data.max_prompt_tokens": (
@@ -219,7 +221,7 @@ _DISTRIBUTION = (
 _ENDS = "a response ends with the end-of-text tokens of model.path (generation_config.json) or at rollout.sampling.max_new_tokens"
 _HUB = "a run uploads nothing; `rlhf-mcore push RUN_DIR ORG/NAME` uploads what it has made"
 _BACKENDS = "engines are vLLM or Hugging Face's generate: rollout.engine"
-_IMAGES = "models and data are text here"
+_IMAGES = "models see images and no videos: the processor is the model's own, and data.image_pixels scales images"
 
 # Name, or beginning of a name where it ends with *: why there is no such key.
 _ABSENT = {
@@ -230,7 +232,7 @@ _ABSENT = {
     "stop stop_strings stop_words stop_token stop_token_ids stop_sequences eos_token_id": _ENDS,
     "push_to_hub hub_model_id hub_* hf_repo": _HUB,
     "sglang* trtllm* tensorrt*": _BACKENDS,
-    "image_key image_* images max_pixels min_pixels vision* video* processor": _IMAGES,
+    "vision* video* processor": _IMAGES,
     "trust_remote_code": "code that comes with a model or a data set is never run",
     "gradient_accumulation_steps grad_accum grad_accumulation_steps gradient_accumulation": (
         "it follows from trainer.minibatch_size (prompts of an update) and trainer.max_tokens_per_microbatch"

@@ -36,6 +36,9 @@ class RowTokens:
     fields: Mapping[str, Tensor]
     ragged: Mapping[str, Ragged[Tensor]] = field(default_factory=dict)
     sequences: Sequence[Sequence[int]] | None = None  # tokens of each sequence of each row; None: a row is one
+    images: Sequence[tuple[str, ...]] | None = (
+        None  # digests of each row's, which each of its sequences begins with; None: no row has any
+    )
 
     @property
     def sequence_lengths(self) -> list[int]:
@@ -82,7 +85,10 @@ def make_microbatches(
     if tokens.sequences is not None:
         assert rows_per_unit == 1, "units are of rows"
         lengths_of = tokens.sequence_lengths
-        tokens = RowTokens(list(range(len(lengths_of))), lengths_of, tokens.fields, tokens.ragged)
+        images = tokens.images and [
+            own for own, sizes in zip(tokens.images, tokens.sequences, strict=True) for _ in sizes
+        ]
+        tokens = RowTokens(list(range(len(lengths_of))), lengths_of, tokens.fields, tokens.ragged, None, images)
     units = in_units(range(len(tokens.rows)), rows_per_unit)
     lengths = [[round_up(tokens.lengths[place], sequence_multiple) for place in unit] for unit in units]
     assign, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)
@@ -111,6 +117,7 @@ def make_microbatches(
             ragged = Ragged(microbatch.fields.pop(name), torch.cat(parts))
             assert int(ragged.counts.sum()) == len(ragged.values), name
             microbatch.ragged[name] = ragged
+        microbatch.images = [tokens.images[place] for place in places] if tokens.images else []
         microbatches.append(microbatch)
     return microbatches
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -185,10 +185,22 @@ def _read_texts(
     transform = load_transform(data.transform)
     for file, wanted in zip(files, columns, strict=True):
         rows = transformed_rows(Path(file), row_limits(data), transform)
-        contents = [example_contents(row, wanted, place) for place, row in rows if row is not None]
+        contents = []
+        for place, row in rows:
+            if row is not None:
+                _refuse_images(row, data.image_key, place)
+                contents.append(example_contents(row, wanted, place))
         prompts = render.all([(prompt, f"{place}, prompt") for place, prompt, _ in contents])
         for text, (place, _, answers) in zip(prompts, contents, strict=True):
             yield _Texts(place, text, list(answers))
+
+
+def _refuse_images(row: Mapping[str, Any], key: str | None, place: str) -> None:
+    if key is not None and row.get(key):
+        raise ConfigError(
+            f"{place}: column {key!r} has images, which runs on given responses do not read; set data.image_key=null to learn from "
+            "the texts alone"
+        )
 
 
 def _pair(rows: Iterable[_Texts], tokens: Iterator[Tokens], eos_token_id: int) -> Iterator[TokenizedExample]:

@@ -29,7 +29,9 @@ CPU_S = 10  # for one prompt; published templates take a thousandth of a second
 MEMORY_BYTES = 384 * 2**20  # beyond what the process has; the longest prompt takes a sixth of it
 MAX_CHARACTERS = 16 * 2**20  # of a rendered prompt
 
-Content = str | list[dict[str, Any]]  # a text, or messages of {role, content}
+Content = (
+    str | list[dict[str, Any]]
+)  # a text, or messages of {role, content}; a content is a text, or a list of texts and images
 _EXCEEDED = -signal.SIGXCPU
 
 
@@ -74,13 +76,13 @@ class Renderer:
         if rendered == without:
             raise ConfigError(f"the chat template does not write environment.tools into a prompt; {remedy}")
 
-    def all(self, contents: Sequence[tuple[Any, str]]) -> Iterator[str]:
-        """Yield the texts of (content, place), in order. ``place`` is for messages.
+    def all(self, contents: Sequence[tuple[Any, str]], *, parts: bool = False) -> Iterator[str]:
+        """Yield the texts of (content, place), in order. ``place`` is for messages. ``parts``: as of ``checked_prompt``.
 
         Raises:
             ConfigError: a content is no prompt, there is no template, or it refuses the messages or takes too long.
         """
-        checked = [(self._prepare(checked_prompt(content, place)), place) for content, place in contents]
+        checked = [(self._prepare(checked_prompt(content, place, parts=parts)), place) for content, place in contents]
         rendered = self._render([(content, place) for content, place in checked if not isinstance(content, str)])
         for content, _ in checked:
             yield content if isinstance(content, str) else next(rendered)

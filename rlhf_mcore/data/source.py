@@ -19,6 +19,7 @@ from rlhf_mcore.config.data_rows import (
     require_column,
 )
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import sees_images
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.shared_tokens import tokenize
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_mcore.config.schema import DataConfig
+    from rlhf_mcore.config.schema import Config, DataConfig
+    from rlhf_mcore.data.image_rows import ImageReader
 
 Row = dict[str, Any]
 Transform = Callable[[Row], Row | None]
@@ -57,6 +59,7 @@ def load_prompts(
     tools: Sequence[dict[str, Any]] = (),
     note: Callable[[str], None] = lambda text: None,
     group: dist.ProcessGroup | None = None,
+    images: ImageReader | None = None,
 ) -> list[Prompt]:
     """Return all prompts of ``files`` in order, rendered (see ``Renderer``) and tokenised.
 
@@ -64,7 +67,8 @@ def load_prompts(
     ``max_prompt_tokens``; it is therefore not always the position in the returned list. ``field`` names the
     config key in messages. ``tools`` are schemas that the chat template writes into the prompts. ``note`` is
     told how many prompts ``data.overlong_prompts=drop`` leaves out. The ranks of ``group`` share the tokenising: the call is
-    collective over it, and raises on all of them. None: this process alone.
+    collective over it, and raises on all of them. None: this process alone. ``images`` takes those of prompts; None: the model sees
+    none, and a prompt that has them is refused. An image counts as many tokens as the model reads of it.
 
     Raises:
         ConfigError: for anything wrong with a file or a row, naming both, and when no prompt is left.
@@ -73,7 +77,8 @@ def load_prompts(
         raise ConfigError(f"{field} is empty; give a list of .parquet or .jsonl files")
 
     def read() -> list[Placed]:
-        placed = list(_read_prompts(files, Renderer(tokenizer, cfg.apply_chat_template, tools), cfg, field))
+        render = Renderer(tokenizer, cfg.apply_chat_template, tools)
+        placed = list(_read_prompts(files, render, cfg, field, images))
         _refuse_duplicates(placed)
         return placed
 
@@ -83,10 +88,27 @@ def load_prompts(
         if not len(prompt_ids):
             raise ConfigError(f"{place}: the prompt {prompt.text!r:.60} has no tokens; remove the row")
         prompt.prompt_ids = prompt_ids.tolist()
+        if images is not None:
+            prompt.prompt_ids = images.expand(prompt.prompt_ids, prompt.images, place)
     return _limit_length(placed, cfg, field, note)
 
 
-def _read_prompts(files: Sequence[str], render: Renderer, cfg: DataConfig, field: str) -> Iterator[Placed]:
+def image_reader(cfg: Config) -> ImageReader | None:
+    """Return what takes images out of the rows of a run; None where its model sees none.
+
+    Raises:
+        ConfigError: the model's directory has no image processor that can be used.
+    """
+    if not sees_images(cfg.model.path):
+        return None
+    from rlhf_mcore.data.image_rows import ImageReader
+
+    return ImageReader.of(cfg)
+
+
+def _read_prompts(
+    files: Sequence[str], render: Renderer, cfg: DataConfig, field: str, images: ImageReader | None
+) -> Iterator[Placed]:
     """Yield the place of each row and its prompt, rendered and not yet tokenised."""
     index = 0
     limits, transform = row_limits(cfg), load_transform(cfg.transform)
@@ -95,10 +117,18 @@ def _read_prompts(files: Sequence[str], render: Renderer, cfg: DataConfig, field
         file, placed, contents = Path(name), list[Placed](), []
         for number, (place, row) in enumerate(transformed_rows(file, limits, transform)):
             if row is not None:
-                prompt, content = _build_prompt(
-                    row, keys, answers, place=place, name=f"{file.stem}#{number}", index=index
+                content = require_column(row, keys[0], place, setting=answers[0])
+                column = row.get(cfg.image_key) if cfg.image_key is not None else None
+                digests: tuple[str, ...] = ()
+                plain = content
+                if column or _has_parts(content):
+                    from rlhf_mcore.data.image_rows import images_of_row
+
+                    plain, content, digests = images_of_row(content, column, images, file.parent, place)
+                prompt = _build_prompt(
+                    row, plain, keys, answers[1], place=place, name=f"{file.stem}#{number}", index=index
                 )
-                prompt.file = which
+                prompt.file, prompt.images = which, digests
                 placed.append((place, prompt))
                 contents.append((content, f"{place}, column {keys[0]!r}"))
             index += 1
@@ -106,25 +136,30 @@ def _read_prompts(files: Sequence[str], render: Renderer, cfg: DataConfig, field
                 raise ConfigError(
                     f"{field}: more than data.max_rows={limits.max_rows} rows in its files; raise data.max_rows"
                 )
-        for (place, prompt), text in zip(placed, render.all(contents), strict=True):
+        for (place, prompt), text in zip(placed, render.all(contents, parts=images is not None), strict=True):
             prompt.text = text
             yield place, prompt
 
 
+def _has_parts(content: Any) -> bool:
+    return isinstance(content, list) and any(
+        isinstance(m, dict) and isinstance(m.get("content"), list) for m in content
+    )
+
+
 def _build_prompt(
     row: dict[str, Any],
+    content: Any,
     keys: tuple[str, str | None],
-    settings: tuple[str, str],
+    answer_setting: str,
     *,
     place: str,
     name: str,
     index: int,
-) -> tuple[Prompt, Any]:
-    """Return a prompt without its text, and the content to be rendered as its text."""
+) -> Prompt:
+    """Return a prompt without its text. ``content``: its messages or its text, to be checked."""
     prompt_key, answer_key = keys
-    content = checked_prompt(
-        require_column(row, prompt_key, place, setting=settings[0]), f"{place}, column {prompt_key!r}"
-    )
+    content = checked_prompt(content, f"{place}, column {prompt_key!r}")
     extra_info = mapping(row, "extra_info", place)
     reward_model = mapping(row, "reward_model", place)
     prompt_id = next((str(extra_info[key]) for key in ("prompt_id", "id") if extra_info.get(key) is not None), name)
@@ -137,7 +172,7 @@ def _build_prompt(
         prompt_ids=[],
         text="",
         data_source=str(row.get("data_source") or "unknown"),
-        ground_truth=ground_truth(row, answer_key, place, settings[1]),
+        ground_truth=ground_truth(row, answer_key, place, answer_setting),
         style=str(reward_model.get("style") or "rule"),
         extra_info=extra_info,
         messages=content if isinstance(content, list) else None,
@@ -145,7 +180,7 @@ def _build_prompt(
     check_plain(prompt.ground_truth, f"{place}, the answer")
     for column in ("prompt_id", "data_source", "ground_truth", "style"):
         check_characters(getattr(prompt, column), f"{place}, {column}")
-    return prompt, content
+    return prompt
 
 
 def _refuse_duplicates(placed: Sequence[Placed]) -> None:

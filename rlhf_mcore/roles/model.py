@@ -124,6 +124,7 @@ class RoleModel:
                 {name: column[number] for name, column in columns.items()},
                 {name: column[number] for name, column in others.items()},
                 batch.sequences_of(rows) if batch.sequences else None,
+                batch.images_of(rows),
             )
             for number, rows in enumerate(own)
         ]
@@ -369,7 +370,7 @@ class TrainedModel(RoleModel):
         lengths = torch.tensor(tokens.lengths, dtype=torch.int64)
         weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)
         fields["weights"] = objective.weights(tokens, weights, counts.rows)
-        return RowTokens(tokens.rows, tokens.lengths, fields, tokens.ragged, tokens.sequences)
+        return replace(tokens, fields=fields)
 
     def _update_all(self, objective: Objective, parts: list[RowTokens], counts: list[MinibatchCounts]) -> UpdateResult:
         assert self.model is not None

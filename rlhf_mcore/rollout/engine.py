@@ -6,14 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.config.model_files import end_tokens
+from rlhf_mcore.config.model_files import end_tokens, sees_images
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.protocols import MEMORY, EngineRank
@@ -51,6 +51,10 @@ class EngineModel:
     attention: str = "auto"  # hf: the kernel, by transformers' name; "auto" leaves it to transformers
     records_routes: bool = False  # whether requests may ask for the experts that tokens went to
     num_adapters: int = 1  # with ``adapters``: how many the engine holds at a time
+    images: str | None = (
+        None  # folder of an ImageStore, from which images of requests are read; None: the model sees none
+    )
+    max_images: int = 0  # of a request
 
     @classmethod
     def of(
@@ -63,7 +67,7 @@ class EngineModel:
         """Build from a resolved configuration."""
         assert cfg.rollout.max_model_len is not None, "resolved"
         tokenizer_dir = cfg.model.tokenizer_path or cfg.model.path
-        return cls(
+        model = cls(
             cfg.model.path,
             tokenizer_dir,
             dtype,
@@ -74,6 +78,11 @@ class EngineModel:
             cfg.model.attention,
             records_routes=cfg.actor.router_replay == "rollout",
         )
+        if not sees_images(cfg.model.path):
+            return model
+        from rlhf_mcore.data.images import ImageStore
+
+        return replace(model, images=str(ImageStore.of(cfg).patches), max_images=cfg.data.max_images)
 
 
 class VersionedWeights:

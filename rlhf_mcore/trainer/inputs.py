@@ -21,7 +21,7 @@ from rlhf_mcore.config.choices import OwnFunction, is_file_spec
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import grades
 from rlhf_mcore.config.keys import leaves, value_of
-from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
+from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS, PROCESSOR_FILES
 from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
@@ -47,9 +47,8 @@ _SCORING = (
 )
 _NAMING = ("function", "remote.url", "judge.url", "model.path")
 _DEFAULTS = dict(leaves(asdict(RewardConfig())))
-_TOKENIZER = tuple(
-    name for name in COMPANIONS if name not in ("config.json", "generation_config.json", *CHAT_TEMPLATE_FILES)
-)
+_OTHERS = ("config.json", "generation_config.json", *CHAT_TEMPLATE_FILES, *PROCESSOR_FILES)
+_TOKENIZER = tuple(name for name in COMPANIONS if name not in _OTHERS)
 # Written by every save of transformers, and without a bearing on what the model computes in our dtype.
 _IDLE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # Larger files of weights are sampled: reading 140 GB would cost each start minutes, and training or merging changes every tensor.
@@ -82,6 +81,11 @@ def fingerprints(cfg: Config) -> Inputs:
     templates = [_without_idle(tokenizer / "tokenizer_config.json").get("chat_template")]
     templates += [_companion(tokenizer / name) for name in CHAT_TEMPLATE_FILES]
     inputs["chat template"] = _entry(tokenizer, _digest(templates))
+    processor = [Path(cfg.model.path, name) for name in PROCESSOR_FILES]
+    if any(file.is_file() for file in processor):
+        inputs["image processor"] = _entry(
+            cfg.model.path, _digest([*map(_companion, processor), cfg.data.image_pixels])
+        )
     return inputs
 
 

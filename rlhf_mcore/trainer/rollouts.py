@@ -35,13 +35,15 @@ def request_of(number: int, prompt: Prompt, sample: int, sampling: Sampling, ste
     # A prompt's further occurrences are seeded as further samples: the second has those from ``sampling.n`` on.
     seed = request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample)
     name = f"prompt {prompt.prompt_id!r}, sample {sample}"
-    return Request(number, name, prompt.prompt_ids, sampling.of_sample(sample), seed)
+    return Request(number, name, prompt.prompt_ids, sampling.of_sample(sample), seed, images=prompt.images)
 
 
 def episode_request(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> EpisodeRequest:
     """Make request ``number``: for an episode in place of response ``sample``."""
     first = request_of(number, prompt, sample, sampling, step)
-    return EpisodeRequest(number, first.name, prompt.prompt_ids, sampling, first.seed, prompt, sample, step)
+    return EpisodeRequest(
+        number, first.name, prompt.prompt_ids, sampling, first.seed, prompt, sample, step, images=prompt.images
+    )
 
 
 def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:

@@ -27,6 +27,8 @@ _STEPS = (
     0.6180339887,
     0.4142135624,
     0.7320508076,
+    0.2360679775,
+    0.6457513111,
 )  # of an axis, in ranges of the one before; fractions of irrational numbers
 _Ints = NDArray[np.int64]
 

@@ -38,7 +38,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.tokenizer_match import token_problems
 from rlhf_mcore.config.tool_schemas import read_tools
-from rlhf_mcore.data.source import load_prompts
+from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
@@ -77,6 +77,8 @@ from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlhf_mcore.data.image_rows import ImageReader
 
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
 TIMEOUT = timedelta(days=2)
@@ -215,21 +217,28 @@ def _subject(model: str) -> Path:
 def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
     """Load the prompts of ``data.eval`` as a model reads them. Collective over the world."""
 
-    def read() -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]]]:
+    def read() -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], ImageReader | None]:
         where = cfg.model.tokenizer_path or cfg.model.path
         tokenizer = load_tokenizer(where)
         num_tokens = max(tokenizer.get_vocab().values()) + 1
         if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
             raise ConfigError.many(problems)
-        return tokenizer, read_tools(cfg.environment.tools)
+        return tokenizer, read_tools(cfg.environment.tools), image_reader(cfg)
 
     def tell(text: str) -> None:
         if dist.get_rank() == 0:
             say(text, file=sys.stderr)
 
-    tokenizer, tools = on_every_rank(read)
+    tokenizer, tools, images = on_every_rank(read)
     prompts = load_prompts(
-        cfg.data.eval, tokenizer, cfg.data, field="data.eval", tools=tools, note=tell, group=world_group()
+        cfg.data.eval,
+        tokenizer,
+        cfg.data,
+        field="data.eval",
+        tools=tools,
+        note=tell,
+        group=world_group(),
+        images=images,
     )
     return prompts[: cfg.evaluate.max_prompts]
 
@@ -345,6 +354,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
         },
         "data": {
             "files": [digest_of_file(Path(file)) for file in cfg.data.eval],
+            **({} if cfg.data.image_pixels is None else {"image_pixels": cfg.data.image_pixels}),
             "max_prompts": cfg.evaluate.max_prompts,
             **{
                 key: getattr(cfg.data, key)

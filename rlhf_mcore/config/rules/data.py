@@ -58,6 +58,9 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
 
 
 def _common_problems(cfg: Config) -> Iterator[str]:
+    pixels = cfg.data.image_pixels
+    if pixels is not None and not (len(pixels) == 2 and 1 <= pixels[0] <= pixels[1]):
+        yield f"data.image_pixels={pixels}: give the least and the most pixels of an image, as [3136, 1003520]; or null"
     if not cfg.data.train:
         yield "data.train=[] names no file; give a list of .parquet or .jsonl files"
     if cfg.evaluate.every > 0 and not cfg.data.eval:
@@ -112,7 +115,7 @@ class _Required:
     def check(self, row: dict[str, Any], place: str) -> None:
         """Raise ConfigError for a row that cannot be used."""
         content = require_column(row, self.prompt_key, place, setting=self.prompt_setting)
-        checked_prompt(content, f"{place}, column {self.prompt_key!r}")
+        checked_prompt(content, f"{place}, column {self.prompt_key!r}", parts=True)
         mapping(row, "extra_info", place)
         if ground_truth(row, self.answer_key, place, self.answer_setting) is None and self.needs_answer:
             raise ConfigError(

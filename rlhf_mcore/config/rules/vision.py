@@ -16,8 +16,6 @@ def vision_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if geometry.vision is None:
         yield f"{train}: model.path={cfg.model.path} reads no images; set it to none"
         return
-    # Until rows have images
-    yield f"model.path={cfg.model.path} reads images, which runs do not give it yet; use a language model"
     if cfg.actor.vision.train != "none" and (cfg.actor.megatron or {}).get("overlap_grad_reduce"):
         yield f"{train} is not supported with actor.megatron.overlap_grad_reduce; remove that"
     for role in ("actor", *(("critic",) if needs_critic(cfg) else ())):

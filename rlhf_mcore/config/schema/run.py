@@ -81,9 +81,24 @@ class DataConfig(Group):
         null="one data set of all rows",
         more="Each file then has epochs of its own.",
     )
+    image_key: Optional[str] = key(
+        "images",
+        "column of a prompt's images: bytes, paths relative to the file, or objects of `bytes` and `path`",
+        null="images are left out",
+        more="`<image>` in a prompt is the place of one. Only for models that see images. See [images](images.md).",
+        is_fixed=True,
+    )
+    image_pixels: Optional[list[int]] = key(
+        None,
+        "`[least, most]`: pixels that an image is scaled to",
+        null="as the model's `preprocessor_config.json` has them",
+        is_fixed=True,
+    )
+    max_images: int = key(16, "bound of the images of a prompt", AT_LEAST_1)
+    max_image_pixels: int = key(33554432, "bound of the pixels of an image, checked before it is decoded", AT_LEAST_1)
     max_row_bytes: int = key(
         16777216,
-        "bound of a line of jsonl and of a cell of parquet",
+        "bound of a line of jsonl, of a cell of parquet, and of an image",
         AT_LEAST_1,
         more="Longer ones are refused before they are read.",
     )

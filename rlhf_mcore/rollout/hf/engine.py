@@ -22,6 +22,7 @@ from rlhf_mcore.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
+    from rlhf_mcore.rollout.hf.images import BatchImages
 
 
 class HFEngine(LiveEngine):
@@ -47,6 +48,7 @@ class HFEngine(LiveEngine):
         self._expected = ExpectedTensors.of_model(self._model, parts)
         self._waiting: list[tuple[Request, int]] = []  # and the most tokens of its response
         self._batch: _Batch | None = None
+        self._model_images = (model.images, model.model_dir) if model.images is not None else None
 
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
         self._waiting += zip(requests, limits, strict=True)
@@ -64,6 +66,8 @@ class HFEngine(LiveEngine):
             taken = {request.request_id for request, _ in same}
             self._waiting = [pair for pair in self._waiting if pair[0].request_id not in taken]
             self._batch = _Batch(same, self._tokenizer.pad_token_id, self._device)
+            if any(request.images for request, _ in same):
+                self._batch.images = self._images_of(self._batch)
         batch = self._batch
         return [
             Completion(
@@ -76,6 +80,12 @@ class HFEngine(LiveEngine):
             )
             for row in batch.step(self._model, self._stops)
         ]
+
+    def _images_of(self, batch: _Batch) -> BatchImages:
+        from rlhf_mcore.rollout.hf.images import BatchImages
+
+        assert self._model_images is not None, "requests with images are of a model that sees them"
+        return BatchImages(self._model, batch, self._model_images)
 
     def _end(self, request_ids: Sequence[int]) -> None:
         dropped = set(request_ids)
@@ -145,22 +155,31 @@ class _Batch:
         self.drawn: list[list[tuple[int, float]]] = [[] for _ in rows]
         self.supports: list[list[NDArray[np.int32]]] = [[] for _ in rows]  # of each drawn token, where it is recorded
         self.finished = [""] * len(rows)
+        self.images: BatchImages | None = None  # those of the requests
         self.cache: Any = None  # of keys and values, of all tokens but the last; None: nothing is computed yet
         self._generators = [torch.Generator(device).manual_seed(request.seed) for request in self.requests]
         longest = max(len(request.prompt_ids) for request in self.requests)
-        self._token_ids = torch.full((len(rows), longest), pad, device=device)  # [b, T] int64, as the mask
-        self._mask = torch.zeros_like(self._token_ids)
+        self.token_ids = torch.full((len(rows), longest), pad, device=device)  # [b, T] int64, as the mask
+        self.mask = torch.zeros_like(self.token_ids)
         for row, request in enumerate(self.requests):
             length = len(request.prompt_ids)
-            self._token_ids[row, longest - length :] = torch.tensor(request.prompt_ids)
-            self._mask[row, longest - length :] = 1
+            self.token_ids[row, longest - length :] = torch.tensor(request.prompt_ids)
+            self.mask[row, longest - length :] = 1
 
     def step(self, model: torch.nn.Module, stops: Sequence[int]) -> list[int]:
         """Draw a token for each row that is not finished; the rows that have finished with it."""
-        new = self._token_ids if self.cache is None else self._token_ids[:, -1:]
-        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        new = self.token_ids if self.cache is None else self.token_ids[:, -1:]
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        more = {} if self.images is None or self.cache is not None else self.images.pixels
+        if self.images is not None:
+            positions = self.images.positions(positions)
         output = model(
-            input_ids=new, attention_mask=self._mask, position_ids=positions, past_key_values=self.cache, use_cache=True
+            input_ids=new,
+            attention_mask=self.mask,
+            position_ids=positions[..., -new.shape[1] :],
+            past_key_values=self.cache,
+            use_cache=True,
+            **more,
         )
         self.cache = output.past_key_values
         sampling = self.requests[0].sampling
@@ -176,8 +195,8 @@ class _Batch:
             if token in stops or len(self.drawn[row]) == self.limits[row]:
                 self.finished[row] = "stop" if token in stops else "length"
                 ended.append(row)
-        self._token_ids = torch.cat([self._token_ids, chosen[:, None]], dim=1)
-        self._mask = torch.cat([self._mask, torch.ones_like(chosen[:, None])], dim=1)
+        self.token_ids = torch.cat([self.token_ids, chosen[:, None]], dim=1)
+        self.mask = torch.cat([self.mask, torch.ones_like(chosen[:, None])], dim=1)
         return ended
 
     def drop(self, request_ids: Collection[int]) -> None:
@@ -192,15 +211,16 @@ def _distribution(sampling: Sampling) -> tuple[float, float, int, bool]:
 
 
 def _build_model(model: EngineModel) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(model.model_dir, trust_remote_code=False, local_files_only=True)
+    kind = AutoModelForCausalLM if model.images is None else AutoModelForImageTextToText
     with preserved_rng():
         torch.manual_seed(model.seed)
         kernel = {} if model.attention == "auto" else {"attn_implementation": model.attention}
         dtype = DTYPES[model.dtype]
         try:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **kernel).eval()
+            return kind.from_config(config, dtype=dtype, trust_remote_code=False, **kernel).eval()
         except (ImportError, ValueError) as error:
             if model.attention == "auto":
                 raise

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rlhf_mcore.config.schema import RolloutConfig
+    from rlhf_mcore.rollout.vllm.images import EngineImages
     from rlhf_mcore.rollout.vllm.routes import RouteSource
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -72,6 +73,13 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._tp, self._records = tp, truncates(cfg.sampling)
         self._adapter_shapes, self._num_adapters = model.adapters, model.num_adapters
         self._by_number: dict[int, int] = {}  # request ids in flight by vLLM's numbers
+        self._images: EngineImages | None = None
+        if model.images is not None:
+            from rlhf_mcore.platform.image_operators import declare_image_operators
+            from rlhf_mcore.rollout.vllm.images import EngineImages
+
+            declare_image_operators()
+            self._images = EngineImages(model)
         options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
@@ -123,6 +131,10 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             from rlhf_mcore.rollout.vllm.drafts import draft_options
 
             options |= draft_options(cfg.speculative, on_cuda=self._on_cuda)
+        if model.images is not None:
+            from rlhf_mcore.rollout.vllm import images
+
+            options |= images.options(model)
         if model.adapters:
             from rlhf_mcore.rollout.vllm import adapters
 
@@ -176,7 +188,13 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             for prompt in tokens:
                 prompt["cache_salt"] = f"weights {self.policy_version}"
         first = self._llm.request_counter.counter  # vLLM numbers its requests from here, and returns these numbers
-        handles: list[str] = self._llm.enqueue(tokens, params, use_tqdm=False, **self._named)
+        handles: list[str]
+        if self._images is not None:
+            handles = self._images.enqueue(
+                self._llm, zip(requests, tokens, params, strict=True), self.policy_version, self._named
+            )
+        else:
+            handles = self._llm.enqueue(tokens, params, use_tqdm=False, **self._named)
         self._by_number |= {first + place: request.request_id for place, request in enumerate(requests)}
         if self._routes is not None:
             self._routes.expect(handles, requests)
@@ -456,6 +474,10 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
             if not on_cuda:
                 around.enter_context(unchanged_classes())
                 around.enter_context(cpu.started_beside_llvmlite())
+                if "limit_mm_per_prompt" in options:
+                    from rlhf_mcore.rollout.vllm import images
+
+                    around.enter_context(images.inspected_here())
             if "enable_lora" in options:
                 from rlhf_mcore.rollout.vllm import adapters
 

@@ -78,6 +78,9 @@ def _prepare_reload(model: Any) -> None:
         elif info.can_load() and getattr(module, "quant_method", None) is None:
             layerwise._place_kernel_tensors(module, info)
             info.reset()
+            for tensor in module.parameters(recurse=False):
+                if hasattr(tensor, "weight_loader"):  # it would drop what comes: biases of norms keep it
+                    tensor.weight_loader = layerwise._get_original_loader(tensor)
 
 
 def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

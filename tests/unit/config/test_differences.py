@@ -82,7 +82,17 @@ def test_a_saved_file_that_is_none_is_refused(text: str) -> None:
 
 
 def test_the_keys_that_a_run_which_resumes_cannot_change() -> None:
-    data = ("train", "shuffle", "prompt_key", "answer_key", "response_key", "chosen_key", "rejected_key")
+    data = (
+        "train",
+        "shuffle",
+        "prompt_key",
+        "answer_key",
+        "response_key",
+        "chosen_key",
+        "rejected_key",
+        "image_key",
+        "image_pixels",
+    )
     data += ("max_prompt_tokens", "overlong_prompts", "transform")
     algorithm = ("kind", "advantage", "policy_loss", "use_critic", "dpo.loss")
     adapters = ("rank", "alpha", "targets", "init", "use_rslora", "use_dora")

@@ -1,0 +1,368 @@
+"""Takes images out of rows of data: checks them before they are decoded, and writes them to the run's ``ImageStore``.
+
+A row has its images in a column (bytes, paths, or objects of both, as Hugging Face's and verl's data sets have them) with ``<image>``
+at their places in the prompt, or in the content of messages, as OpenAI's interface has them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.images import LEVELS, ImageStore, ImageTokens
+from rlhf_mcore.foreign import read_bytes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from rlhf_mcore.config.schema import Config, DataConfig
+
+MARK = "<image>"  # the place of an image in a text
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+_TEXT_PARTS, _IMAGE_PARTS = ("text", "input_text"), ("image", "image_url", "input_image")
+
+
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """A prompt with images: ``content`` is what the chat template is given, ``messages`` the same with marks in texts."""
+
+    content: str | list[dict[str, Any]]
+    messages: str | list[dict[str, Any]]
+    sources: list[Any]
+
+
+def take_images(content: Any, column: Any, place: str) -> RowImages:
+    """Return a prompt's images in the order of their places.
+
+    Args:
+        content: of the prompt's column, not checked yet.
+        column: the value of the column of images; None or empty: the prompt has only those of its messages.
+
+    Raises:
+        ConfigError: images and places are not equally many, or a part of a message is of an unknown kind.
+    """
+    given = _listed(column, place)
+    if not isinstance(content, list) and (not isinstance(content, str) or MARK not in content):
+        return RowImages(content, content, given)  # it is rendered already, and has the model's own tokens
+    turns = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    waiting, sources = iter(given), list[Any]()
+    asked, written = [], []
+    for message in turns:
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"{place}: a message is an object with role and content, found {message!r:.60}")
+        parts = list(_parts(message.get("content"), waiting, sources, place))
+        has_image = any(part["type"] == "image" for part in parts)
+        text = "".join(part.get("text", MARK) for part in parts)
+        written.append({**message, "content": text})
+        asked.append({**message, "content": parts if has_image else text})
+    if (unused := len(list(waiting))) or len(sources) > sum(source is not None for source in sources):
+        there = len([source for source in sources if source is not None]) + unused
+        raise ConfigError(
+            f"{place}: {len(sources)} x {MARK} in the prompt, and images: {there}; write {MARK} once where each image belongs"
+        )
+    return RowImages(asked, written if isinstance(content, list) else content, sources)
+
+
+def _listed(column: Any, place: str) -> list[Any]:
+    if column is None:
+        return []
+    if isinstance(column, (list, tuple)):
+        return list(column)
+    if isinstance(column, (str, bytes, Mapping)):
+        return [column]
+    raise ConfigError(f"{place}: the column of images holds {type(column).__name__} {column!r:.60}, not images")
+
+
+def _parts(content: Any, waiting: Iterator[Any], sources: list[Any], place: str) -> Iterator[dict[str, str]]:
+    """Yield the parts of a message, and add the source of each image to ``sources``: None where there is none."""
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS:
+            own = _source_in(part)
+            sources.append(next(waiting, None) if own is None else own)
+            yield {"type": "image"}
+            continue
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else part
+        if not isinstance(text, str):
+            kinds = ", ".join(_TEXT_PARTS + _IMAGE_PARTS)
+            raise ConfigError(
+                f"{place}: a message's content is a text, or parts of the types {kinds}; found {part!r:.80}"
+            )
+        pieces = text.split(MARK)
+        for number, piece in enumerate(pieces):
+            if number:
+                sources.append(next(waiting, None))
+                yield {"type": "image"}
+            if piece or len(pieces) == 1:
+                yield {"type": "text", "text": piece}
+
+
+def _source_in(part: Mapping[str, Any]) -> Any:
+    for key in ("image", "image_url", "bytes", "path", "url"):
+        value = part.get(key)
+        if isinstance(value, Mapping):
+            value = value if key == "image" else value.get("url")
+        if value is not None:
+            return value
+    return None
+
+
+def images_of_row(
+    content: Any, column: Any, images: ImageReader | None, folder: Path, place: str
+) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return a prompt as texts, as what is rendered, and the digests of its images. ``images``: None for a model that sees none.
+
+    Raises:
+        ConfigError: the model sees none, or as ``take_images`` and ``ImageReader.take``.
+    """
+    row = take_images(content, column, place)
+    if images is not None:
+        return row.messages, row.content, images.take(row.sources, folder, place)
+    if row.sources:
+        raise ConfigError(
+            f"{place}: the prompt has images, and the model sees none; choose one that does, or set data.image_key=null to leave "
+            "the column of images out"
+        )
+    return row.messages, row.content, ()
+
+
+class ImageReader:
+    """Reads, checks and processes the images of rows into a store. Each image is decoded by one rank of a machine."""
+
+    @classmethod
+    def of(cls, cfg: Config) -> ImageReader:
+        """Build for a run.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        return cls(ImageStore.of(cfg), cfg.model.path, cfg.data, episodes=cfg.environment.function is not None)
+
+    def __init__(
+        self,
+        store: ImageStore,
+        model_dir: str,
+        data: DataConfig,
+        deal: tuple[int, int] | None = None,
+        *,
+        episodes: bool = False,
+    ) -> None:
+        """Load the image processor of a model that sees images.
+
+        Args:
+            deal: this rank's number among those of its machine, and how many there are; None: as torchrun has told it.
+            episodes: prompts are given to an environment, which images are refused for.
+
+        Raises:
+            ConfigError: the model has no image processor that transformers knows.
+        """
+        self.tokens = ImageTokens.of(model_dir)
+        self._store, self._data, self._episodes = store, data, episodes
+        self._rank, self._size = deal or (
+            int(os.environ.get("LOCAL_RANK", 0)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
+        self._processor = _load_processor(model_dir)
+        if data.image_pixels is not None:
+            least, most = data.image_pixels
+            self._processor.size = {"shortest_edge": least, "longest_edge": most}
+        self._counts: dict[str, int] = {}  # tokens of each image
+
+    def take(self, sources: Sequence[Any], folder: Path, place: str) -> tuple[str, ...]:
+        """Read a prompt's images, and return their digests. ``folder``: that paths are relative to.
+
+        Raises:
+            ConfigError: there are too many, or one is missing, too large, damaged or of an unknown format.
+        """
+        if sources and self._episodes:
+            raise ConfigError(
+                f"{place}: the prompt has images, and environment.function is set, whose turns are text; set that to null, "
+                "or data.image_key=null"
+            )
+        if len(sources) > self._data.max_images:
+            raise ConfigError(
+                f"{place}: {len(sources)} images, more than data.max_images={self._data.max_images}; raise it, or shorten the row"
+            )
+        return tuple(
+            self._add(source, folder, f"{place}, image {number}") for number, source in enumerate(sources, start=1)
+        )
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[str], place: str) -> list[int]:
+        """Return a prompt's tokens with each image's one token repeated as often as it has tokens.
+
+        Raises:
+            ConfigError: there are not as many tokens of images as images.
+        """
+        found, counts = [], iter(images)
+        num_places = sum(token == self.tokens.token_id for token in token_ids)
+        if num_places != len(images):
+            raise ConfigError(
+                f"{place}: the chat template has written {num_places} tokens of images for {len(images)} images; texts must not "
+                "hold that token themselves, and the template of model.tokenizer_path has to write one for each image"
+            )
+        for token in token_ids:
+            found += [token] * (self._counts[next(counts)] if token == self.tokens.token_id else 1)
+        return found
+
+    def _add(self, source: Any, folder: Path, place: str) -> str:
+        content = self._content(source, folder, place)
+        digest = blake2b(content, digest_size=16).hexdigest()
+        if digest not in self._counts:
+            image = self._open(content, place)
+            width, height = image.size
+            patches = self._refused(lambda: self._processor.get_number_of_image_patches(height, width), place)
+            self._counts[digest] = patches // self.tokens.merge_size**2
+            if int(digest, 16) % self._size == self._rank:
+                self._write(digest, content, image, place)
+        return digest
+
+    def _content(self, source: Any, folder: Path, place: str) -> bytes:
+        """Return the bytes of an image: given, in a file, or in a data URL."""
+        limit = self._data.max_row_bytes
+        if isinstance(source, Mapping):
+            content = source.get("bytes")
+            source = content if content is not None else source.get("path", source.get("image"))
+        if isinstance(source, str):
+            if match := _DATA_URL.match(source):
+                try:
+                    source = base64.b64decode(source[match.end() :], validate=True)
+                except (binascii.Error, ValueError) as error:
+                    raise ConfigError(f"{place}: its data URL is not base64 ({error}); encode it again") from error
+            elif "://" in source and not source.startswith("file://"):
+                raise ConfigError(
+                    f"{place}: {source:.80} is not fetched; download the images, and name files in the data"
+                )
+            elif source:
+                path = folder / source.removeprefix("file://")
+                return read_bytes(
+                    path,
+                    limit=limit,
+                    where=f"{place}: {path}",
+                    remedy="correct the path; it is relative to the data file",
+                )
+        if not isinstance(source, bytes) or not source:
+            raise ConfigError(
+                f"{place}: an image is bytes, a path or a data URL, found {type(source).__name__} {source!r:.40}"
+            )
+        if len(source) > limit:
+            raise ConfigError(
+                f"{place}: more than data.max_row_bytes={limit} bytes; make it smaller, or raise data.max_row_bytes"
+            )
+        return source
+
+    def _open(self, content: bytes, place: str) -> Image:
+        """Read the header of an image, and check its size before anything is decoded."""
+        from PIL import Image
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound is below
+            image = self._refused(lambda: Image.open(io.BytesIO(content), formats=_FORMATS), place)
+        width, height = image.size
+        if width * height > self._data.max_image_pixels:
+            raise ConfigError(
+                f"{place}: {width} by {height} pixels, more than data.max_image_pixels={self._data.max_image_pixels}; make it "
+                "smaller, or raise data.max_image_pixels"
+            )
+        return image
+
+    def _write(self, digest: str, content: bytes, image: Image, place: str) -> None:
+        file = self._store.patches / f"{digest}.npy"
+        if file.exists() and (self._store.directory / digest).exists():
+            return
+        patches = self._refused(lambda: self._patches(_rgb(image)), place)
+        self._store.patches.mkdir(parents=True, exist_ok=True)
+        if not (self._store.patches / LEVELS).exists():
+            _save(self._store.patches / LEVELS, _levels(self._processor))
+        _save(file, patches)
+        _write_whole(self._store.directory / digest, content)
+
+    def _patches(self, image: Image) -> np.ndarray:
+        """Return the patches [rows, columns, channels * frames * patch * patch] uint8 of an image, scaled and not normalised."""
+        features = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
+        frames, rows, columns = map(int, features["image_grid_thw"][0])
+        values = features["pixel_values"]
+        assert frames == 1 and values.min() >= 0 and values.max() <= 255, features["image_grid_thw"]
+        return values.reshape(rows, columns, -1).astype(np.uint8)
+
+    def _refused(self, action: Callable[[], Any], place: str) -> Any:
+        """Do something with a file that nobody trusts: whatever a decoder raises is the row's."""
+        try:
+            return action()
+        except Exception as error:
+            reason = (
+                (str(error) or type(error).__name__)
+                .splitlines()[0][:200]
+                .replace(" file <_io.BytesIO", "")
+                .split(" object at")[0]
+            )
+            raise ConfigError(
+                f"{place}: it cannot be read ({reason}); replace it by a whole {', '.join(_FORMATS)} image"
+            ) from error
+
+
+def _load_processor(model_dir: str) -> Any:
+    """Return the image processor of a model. Pillow scales images, so that they are the same wherever torchvision is or is not."""
+    from rlhf_mcore.platform.image_operators import declare_image_operators
+
+    declare_image_operators()
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            model_dir, backend="pil", trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:300]
+        raise ConfigError(
+            f"model.path={model_dir}: no image processor could be loaded from it ({reason}); it needs preprocessor_config.json"
+        ) from error
+    if not hasattr(processor, "get_number_of_image_patches"):
+        raise ConfigError(f"model.path={model_dir}: images of {type(processor).__name__} are not supported yet")
+    return processor
+
+
+def _levels(processor: Any) -> np.ndarray:
+    """Return what the processor makes of each brightness of each channel: [channels, 256] fp32."""
+    image = np.tile(np.arange(256, dtype=np.uint8)[None, None], (3, 1, 1))
+    if processor.do_rescale:
+        image = processor.rescale(image, processor.rescale_factor)
+    if processor.do_normalize:
+        image = processor.normalize(image, processor.image_mean, processor.image_std)
+    return np.ascontiguousarray(image[:, 0], dtype=np.float32)
+
+
+def _rgb(image: Image) -> Image:
+    """Decode an image, upright, its transparent parts on white, as Qwen's own tools do."""
+    from PIL import Image as images
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = images.new("RGBA", image.size, (255, 255, 255, 255))
+        image = images.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def _save(file: Path, values: np.ndarray) -> None:
+    content = io.BytesIO()
+    np.save(content, values, allow_pickle=False)
+    _write_whole(file, content.getvalue())
+
+
+def _write_whole(file: Path, content: bytes) -> None:
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(file)

@@ -1,0 +1,143 @@
+"""The images of a run's prompts: files named by digests, from which every process of a machine reads what a vision tower sees.
+
+Rows name images by digests, and pixels never travel with rows. Loading the data decodes each image once on a machine
+(``rlhf_mcore.data.image_rows``) and writes its patches, uint8, beside its original bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlhf_mcore.config.model_files import PROCESSOR_FILES, read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_mcore.config.schema import Config
+
+LEVELS = "levels.npy"
+_FORMAT = b"patches 1"  # of the files: another one is made anew
+_KEPT = 64  # images that a process holds for the next who asks
+
+
+@dataclass(slots=True, eq=False)
+class ProcessedImage:
+    """What a vision tower is given of an image.
+
+    ``pixel_values`` [patches, channels * frames * patch * patch] fp32 are those of the model's image processor, and ``grid_thw`` the
+    numbers of patches: of frames, rows and columns.
+    """
+
+    digest: str
+    pixel_values: Tensor
+    grid_thw: tuple[int, int, int]
+
+    def num_tokens(self, merge_size: int) -> int:
+        """Count the tokens of the image: one for ``merge_size`` squared patches of a frame."""
+        frames, rows, columns = self.grid_thw
+        return frames * rows * columns // merge_size**2
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """How images are written in tokens: ``token_id`` once for each square of ``merge_size`` by ``merge_size`` patches."""
+
+    token_id: int
+    merge_size: int
+
+    @classmethod
+    def of(cls, model_dir: str) -> ImageTokens:
+        """Read from config.json of a Hugging Face directory of a model that sees images.
+
+        Raises:
+            ConfigError: it is missing or broken.
+        """
+        config = read_config(model_dir, model_dir)
+        merge_size = config.object("vision_config").integer("spatial_merge_size", minimum=1, default=1)
+        return cls(config.integer("image_token_id"), merge_size)
+
+
+class ImageStore:
+    """Images in a directory: bytes as they came, and in a folder of it patches as a model's processor makes them.
+
+    Nothing is read before it is asked for. Files are written under other names and renamed, so that processes may write the same
+    one at a time.
+    """
+
+    def __init__(self, patches: Path) -> None:
+        """Name the folder of patches."""
+        self.patches = patches
+        self.directory = patches.parent
+        self._levels: np.ndarray | None = None
+        self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
+
+    @classmethod
+    def of(cls, cfg: Config) -> ImageStore:
+        """Return the store of a run: ``images`` in its run directory, with a folder for every processor and scale."""
+        digest = blake2b(_FORMAT + repr(cfg.data.image_pixels).encode(), digest_size=6)
+        for name in PROCESSOR_FILES:
+            file = Path(cfg.model.path, name)
+            digest.update(file.read_bytes() if file.is_file() else b"-")
+        return cls(Path(cfg.output_dir, cfg.project, cfg.experiment, "images", digest.hexdigest()))
+
+    def features(self, digest: str) -> ProcessedImage:
+        """Return what the tower is given of an image. A process holds the last few.
+
+        Raises:
+            OSError: the data were loaded elsewhere: the store has no such image.
+        """
+        if (kept := self._kept.get(digest)) is not None:
+            self._kept.move_to_end(digest)
+            return kept
+        image = self._read(digest)
+        self._kept[digest] = image
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return image
+
+    def _read(self, digest: str) -> ProcessedImage:
+        import torch
+
+        if self._levels is None:
+            self._levels = np.load(self.patches / LEVELS)  # [channels, 256] fp32
+        patches = np.load(self.patches / f"{digest}.npy")  # [rows, columns, channels * frames * patch * patch] uint8
+        rows, columns, size = patches.shape
+        channels = len(self._levels)
+        by_channel = patches.reshape(rows * columns, channels, size // channels)
+        values = np.stack([self._levels[channel][by_channel[:, channel]] for channel in range(channels)], axis=1)
+        return ProcessedImage(digest, torch.from_numpy(values.reshape(rows * columns, size)), (1, rows, columns))
+
+    def content(self, digest: str) -> bytes:
+        """Return the bytes of an image as they came.
+
+        Raises:
+            OSError: the store has no such image.
+        """
+        return (self.directory / digest).read_bytes()
+
+
+def placeholders(token_ids: Sequence[int], token_id: int, counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where the tokens of each image are: (first, number). Further tokens of this id are text that a policy has written.
+
+    Raises:
+        ValueError: fewer of them than ``counts``, or those of an image are not in one piece.
+    """
+    places = np.flatnonzero(np.asarray(token_ids) == token_id)
+    found: list[tuple[int, int]] = []
+    taken = 0
+    for count in counts:
+        own = places[taken : taken + count]
+        if len(own) < count or own[-1] - own[0] != count - 1:
+            raise ValueError(
+                f"image {len(found) + 1} has {count} tokens, and the prompt no {count} tokens of an image there"
+            )
+        found.append((int(own[0]), count))
+        taken += count
+    return found

@@ -1,0 +1,29 @@
+"""torchvision beside a torch for the CPU: its wheels on the package index are for CUDA, and their C++ half does not load there."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+# What torchvision 0.28's Python half declares kernels for. Nothing that reads images calls one of them.
+_OPERATORS = (
+    *("nms", "qnms", "roi_align", "_roi_align_backward", "qroi_align", "roi_pool", "_roi_pool_backward"),
+    *("ps_roi_align", "_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward"),
+    *("deform_conv2d", "_deform_conv2d_backward"),
+)
+
+
+@cache
+def declare_image_operators() -> object:
+    """Declare torchvision's operators where its C++ half cannot, so that its Python half can be imported afterwards.
+
+    Returns what keeps the declarations alive; None where none are needed.
+    """
+    import torch
+
+    if torch.version.cuda is not None or find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
+        return None
+    library = torch.library.Library("torchvision", "DEF")
+    for name in _OPERATORS:
+        library.define(f"{name}(Tensor x) -> Tensor")
+    return library

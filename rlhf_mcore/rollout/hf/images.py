@@ -1,0 +1,52 @@
+"""Images of a batch that transformers decodes: pixels for its first pass, and positions in three dimensions for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.data.images import ImageStore, ImageTokens, placeholders
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rollout.hf.engine import _Batch
+
+
+class BatchImages:
+    """The images of a batch of requests, left-padded. ``pixels`` are the arguments of a pass over the prompts."""
+
+    def __init__(self, model: Any, batch: _Batch, images: tuple[str, str]) -> None:
+        """Read the images. ``images``: the folder of their store, and the directory of the model.
+
+        Raises:
+            OSError: the store has no such image.
+            ValueError: a prompt has not the tokens of its images.
+        """
+        folder, model_dir = images
+        store, tokens, device = ImageStore(Path(folder)), ImageTokens.of(model_dir), batch.token_ids.device
+        kinds = torch.zeros_like(batch.token_ids)  # 1 where a token is of an image
+        all_images = []
+        for row, request in enumerate(batch.requests):
+            own = [store.features(digest) for digest in request.images]
+            counts = [image.num_tokens(tokens.merge_size) for image in own]
+            padding = batch.token_ids.size(1) - len(request.prompt_ids)
+            for first, number in placeholders(request.prompt_ids, tokens.token_id, counts):
+                kinds[row, padding + first : padding + first + number] = 1
+            all_images += own
+        grids = torch.tensor([image.grid_thw for image in all_images], device=device)
+        self.pixels = {
+            "pixel_values": torch.cat([image.pixel_values for image in all_images]).to(device, model.dtype),
+            "image_grid_thw": grids,
+            "mm_token_type_ids": kinds,
+        }
+        # [3, b, T], and what a later position is less than the number of tokens before it, [b, 1].
+        self._prompts, self._shift = model.model.get_rope_index(
+            batch.token_ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=batch.mask
+        )
+
+    def positions(self, places: Tensor) -> Tensor:
+        """Return the positions [3, b, T] of tokens by their places [b, T] among those of their rows."""
+        later = (places[:, self._prompts.size(2) :] + self._shift).expand(3, -1, -1)
+        return torch.cat([self._prompts, later], dim=-1)

@@ -1,0 +1,260 @@
+"""Images of prompts: where they are taken from, what is refused, and what the model's tower is given."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.data.image_rows import ImageReader, take_images
+from rlhf_mcore.data.images import ImageStore, placeholders
+from rlhf_mcore.data.source import load_prompts
+from rlhf_mcore.types import Prompt
+
+PAD = 2
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{{ '<|image_pad|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = {"model_type": "qwen2_5_vl", "image_token_id": PAD, "vision_config": {"spatial_merge_size": 2}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def picture_tokenizer() -> PreTrainedTokenizerBase:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<eos>", "<|image_pad|>", "\n", *map(chr, range(32, 127))]
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.add_special_tokens(["<|image_pad|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<eos>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def png(width: int = 56, height: int = 28, seed: int = 0, mode: str = "RGB", kind: str = "PNG") -> bytes:
+    rng, content = np.random.default_rng(seed), io.BytesIO()
+    values = rng.integers(0, 256, (height, width, len(mode)), dtype=np.uint8)
+    Image.fromarray(values if len(mode) > 1 else values[..., 0], mode).save(content, kind)
+    return content.getvalue()
+
+
+def ask(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action()
+    return str(caught.value)
+
+
+def reader(folder: Path, model_dir: Path, **data: Any) -> ImageReader:
+    return ImageReader(ImageStore(folder / "images" / "patches"), str(model_dir), DataConfig(**data))
+
+
+def load(
+    tmp_path: Path, model_dir: Path, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]]
+) -> list[Prompt]:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    return load_prompts([str(tmp_path / "a.parquet")], tokenizer, DataConfig(), images=reader(tmp_path, model_dir))
+
+
+def test_rows_of_the_field_are_rendered_with_as_many_tokens_as_the_processor_makes(
+    tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The sizes are in cells of 28 pixels: one token for each."""
+    (tmp_path / "b.png").write_bytes(png(28, 84))
+    rows = [
+        {"prompt": ask("a<image>b"), "images": [{"bytes": png(56, 28), "path": None}]},
+        {
+            "prompt": ask("<image><image>c"),
+            "images": [{"bytes": png(28, 28), "path": None}, {"bytes": None, "path": "b.png"}],
+        },
+        {"prompt": ask("text"), "images": None},
+    ]
+    first, second, text = load(tmp_path, model_dir, picture_tokenizer, rows)
+    ids = picture_tokenizer.convert_tokens_to_ids
+    assert first.prompt_ids == [ids("a"), PAD, PAD, ids("b")]
+    assert second.prompt_ids == [PAD, PAD, PAD, PAD, ids("c")]
+    assert first.messages == ask("a<image>b")
+    assert (len(first.images), len(second.images), text.images) == (1, 2, ())
+    assert text.prompt_ids == [*map(ids, "text")]
+
+
+def test_content_parts_of_openai_and_a_plain_string(
+    tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    url = "data:image/png;base64," + base64.b64encode(png(28, 28)).decode()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "c.jpg").write_bytes(png(56, 56, kind="JPEG"))
+    rows: list[dict[str, Any]] = [
+        {"prompt": ask([{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {"url": url}}])},
+        {"prompt": "<image>z", "images": ["pictures/c.jpg"]},
+        {"prompt": ask([{"type": "text", "text": "x"}, {"type": "text", "text": "y"}])},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = load_prompts(
+        [str(tmp_path / "a.jsonl")], picture_tokenizer, DataConfig(), images=reader(tmp_path, model_dir)
+    )
+    ids = picture_tokenizer.convert_tokens_to_ids
+    assert [prompt.prompt_ids for prompt in prompts] == [[ids("q"), PAD], [PAD] * 4 + [ids("z")], [ids("x"), ids("y")]]
+    assert prompts[0].messages == ask("q<image>")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+def test_the_tower_gets_what_the_processor_of_transformers_makes(mode: str, tmp_path: Path, model_dir: Path) -> None:
+    from transformers import AutoImageProcessor
+
+    content = png(75, 190, mode=mode)
+    images = reader(tmp_path, model_dir)
+    (digest,) = images.take([content], tmp_path, "row 0")
+    found = ImageStore(tmp_path / "images" / "patches").features(digest)
+    picture = Image.open(io.BytesIO(content))
+    if mode == "RGBA":
+        background = Image.new("RGBA", picture.size, "white")
+        background.alpha_composite(picture)
+        picture = background
+    expected = AutoImageProcessor.from_pretrained(model_dir, backend="pil")(
+        images=[picture.convert("RGB")], return_tensors="pt"
+    )
+    assert [list(found.grid_thw)] == expected["image_grid_thw"].tolist()
+    assert torch.equal(found.pixel_values, expected["pixel_values"])
+    assert ImageStore(tmp_path / "images" / "patches").content(digest) == content
+
+
+def test_pictures_are_scaled_to_the_range_of_the_configuration(tmp_path: Path, model_dir: Path) -> None:
+    images = reader(tmp_path, model_dir, image_pixels=[28 * 28, 4 * 28 * 28])
+    (digest,) = images.take([png(280, 280)], tmp_path, "row 0")
+    assert images.expand([PAD], (digest,), "row 0") == [PAD] * 4
+
+
+def test_an_image_of_several_rows_is_kept_once(tmp_path: Path, model_dir: Path) -> None:
+    images = reader(tmp_path, model_dir)
+    assert images.take([png()], tmp_path, "row 0") == images.take([png()], tmp_path, "row 1")
+    assert len(list((tmp_path / "images" / "patches").glob("[0-9a-f]*.npy"))) == 1
+
+
+def test_the_ranks_of_a_machine_share_the_work(tmp_path: Path, model_dir: Path) -> None:
+    store, folder = ImageStore(tmp_path / "images" / "patches"), str(model_dir)
+    sources = [png(seed=seed) for seed in range(8)]
+    counts = []
+    for rank in range(2):
+        ImageReader(store, folder, DataConfig(), (rank, 2)).take(sources, tmp_path, "row 0")
+        counts.append(len(list((tmp_path / "images" / "patches").glob("[0-9a-f]*.npy"))))
+    assert 0 < counts[0] < 8 and counts[1] == 8
+
+
+BOMB = io.BytesIO()  # 16 million pixels in 16 kilobytes
+Image.new("L", (4000, 4000)).save(BOMB, "PNG")
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (b"no image at all", "it cannot be read"),
+        (png()[:200], "it cannot be read (image file is truncated)"),
+        (b"", "an image is bytes, a path or a data URL"),
+        (7, "found int 7"),
+        ({"bytes": None, "path": None}, "an image is bytes, a path or a data URL"),
+        ("absent.png", "absent.png: no such file"),
+        ("https://example.org/a.png", "is not fetched; download the images"),
+        ("data:image/png;base64,%%%", "its data URL is not base64"),
+        (BOMB.getvalue(), "4000 by 4000 pixels, more than data.max_image_pixels=1000000"),
+        (b"\x00" * 300_000, "more than data.max_row_bytes=200000 bytes"),
+        (png(2800, 12), "aspect ratio"),
+    ],
+)
+def test_a_bad_image_is_refused_by_its_row(source: Any, expected: str, tmp_path: Path, model_dir: Path) -> None:
+    images = reader(tmp_path, model_dir, max_image_pixels=1_000_000, max_row_bytes=200_000)
+    message = message_of(lambda: images.take([png(), source], tmp_path, "a.parquet, row 3"))
+    assert message.startswith("a.parquet, row 3, image 2: ") and expected in message
+
+
+def test_more_images_than_allowed_are_refused_before_any_is_read(tmp_path: Path, model_dir: Path) -> None:
+    images = reader(tmp_path, model_dir, max_images=1)
+    assert "2 images, more than data.max_images=1" in message_of(lambda: images.take([b"", b""], tmp_path, "row 0"))
+
+
+@pytest.mark.parametrize(
+    "content, column, expected",
+    [
+        (ask("a<image>"), [b"1", b"2"], "1 x <image> in the prompt, and images: 2"),
+        (ask("<image><image>"), [b"1"], "2 x <image> in the prompt, and images: 1"),
+        (ask([{"type": "video"}]), None, "parts of the types"),
+        (ask("a<image>"), 5, "holds int 5, not images"),
+    ],
+)
+def test_places_and_images_must_agree(content: Any, column: Any, expected: str) -> None:
+    assert expected in message_of(lambda: take_images(content, column, "row 0"))
+
+
+def test_a_model_that_sees_nothing_is_not_given_images(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "<image>a", "images": ["b.png"]}) + "\n")
+    files = [str(tmp_path / "a.jsonl")]
+    assert "the model sees none; choose one that does, or set data.image_key=null" in message_of(
+        lambda: load_prompts(files, tokenizer, DataConfig())
+    )
+    (prompt,) = load_prompts(files, tokenizer, DataConfig(image_key=None))
+    assert "<image>a" in prompt.text and prompt.images == ()
+
+
+def test_a_prompt_that_holds_the_token_itself_is_refused(
+    tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"prompt": ask("<image><|image_pad|>"), "images": [{"bytes": png()}]}]
+    with pytest.raises(ConfigError, match="written 2 tokens of images for 1 images"):
+        load(tmp_path, model_dir, picture_tokenizer, rows)
+
+
+def test_prompts_count_the_tokens_of_their_images(
+    tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    row = {"prompt": ask("a<image>"), "images": [{"bytes": png(112, 112)}]}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    cfg = DataConfig(max_prompt_tokens=16)
+    message = message_of(
+        lambda: load_prompts([str(tmp_path / "a.parquet")], picture_tokenizer, cfg, images=reader(tmp_path, model_dir))
+    )
+    assert "with 17 tokens" in message
+
+
+def test_where_the_tokens_of_images_are() -> None:
+    """Tokens of an image that the policy has written after those of its prompt are text."""
+    assert placeholders([5, 9, 9, 6, 9, 7, 9], 9, [2, 1]) == [(1, 2), (4, 1)]
+    assert placeholders([9, 9, 9], 9, [1, 2]) == [(0, 1), (1, 2)]
+    with pytest.raises(ValueError, match="image 1 has 2 tokens"):
+        placeholders([9, 5, 9], 9, [2])
+    with pytest.raises(ValueError, match="image 2 has 2 tokens"):
+        placeholders([9, 5, 9], 9, [1, 2])
