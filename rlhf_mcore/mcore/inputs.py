@@ -14,13 +14,13 @@ from torch import Tensor
 from rlhf_mcore.data.collate import last_positions, sequence_ids, sequence_sizes
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.packed import PackedSequences
-from rlhf_mcore.parallel.logprobs import Subsets
 from rlhf_mcore.parallel.ragged import take_tokens
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import TEACHER_TOP, Microbatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.mcore.vision import Vision
+    from rlhf_mcore.parallel.subsets import Subsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ class PassInputs:
         """Return the ``support`` of this rank's tokens with logits, on the device where it is placed there; None without one."""
         if (support := microbatch.ragged.get("support")) is None:
             return None
+        from rlhf_mcore.parallel.subsets import Subsets
+
         own = self.of_rank(
             microbatch, torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)
         ).flatten()
