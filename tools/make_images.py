@@ -340,7 +340,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="compute threads; part of what makes a run repeatable")
-    parser.add_argument("--fit-steps", type=int, default=400, help="updates of the supervised fit")
+    parser.add_argument("--fit-steps", type=int, default=900, help="updates of the supervised fit")
     parser.add_argument("--batch-size", type=int, default=32, help="problems per update")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of the fit")
     parser.add_argument("--num-layers", type=int, default=4)
