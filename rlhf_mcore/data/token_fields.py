@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_mcore.data.episodes import join_recorded
+from rlhf_mcore.data.recorded import join_recorded
 from rlhf_mcore.types import Field, Ragged, Trajectory
 
 

@@ -42,7 +42,12 @@ class RoutedLayer:
     waiting: deque[Tensor | None] = field(default_factory=deque)  # routes of passes that will be computed again
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: Callable[..., Any]
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         """Return scores and numbers [n, k] of the experts that tokens go to, of ``scores`` [n, experts]."""
         if self.usual is not None:
@@ -84,10 +89,16 @@ class Routing:
     layers: dict[int, list[RoutedLayer]] = field(default_factory=dict)  # by the id of their chunk
     runs: bool = False  # whether a forward pass is running, which is not one that is computed again
     learns: bool = False
-    noted: dict[int, dict[int, Tensor]] | None = None  # routes by the id of a microbatch and by layer, where a pass is recorded
+    noted: dict[int, dict[int, Tensor]] | None = (
+        None  # routes by the id of a microbatch and by layer, where a pass is recorded
+    )
     _current: int = 0  # the id of the microbatch that is run
-    _counts: Tensor | None = None  # of updates: tokens and layers whose router had chosen others, and all that were replayed
-    _recorded: list[tuple[Microbatch, Tensor]] = field(default_factory=list)  # microbatches, and the places of this rank's tokens
+    _counts: Tensor | None = (
+        None  # of updates: tokens and layers whose router had chosen others, and all that were replayed
+    )
+    _recorded: list[tuple[Microbatch, Tensor]] = field(
+        default_factory=list
+    )  # microbatches, and the places of this rank's tokens
 
     @classmethod
     def of(cls, model: MegatronModel) -> Routing:

@@ -61,7 +61,9 @@ def move_rows(
     moved = {}
     for name in sorted(fields):
         dtype = fields[name].dtype
-        values = fields[name][..., None].view(torch.uint8) if dtype == torch.int16 else fields[name]  # gloo has no int16
+        values = (
+            fields[name][..., None].view(torch.uint8) if dtype == torch.int16 else fields[name]
+        )  # gloo has no int16
         parts = values.split(own_lengths)
         outgoing = _join([parts[k] for rows in sent for k in rows], values)
         incoming = values.new_empty(int(received_tokens.sum()), *values.shape[1:])

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.types import Request
 
-Routes = NDArray[np.int16]  # [tokens, layers with experts, experts per token]: numbers of experts plus one; 0: not known
+Routes = NDArray[
+    np.int16
+]  # [tokens, layers with experts, experts per token]: numbers of experts plus one; 0: not known
 
 
 class RouteSource(Protocol):
