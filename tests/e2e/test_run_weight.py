@@ -6,8 +6,12 @@ from pathlib import Path
 
 from benchmarks.run_weight import loaded_modules, weigh
 
-FILES, LINES = 200, 30_150  # what is known and a little more; the goals are 200 and 30,000 (docs/performance.md)
+# What is known and a little more. The goals are 200 and 30,000 (docs/performance.md); keys of agents, images and teachers are 400 lines.
+FILES, LINES = 200, 30_600
 ELSEWHERE = """
+algorithms.distillation algorithms.kl_schedules algorithms.preference bridge.run.changes bridge.run.stand_ins cli.teacher data.image_rows
+data.images data.recorded data.token_fields episode_driver mcore.lora mcore.route_replay mcore.vision parallel.fused_softmax
+parallel.subsets parallel.top_tokens roles.routes roles.teacher rollout.vllm.routes trainer.greedy
 algorithms.muon algorithms.returns algorithms.turns algorithms.value_loss api bridge.files.formats
 bridge.files.gather bridge.files.saved_model bridge.files.state_reader bridge.plan.accounting checkpoint.archive
 checkpoint.contents checkpoint.delta checkpoint.delta_files checkpoint.saved_rng cli.continuing cli.restoring

@@ -48,8 +48,10 @@ def test_the_promised_experiments_are_there() -> None:
         "qwen2.5-0.5b-ppo-gsm8k",
         "qwen2.5-32b-dapo",
         "qwen2.5-7b-grpo-gsm8k-math",
+        "qwen2.5-vl-3b-grpo-geo3k",
         "qwen3-30b-a3b-grpo-ep8",
         "qwen3-30b-a3b-grpo-lora",
+        "qwen3-vl-4b-grpo-geo3k",
     ]
 
 
