@@ -79,6 +79,7 @@ def build_disaggregated(
             live,
             adapter=adapter,
             full_every=cfg.bridge.full_every,
+            transport=cfg.bridge.transport,
         ),
         world_group(),
         fleet,

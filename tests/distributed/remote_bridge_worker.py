@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,6 +188,25 @@ def only_changes(run: Trainer) -> list[dict[str, Any]]:
     return found
 
 
+def by_nixl(run: Trainer) -> dict[str, Any] | None:
+    """Two engines that read messages, on a machine each with a third; then one of them is killed. None: NIXL is not installed."""
+    if find_spec("nixl") is None:
+        return None
+    model, found = run.model("tp2_pp2"), {}
+    bridge = run.bridge(model, node="trainer", transport="nixl")
+    run.start("a", "c", node="one")
+    run.start("b", node="two")
+    for version in range(2):
+        stats = all_gather_json(shown(bridge.sync(version)))
+        found[f"sync {version}"] = {"stats": stats, "answers": run.answers(), "weights": run.weights("a", "b", "c")}
+    run.first(lambda engines: engines.ask("b", "trouble", during="sync", at=2, kind="kill"))
+    bridge.sync(2)
+    found["killed"] = run.weights("a", "c")
+    bridge.leave()
+    run.end("a", "c")
+    return found
+
+
 def sent_again(run: Trainer) -> dict[str, Any]:
     """An engine is lost after the model was updated: its successor gets what was sent before, and the next sync the update."""
     newer, found = run.path / "updated.safetensors", {}
@@ -323,7 +343,7 @@ def main(directory: Path) -> None:
         findings["uneven"] = layouts(run, list(UNEVEN_LAYOUTS))
     with trainer(directory, "qwen3") as run:
         findings["layouts"] = layouts(run, DENSE_LAYOUTS)
-        for part in (some_tensors, only_changes, sent_again, faults, own_fault, nodes, changes):
+        for part in (some_tensors, only_changes, by_nixl, sent_again, faults, own_fault, nodes, changes):
             findings[part.__name__] = part(run)
     with trainer(directory, "qwen3_moe") as run:
         findings["experts"] = layouts(run, list(MOE_LAYOUTS)[:-1])

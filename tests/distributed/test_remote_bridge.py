@@ -69,6 +69,19 @@ def test_only_changed_elements_travel_until_an_engine_has_lost_one(findings: Any
             assert 2 * 64 * 5 <= sent == received < whole / 20
 
 
+def test_engines_that_read_messages_get_every_bit_at_the_lower_bound(findings: Any) -> None:
+    """In processes, by the library itself where it is installed: tests/unit/bridge/test_reads.py has its calls."""
+    found = findings["by_nixl"]
+    if found is None:
+        pytest.skip("nixl is not installed")
+    for version in range(2):
+        sync = found[f"sync {version}"]
+        assert sync["stats"] == [[0, 0]] * 4
+        assert [answer["answer"]["received_bytes"] for answer in sync["answers"]] == [BYTES["layouts"]] * 3
+        assert [(held["wrong"], held["version"]) for held in sync["weights"]] == [([], version)] * 3
+    assert [(held["wrong"], held["version"]) for held in found["killed"]] == [([], 2)] * 2
+
+
 def test_fault_36_an_engine_that_comes_after_an_update_gets_what_was_sent_before_it(findings: Any) -> None:
     assert len(findings["sent_again"]) == 2
     for before, after in findings["sent_again"].values():

@@ -70,10 +70,11 @@ class Executor:
         self._staging = Staging(plan, dtypes, depth, sources.device)
         direct = PointToPoint(links)
         self._transport: PointToPoint | SharedMemory = direct
-        self._on_host = current_platform().is_host(sources.device)
-        if self._on_host and changes is None:
+        self._keeps_memory = current_platform().is_host(sources.device)
+        if changes is None:
             senders = {message.peer for bucket in plan.buckets for phase in bucket.phases for message in phase.receives}
-            if (memory := links.share(self._staging.send_bytes, senders)) is not None:
+            if (memory := links.share(self._staging.send_bytes, senders, sources.device)) is not None:
+                self._keeps_memory = True  # peers have it mapped or registered
                 self._staging.pack_into(memory)
                 self._transport = SharedMemory(links, memory, self._staging.views, direct)
         self._outgoing: dict[int, _Outgoing] = {}  # by bucket, of static sources
@@ -117,7 +118,7 @@ class Executor:
             for flight in flying:
                 self._close(flight.bucket)
             raise
-        if not self._on_host:
+        if not self._keeps_memory:
             self._staging.forget()
 
     def _launch(self, bucket: Bucket) -> _Flight:

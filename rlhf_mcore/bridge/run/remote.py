@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
 from rlhf_mcore.bridge.run.sync import PlannedBridge
-from rlhf_mcore.bridge.run.transports import machine
+from rlhf_mcore.bridge.run.transports import GroupLinks, Links, machine
 from rlhf_mcore.families.vision import VisionSizes
 from rlhf_mcore.geometry import (
     AdapterSizes,
@@ -78,6 +78,15 @@ class BridgeJob:
     poison: bool = False
     adapter: AdapterSizes | None = None
     full_every: int | None = None
+    transport: str = "group"
+
+    def links(self, timeout_s: float) -> Callable[[dist.ProcessGroup], Links]:
+        """Return what makes the links of a plan over a group."""
+        if self.transport == "group":
+            return GroupLinks
+        from rlhf_mcore.bridge.run.reads import read_links  # runs that have the key
+
+        return partial(read_links, timeout_s=timeout_s)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -128,6 +137,7 @@ class _End:
                     adapter=job.adapter,
                     full_every=job.full_every,
                     previous=side.previous,
+                    make_links=job.links(spec.timeout_s),
                 )
         except BaseException:
             self._joint.close()

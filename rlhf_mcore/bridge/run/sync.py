@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from rlhf_mcore.bridge.plan.rank_plan import RankPlan
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.samples import Drawn, Held, Samples, differing
-from rlhf_mcore.bridge.run.transports import GroupLinks
+from rlhf_mcore.bridge.run.transports import GroupLinks, Links
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.families import embedding_name
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
@@ -124,6 +124,7 @@ class PlannedBridge:
         adapter: of an engine that adds adapters itself. Their A and B are among ``parameters``, and travel under the names of PEFT.
         full_every: of so many syncs one sends everything, and the others what has changed; None: all send everything.
         previous: with ``full_every``, what was sent last, on ranks that send.
+        make_links: makes the links of a plan over ``group``. Collective over it.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class PlannedBridge:
         adapter: AdapterSizes | None = None,
         full_every: int | None = None,
         previous: KeptSources | None = None,
+        make_links: Callable[[dist.ProcessGroup], Links] = GroupLinks,
     ):
         names = _Names(geometry, adapter)
         pieces_of = names.pieces
@@ -154,7 +156,7 @@ class PlannedBridge:
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._aliases = {"lm_head.weight": embedding_name(geometry)} if geometry.tied_embeddings else {}
         self._group = group
-        self._full_every, self._previous = full_every, previous
+        self._full_every, self._previous, self._make_links = full_every, previous, make_links
         self._last: _Transfer | None = None  # the receivers' copies are of what it has brought
         self._digest_every, self._num_syncs = digest_every, 0
         self._map = engine_map(target.model, shapes) if traced is None else traced
@@ -199,7 +201,7 @@ class PlannedBridge:
         digests = all_gather_json(plan.digest, self._group)
         if len(set(digests)) > 1:
             raise SyncMismatch(f"the ranks have made different plans: {sorted(set(digests))}")
-        rank_plan, links = plan.rank_view(self._group.rank()), GroupLinks(self._group)
+        rank_plan, links = plan.rank_view(self._group.rank()), self._make_links(self._group)
         changes = None
         if self._full_every is not None:
             from rlhf_mcore.bridge.run.changes import Changes

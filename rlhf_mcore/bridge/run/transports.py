@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.plan.rank_plan import Message
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.connecting import connect_device
+from rlhf_mcore.platform import current_platform
 
 Parcel = tuple[Tensor, int]  # a tensor, and the group rank at the other end
 MAX_BATCH = 256  # messages that NCCL takes at a time
@@ -43,8 +44,11 @@ class Links(Protocol):
         """Start to send and to receive, all at once."""
         ...
 
-    def share(self, nbytes: int, senders: Collection[int]) -> MappedMemory | None:
-        """Share ``nbytes`` of memory with peers, and map that of ``senders`` where possible. Collective; None: not at all."""
+    def share(self, nbytes: int, senders: Collection[int], device: torch.device) -> MappedMemory | None:
+        """Share ``nbytes`` of memory with peers, and map that of ``senders`` where possible. Collective; None: not at all.
+
+        What is sent is then packed there.
+        """
         ...
 
 
@@ -73,8 +77,8 @@ class GroupLinks(Links):
         batches = [operations[first : first + MAX_BATCH] for first in range(0, len(operations), MAX_BATCH)]
         return [work.wait for batch in batches for work in dist.batch_isend_irecv(batch)]
 
-    def share(self, nbytes: int, senders: Collection[int]) -> MappedMemory | None:
-        return share_memory(nbytes, senders, self._group)
+    def share(self, nbytes: int, senders: Collection[int], device: torch.device) -> MappedMemory | None:
+        return share_memory(nbytes, senders, self._group) if current_platform().is_host(device) else None
 
 
 @dataclass(slots=True)

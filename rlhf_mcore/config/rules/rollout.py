@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.engine_kinds import ENGINES, EngineKind, engine_kind, is_engine
+from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
 
 if TYPE_CHECKING:
@@ -120,4 +122,13 @@ def _apart_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"rollout.placement=disaggregated: full tensors do not travel to engines of their own (bridge.method={cfg.bridge.method}, "
             f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify sample, digest or off"
+        )
+    if cfg.bridge.transport == "nixl" and cfg.bridge.full_every is not None:
+        yield (
+            f"bridge.full_every={cfg.bridge.full_every}: what has changed travels through the process group, found bridge.transport=nixl; "
+            "set that to group, or remove bridge.full_every"
+        )
+    elif cfg.bridge.transport == "nixl" and find_spec("nixl") is None:
+        yield FileProblem(
+            "bridge.transport=nixl needs the package nixl, which is not installed; pip install nixl, or set it to group"
         )

@@ -274,6 +274,15 @@ class BridgeConfig(Group):
         more="For slow links, and models in bf16: at a learning rate of 1e-6 a step changes one element of a hundred. Messages are "
         "hashed; one that comes out as another makes its sync send everything. Trainer ranks keep their weights on the host too.",
     )
+    transport: str = key(
+        "group",
+        "engines of their own: how messages reach them",
+        one_of(
+            group="through the process group: NCCL or gloo", nixl="read by NIXL out of memory that it has registered"
+        ),
+        more="NIXL (the package `nixl`) reads by RDMA where there is a network of that kind. Memory of messages then stays allocated.",
+        only_with="rollout.placement=disaggregated",
+    )
     canary: Optional[bool] = key(
         None,
         "after every sync, compare logprobs of a few tokens between engines and trainer",

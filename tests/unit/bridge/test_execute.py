@@ -32,6 +32,7 @@ from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Wait
 from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import current_platform
 from tests.unit.bridge.sources import Averages
 
 RANKS, BUCKET = 4, 256
@@ -58,8 +59,8 @@ class Wire(Links):
         with ThreadPoolExecutor(RANKS) as pool:
             list(pool.map(enter, range(RANKS)))
 
-    def share(self, nbytes: int, senders: Collection[int]) -> MappedMemory | None:
-        if not self._ranks_per_machine:
+    def share(self, nbytes: int, senders: Collection[int], device: torch.device) -> MappedMemory | None:
+        if not self._ranks_per_machine or not current_platform().is_host(device):
             return None
         rank, size = self._here.rank, self._ranks_per_machine
         self._memory[rank] = (torch.zeros(nbytes, dtype=torch.uint8), set(senders))

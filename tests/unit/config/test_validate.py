@@ -119,6 +119,7 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["rollout.sampling.temperature=2.5"], None, ["rollout.sampling.temperature=2.5", "0.01 to 2"]),
         (["evaluate.temperature=0.001"], None, ["evaluate.temperature=0.001", "0.01 to 2"]),
         (["trainer.max_staleness=1"], None, ["trainer.max_staleness=1", "rollout.placement=disaggregated"]),
+        (["bridge.transport=nixl"], None, ["bridge.transport=nixl has no effect", "disaggregated"]),
         (["rollout.num_engines=2"], None, ["rollout.num_engines=2", "=colocated; remove it", "=disaggregated"]),
         (["rollout.oversample=2"], None, ["rollout.oversample=2.0 has no effect", "remove it", "=disaggregated"]),
         (["rollout.ray.cpus_per_rank=2"], None, ["rollout.ray.cpus_per_rank=2", "disaggregated"]),
@@ -130,6 +131,12 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         ),
         ([*APART, "rollout.deterministic_order=true"], None, ["deterministic_order=True", "max_staleness=0"]),
         ([*GATHER, "bridge.bucket_bytes=99"], None, ["bridge.bucket_bytes=99", "bridge.method=planned"]),
+        ([*APART, "bridge.transport=nixl"], None, ["bridge.transport=nixl", "pip install nixl"]),
+        (
+            [*APART, "bridge.transport=nixl", "bridge.full_every=8"],
+            None,
+            ["bridge.full_every=8", "bridge.transport=nixl; set that to group"],
+        ),
         ([*APART, "bridge.method=gather"], None, ["bridge.method=gather", "planned"]),
         (
             [*APART, "reward.pool=ray"],
