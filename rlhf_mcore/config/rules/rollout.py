@@ -125,8 +125,8 @@ def _apart_problems(cfg: Config) -> Iterator[str]:
         )
     if cfg.bridge.transport == "nixl" and cfg.bridge.full_every is not None:
         yield (
-            f"bridge.full_every={cfg.bridge.full_every}: what has changed travels through the process group, found bridge.transport=nixl; "
-            "set that to group, or remove bridge.full_every"
+            f"bridge.full_every={cfg.bridge.full_every}: what has changed travels through the process group, found "
+            "bridge.transport=nixl; set that to group, or remove bridge.full_every"
         )
     elif cfg.bridge.transport == "nixl" and find_spec("nixl") is None:
         yield FileProblem(
