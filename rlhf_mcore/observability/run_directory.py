@@ -196,7 +196,10 @@ def write_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
-    """What is kept of a trajectory. Of a turn in an environment: who wrote it, its text, and a reward of its own."""
+    """What is kept of a trajectory. Of a turn in an environment: who wrote it, its text, and a reward of its own.
+
+    ``images`` are digests of those of the prompt; a prompt without any has no such field.
+    """
     turns: dict[str, Any] = {}
     if trajectory.sequences:
         turns["branches"] = len(trajectory.sequences)
@@ -216,5 +219,6 @@ def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str,
         "num_tokens": trajectory.num_sampled,
         "finish_reason": trajectory.finish_reason,
         "policy_version": trajectory.policy_version,
+        **({"images": list(trajectory.prompt.images)} if trajectory.prompt.images else {}),
         **turns,
     }

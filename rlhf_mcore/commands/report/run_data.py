@@ -31,6 +31,7 @@ _OF_SAMPLES = (
 MAX_TOKENS = 300_000  # of a run in a page: about 10 MB
 _OF_TOKENS = ("tokens", "advantages", "logprob_differences")
 _OF_GROUPS = ("step", "prompt_id", "prompt", "ground_truth")
+_IMAGES = "images"  # of a group whose prompt has some: their digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class RunData:
     ``metrics`` are columns of equal length, ``step`` among them; None: a step did not report it, or it was not finite.
     ``not_finite``: of a metric whose last reports are no numbers, the step of the first of these.
     ``groups`` are the prompts of steps, each with its ``samples``; they may be fewer than the ``num_rollouts`` that the run has
-    written. ``config``: key with dots -> value. ``software``: versions, as the last checkpoint names them.
+    written. ``images``: by the digests in ``groups``, data URLs. ``config``: key with dots -> value. ``software``: versions, as the
+    last checkpoint names them.
     """
 
     name: str
@@ -49,6 +51,7 @@ class RunData:
     not_finite: dict[str, int]
     groups: list[dict[str, Any]]
     num_rollouts: int
+    images: dict[str, str]
     config: dict[str, Any]
     software: dict[str, str]
     checkpoints: list[int]
@@ -88,6 +91,7 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
         not_finite=_not_finite(records),
         groups=groups,
         num_rollouts=num_rollouts,
+        images=_images(directory, groups),
         config=dict(_flat(_config(directory / "config.yaml"))),
         software=software,
         checkpoints=checkpoints,
@@ -132,6 +136,14 @@ def _not_finite(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, 
     return since
 
 
+def _images(directory: Path, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    if not any(group.get(_IMAGES) for group in groups):
+        return {}
+    from rlhf_mcore.commands.report.images import images_of
+
+    return images_of(directory, groups)
+
+
 def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]:
     """Read the groups of the first and of the newest steps that fit, by step, and count all rollouts."""
     files = sorted(folder.glob("step-*.jsonl")) if folder.is_dir() else []
@@ -159,6 +171,8 @@ def _groups_of_step(file: Path) -> Iterator[dict[str, Any]]:
         group = by_prompt.setdefault(
             str(record.get("prompt_id")), {name: record.get(name) for name in _OF_GROUPS} | {"samples": []}
         )
+        if isinstance(images := record.get(_IMAGES), list):
+            group[_IMAGES] = images
         group["samples"].append({name: record[name] for name in _OF_SAMPLES if name in record})
     yield from by_prompt.values()
 

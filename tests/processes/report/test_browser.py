@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from rlhf_mcore.commands.report.command import main
 from rlhf_mcore.commands.report.server import ReportServer
@@ -277,3 +278,21 @@ def test_the_site_draws_its_diagrams_and_asks_nothing_of_a_network(browser: Any)
     assert page.locator("pre.mermaid").count() == 0 and page.locator("div.mermaid").first.bounding_box()["height"] > 50
     assert [url for url in asked if not url.startswith("file:")] == []
     page.close()
+
+
+def test_a_prompt_shows_its_images(page: Any, tmp_path: Path) -> None:
+    run, named = tmp_path / "run", ["0a" * 16, "0b" * 16]
+    (run / "rollouts").mkdir(parents=True)
+    (run / "images").mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    Image.new("RGB", (60, 90), (220, 40, 40)).save(run / "images" / named[0], "PNG")
+    row = {"step": 1, "prompt_id": "x", "sample": 0, "prompt": "what?", "response": "r", "score": 1.0, "images": named}
+    (run / "rollouts" / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
+    assert main([str(run)]) == 0
+    page.goto((run / "report.html").as_uri() + "#Rollouts")
+    page.locator("details.group > summary").click()
+    (size,) = page.locator(".pictures img").evaluate_all(
+        "all => all.map((one) => [one.naturalWidth, one.naturalHeight])"
+    )
+    assert size == [60, 90]
+    assert "1 image not in this page" in page.locator(".pictures").inner_text()

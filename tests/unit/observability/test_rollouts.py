@@ -36,3 +36,9 @@ def test_one_line_per_trajectory(tmp_path: Path) -> None:
     assert json.loads(second)["response"] == "zwei �\u2028\n"
     assert json.loads(second)["score"] is None
     assert [file.name for file in tmp_path.iterdir()] == ["step-000013.jsonl"]
+
+
+def test_a_prompt_with_images_is_recorded_with_their_digests() -> None:
+    prompt = Prompt("train#4", 4, [1, 2], "what?", images=("0a" * 16, "0b" * 16))
+    seen = single_turn(prompt, 0, [5], [-0.1], "2", "stop", policy_version=1)
+    assert rollout_record(seen, Score(1.0), 1)["images"] == ["0a" * 16, "0b" * 16]

@@ -288,6 +288,14 @@ function sampleCard(sample, fitsFilter, largest) {
   const texts = wanted.colour && sample.tokens ? [coloured(sample, largest)] : sample.episode && sample.episode.nodes.length ? episodeTree(sample.episode, sample.turns || []) : sample.turns && sample.turns.length ? sample.turns.map((turn) => make("details", { open: turn.writer === "policy", class: turn.writer === "policy" ? "" : "environment" }, make("summary", {}, turn.writer, turn.reward ? ` · reward ${number(turn.reward)}` : ""), marked(turn.text || ""))) : [marked(sample.response || "")];
   return make("div", { class: `sample${fitsFilter ? "" : " hidden-by-filter"}` }, make("div", {}, make("span", { class: "score" }, `reward ${number(sample.score)}`), make("span", { class: "faint" }, ` · ${facts}`)), parts.length > 1 ? make("div", { class: "faint" }, parts.map(([name, value]) => `${name} ${number(value)}`).join(", ")) : null, ...texts);
 }
+// The images of a prompt, as far as the page holds them.
+function pictures(group) {
+  const digests = group.images || [], held = data.runs[wanted.run].images;
+  if (!digests.length) return null;
+  const shown = digests.filter((digest) => held[digest]).map((digest, i) => make("img", { src: held[digest], alt: `image ${i + 1}`, title: digest }));
+  const rest = digests.length - shown.length;
+  return make("div", { class: "pictures" }, ...shown, rest ? make("span", { class: "faint" }, `${counted(rest, "image")} not in this page`) : null);
+}
 function groupRow({ group, samples, count }) {
   const scores = group.samples.map((sample) => sample.score || 0);
   const mean = scores.reduce((sum, score) => sum + score, 0) / scores.length;
@@ -296,7 +304,7 @@ function groupRow({ group, samples, count }) {
     if (!node.open || node.children.length > 1) return;
     const gold = group.ground_truth;
     const largest = wanted.colour ? Math.max(0, ...group.samples.map((sample) => (sample[wanted.colour] || []).reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), 0))) : 0;
-    node.append(make("div", { class: "inside" }, make("div", { class: "faint" }, `prompt ${group.prompt_id}`), marked(group.prompt || ""), gold === null || gold === undefined ? null : make("div", {}, make("span", { class: "faint" }, "ground truth "), typeof gold === "string" ? gold : JSON.stringify(gold)), make("div", { class: "samples" }, ...group.samples.map((sample) => sampleCard(sample, samples.has(sample), largest)))));
+    node.append(make("div", { class: "inside" }, make("div", { class: "faint" }, `prompt ${group.prompt_id}`), marked(group.prompt || ""), pictures(group), gold === null || gold === undefined ? null : make("div", {}, make("span", { class: "faint" }, "ground truth "), typeof gold === "string" ? gold : JSON.stringify(gold)), make("div", { class: "samples" }, ...group.samples.map((sample) => sampleCard(sample, samples.has(sample), largest)))));
   });
   return node;
 }
