@@ -146,6 +146,13 @@ def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
     return find_rule(geometry, parameter)[0].kind in ("vocab_parallel", "vocab_columns")
 
 
+def _rule_of_tower(geometry: ModelGeometry, name: str) -> Rule:
+    for rule in end_rules(replace(geometry, adapter=None))[0]:
+        if rule.mcore == name:
+            return rule
+    raise KeyError(f"{geometry.family}: no rule for {name!r}")  # an adapter's: they are of the language model
+
+
 def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
     """Find the rule of a Megatron parameter, its layer, and its expert's number on its rank (0 where there is none).
 
@@ -153,7 +160,7 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
         KeyError: the family has no rule for this parameter.
     """
     if geometry.vision is not None and name.startswith("vision_tower."):
-        return next(rule for rule in end_rules(replace(geometry, adapter=None))[0] if rule.mcore == name), 0, 0
+        return _rule_of_tower(geometry, name), 0, 0
     if geometry.adapter is None:
         return _find_rule(geometry.family, geometry.head, name)
     from rlhf_mcore.families.adapters import A, B, M, adapter_rules, base_name, is_trained_whole, whole_rules

@@ -418,7 +418,7 @@ def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
         ).eval()
     finally:
         transformers.logging.set_verbosity(talk)
-    token_ids = torch.arange(_PROMPT_TOKENS).unsqueeze(0) % model.config.vocab_size
+    token_ids = torch.arange(_PROMPT_TOKENS).unsqueeze(0) % model.config.get_text_config().vocab_size
     with torch.no_grad():
         logits: Tensor = model(input_ids=token_ids).logits
     return logits

@@ -1,0 +1,147 @@
+"""Runs with images, as a user has them: trained, resumed, converted, evaluated, with adapters and with a critic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_mcore.commands.report.run_data import read_run
+from tests.commands import ROOT, environment, finished
+
+CONFIG = str(ROOT / "configs" / "quickstart" / "images.yaml")
+# Answers differ in it, and it does not see whether they are right: there is a gradient from the first step on.
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(map(ord, solution_str)) % 17) / 16
+"""
+SMALL = [
+    "trainer.prompts_per_step=2",
+    "trainer.minibatch_size=2",
+    "rollout.sampling.n=2",
+    "rollout.sampling.max_new_tokens=6",
+    "reward.function=reward.py:score",
+    "checkpoint.save_steps=1",
+    "checkpoint.save_total_limit=null",
+    "evaluate.every=0",
+    "logging.console=plain",
+    "logging.tensorboard=false",
+    "deterministic=true",
+]
+
+
+def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", *arguments], directory, environment(directory), 240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def train(directory: Path, name: str, steps: int, *overrides: str) -> Path:
+    """Train, and return the run directory."""
+    rlhf_mcore(directory, "train", CONFIG, *SMALL, f"experiment={name}", f"trainer.num_steps={steps}", *overrides)
+    return directory / "outputs" / "quickstart" / name
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def is_of_tower(name: str) -> bool:
+    return name.startswith("model.visual.")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL of random weights, and a few pictures with questions."""
+    directory = tmp_path_factory.mktemp("images")
+    tool = [sys.executable, str(ROOT / "tools" / "make_images.py"), "--out", "images", "--family", "qwen3_vl"]
+    sizes = ["--fit-steps", "1", "--num-layers", "2", "--num-train", "8", "--num-eval", "4"]
+    made = finished([*tool, *sizes], directory, environment(directory))
+    assert made.returncode == 0, made.stderr[-3000:]
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def calm(workspace: Path) -> Path:
+    """A run of two steps on two processes that nobody has interrupted."""
+    return train(workspace, "calm", 2)
+
+
+def test_the_language_model_learns_and_the_tower_is_saved_as_it_came(workspace: Path, calm: Path) -> None:
+    before, after = weights(workspace / "images" / "model"), weights(calm / "checkpoint-2" / "actor")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
+    assert not any(
+        torch.equal(before[name], after[name])
+        for name in before
+        if name.endswith("proj.weight") and not is_of_tower(name)
+    )
+
+
+def test_engines_get_a_frozen_tower_once(workspace: Path, calm: Path) -> None:
+    """The sync of a step brings the language model, and not a byte more."""
+    held = weights(workspace / "images" / "model")
+    text = sum(tensor.nbytes for name, tensor in held.items() if not is_of_tower(name))
+    assert text < sum(tensor.nbytes for tensor in held.values()) / 2
+    moved = [row["bridge/received_bytes"] + row["bridge/local_bytes"] for row in metrics(calm) if row["step"]]
+    assert moved == [text, text]
+
+
+def test_a_resumed_run_ends_as_one_that_was_left_alone(workspace: Path, calm: Path) -> None:
+    resumed = train(workspace, "resumed", 2, f"checkpoint.resume={calm / 'checkpoint-1'}")
+    saved = calm / "checkpoint-2" / "actor"
+    files = [path.relative_to(calm) for path in saved.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "preprocessor_config.json", "state-00000.safetensors"}
+    for file in [*files, Path("rollouts/step-000002.jsonl")]:
+        assert (resumed / file).read_bytes() == (calm / file).read_bytes(), file
+
+
+def test_a_checkpoint_is_converted_to_what_transformers_loads(workspace: Path, calm: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    rlhf_mcore(workspace, "convert", "--from", "checkpoint", "--to", "hf", str(calm), "converted", "--verify")
+    saved, converted = weights(calm / "checkpoint-2" / "actor"), weights(workspace / "converted")
+    assert saved.keys() == converted.keys()
+    assert all(torch.equal(tensor, converted[name]) for name, tensor in saved.items())
+    assert (workspace / "converted" / "preprocessor_config.json").is_file()
+    loaded = AutoModelForImageTextToText.from_pretrained(workspace / "converted", dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
+
+
+def test_the_checkpoint_is_evaluated_on_the_images_of_its_data(workspace: Path, calm: Path) -> None:
+    """In one process as at the end of training in two."""
+    one = ["trainer.world_size=1", "actor.layout.tp=1", f"evaluate.checkpoint={calm}", "evaluate.output_dir=evaluated"]
+    rlhf_mcore(workspace, "evaluate", CONFIG, *SMALL, *one)
+    found = json.loads((workspace / "evaluated" / "results.json").read_text())["results"]["all"]
+    assert found["reward"]["value"] == metrics(calm)[-1]["evaluate/reward"] > 0
+
+
+def test_the_report_has_the_images_of_the_rollouts(calm: Path) -> None:
+    run = read_run(calm, 100)
+    named = [digest for group in run.groups for digest in group["images"]]
+    assert len(run.groups) == len(named) == 4 and set(named) == set(run.images)
+
+
+def test_adapters_learn_with_images(workspace: Path) -> None:
+    run = train(workspace, "adapters", 1, "actor.lora.rank=4")
+    held = weights(run / "checkpoint-1" / "actor")
+    assert held and not any("visual" in name for name in held)
+    assert metrics(run)[-1]["actor/grad_norm"] > 0
+
+
+def test_a_critic_learns_with_images(workspace: Path) -> None:
+    run = train(workspace, "critic", 1, "algorithm=ppo")
+    before, after = weights(workspace / "images" / "model"), weights(run / "checkpoint-1" / "critic")
+    assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
+    assert metrics(run)[-1]["critic/grad_norm"] > 0
