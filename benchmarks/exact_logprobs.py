@@ -6,16 +6,21 @@ and then after one operation more is computed by one function on both sides. Eac
 there are: products have at least 32 rows, for which MKL has other kernels than for few; attention goes over a sequence's keys in
 blocks of 32 from its first token on. The functions are applied here alone: runs do not have them.
 
-The line at the end is the least share of all microbatches with everything shared.
+Then steps of the run: as they are, and with everything shared, where old logprobs are those of the update's own forward pass. The
+engine has live weights in both.
+
+The line at the end is the least share of all microbatches and steps with everything shared.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -43,6 +48,10 @@ ROWS = {
 }
 PROMPTS = (1, 2, 5, 17, 31, 32, 33, 64, 70, 100, 129, 200)  # their lengths, around those of the cache's blocks
 SAMPLES, TOKEN_BUDGET = 2, 48
+RESPONSES, STEPS = (
+    32,
+    3,
+)  # of a run's step, and its steps with and without what is shared; the first of them is not timed
 CUTS = ((True, 2048), (True, 300), (False, 2048), (False, 300))  # of microbatches: packed or padded, most tokens of one
 LEAST_ROWS, QUERIES, KEYS = 32, 16, 32
 
@@ -134,9 +143,8 @@ def share_attention(engine: VLLMEngine) -> Iterator[AbstractContextManager[Any]]
 
     def of_trainer(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = module._scale or q.size(-1) ** -0.5
-        return torch.stack(
-            [attend(*(x[i].transpose(0, 1) for x in (q, k, v)), scale) for i in range(len(q))]
-        ).transpose(1, 2)
+        rows = zip(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), strict=True)
+        return torch.stack([attend(*row, scale) for row in rows]).transpose(1, 2)
 
     yield patch.object(CPUAttentionBackendImpl, "do_kv_cache_update", write)
     yield patch.object(CPUAttentionBackendImpl, "forward", forward)
@@ -193,7 +201,8 @@ def sharing(engine: VLLMEngine, names: Sequence[str]) -> Iterator[None]:
     from vllm import _custom_ops as ops
 
     with ExitStack() as stack:
-        for layer in engine.model.modules():
+        layers: list[Any] = list(engine.model.modules())
+        for layer in layers:
             if hasattr(layer, "cpu_linear"):  # what vLLM has for weights that are not live
                 packed = ops.create_onednn_mm(layer.weight.t(), 32)
                 multiply = partial(lambda packed, x, weight, bias: ops.onednn_mm(packed, x, bias), packed)
@@ -214,19 +223,46 @@ def main() -> None:
         f"rollout.max_num_batched_tokens={TOKEN_BUDGET}",
         "data.max_prompt_tokens=256",
         "bridge.live_cpu_weights=true",  # so that the engine's weights can be multiplied with by others than its own kernel
-        "trainer.prompts_per_step=2",
-        "trainer.minibatch_size=2",
+        "actor.optimizer.lr=1e-4",
     ]
     found: dict[str, dict[str, Any]] = {}
-    with loop_of(replace(row, responses=16), 1, overrides) as loop:
+    with loop_of(replace(row, responses=RESPONSES), 2 * STEPS, overrides) as loop:
         _sharpen(loop)
         for count in range(len(SHARED) + 1):
             names = list(SHARED)[:count]
             title = f"and {names[-1]}" if names else "as in a run"
             found[title] = asdict(_measured(loop, row, names))
             print(f"{title:20}", found[title], flush=True)
+        steps = {
+            title: _steps(loop, title == "shared", first) for title, first in (("plain", 1), ("shared", STEPS + 1))
+        }
+        cost = steps["shared"]["cpu_s"] / steps["plain"]["cpu_s"]
+        print(steps, f"CPU seconds of a step: {cost:.2f} times as many")
     details = {"row": args.row, "prompts": PROMPTS, "samples": SAMPLES, "token_budget": TOKEN_BUDGET, "shared": found}
-    report("exact_logprobs", details, ratio=min(found[title]["equal"].values()), goal=GOAL, quick=args.quick)
+    least = min(*found[title]["equal"].values(), *steps["shared"]["equal"])
+    name = "exact_logprobs" + ("" if args.row == "small" else f"_{args.row}")
+    report(name, {**details, "steps": steps, "cost": cost}, ratio=least, goal=GOAL, quick=args.quick)
+
+
+def _steps(loop: Trainer, shares: bool, first: int) -> dict[str, Any]:
+    """Shares of equal logprobs in steps of the run, and CPU seconds of one, all but the first."""
+    source, learner = loop.source, loop.learner
+    assert isinstance(source, SampledBatches)
+    equal, seconds = [], []
+
+    def learn(step: int, batch: TrainBatch) -> Any:
+        results, metrics = learner.learn(step, batch)
+        equal.append(metrics["rollout/logprob_exact"])
+        return results, metrics
+
+    engine: Any = source.worker.generator
+    with patch.object(loop, "learner", SimpleNamespace(learn=learn)), ExitStack() as stack:
+        if shares:
+            stack.enter_context(sharing(engine, list(SHARED)))
+        for step in range(first, first + STEPS):
+            _, took = timed(partial(loop.step, step, 2 * STEPS))
+            seconds.append(took.cpu_s)
+    return {"equal": equal, "cpu_s": statistics.median(seconds[1:])}
 
 
 def _sharpen(loop: Trainer) -> None:
