@@ -1,37 +1,11 @@
-"""The weight of the KL in each step, by a controller. Those that change it are in ``kl_schedules``, loaded where a run has one."""
+"""A weight of the KL that stays. Controllers that change it are in ``kl_schedules``, loaded where a run has one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import KLConfig
-
-if TYPE_CHECKING:
-    from rlhf_mcore.algorithms.kl_schedules import AdaptiveKL, LinearKL
-
-KLController = Union["FixedKL", "AdaptiveKL", "LinearKL"]
-
-
-def build_kl_controller(cfg: KLConfig) -> KLController:
-    """Build the controller of a valid, resolved configuration.
-
-    Raises:
-        ConfigError: an unknown name, or a number that the controller needs is null.
-    """
-    controller = cfg.controller
-    if controller.name == "fixed":
-        return FixedKL(cfg.coef)
-    if controller.name != "fixed":
-        from rlhf_mcore.algorithms.kl_schedules import AdaptiveKL, LinearKL
-    if controller.name == "adaptive" and controller.target is not None:
-        return AdaptiveKL(cfg.coef, controller.target, controller.gain)
-    if controller.name == "linear" and controller.final is not None and controller.steps is not None:
-        return LinearKL(cfg.coef, controller.final, controller.steps)
-    raise ConfigError(
-        f"algorithm.kl.controller={controller}: name must be fixed, adaptive (with target) or linear (with final and steps)"
-    )
 
 
 class FixedKL:

@@ -4,20 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Union
 
 from torch import Tensor
 
 from rlhf_mcore.algorithms.correction import rollout_correction, staleness_factors, takes_part
 from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs, pick_fields
 from rlhf_mcore.algorithms.kl import kl_penalty
-from rlhf_mcore.algorithms.kl_controller import KLController, build_kl_controller
+from rlhf_mcore.algorithms.kl_controller import FixedKL
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.shaping import overlong_penalty, token_rewards
 from rlhf_mcore.config.choices import POLICY_LOSSES
-from rlhf_mcore.config.schema import AlgorithmConfig
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.types import TEACHER_LOGPROBS, TrainBatch
+
+if TYPE_CHECKING:
+    from rlhf_mcore.algorithms.kl_schedules import AdaptiveKL, LinearKL
+
+KLController = Union[FixedKL, "AdaptiveKL", "LinearKL"]
+
+
+def build_kl_controller(cfg: KLConfig) -> KLController:
+    """Build the controller of a valid, resolved configuration.
+
+    Raises:
+        ConfigError: an unknown name, or a number that the controller needs is null.
+    """
+    controller = cfg.controller
+    if controller.name == "fixed":
+        return FixedKL(cfg.coef)
+    from rlhf_mcore.algorithms.kl_schedules import AdaptiveKL, LinearKL  # runs whose weight changes
+
+    if controller.name == "adaptive" and controller.target is not None:
+        return AdaptiveKL(cfg.coef, controller.target, controller.gain)
+    if controller.name == "linear" and controller.final is not None and controller.steps is not None:
+        return LinearKL(cfg.coef, controller.final, controller.steps)
+    raise ConfigError(
+        f"algorithm.kl.controller={controller}: name must be fixed, adaptive (with target) or linear (with final and steps)"
+    )
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from rlhf_mcore.algorithms.kl_controller import build_kl_controller
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import KLConfig, KLControllerConfig
+from rlhf_mcore.trainer.advantages import build_kl_controller
 from tests.messages import refused
 
 ADAPTIVE = KLControllerConfig(name="adaptive", target=0.5, gain=0.1)
