@@ -1,0 +1,33 @@
+"""vLLM with images, against transformers. vLLM's code of these models imports torchvision (docs/images.md): skipped without it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.distributed.world import run_world
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_world("e2e.rollout.images_worker", 1, tmp_path_factory.mktemp("images"), *FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_transformers(findings: Any, family: str) -> None:
+    """Of prompts with one image, with two and with none; from the caches as well."""
+    found = findings[family]
+    assert sorted(found["images"]) == [0, 1, 1, 1, 1, 2] and found["drawn"] > 40
+    assert found["gap"] < 1e-5 and found["gap again"] < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_tower_sees_the_images_anew(findings: Any, family: str) -> None:
+    """What the tower of other weights has made of an image is in vLLM's cache, and is not taken for it."""
+    found = findings[family]
+    assert found["gap after a sync"] < 1e-5 < 1e-3 < found["moved by the sync"]
