@@ -42,11 +42,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for n, truth in enumerate(("34", "-7", "0", "1000000"))
     ],
 }
-# The recipes of the data that an experiment says to prepare; a reward model alone asks for no form.
+# The recipes of the data that an experiment says to prepare; a reward model alone asks for no form, and Geometry3K is used as it is.
 DATA = {
     "data/gsm8k": ["gsm8k"],
     "data/gsm8k-math": ["gsm8k", "math"],
     "data/dapo-math": ["dapo"],
+    "data/geo3k": [],
     "data/prompts": [],
 }
 
