@@ -137,20 +137,8 @@ def exchange_rows(
         LostTrajectory: the ranks together do not have each of the B rows once, or a row is not what it was when it has arrived.
         RuntimeError: a row has no finite score, or engines recorded other fields of it than of others.
     """
-    num_rows, sent, support = len(group_ids), flat_fields(trajectories), flat_support(trajectories)
-    recorded: dict[str, Field] = {}
-    problem = ""
-    if any(trajectory.fields for trajectory in trajectories):
-        from rlhf_mcore.data.token_fields import recorded_fields
-
-        try:
-            recorded = recorded_fields(trajectories)
-        except ValueError as error:
-            problem = str(error)  # for all ranks
-    if asynchronous:
-        from rlhf_mcore.data.token_fields import token_versions
-
-        sent["versions"] = token_versions(trajectories)
+    num_rows, support = len(group_ids), flat_support(trajectories)
+    sent, recorded, problem = _fields_to_send(trajectories, asynchronous)
     facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), _optional(t)) for t in trajectories]
     mine = torch.tensor(facts, dtype=torch.int64).reshape(-1, 5)
     digests = row_digests(
@@ -189,12 +177,7 @@ def exchange_rows(
     checked = {name: values for name, values in moved.items() if name != "turn_rewards"}
     others = {_OWN + name: field for name, field in own_fields.items()}
     arrived = row_digests(checked, lengths[rows].tolist(), others | ({"support": own_support} if own_support else {}))
-    changed = rows[arrived != digests[rows]].tolist()
-    if lost := sorted(row for changed_here in all_gather_json(changed) for row in changed_here):
-        raise LostTrajectory(
-            f"{len(lost)} trajectories have arrived at another rank as something else than was sent, the first is that of "
-            f"{name(lost[0])}. {REMEDY}"
-        )
+    _refuse_changed(rows[arrived != digests[rows]].tolist(), name)
     return TrainBatch(
         lengths=lengths,
         num_sampled=num_sampled,
@@ -212,6 +195,34 @@ def exchange_rows(
         support=own_support,
         fields=own_fields,
     )
+
+
+def _fields_to_send(
+    trajectories: Sequence[Trajectory], asynchronous: bool
+) -> tuple[dict[str, Tensor], dict[str, Field], str]:
+    """Return fields of tokens, what engines recorded of them, and what is wrong with that, for all ranks to raise together."""
+    sent, recorded, problem = flat_fields(trajectories), dict[str, Field](), ""
+    if any(trajectory.fields for trajectory in trajectories):
+        from rlhf_mcore.data.token_fields import recorded_fields
+
+        try:
+            recorded = recorded_fields(trajectories)
+        except ValueError as error:
+            problem = str(error)
+    if asynchronous:
+        from rlhf_mcore.data.token_fields import token_versions
+
+        sent["versions"] = token_versions(trajectories)
+    return sent, recorded, problem
+
+
+def _refuse_changed(changed: list[int], name: Callable[[int], str]) -> None:
+    """Raise on all ranks if rows have changed on their way to any of them. Collective."""
+    if lost := sorted(row for changed_here in all_gather_json(changed) for row in changed_here):
+        raise LostTrajectory(
+            f"{len(lost)} trajectories have arrived at another rank as something else than was sent, the first is that of "
+            f"{name(lost[0])}. {REMEDY}"
+        )
 
 
 # What a row may have beside its tokens: rewards of turns, a support, what engines recorded.
