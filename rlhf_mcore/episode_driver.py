@@ -63,5 +63,5 @@ class EpisodeDriver(Protocol):
         ...
 
     def take(self, completions: Iterable[Completion]) -> list[Completion]:
-        """What an engine has drawn. Returns episodes that have ended, and completions that are no turns of episodes."""
+        """Take what an engine has drawn. Returns ended episodes, and completions that are no turns of episodes."""
         ...

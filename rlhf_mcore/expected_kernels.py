@@ -18,7 +18,7 @@ def kernels_text(parts: Mapping[str, str]) -> str:
 
 
 def expected_kernels(has_gpu: bool) -> dict[str, str]:
-    """Of a run with default settings on this machine."""
+    """Name the kernels of a run with default settings on this machine."""
     has_te = find_spec("transformer_engine") is not None
     fused = [name for module, name in FUSED_ADAM.items() if find_spec(module) is not None]
     delta = FLA if find_spec("fla") is not None else TORCH

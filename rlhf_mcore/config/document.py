@@ -27,7 +27,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """What ``_Dumper`` writes."""
+    """Read what ``_Dumper`` writes."""
 
 
 _Dumper.add_representer(

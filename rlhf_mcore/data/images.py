@@ -29,7 +29,7 @@ _KEPT = 64  # images that a process holds for the next who asks
 
 @dataclass(slots=True, eq=False)
 class ProcessedImage:
-    """What a vision tower is given of an image.
+    """Hold an image as a tower reads it.
 
     ``pixel_values`` [patches, channels * frames * patch * patch] fp32 are those of the model's image processor, and ``grid_thw`` the
     numbers of patches: of frames, rows and columns.
@@ -47,7 +47,7 @@ class ProcessedImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """How images are written in tokens: ``token_id`` once for each square of ``merge_size`` by ``merge_size`` patches."""
+    """Write images in tokens: ``token_id`` once for each square of ``merge_size`` by ``merge_size`` patches."""
 
     token_id: int
     merge_size: int

@@ -1,4 +1,4 @@
-"""What an engine has recorded of the tokens of an episode beside their logprobs, joined from its parts: loaded where one records."""
+"""Join what an engine has recorded of an episode's tokens beside their logprobs. It is loaded where an engine records."""
 
 from __future__ import annotations
 

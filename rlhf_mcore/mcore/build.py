@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How a model is built, beside its spec and groups."""
+    """Hold the choices a model is built by, beside its spec and groups."""
 
     dtype: str
     layer_spec: str

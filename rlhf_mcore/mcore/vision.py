@@ -37,14 +37,14 @@ class Image(Protocol):
 
 
 class ImageSource(Protocol):
-    """Where images are, by their digests."""
+    """Find images by their digests."""
 
     def features(self, digest: str) -> Image: ...
 
 
 @dataclass(slots=True)
 class _Pass:
-    """What a decoder is given in one microbatch: its images, and where the rows of their features go."""
+    """Hold the images of one microbatch, and the places that the rows of their features go to."""
 
     digests: list[str]
     placed: Mapping[str, Tensor]

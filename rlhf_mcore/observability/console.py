@@ -89,7 +89,7 @@ class Console:
             self.display.phase(name)
 
     def progress(self, text: str) -> None:
-        """How far the phase is. The live display only."""
+        """Show how far the phase is. The live display only."""
         if self.display is not None:
             self.display.progress(text)
 
@@ -99,7 +99,7 @@ class Console:
             self.display.sample(step, prompt, response, score)
 
     def warning(self, rank: int, text: str) -> None:
-        """What another rank warns of, once. The live display only: logs of ranks have it too."""
+        """Show a warning of another rank, once. The live display only: logs of ranks have it too."""
         if self.mode == "rich" and text not in self._warnings and len(self._warnings) < MAX_WARNINGS:
             self._warnings.add(text)
             self._print(f"rank {rank}: {printable(text)}")

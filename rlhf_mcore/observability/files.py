@@ -188,12 +188,12 @@ def _plain(value: Any) -> Any:
 
 
 def digest_of_json(content: Any) -> str:
-    """Of a JSON-able value."""
+    """Hash a JSON-able value."""
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def digest_of_file(file: Path) -> str:
-    """Of all bytes of a file."""
+    """Hash all bytes of a file."""
     state = blake2b(digest_size=DIGEST_BYTES)
     with file.expanduser().open("rb") as content:
         while block := content.read(READ_BYTES):
@@ -202,7 +202,7 @@ def digest_of_file(file: Path) -> str:
 
 
 def sketch_of_file(file: Path) -> str:
-    """Of the size of a file of weights and of blocks spread over it: training changes every tensor, so a megabyte is enough."""
+    """Hash the size of a file of weights and blocks spread over it: training changes every tensor, so a megabyte is enough."""
     size = file.stat().st_size
     state = blake2b(str(size).encode(), digest_size=DIGEST_BYTES)
     with file.open("rb") as content:

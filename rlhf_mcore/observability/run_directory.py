@@ -173,7 +173,7 @@ class RunDirectory:
                 yield {**line.content, "step": line.integer("step")}
 
     def tracker_run_id(self) -> str:
-        """What trackers know this run by: the same after a restart, another one for a run that begins anew."""
+        """Return the id by which trackers know this run: the same after a restart, another one for a run that begins anew."""
         path = self.path / TRACKED_AS
         if os.path.lexists(path):
             text = read_bytes(path, limit=SMALL.num_bytes, remedy="remove it: trackers then begin another run").decode(

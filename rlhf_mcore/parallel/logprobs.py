@@ -198,7 +198,7 @@ class _KeptLinear(torch.autograd.Function):
 
 
 class _ChunkedLinear(torch.autograd.Function):
-    """The same with only one chunk of logits in memory at a time."""
+    """Compute the same with only one chunk of logits in memory at a time."""
 
     @staticmethod
     def forward(

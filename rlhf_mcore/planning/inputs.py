@@ -231,7 +231,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Of a step, over all ranks."""
+        """Return the tokens of a step, over all ranks."""
         return self.sequences * (self.prompt_tokens + self.response_tokens)
 
 

@@ -230,7 +230,7 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """What decides the size of a layer's tensors on a rank."""
+    """Hold the numbers that a layer's tensors on a rank are sized by."""
 
     tp: int
     expert_tp: int

@@ -64,7 +64,7 @@ def rotation(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Of rows. With n = x / rms(x): dL/dx = (g w - n mean(g w n)) / rms(x), dL/dw = sum over rows of g n."""
+    """Compute the gradients of rows. With n = x / rms(x): dL/dx = (g w - n mean(g w n)) / rms(x), dL/dw = sum over rows of g n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -214,7 +214,7 @@ def _view_of(buffer: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Te
 
 
 class _CudaCopies(Copies):
-    """On a stream of their own."""
+    """Copy on a stream of its own."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()

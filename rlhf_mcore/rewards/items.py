@@ -13,7 +13,7 @@ MAX_LOST_IN_A_ROW = 10  # after so many items without an answer, the others woul
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What a pool of workers may use."""
+    """Bound what a pool of workers uses."""
 
     workers: int
     timeout_s: float = 60.0  # for one item
@@ -46,7 +46,7 @@ Collect = Callable[[], "list[Outcome | None]"]
 
 
 class Pool(Protocol):
-    """Where items are worked on."""
+    """Work on items."""
 
     @property
     def close(self) -> Callable[[], Any]:

@@ -43,7 +43,7 @@ class Average:
 
 @dataclass(slots=True)
 class Teacher:
-    """What a student is compared with at each drawn token.
+    """Compute what a student is compared with at each drawn token.
 
     Attributes:
         models: by data source; ``OTHERS`` has all that are not named.

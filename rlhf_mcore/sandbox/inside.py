@@ -50,7 +50,7 @@ _STACK_BYTES = 64 * 2**20
 
 @dataclass(slots=True)
 class Walls:
-    """What stands around a program."""
+    """Hold the walls around a program."""
 
     isolated: bool  # in namespaces of its own
     readable: list[str]  # below which it may read and execute

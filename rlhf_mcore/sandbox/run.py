@@ -64,7 +64,7 @@ _BOOTSTRAP = (
 
 
 class Reason(Enum):
-    """How a program has ended."""
+    """Name the ways in which a program ends."""
 
     OK = "ok"  # with exit code 0
     WRONG = "wrong"  # with another one; of a test: with another result
@@ -77,7 +77,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use."""
+    """Bound what a program uses."""
 
     cpu_s: float = 10.0  # of the processor, each of its processes; rounded up to seconds
     wall_s: float = 0.0  # of the clock; 0: three times cpu_s and five more, so that a busy machine does not decide
@@ -94,7 +94,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a program has ended, and what it has printed."""
+    """Hold the end of a program, and its output."""
 
     reason: Reason
     stdout: str = ""

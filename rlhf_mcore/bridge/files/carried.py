@@ -22,7 +22,7 @@ _BLOCK_BYTES = 16 * 2**20
 
 
 class CarriedTensors:
-    """Those of MTP layers: a model is trained without them, and its directories keep them.
+    """Keep tensors of MTP layers: a model is trained without them, and its directories hold them.
 
     Where ``geometry`` has MTP layers they are trained. ``copies`` are those of their tensors that repeat another one of the model:
     they are saved with its values.

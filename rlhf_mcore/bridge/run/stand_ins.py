@@ -1,4 +1,4 @@
-"""What some runs have in the place of a planned bridge, or of an engine: the plain bridge, parts of a sync, and nothing."""
+"""Stand in for a planned bridge, or an engine, in some runs: the plain bridge, parts of a sync, and nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GatherBridge:
 
 
 class NoTarget:
-    """Of a rank that has no engine, and sends weights to others."""
+    """Stand for the engine of a rank that has none, and sends weights to others."""
 
     policy_version = 0
 

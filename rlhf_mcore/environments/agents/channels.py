@@ -19,7 +19,7 @@ _TO = re.compile(r"to=functions\.([\w.-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """What a turn says: its thoughts, and either a call of the tool ``called`` with ``words`` as arguments or words for the user."""
+    """Hold a turn: its thoughts, and either a call of the tool ``called`` with ``words`` as arguments or words for the user."""
 
     thoughts: str
     words: str

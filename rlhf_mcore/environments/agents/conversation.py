@@ -25,7 +25,7 @@ Parse = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks to be continued: messages as a chat template takes them, or a text or tokens as they are."""
+    """Hold what a request continues: messages as a chat template takes them, or a text or tokens as they are."""
 
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the answer to a request goes in a tree: behind ``parent``, after the tokens of ``context``, which ``text`` tells.
+    """Hold the place of a request's answer in a tree: behind ``parent``, after the tokens of ``context``, which ``text`` tells.
 
     ``text`` is as a template has written it, marks included; ``shown`` is for people.
     """

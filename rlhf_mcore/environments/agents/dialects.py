@@ -24,7 +24,7 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a request asks for: ``n`` turns for each of ``asked``."""
+    """Hold a request: ``n`` turns for each of ``asked``."""
 
     asked: Sequence[Asked]
     n: int = 1

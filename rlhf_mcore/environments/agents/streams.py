@@ -49,7 +49,7 @@ class Stream(ABC):
 
 
 class ChatStream(Stream):
-    """Of OpenAI's chat completions."""
+    """Write the events of OpenAI's chat completions."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
@@ -79,7 +79,7 @@ class ChatStream(Stream):
 
 
 class CompletionsStream(Stream):
-    """Of OpenAI's completions."""
+    """Write the events of OpenAI's completions."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
@@ -100,7 +100,7 @@ class CompletionsStream(Stream):
 
 
 class MessagesStream(Stream):
-    """Of Anthropic's messages. How many tokens a prompt has is known at the end."""
+    """Write the events of Anthropic's messages. How many tokens a prompt has is known at the end."""
 
     def _begin(self) -> Iterator[Part]:
         begun = {
@@ -146,7 +146,7 @@ class MessagesStream(Stream):
 
 
 class ResponsesStream(Stream):
-    """Of OpenAI's responses."""
+    """Write the events of OpenAI's responses."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)

@@ -26,7 +26,7 @@ class ContainerLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a command has ended. ``reason``: empty, or why it was stopped: "timeout", "memory", "output", "killed"."""
+    """Hold the end of a command. ``reason``: empty, or why it was stopped: "timeout", "memory", "output", "killed"."""
 
     exit_code: int | None
     stdout: str = ""
@@ -39,7 +39,7 @@ class Ran:
 
     @property
     def output(self) -> str:
-        """What it has printed, errors behind the rest."""
+        """Return its output, errors behind the rest."""
         return self.stdout + self.stderr
 
 

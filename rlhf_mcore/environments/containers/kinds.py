@@ -21,7 +21,7 @@ _MARGIN_S = 60.0  # that a container lives longer than anybody may need it
 
 
 class Kind(Protocol):
-    """What containers are made of."""
+    """Open containers of one kind."""
 
     async def open(self, task: Task, room: Room) -> Container:
         """Open a container that is empty, but for what its image has.

@@ -26,7 +26,7 @@ class TaskTests:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a container begins with. ``context``: files beside a Dockerfile, by their paths."""
+    """Describe how a container begins. ``context``: files beside a Dockerfile, by their paths."""
 
     image: str | None = None
     context: dict[str, bytes] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a container may use, from ``environment.container``. ``lives_s``: time after which it ends by itself."""
+    """Bound what a container uses, from ``environment.container``. ``lives_s``: time after which it ends by itself."""
 
     timeout_s: float = 60.0
     start_timeout_s: float = 300.0

@@ -21,7 +21,7 @@ Routes = NDArray[
 
 
 class RouteSource(Protocol):
-    """Where an engine has the routes of its requests."""
+    """Hold the routes of an engine's requests."""
 
     def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None:
         """Record the routes of requests that ask for them. ``handles``: vLLM's names of them. Called before their first pass."""

@@ -87,7 +87,7 @@ class Reading:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of the tensors read so far."""
+        """Return the digests of the tensors read so far."""
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
 

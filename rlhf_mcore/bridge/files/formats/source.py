@@ -1,4 +1,4 @@
-"""What is converted: full Hugging Face tensors, read a few rows at a time, whatever the format."""
+"""Read full Hugging Face tensors for a conversion, a few rows at a time, whatever the format."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ModelSource(Protocol):
 
     @property
     def directory(self) -> Path:
-        """Where the weights are."""
+        """Return the path of the weights."""
 
     @property
     def companions(self) -> Path:
-        """Where config.json and the tokenizer are."""
+        """Return the directory of config.json and the tokenizer."""
 
     @property
     def types(self) -> TensorTypes:

@@ -12,7 +12,7 @@ from rlhf_mcore.geometry import ModelGeometry
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """How Megatron's formats have one expert's part.
+    """Describe how Megatron's formats hold one expert's part.
 
     ``by_halves``: all rows of the gate, then those of the linear part; Hugging Face files have them in turn.
     """

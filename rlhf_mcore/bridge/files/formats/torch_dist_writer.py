@@ -45,7 +45,7 @@ ReadRows = Callable[[str, int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a Megatron parameter goes: ``key[lead]`` of a tensor whose stacked axes have the sizes ``stack``."""
+    """Hold the place of a Megatron parameter: ``key[lead]`` of a tensor whose stacked axes have the sizes ``stack``."""
 
     parameter: str
     key: str
