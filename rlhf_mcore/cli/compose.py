@@ -251,11 +251,12 @@ def _summary(cfg: Config, record: RunRecord) -> None:
     """Print the table that a run ends with: before and after, where everything is, and what to try next."""
     assert record.console is not None and record.directory is not None
     rows: list[tuple[str, ...]] = []
-    if record.rewards:
-        few = max(len(record.rewards) // 10, 1)
-        first, last = sum(record.rewards[:few]) / few, sum(record.rewards[-few:]) / few
-        label = f"training reward (mean of {few} steps)" if few > 1 else "training reward (first and last step)"
-        rows.append((label, f"{first:z.3f}", f"{last:z.3f}", f"{last - first:+z.3f}"))
+    for name, values in (("training reward", record.rewards), ("training loss", record.losses)):
+        if values:
+            few = max(len(values) // 10, 1)
+            first, last = sum(values[:few]) / few, sum(values[-few:]) / few
+            label = f"{name} (mean of {few} steps)" if few > 1 else f"{name} (first and last step)"
+            rows.append((label, f"{first:z.3f}", f"{last:z.3f}", f"{last - first:+z.3f}"))
     if len(record.evaluations) > 1:
         before, after = record.evaluations[min(record.evaluations)], record.evaluations[max(record.evaluations)]
         for name, label in SUMMARISED.items():

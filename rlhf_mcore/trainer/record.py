@@ -47,6 +47,7 @@ class RunRecord:
     memory: DeviceSharing | None = None
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
+    losses: list[float] = field(default_factory=list)  # of each step of a run that has no rewards
     all_zero: bool = False  # of the run: no response had another score than 0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
     wall_clock: Callable[[], float] = time.time
@@ -157,12 +158,14 @@ class RunRecord:
 
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._remember_evaluation(step, metrics)
+        loss = next((metrics[name] for name in LOSSES if name in metrics), None)
         if "reward/mean" in metrics:
             was_zero = self.all_zero or not self.rewards
             self.all_zero = was_zero and metrics.get("reward/share_zero") == 1
             self.rewards.append(metrics["reward/mean"])
+        elif loss is not None:
+            self.losses.append(loss)
         self._tokens = metrics.get("progress/tokens", self._tokens)
-        loss = next((metrics[name] for name in LOSSES if name in metrics), None)
         values = {"time": metrics.get(CLOCK), "loss": loss, "reward": metrics.get("reward/mean")}
         if step:
             self.recent.append({"step": step} | {name: _finite(value) for name, value in values.items()})

@@ -37,8 +37,9 @@ def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
             f"algorithm.advantage={cfg.algorithm.advantage} reads no score; set it to false"
         )
     yield from _context_problems(cfg)
-    if teacher.weights != "path":
+    if teacher.weights in ("actor", "average"):
         yield from _own_problems(cfg)
+    if teacher.weights != "path":
         return
     yield from _model_problems(cfg, "teacher.path", str(teacher.path), actor)
     for source, path in (teacher.sources or {}).items():

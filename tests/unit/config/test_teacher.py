@@ -10,6 +10,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import validate
+from tests.messages import assert_names
 
 
 def check(*overrides: str) -> list[str]:
@@ -114,3 +115,8 @@ def test_another_tokenizer_is_refused_with_its_first_difference(workspace: Any) 
     assert all(word in problem for word in ("teacher.path=teacher", "token 0", "'a'", "'b'", "model.tokenizer_path")), (
         problem
     )
+
+
+def test_a_choice_that_is_misspelt_makes_no_other_key_a_problem() -> None:
+    (problem,) = check(*TAUGHT, "teacher.weights=averge")
+    assert_names(problem, field="teacher.weights", value="'averge'", remedy=("path", "actor", "average"))

@@ -76,7 +76,15 @@ def test_evaluations_and_rewards_are_kept_for_the_summary() -> None:
     record.step(1, {"reward/mean": 0.5, "loss/total": 1.0})
     record.step(2, {"reward/mean": 0.75, "evaluate/accuracy": 0.5})
     assert record.evaluations == {0: {"evaluate/accuracy": 0.25}, 2: {"evaluate/accuracy": 0.5}}
-    assert record.rewards == [0.5, 0.75]
+    assert record.rewards == [0.5, 0.75] and record.losses == []
+
+
+@pytest.mark.usefixtures("world")
+def test_losses_are_kept_for_the_summary_of_a_run_without_rewards() -> None:
+    record = RunRecord(clock(), 1)
+    record.step(1, {"loss/dpo": 0.693})
+    record.step(2, {"loss/dpo": 0.5, "evaluate/accuracy": 0.9})
+    assert record.losses == [0.693, 0.5] and record.rewards == []
 
 
 @pytest.mark.usefixtures("world")
