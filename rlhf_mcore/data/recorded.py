@@ -38,7 +38,8 @@ def join_fields(
     """
     completions = [part for part in written if isinstance(part, Completion)]
     names = completions[0].fields.keys() if completions else ()
-    stops = [*accumulate((_written_tokens(part) for part in written), initial=prompt_tokens)]
+    lengths = (len(part.token_ids if isinstance(part, Completion) else part) for part in written)
+    stops = [*accumulate(lengths, initial=prompt_tokens)]
     drawn = [(part, stop) for part, stop in zip(written, stops[1:], strict=True) if isinstance(part, Completion)]
     for completion, stop in drawn:
         if completion.fields.keys() != names:
@@ -74,10 +75,6 @@ def _overlay(whole: Recorded, parts: Sequence[tuple[Recorded, int]]) -> Recorded
         blank = ~own.any(axis=tuple(range(1, own.ndim)))
         own[blank] = values[blank]
     return whole
-
-
-def _written_tokens(part: Completion | NDArray[np.int32]) -> int:
-    return len(part.token_ids if isinstance(part, Completion) else part)
 
 
 def _num_tokens(values: Recorded) -> int:

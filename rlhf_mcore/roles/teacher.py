@@ -115,7 +115,8 @@ def take_rows(batch: TrainBatch, rows: Sequence[int], context: Context | None = 
     """
     new = {row: number for number, row in enumerate(rows)}
     own = [row for row in batch.rows.tolist() if row in new]
-    starts = dict(zip(batch.rows.tolist(), _starts(batch.lengths[batch.rows]), strict=True))
+    lengths = batch.lengths[batch.rows]
+    starts: dict[int, int] = dict(zip(batch.rows.tolist(), (lengths.cumsum(0) - lengths).tolist(), strict=True))
     places = [torch.arange(starts[row], starts[row] + int(batch.lengths[row])) for row in own]
     ids, masks = [batch.token_ids[of_row] for of_row in places], [batch.loss_mask[of_row] for of_row in places]
     chosen = [of_row[mask] for of_row, mask in zip(places, masks, strict=True)]
@@ -149,8 +150,3 @@ def _with_prompt(prompt: Tensor, ids: Tensor, mask: Tensor, length: int) -> tupl
     """Return tokens and mask of a row behind another prompt than its first ``length`` tokens."""
     assert not mask[:length].any(), "the prompt is not sampled"
     return torch.cat([prompt, ids[length:]]), torch.cat([torch.zeros(len(prompt), dtype=torch.bool), mask[length:]])
-
-
-def _starts(lengths: Tensor) -> list[int]:
-    starts: list[int] = (lengths.cumsum(0) - lengths).tolist()
-    return starts

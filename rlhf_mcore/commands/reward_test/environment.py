@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import ASKING
@@ -14,11 +14,6 @@ from rlhf_mcore.environments.sessions import sessions_of
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
     from rlhf_mcore.types import Prompt
-
-
-def _task_of(prompt: Prompt, seed: int) -> Mapping[str, Any]:
-    """Build what an agent gets."""
-    return {**row_of(prompt), "messages": prompt.messages, "seed": seed}
 
 
 def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
@@ -38,7 +33,8 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
     problems: dict[int, tuple[str, str]] = {}
     try:
         for key, prompt in enumerate(prompts):
-            sessions.open(key, _task_of(prompt, cfg.seed) if endpoint is not None else row_of(prompt), seed=cfg.seed)
+            told = {} if endpoint is None else {"messages": prompt.messages, "seed": cfg.seed}  # agents get more
+            sessions.open(key, {**row_of(prompt), **told}, seed=cfg.seed)
         for method in ("reset", "step"):
             if method == "step":
                 for key in under_way:

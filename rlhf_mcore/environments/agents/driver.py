@@ -94,7 +94,9 @@ class AgentEpisodes:
     def unheard(self) -> Collection[int]:
         """See :class:`rlhf_mcore.episode_driver.EpisodeDriver`: of clients that have left, and of episodes that have ended."""
         gone = {
-            number for number in self._at_engine if (turn := self._turns.get(number)) is None or _has_left(turn.call)
+            number
+            for number in self._at_engine
+            if (turn := self._turns.get(number)) is None or (turn.call is not None and turn.call.gone)
         }
         self._at_engine -= gone
         for number in gone:
@@ -371,10 +373,6 @@ class AgentEpisodes:
             if there:
                 return cut_turn(drawn, count), min(there, key=begun.index)
         raise AssertionError("its text has it")
-
-
-def _has_left(call: Call | None) -> bool:
-    return call is not None and call.gone
 
 
 def answered_calls(asked: Asked) -> list[str]:

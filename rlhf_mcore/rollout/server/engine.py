@@ -67,10 +67,6 @@ class ServerEngine(Engine):
         self._needed = {"logprobs_mode": "processed_logprobs", "dtype": _DTYPES[model.dtype]}
         on_every_rank(partial(self._meet, cfg.server.token_env))
 
-    @property
-    def _label(self) -> str:
-        return f"{self._run}-{self.policy_version}"
-
     def _meet(self, token_env: str | None) -> None:
         if not self.rank.is_lead:
             return
@@ -114,7 +110,8 @@ class ServerEngine(Engine):
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
         assert self._client is not None
         for request, limit in zip(requests, limits, strict=True):
-            self._under_way[request.request_id] = self._client.begin(self._draw(request, limit, self._label))
+            label = f"{self._run}-{self.policy_version}"
+            self._under_way[request.request_id] = self._client.begin(self._draw(request, limit, label))
         return [request.name for request in requests]
 
     async def _draw(self, request: Request, limit: int, label: str) -> None:

@@ -96,19 +96,13 @@ def varlen_of_2_11(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
+    *borders: Any,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """That of torch 2.11, which has no ``enable_gqa``."""
+    """Attend as torch 2.11 does, which has no ``enable_gqa``."""
     assert query.size(1) == key.size(1)
-    borders = cu_seq_q, cu_seq_k, max_q, max_k
-    return varlen(query, key, value, *borders, return_aux=return_aux, scale=scale, window_size=window_size)
+    return varlen(query, key, value, *borders, scale=scale, window_size=window_size)
 
 
 def attention_config(**changes: Any) -> Any:
