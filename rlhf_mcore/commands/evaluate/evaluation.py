@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
@@ -22,6 +21,7 @@ from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
 from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.commands.evaluate.progress import progress
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.commands.evaluate.weights import (
     DirectoryWeights,
@@ -82,7 +82,6 @@ if TYPE_CHECKING:
 
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
 TIMEOUT = timedelta(days=2)
-MAX_SHOWN = 26  # letters of a name in the line of progress
 _HOW_TO_GRADE = (
     "pool",
     "ray",
@@ -256,7 +255,8 @@ def _evaluate(
             worker, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
         engine = worker.engine
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
-        with nullcontext() if part is None else closing(part), _progress(task, engine, len(done)) as advance:
+        line = progress(task.cfg.logging.console, task.given, len(task.prompts), len(done), engine.num_engines)
+        with nullcontext() if part is None else closing(part), line as advance:
 
             def keep(batch: Sequence[list[Sample]]) -> None:
                 assert part is not None
@@ -384,28 +384,6 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
 
 def _companions(directory: str) -> dict[str, str]:
     return {name: digest_of_file(path) for name in COMPANIONS if (path := Path(directory, name)).is_file()}
-
-
-def progress_columns() -> tuple[ProgressColumn, ...]:
-    """List the columns of the progress line: 80 characters with a name of ``MAX_SHOWN``."""
-    count = TextColumn("{task.completed}/{task.total} prompts")
-    name = TextColumn("{task.description}", markup=False)
-    return name, BarColumn(bar_width=16), TaskProgressColumn(), count, TimeRemainingColumn()
-
-
-@contextmanager
-def _progress(task: _Task, engine: EngineRank, done: int) -> Iterator[Callable[[int], None]]:
-    """Show how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count."""
-    mode, total = task.cfg.logging.console, len(task.prompts)
-    if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
-        yield lambda count: None
-        return
-    with Progress(*progress_columns()) as bar:
-        row = bar.add_task(
-            f"…{task.given[1 - MAX_SHOWN :]}" if len(task.given) > MAX_SHOWN else task.given, total=total
-        )
-        bar.advance(row, done)
-        yield lambda count: bar.advance(row, count * engine.num_engines)
 
 
 def _report(

@@ -14,7 +14,7 @@ from rlhf_mcore.commands.migrate.python_script import read_python
 from rlhf_mcore.commands.migrate.shell import read_script
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaves
-from rlhf_mcore.config.other_trainers import openrlhf, trl, verl
+from rlhf_mcore.config.other_trainers import openrlhf, openrlhf_examples, trl, verl
 from rlhf_mcore.config.other_trainers.table import Migration, Table, apply
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.yaml_text import MAX_BYTES, load_yaml
@@ -106,8 +106,8 @@ def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[
         flags = sources.read_flags(command)
         if program.startswith("train_ppo"):
             return openrlhf.TABLE, flags
-        if program in openrlhf.SUPERVISED_TABLES:
-            return openrlhf.SUPERVISED_TABLES[program], openrlhf.one_model(flags)
+        if program in openrlhf_examples.SUPERVISED_TABLES:
+            return openrlhf_examples.SUPERVISED_TABLES[program], openrlhf_examples.one_model(flags)
         if program.startswith("train_"):
             raise ConfigError(
                 f"openrlhf.cli.{program} has no counterpart here; train_ppo_ray, train_sft, train_rm and train_dpo have"
