@@ -89,16 +89,13 @@ class Routing:
     layers: dict[int, list[RoutedLayer]] = field(default_factory=dict)  # by the id of their chunk
     runs: bool = False  # whether a forward pass is running, which is not one that is computed again
     learns: bool = False
-    noted: dict[int, dict[int, Tensor]] | None = (
-        None  # routes by the id of a microbatch and by layer, where a pass is recorded
-    )
+    # Routes by the id of a microbatch and by layer, where a pass is recorded.
+    noted: dict[int, dict[int, Tensor]] | None = None
     _current: int = 0  # the id of the microbatch that is run
-    _counts: Tensor | None = (
-        None  # of updates: tokens and layers whose router had chosen others, and all that were replayed
-    )
-    _recorded: list[tuple[Microbatch, Tensor]] = field(
-        default_factory=list
-    )  # microbatches, and the places of this rank's tokens
+    # Of updates: tokens and layers whose router had chosen others, and all that were replayed.
+    _counts: Tensor | None = None
+    # Microbatches, and the places of this rank's tokens.
+    _recorded: list[tuple[Microbatch, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: MegatronModel) -> Routing:
