@@ -84,7 +84,7 @@ section() {
 
 # tier NAME PATH [OPTION...]: a part of the tests. They run in workers of xdist, even where one is enough: a test that ends its
 # process then fails with its name, and the rest still run. A test has 600 s (pyproject.toml); where it hangs below Python its
-# worker ends after 720, and a tier that hangs anywhere else ends too.
+# worker ends after 720, and a tier that hangs anywhere else ends too, after an hour.
 tier() {
     local report="$reports/$1"
     shift
@@ -95,8 +95,9 @@ tier() {
     touch "$report.xml" "$report.log" # the first stays empty if pytest is killed, which then counts
     # In the background Ctrl-C would be ignored, and what the tests have started would live on. Not through a pipe: a process
     # that a test has left behind would hold it open.
-    env --default-signal=INT timeout --foreground --kill-after=60 2400 python -m pytest "$@" \
-        -o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true --junitxml="$report.xml" >"$report.log" 2>&1 &
+    env --default-signal=INT timeout --foreground --kill-after=60 3600 python -m pytest "$@" \
+        --durations=25 --durations-min=10 -o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true \
+        --junitxml="$report.xml" >"$report.log" 2>&1 &
     tail --pid=$! --sleep-interval=0.3 --lines=+1 --follow "$report.log"
     wait $!
 }
@@ -139,19 +140,21 @@ failed_lints=${#failed[@]}
 section "tests/gpu (skipped without a GPU)" tier gpu tests/gpu -n 1
 section "tests/unit (on $workers cores)" tier unit tests/unit -n "$workers" --dist worksteal
 # The others wait for much of their time: for ranks that start, for engines, for SLURM. So they run beside one another where
-# there is memory: each takes up to 5 GB. The end-to-end tests are cut in two halves that take about as long.
+# there is memory: each takes up to 5 GB. The end-to-end tests are cut in two halves that take about as long (xdist would do it with
+# --dist loadfile, but runs a test that has ended its worker again and again).
 memory="$(memory_gib)"
-half=(tests/e2e/test_resume.py tests/e2e/test_asynchronous.py tests/e2e/test_environments.py)
-kills=(e2e-kills "${half[@]}" -n 1 -v)
+runs=(resume asynchronous environments supervised_chain task_to_model three_way train_command)
+runs=("${runs[@]/#/tests/e2e/test_}")
+runs=("${runs[@]/%/.py}")
 start slurm tests/slurm -n 1 -v
 if ((memory >= 18)); then start distributed tests/distributed -n 1 -v; fi
 section "tests/processes (workers, sandboxes, scripts)" tier processes tests/processes -n "$workers" --dist worksteal
 section "tests/oracles (published functions of verl and TRL)" tier oracles tests/oracles -n 1
 if ((memory < 18)); then section "tests/distributed (gloo, torchrun)" tier distributed tests/distributed -n 1 -v; fi
-if ((memory >= 10)); then start "${kills[@]}"; fi
-section "tests/e2e (real vLLM)" tier e2e tests/e2e -n 1 -v "${half[@]/#/--ignore=}"
-if ((memory < 10)); then start "${kills[@]}"; fi
-section "tests/e2e (runs that are killed, environments)" finish e2e-kills
+if ((memory >= 10)); then start e2e-runs "${runs[@]}" -n 1 -v; fi
+section "tests/e2e (real vLLM)" tier e2e tests/e2e -n 1 -v "${runs[@]/#/--ignore=}"
+if ((memory < 10)); then start e2e-runs "${runs[@]}" -n 1 -v; fi
+section "tests/e2e (whole runs: killed, with environments, from a task to a model)" finish e2e-runs
 if ((memory >= 18)); then section "tests/distributed (gloo, torchrun)" finish distributed; fi
 section "tests/slurm (real SLURM; skipped without it)" finish slurm
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
-from packaging.version import Version
 
+from rlhf_mcore.expected_kernels import computes_delta_gradients
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def _varlen_with_all_heads(varlen: Callable[..., Any], q: Any, k: Any, v: Any, *
 
 def _delta_kernels(key_dim: int) -> DeltaKernels | None:
     """Return those of flash-linear-attention, 0.4.2 or later; None where it is not installed, or has none for heads of this size."""
-    if key_dim > 256 or not _are_gradients_right():
+    if key_dim > 256 or not computes_delta_gradients():
         return None
     try:
         from fla.modules.convolution import causal_conv1d
@@ -84,14 +82,3 @@ def _delta_kernels(key_dim: int) -> DeltaKernels | None:
     from rlhf_mcore.mcore.delta_net import DeltaKernels
 
     return DeltaKernels(causal_conv1d, chunk_gated_delta_rule)
-
-
-def _are_gradients_right() -> bool:
-    """Return whether Triton compiles the recurrence's backward pass rightly for this GPU.
-
-    From 3.4 to 3.7.0 it does not on Hopper (flash-linear-attention's issue 640). Releases from 0.6 on refuse it, and take tilelang's
-    kernels where that is installed; earlier ones return wrong gradients.
-    """
-    if torch.cuda.get_device_capability()[0] != 9 or find_spec("tilelang") is not None:
-        return True
-    return find_spec("triton") is None or not Version("3.4.0") <= Version(version("triton")) < Version("3.7.1")

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_mcore import expected_kernels
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.expected_kernels import expected_kernels
 from rlhf_mcore.mcore import delta_net, fast_kernels
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
@@ -239,10 +239,14 @@ def test_an_older_gpu_or_torch_keeps_the_loop(monkeypatch: pytest.MonkeyPatch) -
 def test_wrong_gradients_of_the_recurrence_are_not_taken(
     capability: tuple[int, int], triton: str, has_tilelang: bool, right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(fast_kernels, "version", {"triton": triton}.__getitem__)
-    monkeypatch.setattr(fast_kernels, "find_spec", lambda name: name if name == "triton" or has_tilelang else None)
-    assert fast_kernels._are_gradients_right() is right
+    monkeypatch.setattr(expected_kernels, "version", {"triton": triton}.__getitem__)
+    installed = {"triton", "fla", *(["tilelang"] if has_tilelang else [])}
+    monkeypatch.setattr(expected_kernels, "find_spec", lambda name: name if name in installed else None)
+    assert expected_kernels.computes_delta_gradients() is right
+    named = expected_kernels.expected_kernels(has_gpu=True)["gated delta nets"]  # as doctor says it
+    assert named == ("flash-linear-attention" if right else "torch")
 
 
 class Attention(torch.autograd.Function):
@@ -480,7 +484,7 @@ def test_kernels_are_used_where_they_are_installed_and_the_doctor_tells(
     monkeypatch.setattr(model.config, "params_dtype", torch.bfloat16)
     use_fast_kernels(modules, model.config)
     assert net.fla is None
-    assert live_kernels(model)["attention"] == expected_kernels(has_gpu=True)["attention"]
+    assert live_kernels(model)["attention"] == expected_kernels.expected_kernels(has_gpu=True)["attention"]
     for name in ("fla", "fla.modules", "fla.modules.convolution", "fla.ops", "fla.ops.gated_delta_rule"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules["fla.modules.convolution"], "causal_conv1d", causal_conv1d, raising=False)
