@@ -16,7 +16,7 @@ FUSED_ADAM = {"transformer_engine": TE, "amp_C": "apex", "apex": "apex"}
 
 
 def kernels_text(parts: Mapping[str, str]) -> str:
-    """One line: part and implementation."""
+    """Write parts and their implementations on one line."""
     return "kernels: " + ", ".join(f"{part} {kernel}" for part, kernel in parts.items())
 
 

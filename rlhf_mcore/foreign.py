@@ -58,7 +58,7 @@ INDEX = Limits(num_bytes=128 * 2**20, num_values=4_000_000)
 
 
 def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the path") -> BinaryIO:
-    """A regular file, open for reading. Never waits for a writer and never opens a device.
+    """Open a regular file for reading. Never waits for a writer and never opens a device.
 
     ``where`` names the file in messages (its path if empty), ``remedy`` closes them.
 
@@ -83,7 +83,7 @@ def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the p
 
 
 def read_bytes(path: str | Path, *, limit: int, where: str = "", remedy: str = "correct the path") -> bytes:
-    """A whole regular file of at most ``limit`` bytes. The size is compared before memory is taken.
+    """Read a regular file of at most ``limit`` bytes. The size is compared before memory is taken.
 
     Raises:
         MissingFile, ConfigError: as ``open_file``, or it is larger.
@@ -106,7 +106,7 @@ def read_bytes(path: str | Path, *, limit: int, where: str = "", remedy: str = "
 
 
 def read_text(path: str | Path, *, limit: int, where: str = "", remedy: str = "correct the path") -> str:
-    """As ``read_bytes``, decoded from UTF-8. NUL is refused.
+    """Read a file as ``read_bytes`` does, and decode it from UTF-8. NUL is refused.
 
     Raises:
         MissingFile, ConfigError: as ``read_bytes``, or it is not such a text.
@@ -122,7 +122,7 @@ def read_json(
     where: str = "",
     remedy: str = "download or export it again",
 ) -> Fields:
-    """The object that a JSON file holds.
+    """Read the object that a JSON file holds.
 
     Raises:
         MissingFile: there is no such file.
@@ -133,7 +133,7 @@ def read_json(
 
 
 def parse_json(data: bytes, *, limits: Limits = SMALL, where: str, remedy: str) -> Fields:
-    """As ``read_json``, of the bytes of a file.
+    """Parse the bytes of a file as ``read_json`` does.
 
     Raises:
         ConfigError: as ``read_json``.
@@ -182,14 +182,14 @@ class Fields:
         return len(self.content)
 
     def integer(self, key: str, minimum: int = 0, maximum: int = MAX_INTEGER, default: T = _REQUIRED) -> int | T:
-        """An integer from ``minimum`` to ``maximum``."""
+        """Return an integer from ``minimum`` to ``maximum``."""
         expected = f"an integer {_span(minimum, maximum)}"
         return self._take(key, expected, lambda value: _is_integer(value, minimum, maximum), default)
 
     def number(
         self, key: str, minimum: float = -math.inf, maximum: float = math.inf, default: T = _REQUIRED
     ) -> float | T:
-        """A number from ``minimum`` to ``maximum``."""
+        """Return a number from ``minimum`` to ``maximum``."""
         bounds = "" if math.isinf(minimum) and math.isinf(maximum) else f" from {minimum:g} to {maximum:g}"
 
         def is_number(value: object) -> bool:
@@ -198,7 +198,7 @@ class Fields:
         return self._take(key, f"a number{bounds}", is_number, default)
 
     def text(self, key: str, choices: Collection[str] = (), default: T = _REQUIRED) -> str | T:
-        """A text, one of ``choices`` if they are given."""
+        """Return a text, one of ``choices`` if they are given."""
         expected = f"one of {', '.join(choices)}" if choices else "a text"
         return self._take(
             key, expected, lambda value: isinstance(value, str) and (not choices or value in choices), default
@@ -209,29 +209,29 @@ class Fields:
         return self._take(key, "true or false", lambda value: isinstance(value, bool), default)
 
     def texts(self, key: str, default: T = _REQUIRED) -> list[str] | T:
-        """A list of texts."""
+        """Return a list of texts."""
         return self._take(
             key, "a list of texts", lambda value: _is_list(value, lambda item: isinstance(item, str)), default
         )
 
     def table(self, key: str) -> dict[str, str]:
-        """An object whose values are texts."""
+        """Return an object whose values are texts."""
         fields = self.object(key)
         return {name: fields.text(name) for name in fields}
 
     def integers(self, key: str, minimum: int = 0, maximum: int = MAX_INTEGER, default: T = _REQUIRED) -> list[int] | T:
-        """A list of integers from ``minimum`` to ``maximum``."""
+        """Return a list of integers from ``minimum`` to ``maximum``."""
         expected = f"a list of integers {_span(minimum, maximum)}"
         return self._take(
             key, expected, lambda value: _is_list(value, lambda item: _is_integer(item, minimum, maximum)), default
         )
 
     def items(self, key: str, default: T = _REQUIRED) -> list[Any] | T:
-        """A list of any values."""
+        """Return a list of any values."""
         return self._take(key, "a list", lambda value: isinstance(value, list), default)
 
     def objects(self, key: str) -> list[Fields]:
-        """A list of objects, each with typed access to its own fields."""
+        """Return a list of objects, each with typed access to its own fields."""
         items = self._take(
             key, "a list of objects", lambda value: _is_list(value, lambda item: isinstance(item, dict)), _REQUIRED
         )
@@ -241,12 +241,12 @@ class Fields:
         ]
 
     def object(self, key: str, default: T = _REQUIRED) -> Fields | T:
-        """An object, with typed access to its own fields."""
+        """Return an object, with typed access to its own fields."""
         table = self._take(key, "an object", lambda value: isinstance(value, dict), default)
         return Fields(table, self.where, self.remedy, f"{self._inside}{key}.") if isinstance(table, dict) else table
 
     def wrong(self, key: str, expected: str) -> ConfigError:
-        """The error of a field that is not ``expected``."""
+        """Build the error of a field that is not ``expected``."""
         value = self.content.get(key)
         name = shorten(f"{self._inside}{key}", 200)
         if value is None:
@@ -263,14 +263,14 @@ class Fields:
 
 
 def shorten(value: object, length: int = 80) -> str:
-    """A foreign value for a message: on one line, without control characters, at most ``length`` characters."""
+    """Shorten a foreign value for a message: one line without control characters, at most ``length`` characters."""
     text = value if isinstance(value, str) else _SHOWN.repr(value)
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: length + 1])
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def is_plain(text: str) -> bool:
-    """Whether a text has neither a NUL nor a lone surrogate: it can be printed, stored and be part of a path."""
+    """Return whether a text has neither a NUL nor a lone surrogate: it can be printed, stored and be part of a path."""
     if "\0" in text:
         return False
     if text.isascii():

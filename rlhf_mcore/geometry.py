@@ -102,7 +102,7 @@ class AdapterSizes:
 
     @property
     def scale(self) -> float:
-        """The factor of the product B A."""
+        """Return the factor of the product B A."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
 

@@ -33,7 +33,7 @@ class Gpu:
 
 
 def query_gpus() -> list[Gpu] | str:
-    """The GPUs of this machine, [] for none, or nvidia-smi's message when it failed."""
+    """List the GPUs of this machine, or return nvidia-smi's message when it failed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [] if not Path("/proc/driver/nvidia/version").exists() else "the driver is loaded, nvidia-smi is missing"
@@ -50,7 +50,7 @@ def query_gpus() -> list[Gpu] | str:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """The lines of nvidia-smi's CSV; a field that a device does not have counts as 0."""
+    """Parse the lines of nvidia-smi's CSV; a field that a device does not have counts as 0."""
 
     def number(field: str) -> int:
         return int(field) if field.isdigit() else 0
@@ -60,17 +60,17 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is there."""
+    """Return whether NVIDIA's driver is there."""
     return Path("/dev/nvidiactl").exists()
 
 
 def has_gpu() -> bool:
-    """Whether a run here computes on GPUs: with NVIDIA's driver, a torch that is not built for CPUs, and a visible device."""
+    """Return whether a run here computes on GPUs: with NVIDIA's driver, a torch that is not built for CPUs, and a visible device."""
     return has_driver() and not is_torch_for_cpu() and count_visible(os.environ.get("CUDA_VISIBLE_DEVICES")) != 0
 
 
 def is_torch_for_cpu() -> bool:
-    """Whether the installed torch is a build that knows no GPU. It is not imported."""
+    """Return whether the installed torch is a build that knows no GPU. It is not imported."""
     try:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -78,7 +78,7 @@ def is_torch_for_cpu() -> bool:
 
 
 def count_visible(devices: str | None) -> int | None:
-    """How many devices a value of CUDA_VISIBLE_DEVICES names: CUDA reads it up to the first that is none. None where it is not set."""
+    """Count the devices that CUDA_VISIBLE_DEVICES names. CUDA reads it up to the first that is none. None where it is not set."""
     if devices is None:
         return None
     names = [name.strip() for name in devices.split(",")]
@@ -86,7 +86,7 @@ def count_visible(devices: str | None) -> int | None:
 
 
 def count_gpus() -> int | None:
-    """How many GPUs processes of this machine may use; None where nvidia-smi does not tell."""
+    """Count the GPUs that processes of this machine may use; None where nvidia-smi does not tell."""
     visible = count_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if visible is not None:
         return visible
@@ -95,7 +95,7 @@ def count_gpus() -> int | None:
 
 
 def processor(path: str = "/proc/cpuinfo") -> str:
-    """The kind of this machine's processor: maker, model, and the vector instructions that libraries choose kernels by; "" if unknown.
+    """Describe this machine's processor: maker, model, and the vector instructions that libraries choose kernels by; "" if unknown.
 
     Two of one kind compute the same bits, see ``platform/matrix_products.py``.
     """
@@ -110,7 +110,7 @@ def processor(path: str = "/proc/cpuinfo") -> str:
 
 
 def has_infiniband() -> bool:
-    """Whether an RDMA device is there."""
+    """Return whether an RDMA device is there."""
     folder = Path("/sys/class/infiniband")
     return folder.is_dir() and any(folder.iterdir())
 

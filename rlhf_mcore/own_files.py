@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as messages have it: relative to the working directory, or as it is where that has been removed."""
+    """Return a path as messages show it: relative to the working directory, or as it is where that has been removed."""
     try:
         return os.path.relpath(path)
     except OSError:

@@ -66,7 +66,7 @@ class Generator(Protocol):
     """Draws responses, also while the caller does something else."""
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Completion]:
-        """One completion for each request, in any order. May be called as often as wanted.
+        """Draw one completion for each request, in any order. May be called as often as wanted.
 
         Where several ranks are one engine all of them pass the same requests, and all but the lead get nothing.
         """
@@ -82,7 +82,7 @@ class Generator(Protocol):
         ...
 
     def collect(self, timeout_s: float) -> Sequence[Completion]:
-        """Those that have finished since the last call, in any order. Waits for at least one; after ``timeout_s`` returns none."""
+        """Return what has finished since the last call, in any order. Waits for at least one; after ``timeout_s`` returns none."""
         ...
 
     def cancel(self, request_ids: Collection[int]) -> None:
@@ -116,7 +116,7 @@ class LiveWeights(WeightTarget, Protocol):
         ...
 
     def begin(self, version: int) -> AbstractContextManager[nn.Module]:
-        """The live model, to be written in place.
+        """Return the live model, to be written in place.
 
         The weights are unusable inside the block. Leaving it commits them as ``version``; an exception abandons them.
         """
@@ -292,7 +292,7 @@ class Source(Protocol):
     """Where the rows of a step come from."""
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
-        """The rows of a step, and metrics of them. Collective."""
+        """Make the rows of a step, and metrics of them. Collective."""
         ...
 
 
@@ -312,7 +312,7 @@ class Publisher(Protocol):
         ...
 
     def withdraw(self) -> None:
-        """The weights that were published last are needed no longer: the model learns, and others follow."""
+        """Give up the weights that were published last: the model learns, and others follow."""
         ...
 
 
@@ -320,7 +320,7 @@ class Evaluator(Protocol):
     """Measures the model on held-out data."""
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether to evaluate after ``step`` of ``num_steps`` steps."""
+        """Return whether to evaluate after ``step`` of ``num_steps`` steps."""
         ...
 
     def run(self, step: int) -> dict[str, float]:
@@ -332,7 +332,7 @@ class Recorder(Protocol):
     """Keeps the record of a run."""
 
     def begin_step(self, step: int) -> None:
-        """A step begins. Collective."""
+        """Begin a step. Collective."""
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @policy_loss("gspo")
 def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """One ratio for the whole response: GSPO in its token form (Zheng et al. 2025, arXiv 2507.18071, eq. 13-14).
+    """Bound one ratio for the whole response: GSPO in its token form (Zheng et al. 2025, arXiv 2507.18071, eq. 13-14).
 
     loss = -sum_t w_t min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
     s_t = sg[s] exp(logprobs_t - sg[logprobs_t]),   s = exp(mean over the response's tokens of logprobs - old_logprobs)
@@ -47,7 +47,7 @@ def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
 
 @policy_loss("cispo")
 def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The ratio as a clipped constant in front of the logprob (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4-5).
+    """Use the ratio as a clipped constant in front of the logprob (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4-5).
 
     loss = -sum_t w_t sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logprobs_t
 

@@ -127,7 +127,7 @@ class Decision:
 
     @property
     def save(self) -> bool:
-        """Whether a checkpoint is due."""
+        """Return whether a checkpoint is due."""
         return bool(self.reasons)
 
     def to_json(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Expected:
 
     @property
     def seconds(self) -> float | None:
-        """The expected duration, None before the first measurement."""
+        """Return the expected duration, None before the first measurement."""
         longest = sorted(self.recent)[-2:]
         if len(longest) == 2 and longest[1] > OUTLIER * longest[0]:
             return longest[0]

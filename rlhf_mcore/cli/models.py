@@ -75,7 +75,7 @@ class ModelBuilder:
 
     @property
     def _temperature(self) -> float:
-        """The temperature of policies; given responses have none."""
+        """Return the temperature of policies; given responses have none."""
         return self.cfg.rollout.sampling.temperature if run_kind(self.cfg).generates else 1.0
 
     def release(self) -> None:

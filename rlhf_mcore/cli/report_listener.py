@@ -66,7 +66,7 @@ class RankReports:
 
     @property
     def training(self) -> bool:
-        """Whether a rank has begun its first step."""
+        """Return whether a rank has begun its first step."""
         return any(rank.training for rank in self.ranks.values())
 
     def unfinished(self) -> list[int]:

@@ -28,7 +28,7 @@ class HubId:
 
     @property
     def folder(self) -> Path:
-        """Where the local cache has it."""
+        """Return the folder of the local cache."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         return Path(HF_HUB_CACHE, f"{self.kind}s--{self.repo.replace('/', '--')}")

@@ -269,7 +269,7 @@ class Family:
 
     @property
     def parts(self) -> list[Latent | Windows | DeltaNet | Mixture | SigmoidMixture]:
-        """The parts that the family has: each reads its sizes, Megatron's settings and what is refused from config.json."""
+        """List the parts that the family has: each reads its sizes, Megatron's settings and what is refused from config.json."""
         return [part for part in (self.latent, self.windows, self.delta, self.mixture) if part is not None]
 
     @property

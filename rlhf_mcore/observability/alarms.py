@@ -53,7 +53,7 @@ class _Watch:
     quiet: int = QUIET_STEPS
 
     def alarm(self, step: int, value: float) -> Alarm | None:
-        """One more value. Returns the alarm that it begins."""
+        """Take one more value, and return the alarm that it begins."""
         if len(self.early) < EARLY:
             self.early.append(value)
         else:
@@ -91,7 +91,7 @@ class Alarms:
         self._samples = 0.0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alarm]:
-        """The alarms that a step begins. To be used up, also for steps before a restart."""
+        """Yield the alarms that a step begins. To be used up, also for steps before a restart."""
         samples = metrics.get(SAMPLES, self._samples) - self._samples
         self._samples += samples
         for watch in self._watches:
@@ -114,7 +114,7 @@ class Alarms:
 
 
 def _own(rule: AlarmRuleConfig, actions: tuple[str, ...]) -> _Watch:
-    """A rule of ``alarms.rules``."""
+    """Read a rule of ``alarms.rules``."""
     above, below = rule.above, rule.below
     bounds = [f"{side} {bound:g}" for side, bound in (("above", above), ("below", below)) if bound is not None]
     of = "" if rule.measure == "value" else f" ({MEASURES[rule.measure].text})"
@@ -129,7 +129,7 @@ def _own(rule: AlarmRuleConfig, actions: tuple[str, ...]) -> _Watch:
 
 
 def _default(rule: Rule, actions: tuple[str, ...]) -> _Watch:
-    """One of the report's rules."""
+    """Make an alarm of one of the report's rules."""
 
     def trouble(value: float) -> str | None:
         if rule.judge(value) != BAD:
@@ -166,7 +166,7 @@ class AlarmBell:
             self._messages = AlarmMessages(cfg, note)
 
     def recall(self, metrics: Mapping[str, float]) -> None:
-        """A step that was made before a restart: what it has shown is known."""
+        """Take a step that was made before a restart: what it has shown is known."""
         for _ in self.alarms.check(0, metrics):
             pass
 
@@ -204,7 +204,7 @@ class RewardAlarm:
     _samples: float = 0.0  # scores of all steps before
 
     def lines(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        """What to tell of a step, which then counts among those before. To be used up."""
+        """Yield what to tell of a step, which then counts among those before. To be used up."""
         names = sorted(name for name in metrics if name.startswith(f"{MEAN}/")) or [MEAN] * (MEAN in metrics)
         number = (metrics.get(SAMPLES, 0.0) - self._samples) / max(len(names), 1)
         self._samples = metrics.get(SAMPLES, self._samples)

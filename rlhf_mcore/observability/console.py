@@ -166,5 +166,5 @@ class Console:
         self._output.file.flush()
 
     def _print(self, text: str) -> None:
-        """A line as it is: no markup, no wrapping (a path must stay whole)."""
+        """Print a line as it is: no markup, no wrapping (a path must stay whole)."""
         self._output.print(for_terminal(text), markup=False, highlight=False, soft_wrap=True)

@@ -69,7 +69,7 @@ FIGURES = (
 
 
 def figure_text(figure: Figure, metrics: Mapping[str, Any]) -> str:
-    """The metric's value as text, empty when the step did not report it."""
+    """Write the metric's value as text, empty when the step did not report it."""
     value = metrics.get(figure.metric)
     if value is None:
         return ""
@@ -78,7 +78,7 @@ def figure_text(figure: Figure, metrics: Mapping[str, Any]) -> str:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
-    """One step on one line, for logs: ``step  12/40  reward 0.610  length   7.2  ...``. Lines stand in columns."""
+    """Write one step on one line, for logs: ``step  12/40  reward 0.610  length   7.2  ...``. Lines stand in columns."""
     words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for figure in FIGURES:
         text = figure_text(figure, metrics)

@@ -37,7 +37,7 @@ class FullDiskError(OSError):
 
 
 def free_bytes(directory: Path) -> int | None:
-    """What may still be written below a directory; None where nobody tells. Quotas are not known here."""
+    """Return how many bytes may still be written below a directory; None where nobody tells. Quotas are not known here."""
     try:
         usage = os.statvfs(directory)
     except OSError:
@@ -104,7 +104,7 @@ def write_atomically(path: Path, content: bytes, mode: int | None = None) -> Non
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """One line of strict JSON in UTF-8, newline included.
+    """Write one line of strict JSON in UTF-8, newline included.
 
     NaN and infinities become null, since JSON has no name for them and readers of other languages refuse Python's. Lone
     surrogates become U+FFFD. Tensors and numpy scalars become numbers, what JSON does not know becomes its ``str``.
@@ -113,7 +113,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def pretty_json(content: Mapping[str, Any]) -> bytes:
-    """A file of ``json_line`` content for people: indented."""
+    """Write what ``json_line`` writes for people: indented."""
     return json.dumps(json.loads(json_line(content)), indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
 
 
@@ -136,12 +136,12 @@ def cut_unfinished_line(file: int, name: Path) -> None:
 
 
 def keep_steps(lines: bytes, last_step: int) -> bytes:
-    """The lines of a metrics.jsonl up to and including those of ``last_step``. What is no record is dropped."""
+    """Keep the lines of a metrics.jsonl up to and including those of ``last_step``. What is no record is dropped."""
     return b"".join(line for line in lines.splitlines(keepends=True) if _is_until(line, last_step))
 
 
 def read_lines(path: Path, remedy: str, *, is_growing: bool = False) -> Iterator[Fields]:
-    """The objects of a file of JSON lines, one line in memory at a time. ``remedy`` closes the messages.
+    """Yield the objects of a file of JSON lines, one line in memory at a time. ``remedy`` closes the messages.
 
     ``is_growing``: the last line may be one that is being written, or that a crash has cut short; it is left out then.
 

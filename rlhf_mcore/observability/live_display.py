@@ -132,7 +132,7 @@ class LiveDisplay:
                 self._curves = {**self._curves, curve.metric: (*self._curves.get(curve.metric, ()), float(value))}
 
     def render(self) -> RenderableType:
-        """The live display as it stands now."""
+        """Draw the live display as it stands now."""
         width = min(self._output.width, MAX_WIDTH)
         doing: RenderableType = Text(self._phase_name, style="cyan")
         if self._live is not None:
@@ -199,7 +199,7 @@ class _CursorAtStart:
 
 
 def _where_time_goes(reported: Sequence[Mapping[str, Any]], room: int) -> list[RenderableType]:
-    """A bar of the phases with their shares of the last steps, and what the last one reports of speed and memory."""
+    """Draw a bar of the phases with their shares of the last steps, and what the last one reports of speed and memory."""
     shares = phase_shares(reported)
     styles = dict(zip((phase for phase, _ in shares), cycle(PHASE_STYLES), strict=False))
     parts: list[RenderableType] = []
@@ -222,7 +222,7 @@ def _where_time_goes(reported: Sequence[Mapping[str, Any]], room: int) -> list[R
 
 
 def _sample_lines(sample: tuple[int, str, str, float | None], room: int) -> list[Text]:
-    """The end of a prompt and the beginning of its response, without what a terminal would take for a command."""
+    """Show the end of a prompt and the beginning of its response, without what a terminal would take for a command."""
     step, prompt, response, score = sample
     title = f"sample of step {step}" + (f", reward {score:.3g}" if score is not None else "")
     lines = [Text(title, style="bold")]
@@ -235,7 +235,7 @@ def _sample_lines(sample: tuple[int, str, str, float | None], room: int) -> list
 
 
 def _recent_table(recent: Sequence[tuple[int, Mapping[str, Any]]], width: int) -> Table:
-    """The last steps, one row each, with the figures they report and there is room for."""
+    """Draw the last steps, one row each, with the figures they report and there is room for."""
     step_width = max(len("step"), len(str(recent[-1][0])))
     figures = figures_that_fit([metrics for _, metrics in recent], width - step_width)
     table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False, header_style="dim")
@@ -253,7 +253,7 @@ def _hours(seconds: float) -> str:
 
 
 def phase_shares(reported: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """The share of each phase in the time of steps, the largest first."""
+    """Compute the share of each phase in the time of steps, the largest first."""
     seconds: dict[str, float] = {}
     for metrics in reported:
         for name, value in metrics.items():
@@ -280,7 +280,7 @@ def rates(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def figures_that_fit(reported: Sequence[Mapping[str, Any]], width: int) -> list[Figure]:
-    """The figures that any of ``reported`` has, in order, as many as columns of two spaces apart fit into ``width``."""
+    """Choose of the figures that any of ``reported`` has, in order, as many as columns of two spaces apart fit into ``width``."""
     figures = [figure for figure in FIGURES if any(figure_text(figure, metrics) for metrics in reported)]
     while sum(figure.column_width + 2 for figure in figures) > width:
         figures.remove(min(figures, key=lambda figure: figure.worth))

@@ -163,7 +163,7 @@ class RunDirectory:
             write_atomically(self.metrics_path, keep_steps(lines, last_step))
 
     def records(self) -> Iterator[Mapping[str, Any]]:
-        """What ``metrics.jsonl`` holds, line by line, each with its step; nothing where there is none.
+        """Yield the records of ``metrics.jsonl``, each with its step; nothing where there is none.
 
         Raises:
             ConfigError: a line is no record.
@@ -191,12 +191,12 @@ class RunDirectory:
 
 
 def write_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """One JSON line per record, in the given order. The file appears whole or not at all."""
+    """Write one JSON line per record, in the given order. The file appears whole or not at all."""
     write_atomically(path, b"".join(map(json_line, records)))
 
 
 def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
-    """What is kept of a trajectory. Of a turn in an environment: who wrote it, its text, and a reward of its own.
+    """Record a trajectory. A turn in an environment has its author, its text, and a reward of its own.
 
     ``images`` are digests of those of the prompt; a prompt without any has no such field.
     """

@@ -35,7 +35,7 @@ PEAK_TFLOPS |= {"A800": 312.0, "L40S": 362.0, "MI300X": 1307.0}
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Of a device by its name; None of one that is not known, such as a CPU."""
+    """Return the peak of a device by its name; None of one that is not known, such as a CPU."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
 
 
@@ -57,7 +57,7 @@ class ModelFlops:
         return self.token * rows.tokens + pairs + self.logits * rows.sampled * with_logits
 
     def attention(self, lengths: Array) -> Array:
-        """Of all pairs in rows of so many tokens, by row."""
+        """Count the operations of all pairs in rows of so many tokens, by row."""
         pairs = self.pair * lengths * (lengths + 1) / 2
         if not self.window:
             return pairs
@@ -82,7 +82,7 @@ class RowCounts:
 
 
 def seconds_beside(timing: Mapping[str, float]) -> float:
-    """Of what is in ``timing/step_s`` and not part of making the step: its evaluation, and the save of the step before."""
+    """Add up what is in ``timing/step_s`` and no part of making the step: its evaluation, and the save of the step before."""
     return timing.get("timing/evaluate_s", 0.0) + timing.get("timing/save_s", 0.0)
 
 
@@ -95,7 +95,7 @@ class Throughput:
     _work: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, phase: str, tokens: float, flops: float) -> None:
-        """What all ranks together did in a phase."""
+        """Add what all ranks together did in a phase."""
         before = self._work.get(phase, (0.0, 0.0))
         self._work[phase] = (before[0] + tokens, before[1] + flops)
 

@@ -33,7 +33,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def pop(self) -> dict[str, float]:
-        """The seconds since the last pop as metrics, ``{"timing/<name>_s": seconds}``; counts start again at zero."""
+        """Return the seconds since the last pop as metrics, ``{"timing/<name>_s": seconds}``; counts start again at zero."""
         metrics = {f"timing/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return metrics

@@ -12,11 +12,11 @@ class Watcher(Protocol):
     """Somebody who watches all ranks from outside of them, and can tell which of them stands still."""
 
     def watch(self, limit_s: int) -> None:
-        """From now on the run is ended when no rank begins a phase for ``limit_s`` seconds; 0: this one does not count."""
+        """End the run from now on when no rank begins a phase for ``limit_s`` seconds; 0: this one does not count."""
         ...
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Note that a phase begins."""
         ...
 
 
@@ -43,7 +43,7 @@ class Watchdog:
         return self
 
     def progress(self, phase: str) -> None:
-        """A phase begins: begin to count anew. Outside of a ``with`` block nothing is counted."""
+        """Note that a phase begins, and count anew. Outside of a ``with`` block nothing is counted."""
         if not self._seconds or not self._armed:
             return
         if self._watcher is not None:

@@ -23,7 +23,7 @@ class WorkerLimits:
 
     @property
     def memory_bytes(self) -> int:
-        """Of each worker, as the kernel can have it."""
+        """Return the memory of each worker, as the kernel can have it."""
         return int(min(self.memory_gib * 2**30, 2.0**62))
 
 

@@ -98,7 +98,7 @@ class Report:
 
     @property
     def reads_nothing(self) -> bool:
-        """Whether no ground truth at all is right."""
+        """Return whether no ground truth at all is right."""
         return bool(self.tried) and len(self.wrong_truths) == len(self.tried)
 
 

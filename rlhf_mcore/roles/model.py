@@ -54,7 +54,7 @@ class RoleModel:
 
     @property
     def adapter_geometry(self) -> ModelGeometry | None:
-        """The geometry of the adapters; None without any."""
+        """Return the geometry of the adapters; None without any."""
         return None if self.adapter is None else replace(self.spec.geometry, adapter=self.adapter)
 
     @property

@@ -125,7 +125,7 @@ class RoleFiles:
 
     @property
     def _optimizer(self) -> Optimizer | None:
-        """The optimizer of a trained role, None if this rank holds no part of it."""
+        """Return the optimizer of a trained role, None if this rank holds no part of it."""
         return self._role.model.optimizer if self._role.model is not None else None
 
     def _build_state(self) -> RankState:

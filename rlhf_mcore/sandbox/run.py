@@ -234,7 +234,7 @@ class Sandbox:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its interpreter is gone, with everything that was in it."""
+        """Return whether its interpreter is gone, with everything that was in it."""
         return self._has_ended or self._process.poll() is not None
 
     def close(self) -> None:

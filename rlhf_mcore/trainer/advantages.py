@@ -105,7 +105,7 @@ class AdvantageComputer:
         return (whole and bool(batch.sequences)) or self.cfg.old_logprobs == "always"
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
-        """How far the policy is from the engine's and the reference: ``correction``, the KL's next weight, metrics. Collective."""
+        """Compare the policy with the engine's and the reference: ``correction``, the KL's next weight, metrics. Collective."""
         rows = OwnedRows(batch.rows, batch.lengths, self.merge)
         metrics = self._correct(batch, rows)
         if batch.ref_logprobs is not None:
@@ -132,7 +132,7 @@ class AdvantageComputer:
         return {"teacher/kl": _mean(kl, batch, rows)}
 
     def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
-        """The distance between the engine's distribution and the trainer's is always a metric; it is corrected where configured."""
+        """Correct, where configured, the distance between the engine's distribution and the trainer's, which is always a metric."""
         assert batch.old_logprobs is not None
         cfg, staleness = self.cfg.rollout_correction, None
         if batch.versions is not None:

@@ -267,7 +267,7 @@ class SamplingAhead:
         self._finished.append(group)
 
     def is_ready(self, wanted: int) -> bool:
-        """Whether ``take`` has so many groups to take."""
+        """Return whether ``take`` has so many groups to take."""
         if self.schedule.in_order:
             return all(group.trajectories for group in self._groups[:wanted])
         return len(self._finished) >= wanted

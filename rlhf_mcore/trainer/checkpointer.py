@@ -38,7 +38,7 @@ class SavedPart(Protocol):
         ...
 
     def is_finite(self) -> bool:
-        """Whether it may be saved: it holds no NaN and no infinity on this rank. Local."""
+        """Return whether it may be saved: it holds no NaN and no infinity on this rank. Local."""
         ...
 
     def write(self, checkpoint: Path) -> list[Path]:

@@ -43,7 +43,7 @@ class ExpectedLengths:
             del self._rows[index]
 
     def of(self, prompt: Prompt) -> float:
-        """A source that nobody knows may be as long as the longest. Before the first step prompts' lengths count."""
+        """Expect lengths: a source that nobody knows may be as long as the longest. Before the first step prompts' lengths count."""
         if prompt.index in self._rows:
             return float(self._rows[prompt.index])
         if prompt.data_source in self._sources:

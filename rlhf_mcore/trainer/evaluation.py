@@ -46,7 +46,7 @@ class PolicyEvaluator:
     progress: Callable[[str], None] = lambda text: None
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether to evaluate after ``step`` steps: always before the first and after the last."""
+        """Return whether to evaluate after ``step`` steps: always before the first and after the last."""
         if not self.prompts:
             return False
         return step in (0, num_steps) or (self.every > 0 and step % self.every == 0)

@@ -68,13 +68,13 @@ class ExampleEvaluator:
     build: Callable[[Sequence[TokenizedExample]], TrainBatch] = example_batch
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether to evaluate after ``step`` steps: always before the first and after the last."""
+        """Return whether to evaluate after ``step`` steps: always before the first and after the last."""
         if not self.examples:
             return False
         return step in (0, num_steps) or (self.every > 0 and step % self.every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """The same at every ``step`` for the same weights. Collective over the world; all ranks have the same result."""
+        """Evaluate: the same at every ``step`` for the same weights. Collective over the world; all ranks have the same result."""
         totals: Sums = {}
         for start in range(0, len(self.examples), self.examples_per_batch):
             batch = self.build(self.examples[start : start + self.examples_per_batch])
@@ -97,7 +97,7 @@ def likelihood_metrics(sums: Sums) -> dict[str, float]:
 
 
 def preference(compute_scores: Callable[[TrainBatch], Tensor], batch: TrainBatch) -> Sums:
-    """Of pairs whose rows follow each other, the chosen one first. A tie is half right. Collective over the world."""
+    """Count pairs ordered rightly. Their rows follow each other, the chosen one first. A tie is half right. Collective."""
     chosen, rejected = compute_scores(batch).double().view(-1, 2).unbind(1)
     margins = chosen - rejected
     return {

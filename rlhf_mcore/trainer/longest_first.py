@@ -19,7 +19,7 @@ class Claims(Protocol):
         ...
 
     def claim(self, count: int) -> int:
-        """The first of ``count`` numbers that no other engine gets; the same on every rank of an engine."""
+        """Claim ``count`` numbers that no other engine gets, and return the first; the same on every rank of an engine."""
         ...
 
 

@@ -27,7 +27,7 @@ class ModelReward:
     weight: float
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """The graders begin. What is returned is collective over the world, and calls the model."""
+        """Let the graders begin. What is returned is collective over the world, and calls the model."""
         others = self.graders.submit(trajectories)
         return lambda: self.add(trajectories, others())
 
@@ -36,7 +36,7 @@ class ModelReward:
         return self.submit(trajectories)()
 
     def add(self, trajectories: Sequence[Trajectory], others: Sequence[Score]) -> list[Score]:
-        """The scores ``others`` of graders, with that of the model. Collective over the world."""
+        """Add the model's score to the scores ``others`` of graders. Collective over the world."""
         counts = all_gather_json(len(trajectories))
         if not sum(counts):
             return []

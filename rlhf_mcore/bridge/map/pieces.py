@@ -38,7 +38,7 @@ class Piece:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The rectangle as an index into the full Hugging Face tensor."""
+        """Return the rectangle as an index into the full Hugging Face tensor."""
         return self.rectangle.slices()
 
 

@@ -41,7 +41,7 @@ class CheckpointReport:
 
     @property
     def is_intact(self) -> bool:
-        """Whether it can be loaded: extra files are reported, and do no harm."""
+        """Return whether it can be loaded: extra files are reported, and do no harm."""
         return not any(problem.is_damage for problem in self.problems)
 
     def as_text(self) -> str:

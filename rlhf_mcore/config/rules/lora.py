@@ -53,7 +53,7 @@ def _pissa_problems(role: str, group: ActorConfig | CriticConfig) -> Iterator[st
 
 
 def _dora_problems(key: str, lora: LoraConfig) -> Iterator[str]:
-    """What does not go together with magnitudes. ``key``: the group of ``lora``."""
+    """Check what does not go together with magnitudes. ``key``: the group of ``lora``."""
     if lora.dropout:
         yield f"{key}.use_dora=True is not supported with {key}.dropout={lora.dropout}; set that to 0"
     if lora.init == "pissa":
@@ -86,7 +86,7 @@ def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) ->
 
 
 def _reference_problems(cfg: Config, name: str) -> Iterator[str]:
-    """The reference is the actor without its adapters: there is no second model, which could be another or be moved."""
+    """Check the reference: it is the actor without its adapters, so no second model could be another or be moved."""
     reference = cfg.reference
     if reference.path not in (None, cfg.model.path):
         yield f"{name}: the reference is model.path without adapters; remove reference.path={reference.path}"

@@ -198,7 +198,7 @@ class MegatronField:
 
     @property
     def is_settable(self) -> bool:
-        """Whether a plain value can be right: not for functions and objects."""
+        """Return whether a plain value can be right: not for functions and objects."""
         return not any(kind in self.annotation for kind in ("Callable", "ContextManager", "RecipeConfig"))
 
 

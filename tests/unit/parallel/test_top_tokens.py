@@ -145,13 +145,14 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
     assert largest.numel == chunk * vocab == 8192 > top.numel()
 
 
-def test_a_student_that_is_certain_of_other_tokens_has_finite_gradients() -> None:
-    """Its probabilities of the teacher's tokens underflow."""
+@pytest.mark.parametrize("logits", [(0.0, -300.0, -200.0, 100.0), (-200.0, 100.0, 95.0, -300.0)], ids=["others", "theirs"])
+def test_a_student_that_is_certain_has_finite_gradients(logits: tuple[float, ...]) -> None:
+    """Its probabilities of the teacher's tokens underflow, or those of all other tokens."""
     alone: Any = ThreadGroup(Meeting(1), 0)
     options: Any = {"vocab_size": 4, "temperature": 1.0, "group": alone}
     top = top_tokens(torch.eye(1), torch.tensor([[0.0], [9.0], [8.0], [-300.0]]), 2, **options)
     for kind, beta in KINDS:
-        weight = torch.tensor([[0.0], [-300.0], [-200.0], [100.0]], requires_grad=True)
+        weight = torch.tensor(logits)[:, None].requires_grad_()
         compared = Compared.of(top, Divergence(kind, beta))
         found = linear_logprobs(torch.eye(1), weight, torch.tensor([0]), compared=compared, **options).divergence
         assert found is not None and found.isfinite().all() and found > 0
