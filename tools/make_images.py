@@ -131,6 +131,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, family: str, seed: int, num_l
     import transformers
     from transformers import GenerationConfig
 
+    from rlhf_mcore.platform.image_operators import declare_image_operators
+
+    declare_image_operators()
     torch.manual_seed(seed)
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
     text: dict[str, Any] = {

@@ -26,6 +26,7 @@ from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.rotation import Rotary
 from rlhf_mcore.platform import Platform
+from rlhf_mcore.platform.image_operators import declare_image_operators
 from rlhf_mcore.types import Microbatch
 
 
@@ -289,6 +290,7 @@ def add_vision(
 
 
 def _tower(spec: ModelSpec, config: TransformerConfig, platform: Platform) -> torch.nn.Module:
+    declare_image_operators()
     with torch.device(platform.device()):
         tower: torch.nn.Module = AutoModel.from_config(spec.vision_config, dtype=config.params_dtype)
     for parameter in tower.parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 # What torchvision 0.28's Python half declares kernels for. Nothing that reads images calls one of them.
 _OPERATORS = (
@@ -21,9 +22,22 @@ def declare_image_operators() -> object:
     """
     import torch
 
-    if torch.version.cuda is not None or find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
+    spec = find_spec("torchvision")
+    if torch.version.cuda is not None or spec is None or spec.origin is None or _loads(Path(spec.origin).parent):
         return None
     library = torch.library.Library("torchvision", "DEF")
     for name in _OPERATORS:
         library.define(f"{name}(Tensor x) -> Tensor")
     return library
+
+
+def _loads(folder: Path) -> bool:
+    """Load its C++ half, as torchvision itself would, and return whether that was possible: of a build for the CPU it is."""
+    import torch
+
+    try:
+        for file in folder.glob("_C*.so"):
+            torch.ops.load_library(str(file))
+    except OSError:
+        return False
+    return hasattr(torch.ops.torchvision, "nms")

@@ -31,6 +31,7 @@ from rlhf_mcore.roles.adapters import add_adapters, load_adapters
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from tests import beside
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.roles_worker import make_classifier
@@ -63,14 +64,13 @@ def main(directory: Path) -> None:
 
 def oracle(head: str, path: Path) -> dict[str, float]:
     """Update a model of PEFT's, whose adapters and head are left beside it as PEFT saves them, before and after."""
-    from peft import LoraConfig, get_peft_model
-
+    peft = beside.peft()
     hf: Any = KINDS[head].from_pretrained(path, dtype=torch.float32).eval()
     hf.config.pad_token_id = hf.model.embed_tokens.padding_idx = None  # every token counts
     torch.manual_seed(3)
     targets = list(SIZES.targets)  # PEFT's all-linear would adapt a value head, too
-    cfg = LoraConfig(task_type=TASKS[head], r=SIZES.rank, lora_alpha=int(SIZES.alpha), target_modules=targets)
-    model = get_peft_model(hf, cfg)
+    cfg = peft.LoraConfig(task_type=TASKS[head], r=SIZES.rank, lora_alpha=int(SIZES.alpha), target_modules=targets)
+    model = peft.get_peft_model(hf, cfg)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.beside import needs
 from tests.distributed.lora_head_worker import KINDS, LAYOUTS
 from tests.distributed.world import World
 
-pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is the oracle, and is not installed")
+pytestmark = needs("peft", "accelerate")
 ALL = [f"{head}/{layout}" for head in KINDS for layout in LAYOUTS]
 LOSSES = {"sequence": "loss/reward_model", "token": "loss/value"}
 

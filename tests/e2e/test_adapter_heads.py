@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import beside
 from tests.e2e.rollout.tiny import save_model
 from tests.e2e.test_adapters import rlhf_mcore
 from tests.e2e.test_supervised_chain import CHAIN, write_data
@@ -100,16 +100,15 @@ def test_it_goes_on_in_other_layouts(reward: Path) -> None:
             assert moved[name] == pytest.approx(expected[name], rel=2e-4), name
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is the oracle, and is not installed")
+@beside.needs("peft", "accelerate")
 def test_what_is_merged_is_what_peft_merges(reward: Path) -> None:
-    from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
     workspace = reward.parents[2]
     base: Any = AutoModelForSequenceClassification.from_pretrained(
         workspace / "model", num_labels=1, dtype=torch.float32
     )
-    merged = PeftModel.from_pretrained(base, str(reward / "checkpoint-4/reward")).merge_and_unload().state_dict()
+    merged = beside.peft().PeftModel.from_pretrained(base, str(reward / "checkpoint-4/reward")).merge_and_unload().state_dict()
     ours = load_file(workspace / "merged" / "model.safetensors")
     assert ours.keys() == merged.keys() and all(torch.equal(ours[name], merged[name]) for name in ours)
     assert json.loads((workspace / "merged/config.json").read_text())["architectures"] == [

@@ -402,6 +402,9 @@ def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
     """Compute outputs [1, tokens, vocabulary or labels] in transformers, which reads the model's directory or gets the tensors."""
     import transformers
 
+    from rlhf_mcore.platform.image_operators import declare_image_operators
+
+    declare_image_operators()
     files = reading.source.companions
     config = transformers.AutoConfig.from_pretrained(files, local_files_only=True)
     tensors = (

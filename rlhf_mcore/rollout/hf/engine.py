@@ -214,6 +214,10 @@ def _build_model(model: EngineModel) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(model.model_dir, trust_remote_code=False, local_files_only=True)
+    if model.images is not None:
+        from rlhf_mcore.platform.image_operators import declare_image_operators
+
+        declare_image_operators()
     kind = AutoModelForCausalLM if model.images is None else AutoModelForImageTextToText
     with preserved_rng():
         torch.manual_seed(model.seed)

@@ -16,7 +16,6 @@ from rlhf_mcore.config.schema import DataConfig, RolloutConfig
 from rlhf_mcore.data.image_rows import ImageReader
 from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.source import load_prompts
-from rlhf_mcore.platform.image_operators import declare_image_operators
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
@@ -66,7 +65,6 @@ def with_other_tower(model: Any) -> Any:
 
 def make(directory: Path, family: str) -> tuple[Any, list[Prompt], ImageStore]:
     """A model of random weights, prompts with one picture each of the small world, and where their pixels are."""
-    declare_image_operators()
     sys.path.append(str(ROOT / "tools"))
     import make_images as world
 

@@ -1,21 +1,24 @@
-"""vLLM with images, against transformers. vLLM's code of these models imports torchvision (docs/images.md): skipped without it."""
+"""vLLM with images, against transformers. vLLM's code of these models imports torchvision (docs/images.md)."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import os
 from typing import Any
 
 import pytest
 
+from tests.beside import link, needs
 from tests.distributed.world import run_world
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")
+pytestmark = needs("torchvision")
 
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_world("e2e.rollout.images_worker", 1, tmp_path_factory.mktemp("images"), *FAMILIES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(link(tmp_path_factory.mktemp("packages"), "torchvision")), prepend=os.pathsep)
+        return run_world("e2e.rollout.images_worker", 1, tmp_path_factory.mktemp("images"), *FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

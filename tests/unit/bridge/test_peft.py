@@ -18,10 +18,11 @@ from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+from tests import beside
 from tests.distributed import models
 from tests.distributed.setting import load_hf
 
-peft = pytest.importorskip("peft")
+pytestmark = beside.needs("peft", "accelerate")
 TOKENS = torch.arange(1, 25).view(2, 12)
 
 
@@ -64,7 +65,7 @@ def test_peft_computes_with_what_was_trained(tmp_path: Path, name: str, use_rslo
     models.make(name, base := tmp_path / "base")
     sizes = AdapterSizes(3, 12.0, ("all-linear",), use_rslora)
     tensors = write(tmp_path / "adapter", replace(read_geometry(base), adapter=sizes), base)
-    model = peft.PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
+    model = beside.peft().PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
     with torch.no_grad():
         plain = load_hf(base)(TOKENS).logits
         expected = with_products(load_hf(base), tensors, 12 / (3**0.5 if use_rslora else 3))(TOKENS).logits
@@ -78,7 +79,7 @@ def test_adapters_of_both_ends_go_to_peft_and_come_back(tmp_path: Path) -> None:
     geometry = read_geometry(base)
     sizes = AdapterSizes(3, 12.0, ("embed_tokens", "lm_head", "q_proj"))
     tensors = write(tmp_path / "adapter", replace(geometry, adapter=sizes), base)
-    model = peft.PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
+    model = beside.peft().PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
     with torch.no_grad():
         expected = with_products(load_hf(base), tensors, 4.0)(TOKENS).logits
         torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=2e-5)
@@ -103,7 +104,7 @@ def test_magnitudes_go_to_peft_and_come_back_and_are_merged_as_there(tmp_path: P
         weight = saved[f"{key.removeprefix('base_model.model.').partition('.lora_')[0]}.weight"]
         tensors[key] = weight.norm(dim=1) * (1 + tensors[key])
     save_file(tensors, tmp_path / "adapter" / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    model = peft.PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
+    model = beside.peft().PeftModel.from_pretrained(load_hf(base), str(tmp_path / "adapter"))
     with torch.no_grad():
         assert (model(TOKENS).logits - load_hf(base)(TOKENS).logits).abs().max() > 0.01
     model.save_pretrained(str(tmp_path / "again"))
