@@ -35,6 +35,7 @@ HEADS = {
     "sequence": Head("ForSequenceClassification", (_SCORE,)),
 }
 WITH_IMAGES = "ForConditionalGeneration"  # how architectures of language models with a tower end
+_SEEING = "WithImages"  # stands before the suffix of a scalar head beside a tower: the language model alone may have one too
 # Stands for an architecture that is not supported, where only sizes under the usual keys are asked for.
 UNSUPPORTED = Family("unsupported", "", DECODER)
 
@@ -45,7 +46,9 @@ def _modules(*paths: str) -> tuple[str, ...]:
 
 
 def _suffix(family: Family, kind: str) -> str:
-    return WITH_IMAGES if kind == "lm" and family.vision is not None else HEADS[kind].suffix
+    if family.vision is None:
+        return HEADS[kind].suffix
+    return WITH_IMAGES if kind == "lm" else _SEEING + HEADS[kind].suffix
 
 
 class _Families(Mapping[str, Family]):
@@ -69,7 +72,8 @@ class _Architectures(Mapping[str, tuple[Family, str]]):
     """Families and kinds of head by the architectures of Hugging Face configs."""
 
     def __getitem__(self, architecture: str) -> tuple[Family, str]:
-        for kind, suffix in (*((kind, head.suffix) for kind, head in HEADS.items()), ("lm", WITH_IMAGES)):
+        plain = [(kind, head.suffix) for kind, head in HEADS.items()]
+        for kind, suffix in (*plain, ("lm", WITH_IMAGES), *((kind, _SEEING + suffix) for kind, suffix in plain)):
             stem = architecture.removesuffix(suffix)
             for name in _modules(*__path__) if stem != architecture else ():
                 if name.removesuffix("_text").replace("_", "") == stem.lower().replace("_", ""):

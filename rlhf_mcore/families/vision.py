@@ -16,6 +16,7 @@ MAX_PATCHES = 16_384  # that a tower reads at a time, or those of one image
 TOWER = "vision_tower."  # how the names of its tensors begin in a model of ours
 Tensors = dict[str, tuple[int, ...]]
 _MAX, _MAX_DEPTH, _MAX_EDGE = 2**18, 1024, 512
+_SHARE = "partial_rotary_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,15 @@ class Vision:
 
     ``tensors`` lists names and shapes, of sizes and the hidden size of the decoder. ``prefix`` is before their names in files.
     ``interleaved``: channels of a head take turns in rotating by time, row and column; else the sections are one behind the other.
-    ``head_dim``: as the family's.
+    ``head_dim``: as the family's. ``rotates``: so much of a head, and ``sections``, where config.json does not say it.
     """
 
     tensors: Callable[[VisionSizes, int], Tensors]
     prefix: str
     interleaved: bool
     head_dim: int | None = None
+    rotates: float = 1.0
+    sections: tuple[int, ...] = ()
 
     def text(self, hf_config: Fields) -> Fields:
         """Return the part of a config.json that describes the language model: older ones have it at the top."""
@@ -71,7 +74,7 @@ class Vision:
                 temporal_patch_size=tower.integer("temporal_patch_size", 1, _MAX_EDGE, default=2),
                 channels=tower.integer("in_channels", 1, _MAX_EDGE, default=3),
                 merge_size=tower.integer("spatial_merge_size", 1, _MAX_EDGE, default=2),
-                sections=tuple(rotary(text).integers("mrope_section")),
+                sections=tuple(rotary(text).integers("mrope_section", default=self.sections)),
                 positions=tower.integer("num_position_embeddings", 0, _MAX, default=0),
                 deepstack=len(deepstack),
             )
@@ -80,7 +83,9 @@ class Vision:
     def problems(self, hf_config: Fields) -> Iterator[str]:
         """Yield what of a config.json is not supported."""
         sizes, text = self.sizes(hf_config)["vision"], self.text(hf_config)
-        pairs = head_dim(text, self.head_dim) // 2
+        share = text.number(_SHARE, 0.0, 1.0, default=self.rotates)
+        share = rotary(text).number(_SHARE, 0.0, 1.0, default=share)
+        pairs = int(head_dim(text, self.head_dim) * share) // 2
         if len(sizes.sections) != 3 or min(sizes.sections) < 0 or sum(sizes.sections) != pairs:
             given = list(sizes.sections)[:8]
             yield f"mrope_section={given} is no division of {pairs} pairs of channels into three; export the model again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -305,8 +308,15 @@ VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
         dict(tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
         dict(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
     ),
+    "qwen3_5": (
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config,
+        dict(tie_word_embeddings=True, **DELTA_NET),
+        dict(num_position_embeddings=16),
+    ),
 }
-_SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5], "qwen3_vl_moe": [6, 5, 5]}
+# Of a head of Qwen3.5 a quarter rotates.
+_SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5], "qwen3_vl_moe": [6, 5, 5], "qwen3_5": [2, 1, 1]}
 
 
 def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Module:
@@ -327,14 +337,25 @@ def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Modul
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(
-                    torch.randn_like(parameter) * 0.2 + ("norm" in parameter_name or "ln_q" in parameter_name)
-                )
+                adds_one = name == "qwen3_5" and ".language_model." in parameter_name and "linear_attn" not in parameter_name
+                centre = ("norm" in parameter_name or "ln_q" in parameter_name) and not adds_one
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     as_published(directory)
     return model
+
+
+def image_arguments(token_ids: torch.Tensor, images: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of transformers' models for rows [b, T] all of whose image tokens are of ``images``."""
+    if not images:
+        return {}
+    return {
+        "pixel_values": torch.cat([image.pixel_values for image in images]),
+        "image_grid_thw": torch.tensor([image.grid_thw for image in images]),
+        "mm_token_type_ids": (token_ids == IMAGE_TOKEN).int(),
+    }
 
 
 def as_published(directory: Path) -> None:

@@ -39,6 +39,7 @@ FEW = {
     "qwen2_5_vl": ("dp4", "tp2_pp2_vpp2_sp", "tp2_sp_cp2", "cp4"),
     "qwen3_vl": ("tp2_pp2", "tp2_sp_cp2", "pp2_cp2", "tp4_sp"),
     "qwen3_vl_moe": ("tp2_sp_pp2_ep2_etp1", "tp2_sp_cp2_ep2_etp1"),
+    "qwen3_5": ("tp2_pp2", "tp2_sp_cp2", "pp2_cp2"),
 }
 LEARNED = ("all", "merger", "all", "none")
 RECOMPUTED = (
@@ -97,15 +98,8 @@ def tokens() -> list[tuple[list[int], int]]:
 def hf_row(hf: torch.nn.Module, number: int) -> Tensor:
     """Logprobs of a row's response by transformers."""
     (ids, prompt), (names, _) = tokens()[number], ROWS[number]
-    given: dict[str, Any] = {}
     whole = torch.tensor([ids])
-    if names:
-        images = [Pictures().features(name) for name in names]
-        given = {
-            "pixel_values": torch.cat([image.pixel_values for image in images]),
-            "image_grid_thw": torch.tensor([image.grid_thw for image in images]),
-            "mm_token_type_ids": (whole == models.IMAGE_TOKEN).int(),
-        }
+    given = models.image_arguments(whole, [Pictures().features(name) for name in names])
     logprobs = hf(input_ids=whole, **given).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(1, whole[0, 1:, None])[prompt - 1 :, 0]
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from rlhf_mcore.bridge.run.remote import geometry_of
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.config.model_files import inspect_model, read_geometry
 from rlhf_mcore.geometry import ExpertSizes
 from tests.messages import refused
 
@@ -91,6 +91,22 @@ def test_sizes_beside_a_tower_are_those_of_the_language_model_wherever_they_stan
     assert found[0].tied_embeddings and found[0].vision is not None
     assert found[0].vision.sections == (2, 3, 3) and found[0].vision.tokens((1, 4, 6)) == 6
     assert geometry_of(json.loads(json.dumps(asdict(found[0])))) == found[0]
+
+
+@pytest.mark.parametrize("sections", [None, [11, 11, 10], [11, 11, 11], [32]])
+def test_a_quarter_of_a_head_of_qwen3_5_is_divided(tmp_path: Path, sections: list[int] | None) -> None:
+    """Of 256 elements, as published, 32 pairs; config.json need not say so."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, **({} if sections is None else {"mrope_section": sections})}
+    text = {**SIZES, "max_position_embeddings": 512, "head_dim": 256, "rope_parameters": rope, "full_attention_interval": 2}
+    config = {"text_config": text, "image_token_id": 9, "vision_config": {**TOWER, "out_hidden_size": SIZES["hidden_size"]}}
+    write(tmp_path, **config, architectures=["Qwen3_5ForConditionalGeneration"])
+    geometry, problems = inspect_model(str(tmp_path), "model.path")
+    told = [problem for problem in problems if "mrope_section" in problem]
+    if sections in (None, [11, 11, 10]):
+        assert geometry is not None and geometry.vision is not None and geometry.vision.sections == (11, 11, 10)
+        assert not told
+    else:
+        assert "is no division of 32 pairs of channels into three" in told[0]
 
 
 @pytest.mark.parametrize("value", ["4", 0, -1, 2.0, True, [1]])

@@ -73,6 +73,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "qwen2_5_vl",
         "qwen2_moe",
         "qwen3",
+        "qwen3_5",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_moe",
@@ -82,6 +83,10 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
     ]
     assert len(ARCHITECTURES) == len(FAMILIES) * len(HEADS)
     assert ARCHITECTURES["Qwen2MoeForTokenClassification"] == (FAMILIES["qwen2_moe"], "token")
+    for name, head in {"ForConditionalGeneration": "lm", "WithImagesForTokenClassification": "token"}.items():
+        assert ARCHITECTURES[f"Qwen3_5{name}"] == (FAMILIES["qwen3_5"], head)
+    for name, head in {"ForCausalLM": "lm", "ForTokenClassification": "token"}.items():
+        assert ARCHITECTURES[f"Qwen3_5{name}"] == (FAMILIES["qwen3_5_text"], head)
     for name, family in FAMILIES.items():
         assert (PACKAGE / "families" / f"{name}.py").is_file() and family.name == name
 
@@ -288,10 +293,10 @@ def test_what_is_not_refused(tmp_path: Path, architecture: str, change: dict[str
 
 
 def test_a_model_with_a_vision_tower_is_told_once(tmp_path: Path) -> None:
-    """As Qwen3.5 is published: sizes of its language model are in text_config."""
-    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": CONFIG, "vision_config": {}}
+    """As Qwen3.5 with experts is published: sizes of its language model are in text_config."""
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": CONFIG, "vision_config": {}}
     (problem,) = problems(tmp_path, config)
-    assert "Qwen3_5ForConditionalGeneration is not supported; it is more than a language model: save its" in problem
+    assert "Qwen3_5MoeForConditionalGeneration is not supported; it is more than a language model: save its" in problem
 
 
 @pytest.mark.parametrize("name", ["model.language_model.embed_tokens.weight", "model.visual.patch_embed.proj.weight"])

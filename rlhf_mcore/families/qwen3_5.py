@@ -1,0 +1,15 @@
+"""Qwen3.5 (Qwen Team 2026) with its tower, which is Qwen3-VL's without features for layers of the decoder."""
+
+from dataclasses import replace
+
+from rlhf_mcore.families.qwen3_5_text import FAMILY as TEXT
+from rlhf_mcore.families.vision import Vision, plain_tower, within
+
+FAMILY = replace(
+    TEXT,
+    name="qwen3_5",
+    rules=within(TEXT.rules, "model.language_model."),
+    vision=Vision(
+        plain_tower, "model.visual.", interleaved=True, head_dim=TEXT.head_dim, rotates=0.25, sections=(11, 11, 10)
+    ),
+)

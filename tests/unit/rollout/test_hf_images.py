@@ -1,0 +1,60 @@
+"""The reference engine with images: what it draws, against one pass of transformers over the whole of a sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_mcore.data.images import LEVELS, ImageStore
+from rlhf_mcore.rollout.hf.engine import _Batch
+from rlhf_mcore.rollout.hf.images import BatchImages
+from rlhf_mcore.types import Request, Sampling
+from tests.distributed import models
+
+GRIDS = {"wide": (4, 6), "small": (2, 2)}
+PROMPTS = (("wide",), (), ("small", "wide"), ("small",))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@torch.no_grad()
+def test_logprobs_of_what_is_drawn_are_those_of_a_pass_over_all(tmp_path: Path, name: str) -> None:
+    """Of prompts of different lengths in one batch, with no, one and two images."""
+    model: Any = models.make_with_tower(name, tmp_path / "model")
+    store = make_store(tmp_path / "patches")
+    requests = [
+        Request(n, str(n), prompt(images, store), Sampling(max_new_tokens=4), seed=n, images=images)
+        for n, images in enumerate(PROMPTS)
+    ]
+    batch = _Batch([(request, 4) for request in requests], 0, torch.device("cpu"))
+    batch.images = BatchImages(model, batch, (str(tmp_path / "patches"), str(tmp_path / "model")))
+    while not all(batch.finished):
+        batch.step(model, ())
+    for request, drawn in zip(requests, batch.drawn, strict=True):
+        tokens, logprobs = zip(*drawn, strict=True)
+        assert models.IMAGE_TOKEN not in tokens, "choose other seeds: transformers would look for a further image"
+        whole = torch.tensor([[*request.prompt_ids, *tokens]])
+        given = models.image_arguments(whole, [store.features(digest) for digest in request.images])
+        if name.startswith("qwen"):
+            model.model.rope_deltas = None  # it keeps that of the call before
+        expected = model(input_ids=whole, **given).logits[0, -5:-1].log_softmax(-1)[range(4), tokens]
+        assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def make_store(folder: Path) -> ImageStore:
+    folder.mkdir()
+    np.save(folder / LEVELS, np.tile(np.linspace(-1, 1, 256, dtype=np.float32), (3, 1)))
+    rng = np.random.default_rng(0)
+    for name, grid in GRIDS.items():
+        np.save(folder / f"{name}.npy", rng.integers(0, 256, (*grid, 3 * 2 * 4 * 4), dtype=np.uint8))
+    return ImageStore(folder)
+
+
+def prompt(images: tuple[str, ...], store: ImageStore) -> list[int]:
+    tokens = [5, 7, 11]
+    for image in images:
+        tokens += [92, *[models.IMAGE_TOKEN] * store.features(image).num_tokens(2), 93]
+    return [*tokens, 13]
