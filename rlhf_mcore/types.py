@@ -52,6 +52,7 @@ class Prompt:
     file: int = 0  # which of the files it is from
     occurrence: int = 0  # how often the step holds it before
     images: tuple[str, ...] = ()  # their digests, in the order of their tokens in ``prompt_ids``
+    question: str | None = None  # a text of the data that was rendered as a message of the user
 
 
 @dataclass(slots=True)

@@ -136,8 +136,11 @@ def _read_prompts(
                 raise ConfigError(
                     f"{field}: more than data.max_rows={limits.max_rows} rows in its files; raise data.max_rows"
                 )
-        for (place, prompt), text in zip(placed, render.all(contents, parts=images is not None), strict=True):
+        rendered = render.all(contents, parts=images is not None)
+        for (place, prompt), (content, _), text in zip(placed, contents, rendered, strict=True):
             prompt.text = text
+            if prompt.messages is None and text != content:
+                prompt.question = content
             yield place, prompt
 
 

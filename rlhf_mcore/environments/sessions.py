@@ -282,9 +282,11 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
     """Make sessions of the configured class, for one of ``num_engines`` that may share a machine."""
     assert own.function is not None
     workers = own.workers or default_workers(num_engines)
-    options, timeout_s = own.options or {}, own.timeout_s
+    options, timeout_s, name = own.options or {}, own.timeout_s, f"{KEY}={own.function}"
     if own.function == AGENT:  # the only step is an episode, with all tries
         agent = own.agent
+        given = {"command": " ".join(agent.command or ()), "function": agent.function, "url": agent.url}
+        name = next((f"environment.agent.{kind}={what}" for kind, what in given.items() if what), name)
         options = {name: getattr(agent, name) for name in ("command", "function", "url", "timeout_s", "retries")}
         options["max_output_bytes"] = int(agent.max_output_kib * 1024)
     if own.function in ASKING:
@@ -296,7 +298,9 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
         options["container"], timeout_s = options_of(own), timeout_s + longest_s(own)
         variables += [own.container.token_env] if own.container.token_env else []
     limits = WorkerLimits(workers, timeout_s, own.memory_gib, tuple(variables))
-    return Sessions(own.function, options, limits, folder)
+    sessions = Sessions(own.function, options, limits, folder)
+    sessions.name = name
+    return sessions
 
 
 def check_loads(own: EnvironmentConfig) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_mcore.config.choices import AGENT
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.user_functions import load_function, place_of
@@ -37,6 +38,14 @@ _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages'
 _ROLE = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # it stands in the template's markers
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what tokenizers and files of UTF-8 do not take
+
+
+class EnvironmentFailed(Exception):
+    """A call has failed as the message tells, which needs no name of an exception. ``timed_out``: it took too long."""
+
+    def __init__(self, message: str, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 def main(descriptor: int) -> None:
@@ -74,7 +83,8 @@ def main(descriptor: int) -> None:
         return
     concurrent = any(inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step"))
     connection.sendall(encode({"ready": True, "concurrent": concurrent}))
-    asyncio.run(_serve(connection, Environments(lambda: kind(**options), order["spec"])))
+    source = options.get("function") if order["spec"] == AGENT else None  # a mistake in it is told with its line
+    asyncio.run(_serve(connection, Environments(lambda: kind(**options), source or order["spec"])))
 
 
 def load_environment(spec: str) -> Callable[..., Any]:
@@ -150,6 +160,8 @@ class Environments:
             return await self._answer(item)
         except MemoryError:
             raise
+        except EnvironmentFailed as failed:
+            return {"error": " ".join(str(failed).split()), "timed_out": failed.timed_out}
         except SystemExit as error:
             return {"error": f"called sys.exit({error.code!r}){place_of(error, self._spec)}"}
         except BaseException as error:

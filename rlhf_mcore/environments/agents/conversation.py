@@ -16,7 +16,7 @@ from rlhf_mcore.environments.control_tokens import CUT, ControlTokens, Unreadabl
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_mcore.types import Completion
+    from rlhf_mcore.types import Completion, Prompt
 
 _THOUGHT = "<think>"  # some templates ask for an answer behind it
 # Text of a turn with special tokens, schemas of the request's tools -> message.
@@ -70,13 +70,23 @@ class Conversation:
         self._has_channels = CHANNEL in self.tokenizer.get_vocab()
         self.control = ControlTokens(self.tokenizer)
 
+    @property
+    def _is_plain(self) -> bool:
+        return self.mode == "false" or self.tokenizer.chat_template is None
+
+    def messages_of(self, prompt: Prompt) -> list[dict[str, Any]] | None:
+        """Return a prompt as messages, a text as one of the user; None where it came with the template applied."""
+        if prompt.messages is not None:
+            return prompt.messages
+        question = prompt.text if self._is_plain else prompt.question
+        return None if question is None else [{"role": "user", "content": question}]
+
     def find(self, requests: Sequence[tuple[TokenTree, Asked]]) -> list[Place | str]:
         """Find the place of each request in its tree, or tell what is wrong with it. One call of the template's process for all."""
         followed = [tree.follow(_replies(asked)) for tree, asked in requests]
         chats = [k for k, (_, asked) in enumerate(requests) if asked.prompt is None]
-        plain = self.mode == "false" or self.tokenizer.chat_template is None
         items = [self._told(requests[k][1], followed[k]) for k in chats]
-        rendered = iter(in_child(_plain_text if plain else self._apply, items) if items else ())
+        rendered = iter(in_child(_plain_text if self._is_plain else self._apply, items) if items else ())
         places: list[Place | str] = []
         broken = ""
         for (tree, asked), nodes in zip(requests, followed, strict=True):

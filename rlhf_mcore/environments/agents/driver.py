@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.agents.calls import Call, Refused, Said
 from rlhf_mcore.environments.agents.conversation import Asked, Conversation, Place, comparable
 from rlhf_mcore.environments.agents.endpoint import Endpoint
-from rlhf_mcore.environments.agents.program import UNGRADED
+from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
 from rlhf_mcore.environments.agents.tree import TokenTree
 from rlhf_mcore.environments.episode_log import EpisodeLog, node_texts
 from rlhf_mcore.environments.episodes import PART, EpisodeLimits, row_of, turn_seed
@@ -134,7 +134,7 @@ class AgentEpisodes:
                 self._open[request.request_id] = _Episode(request, time.monotonic())
                 prompt, seed = request.prompt, request.sampling.seed
                 task_seed = request_seed(seed, request.step, prompt.index, -1 - prompt.occurrence)
-                row = {**row_of(prompt), "messages": prompt.messages, "seed": task_seed}
+                row = {**row_of(prompt), "messages": self._talk.messages_of(prompt), "seed": task_seed}
                 self._sessions.open(request.request_id, row, task_seed)
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
@@ -195,10 +195,9 @@ class AgentEpisodes:
             elif not answer.done:
                 self._sessions.step(key, {"base_url": self._endpoint.url, "api_key": self._endpoint.open(key)})
             elif not each.tree.nodes:
-                self._fail(key, each, Answer(error="ended without a turn of the policy"))
-            elif self._rules.needs_reward and answer.messages == [UNGRADED] and not each.limit:
-                error = "ended without a reward; let it give one, or set environment.score=reward"
-                self._fail(key, each, Answer(error=error))
+                self._fail(key, each, Answer(error=NO_TURN))
+            elif self._rules.needs_reward and not each.limit and (missing := missing_reward(answer.messages)):
+                self._fail(key, each, Answer(error=missing))
             else:
                 self._finish(key, each.limit or "stop", Score(answer.reward, {PART: answer.reward}))
 

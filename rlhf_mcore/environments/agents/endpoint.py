@@ -117,10 +117,12 @@ class Endpoint:
             except Empty:
                 return calls
 
-    def answer_nothing(self) -> None:
-        """Answer the calls that have come by turns without a word, in the place of a policy."""
-        for call in self.take():
+    def answer_nothing(self) -> set[int]:
+        """Answer the calls that have come by turns without a word, in the place of a policy. Returns the episodes that asked."""
+        calls = self.take()
+        for call in calls:
             call.answer([Said({"role": "assistant", "content": ""}, (), "stop", 0)] * call.n)
+        return {call.key for call in calls if call.asked is not None}
 
     # ------------------------------------------------------------------------------------ of the server's thread
     def _episode_of(self, request: web.Request) -> _Episode:

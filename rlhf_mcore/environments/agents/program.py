@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,33 @@ from rlhf_mcore.config.user_functions import load_function
 from rlhf_mcore.environments.containers.clients import end
 from rlhf_mcore.environments.containers.container import Blocking, ContainerLost
 from rlhf_mcore.environments.containers.rows import task_of
+from rlhf_mcore.environments.worker import EnvironmentFailed
 from rlhf_mcore.rewards.user_function import number_problem, shorten
 
 if TYPE_CHECKING:
     from rlhf_mcore.environments.agents.place import Place, Workplace
 
 KEY = "environment.agent"
-UNGRADED = {"role": "ungraded", "content": ""}  # in the place of an observation: the agent leaves the score to others
+UNGRADED = "ungraded"  # role of a message in the place of an observation: the agent leaves the score to others
+NO_TURN = "ended without a turn of the policy"
 _THREADS = ThreadPoolExecutor(256)  # of agents that are no coroutines; each is started when it is needed
+_CANCEL_S = 10.0  # for an agent that is cancelled
 _SHOWN_CHARS = 1000  # of what an agent has printed, in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Ungraded:
+    """The end of an agent without a reward. ``printed``: the last line of a program."""
+
+    printed: str = ""
+
+
+def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
+    """Describe the end of an agent that has left the score to others, of the messages of its step; "" where it has not."""
+    if [message["role"] for message in messages] != [UNGRADED]:
+        return ""
+    printed = f" and last printed {said!r}" if (said := messages[0]["content"]) else ""
+    return f"ended without a reward{printed}; let it give one, or set environment.score=reward"
 
 
 class Agent:
@@ -70,7 +89,9 @@ class Agent:
 
             self._place = place_of(json.dumps(container))
         if command and shutil.which(command[0]) is None:
-            raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; give its path")
+            parts = command[0].split()
+            remedy = f"write it as a list, [{', '.join(parts)}]" if len(parts) > 1 else "give its path"
+            raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; {remedy}")
         if function is not None:
             self._function = load_function(function, f"{KEY}.function")
             parameters = inspect.signature(self._function).parameters
@@ -110,9 +131,6 @@ class Agent:
                     if not tries and not spare:
                         raise
                     tries, spare = tries + spare, 0
-                except asyncio.TimeoutError:
-                    if not tries:
-                        raise RuntimeError(f"took longer than {KEY}.timeout_s={self._timeout_s:g} s") from None
                 except Exception:
                     if not tries:
                         raise
@@ -122,13 +140,14 @@ class Agent:
 
         Raises:
             ContainerLost: the container has ended, whatever the agent has made of that.
+            EnvironmentFailed: the agent has not ended in time, or not well.
         """
         told = {"base_url": base_url, "api_key": api_key}
         if self._place is None:
-            return await asyncio.wait_for(self._play(web, told, None), self._timeout_s)
+            return await self._in_time(self._play(web, told, None))
         async with self._place.opened(self._needs, lends=self._function is None) as workplace:
             try:
-                result = await asyncio.wait_for(self._play(web, told, workplace), self._timeout_s)
+                result = await self._in_time(self._play(web, told, workplace))
             except Exception as error:
                 if workplace.container.is_lost:
                     raise ContainerLost(f"the container has ended, and then: {error}") from error
@@ -139,24 +158,46 @@ class Agent:
                 return result
             return await self._place.grade(workplace.container, self._needs)
 
+    async def _in_time(self, playing: Coroutine[Any, Any, Any]) -> Any:
+        """Play until the deadline. What the agent raises, its own TimeoutError too, is raised as it is."""
+        task = asyncio.ensure_future(playing)
+        try:
+            if not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
+                raise EnvironmentFailed(f"took longer than {KEY}.timeout_s={self._timeout_s:g} s", timed_out=True)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_CANCEL_S)
+
     async def _play(self, web: aiohttp.ClientSession, told: Mapping[str, str], workplace: Workplace | None) -> Any:
         if self._function is not None:
             return await self._call(told, workplace)
         lent = dict(workplace.lent) if workplace is not None else {}
         if self._command:
             return await self._run(told, lent)
+        try:
+            return await self._post(web, {"task": self._task, **told, **({"container": lent} if lent else {})})
+        except aiohttp.ClientError as error:
+            raise EnvironmentFailed(f"did not answer: {error}") from error
+
+    async def _post(self, web: aiohttp.ClientSession, body: Mapping[str, Any]) -> Any:
+        """Tell a server of an episode, and return what it answers at its end."""
         assert self._url is not None
-        body = {"task": self._task, **told, **({"container": lent} if lent else {})}
         async with web.post(self._url, json=body, timeout=aiohttp.ClientTimeout()) as answer:
             content = b""
             async for part in answer.content.iter_any():
                 content += part
                 if len(content) > self._max_output_bytes:
-                    raise RuntimeError(f"{KEY}.url answers more than {self._max_output_bytes} bytes")
+                    raise EnvironmentFailed(f"answered more than {self._max_output_bytes} bytes ({KEY}.max_output_kib)")
             if answer.status != 200:
                 shown = content[:_SHOWN_CHARS].decode(errors="replace")
-                raise RuntimeError(f"{KEY}.url answers with status {answer.status}: {shown}")
-        return json.loads(content or b"null")
+                raise EnvironmentFailed(f"answered with status {answer.status}: {shown}")
+        try:
+            return json.loads(content or b"null")
+        except (ValueError, RecursionError):
+            shown = content[:_SHOWN_CHARS].decode(errors="replace")
+            raise EnvironmentFailed(f"answered what is no JSON: {shown!r}") from None
 
     async def _call(self, told: Mapping[str, str], workplace: Workplace | None) -> Any:
         assert self._function is not None
@@ -201,7 +242,7 @@ class Agent:
             while part := await process.stdout.read(2**16):
                 printed += part
                 if len(printed) > self._max_output_bytes:
-                    raise RuntimeError(f"{KEY}.command prints more than {self._max_output_bytes} bytes")
+                    raise EnvironmentFailed(f"printed more than {self._max_output_bytes} bytes ({KEY}.max_output_kib)")
             code = await process.wait()
         finally:
             with suppress(ProcessLookupError):
@@ -209,23 +250,29 @@ class Agent:
             await end(process)
         text = printed.decode(errors="replace").strip()
         if code:
-            raise RuntimeError(f"{KEY}.command ended with {code}; it last printed: {text[-_SHOWN_CHARS:]!r}")
+            how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+            raise EnvironmentFailed(f"{how}; it last printed: {text[-_SHOWN_CHARS:]!r}")
+        last = text.rpartition("\n")[2]
         with suppress(ValueError, RecursionError):
-            result = json.loads(text.rpartition("\n")[2])
+            result = json.loads(last)
             if isinstance(result, dict) and "reward" in result:
                 return result
-        return None
+        return Ungraded(last[-_SHOWN_CHARS:])
 
     @staticmethod
     def _read(result: Any) -> tuple[Any, float, bool]:
         """Return what a step returns, of what an agent has: a number, ``{"reward": number}``, or nothing.
 
         Raises:
-            ValueError: it is anything else.
+            EnvironmentFailed: it is anything else.
         """
+        if isinstance(result, Ungraded):
+            return {"role": UNGRADED, "content": result.printed}, 0.0, True
+        if isinstance(result, Mapping) and result and "reward" not in result:
+            raise EnvironmentFailed(f"ended with {shorten(result)}: it has no key 'reward'")
         reward = result.get("reward") if isinstance(result, Mapping) else result
         if reward is None:
-            return UNGRADED, 0.0, True
+            return Agent._read(Ungraded())
         if problem := number_problem(reward, "the reward"):
-            raise ValueError(f"the agent ended with {shorten(result)}: {problem}")
+            raise EnvironmentFailed(f"ended with {shorten(result)}: {problem}")
         return None, float(reward), True

@@ -25,7 +25,8 @@ MAX_MODEL_LEN = 160
 class FileReceiver:
     """The other end of no bridge: version v is the model of the directory that the trainer names, the even one or the odd one.
 
-    A file ``silent.<process id>`` in the parent directory makes the engine of that process step without drawing.
+    A file ``silent.<process id>`` in the parent directory makes the engine of that process step without drawing, one ``slow`` makes
+    all of them wait before a step.
     """
 
     def __init__(self, target: Any) -> None:
@@ -36,6 +37,8 @@ class FileReceiver:
             if (Path(self.directories[0]).parent / f"silent.{os.getpid()}").exists():
                 threading.Event().wait(0.05)
                 return []
+            if (Path(self.directories[0]).parent / "slow").exists():
+                threading.Event().wait(0.05)
             return list(step())
 
         target.step = perhaps_silent
@@ -59,13 +62,15 @@ class FileReceiver:
 
 
 def plan(directory: Path, engine: str = "hf", num_engines: int = 1, tp: int = 1, **settings: Any) -> FleetPlan:
-    """Engines of the tiny model in ``directory``."""
+    """Engines of the tiny model in ``directory``. ``episodes`` makes what plays episodes in each."""
+    episodes = settings.pop("episodes", None)
     limits = {"timeout_s": 20.0, "restarts": 3} | {
         k: settings.pop(k) for k in ("timeout_s", "restarts") if k in settings
     }
     cfg = RolloutConfig(engine=engine, layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.125, **settings)
     model = EngineModel(str(directory), str(directory), "fp32", MAX_MODEL_LEN, seed=0)
-    return FleetPlan(EngineOrder(cfg, model, FileReceiver), num_engines, tp, 1, **limits)
+    order = EngineOrder(cfg, model, FileReceiver, episodes)
+    return FleetPlan(order, num_engines, tp, 1, slots=cfg.max_num_seqs, **limits)
 
 
 @contextmanager

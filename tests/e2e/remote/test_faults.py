@@ -1,4 +1,4 @@
-"""Real engines under a real Ray that are killed, stopped, silenced, added and removed while they generate."""
+"""Real engines under a real Ray that are killed, stopped, silenced, added and removed while they generate, and lend turns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,35 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.schema import EnvironmentConfig
+from rlhf_mcore.environments.build import EpisodeOrder
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost
-from tests.commands import descendants
-from tests.e2e.remote.fleets import collected, plan, publish, requests, running
+from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
+from rlhf_mcore.trainer.rollouts import episode_request
+from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from tests.commands import descendants, wait_for
+from tests.e2e.remote.fleets import MAX_MODEL_LEN, collected, plan, publish, requests, running
 from tests.e2e.rollout.tiny import save_model
 
 NEW_TOKENS = 100
+SLOTS = 8  # turns that an engine draws at a time
+AGENT = """
+import os
+from openai import AsyncOpenAI
+
+CLIENT = AsyncOpenAI(api_key="of no episode", max_retries=0)
+
+async def play(task, base_url, api_key):
+    client, messages = CLIENT.with_options(base_url=base_url, api_key=api_key), list(task["messages"])
+    with open("begun", "a") as file:
+        file.write(f"{os.getppid()}\\n")
+    for _ in range(3):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        messages += [answer.choices[0].message, {"role": "tool", "content": "7"}]
+    return 0.5
+"""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +53,25 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def pair(directories: tuple[Path, Path]) -> Iterator[tuple[Fleet, list[str]]]:
     """One Ray and two engines for all tests that do not end them."""
-    with running(plan(directories[0], num_engines=2, timeout_s=4.0, max_num_seqs=8)) as made:
+    folder = directories[0].parent
+    (folder / "agent.py").write_text(AGENT)
+    own = EnvironmentConfig(function="agent", max_turns=3, max_tokens=150, workers=1)
+    own.agent.function = "agent.py:play"
+    episodes = EpisodeOrder(
+        own,
+        tools=[],
+        make_parser=ToolCallParser,
+        chat_template="auto",
+        tokenizer_dir=str(directories[0]),
+        fails=True,
+        overlap=True,
+        folder=str(folder),
+        num_engines=2,
+        max_total=MAX_MODEL_LEN,
+        variables={},
+    )
+    made_of = {"timeout_s": 4.0, "max_num_seqs": SLOTS, "episodes": episodes.build}
+    with running(plan(directories[0], num_engines=2, **made_of)) as made:
         yield made
 
 
@@ -125,6 +164,75 @@ def test_fault_33_engines_come_and_go_while_they_generate(
     tokens = {number: found.token_ids.tolist() for number, found in drawn.items()}
     assert tokens == undisturbed | {100 + number: found for number, found in undisturbed.items()}
     assert [found.name for found in fleet.status()] == [added]
+
+
+@pytest.fixture(scope="module")
+def at_home(pair: tuple[Fleet, list[str]], directories: tuple[Path, Path]) -> list[Trajectory]:
+    """Episodes of an agent where its engine never has more turns than it draws at a time."""
+    fleet, _ = pair
+    publish(fleet, 0, *directories)
+    fleet.pop_work()
+    drawn = [*play(fleet, range(6)), *play(fleet, range(6, 12))]
+    assert fleet.pop_work()[0].lent == 0
+    return drawn
+
+
+def play(fleet: Fleet, samples: range, meanwhile: Callable[[], None] = lambda: None) -> list[Trajectory]:
+    """Play episodes of one prompt, which go to one engine."""
+    text = "Which-number?"
+    prompt = Prompt("p", 0, [5, 6, 7], text, messages=[{"role": "user", "content": text}])
+    sampling = Sampling(max_new_tokens=30, seed=3)
+    fleet.submit([episode_request(sample, prompt, sample, sampling, step=0) for sample in samples])
+    meanwhile()
+    drawn = collected(fleet, len(samples))
+    return [drawn[sample].trajectory for sample in samples]
+
+
+@pytest.mark.parametrize("lost", ["nobody", "the engine that they were lent to", "the engine of the episodes"])
+def test_fault_18_turns_of_a_loaded_engine_are_drawn_by_another_and_episodes_are_those_of_one(
+    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], at_home: list[Trajectory], lost: str
+) -> None:
+    fleet, notes = pair
+    while any(found.state == "starting" for found in fleet.status()):
+        fleet.collect(0.2)
+    engines, folder = pids(fleet, directories, f"lost-{lost}"), directories[0].parent
+    (folder / "begun").unlink()
+    fleet.pop_work(), notes.clear()
+    players = [0, 0]
+
+    def lend_and_lose() -> None:
+        wait_for(lambda: fleet.pop_work()[0].lent > 0, 60)
+        owner = int((folder / "begun").read_text().split()[0])
+        players[:] = sorted(engines, key=lambda pid: pid != owner)
+        if lost != "nobody":
+            kill(players[lost == "the engine that they were lent to"], folder)
+        (folder / "slow").unlink()
+
+    (folder / "slow").touch()
+    drawn = play(fleet, range(12), lend_and_lose)
+    for found, expected in zip(drawn, at_home, strict=True):
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert {version for _, version in found.versions} == {0}
+        assert found.num_sampled > 0 and [turn.writer for turn in found.turns].count("policy") == 3
+        assert found.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
+        assert found.sampled_logprobs.tolist() == pytest.approx(logprobs_of(found, directories[0]), abs=1e-4)
+    begun = [int(line) for line in (folder / "begun").read_text().split()]
+    again = 12 if lost == "the engine of the episodes" else 0  # else all stay with the engine that has their history
+    assert [begun.count(pid) for pid in players] == [12, again] and len(begun) == 12 + again
+    told = [note for note in notes if "is ready" not in note]
+    assert len(told) == (lost != "nobody") and all("has failed and is started again, its " in note for note in told)
+
+
+def logprobs_of(played: Trajectory, directory: Path) -> list[float]:
+    """What transformers gives for the tokens that the policy sampled."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor(played.token_ids.tolist())
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(directory).eval()(tokens[None]).logits[0, :-1]
+    found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return [float(value) for value in found[torch.tensor(played.loss_mask[1:])]]
 
 
 def test_fault_32_without_ray_there_is_one_message_and_no_wait(

@@ -47,6 +47,18 @@ def plain(task, base_url, api_key):
 async def hangs(task, base_url, api_key):
     await asyncio.sleep(600)
 
+def well(task, base_url, api_key):
+    return float(ask(base_url, api_key) == "")
+
+async def mute(task, base_url, api_key):
+    return 1
+
+async def gives_up(task, base_url, api_key):
+    await asyncio.wait_for(asyncio.sleep(60), 0.01)
+
+async def misspells(task, base_url, api_key):
+    return {"rewrad": 1}
+
 async def fails_once(task, base_url, api_key):
     if not Path("tried").exists():
         Path("tried").touch()
@@ -166,13 +178,17 @@ def play(endpoint: Endpoint, *truths: Any, **agent: Any) -> list[Answer]:
 def test_functions(endpoint: Endpoint) -> None:
     assert [answer.reward for answer in play(endpoint, 3, 4, function="functions.py:play")] == [3.0, 4.0]
     [plain] = play(endpoint, 3, function="functions.py:plain")
-    assert (plain.messages, plain.done, plain.error) == ([UNGRADED], True, "")
+    assert (plain.messages, plain.done, plain.error) == ([{"role": UNGRADED, "content": ""}], True, "")
     [odd] = play(endpoint, 3, function="functions.py:odd")
-    assert "the agent ended with 'much'" in odd.error
+    assert odd.error == "ended with 'much' (str): the reward must be a number"
     [late] = play(endpoint, 3, function="functions.py:hangs", timeout_s=0.3)
-    assert "took longer than environment.agent.timeout_s=0.3 s" in late.error
+    assert late.error == "took longer than environment.agent.timeout_s=0.3 s" and late.timed_out
+    [own] = play(endpoint, 3, function="functions.py:gives_up")  # another timeout than ours
+    assert "raised TimeoutError" in own.error and not own.timed_out
+    [other] = play(endpoint, 3, function="functions.py:misspells")
+    assert other.error == "ended with {'rewrad': 1} (dict): it has no key 'reward'"
     [first] = play(endpoint, 3, function="functions.py:fails_once")
-    assert "KeyError" in first.error or "what" in first.error
+    assert first.error.startswith("raised KeyError: 'what' (functions.py, line ")
     Path("tried").unlink()
     [second] = play(endpoint, 3, function="functions.py:fails_once", retries=1)
     assert second.reward == 1.0 and not second.error
@@ -196,14 +212,16 @@ def test_programs(endpoint: Endpoint) -> None:
         max_output_kib=64.0,
     )
     assert rewards.reward == 0.25 and not rewards.error
-    assert silent.messages == [UNGRADED] and not silent.error
-    assert "environment.agent.command ended with 1; it last printed: 'no idea'" in fails.error
-    assert "environment.agent.command ended with -9" in killed.error
-    assert "prints more than 65536 bytes" in floods.error
+    assert silent.messages == [{"role": UNGRADED, "content": "the end"}] and not silent.error
+    assert fails.error == "ended with exit code 1; it last printed: 'no idea'"
+    assert "was killed by signal 9" in killed.error
+    assert floods.error == "printed more than 65536 bytes (environment.agent.max_output_kib)"
     assert "took longer than environment.agent.timeout_s=6 s" in hangs.error
     assert time.monotonic() - begun < 25 and not Path("escaped").exists()
     with refused(ConfigError, field="environment.agent.command", value="no-such-program"):
         play(endpoint, 1, command=["no-such-program"])
+    with refused(ConfigError, field="environment.agent.command", remedy="[python, agent.py]"):
+        play(endpoint, 1, command=["python agent.py"])
 
 
 def test_servers(endpoint: Endpoint) -> None:
@@ -228,9 +246,11 @@ def test_servers(endpoint: Endpoint) -> None:
     finally:
         server.shutdown()
         server.server_close()
-    assert rewards.reward == 0.5 and silent.messages == [UNGRADED]
-    assert "answers more than 65536 bytes" in floods.error and "raised" in junk.error
-    assert "environment.agent.url answers with status 500" in fails.error
+    assert rewards.reward == 0.5 and silent.messages == [{"role": UNGRADED, "content": ""}]
+    [gone] = play(endpoint, "rewards", url=url)
+    assert "did not answer: Cannot connect to host 127.0.0.1" in gone.error
+    assert "answered more than 65536 bytes" in floods.error and junk.error == "answered what is no JSON: 'junk'"
+    assert "answered with status 500" in fails.error
 
 
 CODES: Any = {"kind": "sandbox", "extra": {"container": {"files": {"x.txt": "hello"}, "tests": "grep -q bye x.txt"}}}
@@ -273,7 +293,16 @@ def test_an_agent_is_tried_before_a_run(capsys: pytest.CaptureFixture[str], fold
             {"model": {"path": "m"}, "data": {"train": ["rows.jsonl"], "answer_key": "answer"}, "environment": keys}
         )
     )
-    assert reward_test.main(["run.yaml", "environment.agent.function=functions.py:plain"]) == 0
+    assert reward_test.main(["run.yaml", "environment.agent.function=functions.py:well"]) == 0
     assert "2 episodes of a turn without a word, 0 failed" in capsys.readouterr().out
-    assert reward_test.main(["run.yaml", "environment.agent.function=functions.py:odd"]) == 2
-    assert "the agent ended with 'much'" in capsys.readouterr().out
+    wrong = {
+        "odd": "in step: ended with 'much'",
+        "plain": "ended without a reward; let it give one, or set environment.score=reward",
+        "mute": "ended without a turn of the policy",
+    }
+    for name, problem in wrong.items():
+        assert reward_test.main(["run.yaml", f"environment.agent.function=functions.py:{name}"]) == 2
+        assert problem in capsys.readouterr().out
+    hangs = ["environment.agent.function=functions.py:hangs", "environment.agent.timeout_s=0.2"]
+    assert reward_test.main(["run.yaml", *hangs]) == 2
+    assert "raise environment.agent.timeout_s" in capsys.readouterr().err
