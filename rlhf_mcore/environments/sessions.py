@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import AGENT, ASKING
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.show import redact
 from rlhf_mcore.environments.worker import KEY
 from rlhf_mcore.rewards.frames import encode
 from rlhf_mcore.rewards.items import MAX_LOST_IN_A_ROW, WorkerLimits
@@ -285,8 +286,8 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
     options, timeout_s, name = own.options or {}, own.timeout_s, f"{KEY}={own.function}"
     if own.function == AGENT:  # the only step is an episode, with all tries
         agent = own.agent
-        given = {"command": " ".join(agent.command or ()), "function": agent.function, "url": agent.url}
-        name = next((f"environment.agent.{kind}={what}" for kind, what in given.items() if what), name)
+        shown = {"command": (agent.command or [""])[0], "function": agent.function, "url": redact(agent.url)}
+        name = next((f"environment.agent.{kind}={what}" for kind, what in shown.items() if what), name)
         options = {name: getattr(agent, name) for name in ("command", "function", "url", "timeout_s", "retries")}
         options["max_output_bytes"] = int(agent.max_output_kib * 1024)
     if own.function in ASKING:

@@ -45,7 +45,7 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
                     sessions.step(key, silent)
             while sessions.num_calls:
                 if endpoint is not None:
-                    asked |= endpoint.answer_nothing()
+                    asked |= endpoint.answer_nothing(calls_tools=cfg.environment.tool_parser is not None)
                 for key, answer in sessions.poll(None):
                     error = answer.error
                     if endpoint is not None and method == "step":

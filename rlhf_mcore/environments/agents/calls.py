@@ -11,6 +11,8 @@ from rlhf_mcore.environments.agents.conversation import Asked
 
 MODEL = "policy"  # its name, whatever a client calls it
 
+NO_PARSER = "tools are given, and environment.tool_parser is not set, so none can be called"
+
 
 class Refused(Exception):
     """A request that is not answered, with the status of HTTP and the reason."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.agents.calls import Call, Refused, Said
+from rlhf_mcore.environments.agents.calls import NO_PARSER, Call, Refused, Said
 from rlhf_mcore.environments.agents.conversation import Asked, Conversation, Place, comparable
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
@@ -258,9 +258,7 @@ class AgentEpisodes:
             if isinstance(place, str):
                 call.answer(Refused(400, place))
             elif call.asked is not None and call.asked.tools and self._talk.parse is None:
-                call.answer(
-                    Refused(400, "tools are given, and environment.tool_parser is not set, so none can be called")
-                )
+                call.answer(Refused(400, NO_PARSER))
             elif refusal := self._refuse(each, place, call.n):
                 call.answer(refusal)
             else:

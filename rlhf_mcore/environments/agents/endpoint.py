@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.agents.calls import MODEL, Call, Refused, Said
+from rlhf_mcore.environments.agents.calls import MODEL, NO_PARSER, Call, Refused, Said
 from rlhf_mcore.environments.agents.dialects import DIALECTS, Dialect, Order
 from rlhf_mcore.environments.agents.streams import STREAMS, Part
 
@@ -64,6 +64,7 @@ class Endpoint:
                 application.router.add_post(path, self._serve)
             application.router.add_post(BEGIN, self._begin)
             application.router.add_get("/v1/models", self._models)
+            application.router.add_route("*", "/{path:.*}", _not_served)
             runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
             await runner.setup()
             site = web.TCPSite(runner, host, 0)
@@ -117,11 +118,13 @@ class Endpoint:
             except Empty:
                 return calls
 
-    def answer_nothing(self) -> set[int]:
+    def answer_nothing(self, *, calls_tools: bool = True) -> set[int]:
         """Answer the calls that have come by turns without a word, in the place of a policy. Returns the episodes that asked."""
         calls = self.take()
         for call in calls:
-            call.answer([Said({"role": "assistant", "content": ""}, (), "stop", 0)] * call.n)
+            refused = call.asked is not None and call.asked.tools and not calls_tools
+            silence = [Said({"role": "assistant", "content": ""}, (), "stop", 0)] * call.n
+            call.answer(Refused(400, NO_PARSER) if refused else silence)
         return {call.key for call in calls if call.asked is not None}
 
     # ------------------------------------------------------------------------------------ of the server's thread
@@ -281,6 +284,12 @@ def _refuse_all(episode: _Episode) -> None:
     for call in list(episode.waiting):
         call.gone = True
         call.answer(Refused(410, _ENDED))
+
+
+async def _not_served(request: web.Request) -> web.StreamResponse:
+    served = ", ".join(f"POST {path}" for path in DIALECTS)
+    refusal = Refused(404, f"{request.method} {request.path} is not served; {served} are, and GET /v1/models")
+    return _refusal(DIALECTS["/v1/chat/completions"], refusal)
 
 
 def _object(content: bytes) -> dict[str, Any]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 KEY = "environment.agent"
 UNGRADED = "ungraded"  # role of a message in the place of an observation: the agent leaves the score to others
+_PARAMETERS = ("task", "base_url", "api_key")
 NO_TURN = "ended without a turn of the policy"
 _THREADS = ThreadPoolExecutor(256)  # of agents that are no coroutines; each is started when it is needed
 _CANCEL_S = 10.0  # for an agent that is cancelled
@@ -49,6 +50,28 @@ def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
         return ""
     printed = f" and last printed {said!r}" if (said := messages[0]["content"]) else ""
     return f"ended without a reward{printed}; let it give one, or set environment.score=reward"
+
+
+def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:
+    """Load an agent that is a function. Returns also whether it takes a container.
+
+    Raises:
+        ConfigError: it cannot be called with what it is to get, or returns no reward.
+    """
+    key = f"{KEY}.function={spec}"
+    function = load_function(spec, f"{KEY}.function")
+    signature = inspect.signature(function)
+    container = signature.parameters.get("container")
+    if container is not None and not has_container and container.default is inspect.Parameter.empty:
+        raise ConfigError(f"{key} takes a container, and there are none; set environment.container.kind")
+    try:
+        signature.bind(*_PARAMETERS, **({"container": None} if container is not None else {}))
+    except TypeError as error:
+        wanted = ", ".join(_PARAMETERS)
+        raise ConfigError(f"{key}: its parameters are {signature} ({error}); let it take ({wanted})") from None
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigError(f"{key} yields; let it return its reward")
+    return function, container is not None
 
 
 class Agent:
@@ -89,21 +112,14 @@ class Agent:
 
             self._place = place_of(json.dumps(container))
         if command and shutil.which(command[0]) is None:
-            parts = command[0].split()
-            remedy = f"write it as a list, [{', '.join(parts)}]" if len(parts) > 1 else "give its path"
-            raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; {remedy}")
-        if function is not None:
-            self._function = load_function(function, f"{KEY}.function")
-            parameters = inspect.signature(self._function).parameters
-            self._takes_container = "container" in parameters
-            if (
-                self._takes_container
-                and container is None
-                and parameters["container"].default is inspect.Parameter.empty
-            ):
+            first, *rest = command[0].split() or [""]
+            if rest:  # arguments may be secrets
                 raise ConfigError(
-                    f"{KEY}.function={function} takes a container, and there are none; set environment.container.kind"
+                    f"{KEY}.command is one text, {first!r} and more; write it as a list, [{first}, agent.py]"
                 )
+            raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; give its path")
+        if function is not None:
+            self._function, self._takes_container = _load(function, container is not None)
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
         """Take the task; the agent starts with ``step``.

@@ -50,6 +50,12 @@ async def hangs(task, base_url, api_key):
 def well(task, base_url, api_key):
     return float(ask(base_url, api_key) == "")
 
+async def few(task, base_url):
+    return 1
+
+async def yields(task, base_url, api_key):
+    yield 1
+
 async def mute(task, base_url, api_key):
     return 1
 
@@ -220,8 +226,11 @@ def test_programs(endpoint: Endpoint) -> None:
     assert time.monotonic() - begun < 25 and not Path("escaped").exists()
     with refused(ConfigError, field="environment.agent.command", value="no-such-program"):
         play(endpoint, 1, command=["no-such-program"])
-    with refused(ConfigError, field="environment.agent.command", remedy="[python, agent.py]"):
-        play(endpoint, 1, command=["python agent.py"])
+    with refused(ConfigError, field="environment.agent.command", remedy="write it as a list, [python, agent.py]"):
+        play(endpoint, 1, command=["python program.py --token=secret"])
+    for name, remedy in {"few": "let it take (task, base_url, api_key)", "yields": "let it return its reward"}.items():
+        with refused(ConfigError, field="environment.agent.function", value=f"functions.py:{name}", remedy=remedy):
+            play(endpoint, 1, function=f"functions.py:{name}")
 
 
 def test_servers(endpoint: Endpoint) -> None:

@@ -203,21 +203,21 @@ def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize(
-    ("mode", "prompt", "text"),
+    ("mode", "prompt", "text", "question"),
     [
-        ("auto", "1+1=", "[u]1+1=\n[a]"),
-        ("auto", "<eos>[u]1+1=", "<eos>[u]1+1="),  # a special token: it is rendered already
-        ("true", "<eos>[u]1+1=", "[u]<eos>[u]1+1=\n[a]"),
-        ("false", "1+1=", "1+1="),
-        ("false", [{"role": "user", "content": "1+1="}], "[u]1+1=\n[a]"),
+        ("auto", "1+1=", "[u]1+1=\n[a]", "1+1="),
+        ("auto", "<eos>[u]1+1=", "<eos>[u]1+1=", None),  # a special token: it is rendered already
+        ("true", "<eos>[u]1+1=", "[u]<eos>[u]1+1=\n[a]", "<eos>[u]1+1="),
+        ("false", "1+1=", "1+1=", None),
+        ("false", [{"role": "user", "content": "1+1="}], "[u]1+1=\n[a]", None),
     ],
 )
 def test_texts_and_the_chat_template(
-    mode: str, prompt: Any, text: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    mode: str, prompt: Any, text: str, question: str | None, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", {"prompt": prompt})
     (loaded,) = load_prompts([file], tokenizer, DataConfig(apply_chat_template=mode))
-    assert loaded.text == text
+    assert (loaded.text, loaded.question) == (text, question)
 
 
 def test_texts_without_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:

@@ -493,6 +493,8 @@ def test_junk_is_refused_in_one_line_and_harms_nobody(run: Any, tokenizer: PreTr
         for key in (None, "", "x" * 43, api_key[:-1], api_key + "x", "ü"):
             for path in ("chat/completions", "messages", "begin"):
                 assert post(base_url, path, b"{}", key and key.encode().decode("latin-1"))[0] == 401
+        status, answer = post(base_url, "embeddings", b"{}", api_key)
+        assert status == 404 and "POST /v1/embeddings is not served; POST /v1/chat/" in answer["error"]["message"]
         assert post(base_url, "chat/completions", b"x" * (serving.MAX_BYTES + 1), api_key)[0] == 413
         assert chat(base_url, api_key).models.list().data[0].id == "policy"
         assert (
@@ -502,6 +504,13 @@ def test_junk_is_refused_in_one_line_and_harms_nobody(run: Any, tokenizer: PreTr
 
     [whole] = run(["ok"], play)
     assert sampled(whole, tokenizer) == ["ok<end>"]
+
+
+def test_a_prompt_that_is_a_text_is_a_message_of_the_user(tokenizer: PreTrainedTokenizerBase) -> None:
+    rendered = Prompt("p", 0, [1], "<user>q<end><assistant>", question="q")
+    assert Conversation(tokenizer).messages_of(rendered) == HI and Conversation(tokenizer).messages_of(PROMPT) == HI
+    assert Conversation(tokenizer).messages_of(Prompt("p", 0, [1], "<user>q<end><assistant>")) is None
+    assert Conversation(tokenizer, "false").messages_of(Prompt("p", 0, [1], "q")) == HI
 
 
 def test_the_key_of_an_episode_that_has_ended_is_refused(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
