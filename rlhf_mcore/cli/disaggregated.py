@@ -80,6 +80,7 @@ def build_disaggregated(
             adapter=adapter,
             full_every=cfg.bridge.full_every,
             transport=cfg.bridge.transport,
+            quantisation=rollout.quantization,
         ),
         world_group(),
         fleet,

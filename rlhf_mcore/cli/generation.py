@@ -29,7 +29,7 @@ from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
-from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, TOLERANCE, Canary, canary_prompts
+from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, OF_8_BITS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.collecting import Collect, collect_next
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.exchange import RowExchange
@@ -167,7 +167,8 @@ def build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: W
     length = min(NUM_TOKENS, cfg.data.max_prompt_tokens)
     prompts = canary_prompts(worker.engine.num_engines, length, actor.model.spec.geometry.vocab_size)
     sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(MAX_NEW_TOKENS, drawn.max_new_tokens))
-    return Canary(worker, target, actor, prompts, sampling, TOLERANCE[DTYPES[run.dtype]])
+    tolerance = TOLERANCE[DTYPES[run.dtype]] if cfg.rollout.quantization is None else OF_8_BITS
+    return Canary(worker, target, actor, prompts, sampling, tolerance)
 
 
 def _live(cfg: Config, engine: Engine) -> LiveEngine:
@@ -181,7 +182,7 @@ def _trace(cfg: Config, shapes: Shapes, engine: Engine) -> EngineMap | None:
         return None
     if cfg.bridge.live_cpu_weights and engine_kind(cfg.rollout.engine).reads("bridge.live_cpu_weights"):
         keep_loading_layout(_live(cfg, engine).model)
-    return engine_map(_live(cfg, engine).model, shapes)
+    return engine_map(_live(cfg, engine).model, shapes, cfg.rollout.quantization)
 
 
 def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
@@ -218,6 +219,7 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
         nodes=nodes(),
         sources=None if sent is None else sent.sources,
         adapter=None if sent is None else sent.adapter,
+        quantisation=cfg.rollout.quantization,
     )
     return bridge if cfg.bridge.verify == "full" else changed_only(cfg, actor, bridge, engine)
 

@@ -127,8 +127,9 @@ def at_publish(cfg: Config) -> str | None:
 
 
 def correction_mode(cfg: Config) -> str:
-    """Choose how the policy term is weighed: where tokens may be of older policies, by the ratio of each."""
-    return cfg.algorithm.rollout_correction.mode or ("token" if cfg.trainer.max_staleness else "off")
+    """Choose how the policy term is weighed: where tokens may be of older policies, or of 8 bits, by the ratio of each."""
+    is_other = cfg.trainer.max_staleness or cfg.rollout.quantization
+    return cfg.algorithm.rollout_correction.mode or ("token" if is_other else "off")
 
 
 def part_weights(cfg: Config) -> dict[str, float] | None:

@@ -22,6 +22,7 @@ from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 # Largest mean difference of a response's logprobs. Sums in another order differ by 1e-6 in fp32 and by 1e-2 in bf16, and in a mixture
 # a token near the border between two experts may take the other one.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+OF_8_BITS = 0.5  # where an engine's weights are quantised
 NUM_TOKENS, MAX_NEW_TOKENS = 8, 4  # of a prompt, and of a response, at most
 
 

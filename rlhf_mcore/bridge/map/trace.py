@@ -77,6 +77,11 @@ class EngineMap:
                 groups.setdefault(parameter.module, []).append(parameter)
         return tuple(tuple(group) for group in groups.values())
 
+    @property
+    def together(self) -> list[list[str]]:
+        """Hugging Face names of what a sync has to bring together: the tensors of each repacked layer."""
+        return [sorted({piece.hf_name for p in layer for piece in p.pieces}) for layer in self.repacked]
+
     def views(self, model: nn.Module) -> dict[str, Tensor]:
         """Return live flat tensors of the direct parameters: offsets and strides of the pieces apply to them.
 

@@ -79,6 +79,7 @@ class BridgeJob:
     adapter: AdapterSizes | None = None
     full_every: int | None = None
     transport: str = "group"
+    quantisation: str | None = None
 
     def links(self, timeout_s: float) -> Callable[[dist.ProcessGroup], Links]:
         """Return what makes the links of a plan over a group."""
@@ -137,6 +138,7 @@ class _End:
                     adapter=job.adapter,
                     full_every=job.full_every,
                     previous=side.previous,
+                    quantisation=job.quantisation,
                     make_links=job.links(spec.timeout_s),
                 )
         except BaseException:

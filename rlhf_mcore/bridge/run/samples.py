@@ -134,7 +134,9 @@ class Drawn:
     def add(self, buffer: str, flat: Tensor) -> None:
         """Read the samples of a flat tensor."""
         for read in self.reads.get(buffer, ()):
-            values = flat.index_select(0, read.elements).to(read.dtype)
+            # torch indexes no floats of 8 bits
+            bits = flat if flat.itemsize > 1 else flat.view(torch.uint8)
+            values = bits.index_select(0, read.elements).view(flat.dtype).to(read.dtype)
             self.numbers.append(read.numbers)
             self.bits.append(values.view(_BITS[values.element_size()]).to(torch.int64))
 

@@ -30,6 +30,7 @@ from rlhf_mcore.protocols import ADAPTER_SLOTS, LiveWeights, SyncMismatch, SyncS
 
 if TYPE_CHECKING:
     from rlhf_mcore.bridge.files.gather import Gatherer
+    from rlhf_mcore.bridge.map.quantised import Names
     from rlhf_mcore.bridge.run.changes import Changes
     from rlhf_mcore.bridge.run.endpoints import KeptSources
 
@@ -49,6 +50,9 @@ class _Names:
 
     def shapes(self) -> Shapes:
         return {name: shape for geometry in self._geometries for name, shape in hf_shapes(geometry.trunk).items()}
+
+    def sent(self, parameters: Sequence[LocalParameter]) -> Sequence[LocalParameter]:
+        return parameters
 
     def pieces(self, parameter: LocalParameter) -> Sequence[Piece]:
         geometry = self._geometries[-1 if ".lora_" in parameter.name else 0]
@@ -124,6 +128,7 @@ class PlannedBridge:
         adapter: of an engine that adds adapters itself. Their A and B are among ``parameters``, and travel under the names of PEFT.
         full_every: of so many syncs one sends everything, and the others what has changed; None: all send everything.
         previous: with ``full_every``, what was sent last, on ranks that send.
+        quantisation: of weights on their way, by its name in ``QUANTISATIONS``.
         make_links: makes the links of a plan over ``group``. Collective over it.
     """
 
@@ -145,9 +150,15 @@ class PlannedBridge:
         adapter: AdapterSizes | None = None,
         full_every: int | None = None,
         previous: KeptSources | None = None,
+        quantisation: str | None = None,
         make_links: Callable[[dist.ProcessGroup], Links] = GroupLinks,
     ):
-        names = _Names(geometry, adapter)
+        names: Names = _Names(geometry, adapter)
+        self._map = engine_map(target.model, names.shapes(), quantisation) if traced is None else traced
+        if quantisation is not None:
+            from rlhf_mcore.bridge.run import quantised
+
+            names = quantised.QuantisedNames(names, quantisation)
         pieces_of = names.pieces
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
         shapes = names.shapes()
@@ -157,21 +168,26 @@ class PlannedBridge:
         self._aliases = {"lm_head.weight": embedding_name(geometry)} if geometry.tied_embeddings else {}
         self._group = group
         self._full_every, self._previous, self._make_links = full_every, previous, make_links
+        self._landing: type[EngineDestinations] = EngineDestinations
         self._last: _Transfer | None = None  # the receivers' copies are of what it has brought
         self._digest_every, self._num_syncs = digest_every, 0
-        self._map = engine_map(target.model, shapes) if traced is None else traced
-        self._dtypes = wire_dtypes(parameters, pieces_of, group)
+        sent = names.sent(parameters)
+        self._dtypes = wire_dtypes(sent, pieces_of, group)
         self._described = _Descriptions(
-            describe_sources(parameters, pieces_of, group),
+            describe_sources(sent, pieces_of, group),
             describe_destinations(self._map, group),
             shapes,
             self._engine_dtypes(),
         )
         check_coverage(self._described.sources, self._described.destinations, shapes)
         # Tensors of one repacked layer have to come together. These may differ between ranks.
-        repacked = [sorted({p.hf_name for q in layer for p in q.pieces}) for layer in self._map.repacked]
-        self._together = [frozenset(layer) for layers, _ in all_gather_unique_json(repacked, group) for layer in layers]
+        together = all_gather_unique_json(self._map.together, group)
+        self._together = [frozenset(layer) for layers, _ in together for layer in layers]
         self._sources = sources or LiveSources({p.name: p.tensor.view(-1) for p in parameters})
+        if quantisation is not None:
+            places = self._described.sources
+            eight = quantised.QuantisedSources(self._sources, parameters, names, places, group, previous)
+            self._sources, self._previous, self._landing = eight, eight.kept, quantised.landing(self._map)
         self._whole = self._make_transfer(None)
         self._parts: dict[frozenset[str], _Transfer] = {}
 
@@ -265,7 +281,7 @@ class PlannedBridge:
         if verify == "sample":
             drawn = Drawn(self._pieces_of_samples(transfer)[1].reads(version, self._sources.device))
         written = _Written(self._described, transfer, verify, self._group, drawn)
-        destinations = EngineDestinations(
+        destinations = self._landing(
             model,
             self._map,
             transfer.rank_plan,
@@ -397,8 +413,12 @@ def _reduce_to(places: Sequence[Place], transfer: _Transfer) -> list[Place]:
     return [place for place in reduced if place.pieces]
 
 
-def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
+def engine_map(model: nn.Module, shapes: Shapes, quantisation: str | None = None) -> EngineMap:
     """Map the live model of an engine: traced from vLLM's loaders, or read from a transformers model."""
+    if quantisation is not None:
+        from rlhf_mcore.bridge.run.quantised import map_engine
+
+        return map_engine(model, shapes, quantisation, engine_map)
     if hasattr(model, ADAPTER_SLOTS):
         from rlhf_mcore.bridge.map.adapter_slots import trace_with_adapters
 

@@ -74,7 +74,7 @@ class RolloutCorrectionConfig(Group):
             sequence="of each response",
             geometric="only leave out responses, by the geometric mean of their tokens' ratios",
         ),
-        null="`token` with `trainer.max_staleness`, else `off`",
+        null="`token` with `trainer.max_staleness` or `rollout.quantization`, else `off`",
         more="See [asynchronous runs](algorithms.md#asynchronous-runs).",
     )
     cap: float = key(2.0, "largest weight", ABOVE_0)

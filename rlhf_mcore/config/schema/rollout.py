@@ -155,6 +155,15 @@ class RolloutConfig(Group):
         more="Longer prompts are computed in parts. It bounds `rollout.max_num_seqs`; vLLM's choice is no less than that.",
         only_with=engines_that_read("rollout.max_num_batched_tokens"),
     )
+    quantization: Optional[str] = key(
+        None,
+        "weights of engines",
+        one_of(fp8="8 bits, a scale for each block of 128x128", int8="8 bits, a scale for each row"),
+        null="in `model.dtype`",
+        more="The trainer's stay as they are: they are quantised on their way, so a sync moves half the bytes of bf16. "
+        "See [8 bits](bridge.md#weights-of-8-bits).",
+        only_with=engines_that_read("rollout.quantization"),
+    )
     gpu_memory_utilization: float = key(0.5, "CUDA: share of a device's memory that an engine may use", SHARE)
     kv_cache_gib: float = key(0.5, "CPU: size of an engine's key-value cache", ABOVE_0)
     server: ServerConfig = group(ServerConfig)

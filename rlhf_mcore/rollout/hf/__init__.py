@@ -27,4 +27,5 @@ KIND = _HF(
     "hf",
     "Hugging Face generate: slow, for comparison",
     attention_kernels=("eager", "sdpa", "flash_attention_2"),
+    own_keys=("rollout.quantization",),
 )

@@ -60,5 +60,10 @@ KIND = _VLLM(
     sleeps=True,
     reserves_cache=True,
     temperatures=(0.01, 2.0),  # it draws at the former for anything below, and refuses what is above the latter
-    own_keys=("rollout.max_num_batched_tokens", "rollout.speculative", "bridge.live_cpu_weights"),
+    own_keys=(
+        "rollout.max_num_batched_tokens",
+        "rollout.speculative",
+        "rollout.quantization",
+        "bridge.live_cpu_weights",
+    ),
 )

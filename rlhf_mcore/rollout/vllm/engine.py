@@ -6,6 +6,7 @@ import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,6 +84,10 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
+            if self._holds_8_bits(cfg):
+                from rlhf_mcore.rollout.vllm.quantised import mark
+
+                mark(self.model)
             if cfg.speculative.method == "ngram":
                 import numba
 
@@ -106,8 +111,17 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             if model.dtype == "fp32":
                 cpu.use_norm_kernels(self.model)
 
+    def _holds_8_bits(self, cfg: RolloutConfig) -> bool:
+        """Tell whether the engine has weights of 8 bits. On a CPU it gets their values in the model's dtype."""
+        return cfg.quantization is not None and self._on_cuda
+
     def _options(self, cfg: RolloutConfig, model: EngineModel) -> dict[str, Any]:
         """Return the arguments of vllm.LLM."""
+        quantisation = None
+        if self._holds_8_bits(cfg):
+            from rlhf_mcore.rollout.vllm.quantised import config_of
+
+            quantisation = config_of(cfg.quantization, self._expected.shapes)
         options: dict[str, Any] = {
             "model": model.model_dir,
             "skip_tokenizer_init": True,  # tokens in, tokens out: text is made once, at the end
@@ -115,7 +129,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.layout.tp,
             "load_format": "dummy",
-            "hf_overrides": _remove_quantisation,
+            "hf_overrides": partial(_set_quantisation, quantisation),
             "dtype": _DTYPES[model.dtype],
             "max_model_len": model.max_model_len,
             "max_num_seqs": cfg.max_num_seqs,
@@ -413,9 +427,11 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         gc.collect()
 
 
-def _remove_quantisation(hf_config: Any) -> Any:
-    """Remove the quantisation of the model's files from a config: they are dequantised before an engine gets any of it."""
-    if hasattr(hf_config, "quantization_config"):
+def _set_quantisation(quantisation: dict[str, Any] | None, hf_config: Any) -> Any:
+    """Replace the quantisation of the model's files in a config: they are dequantised before an engine gets any of it."""
+    if quantisation is not None:
+        hf_config.quantization_config = quantisation
+    elif hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
     return hf_config
 

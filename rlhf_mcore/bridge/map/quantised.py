@@ -1,0 +1,147 @@
+"""Places of weights of 8 bits: a rank holds the scales of all blocks that it holds a part of, beside its part of the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.rectangles import Rectangle, contiguous_strides
+from rlhf_mcore.bridge.map.rules import Shapes
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
+from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
+from rlhf_mcore.geometry import LocalParameter
+
+SCALES = "::scales"  # behind the name of a local tensor: that of its scales
+
+
+class Names(Protocol):
+    """What travels, before it is quantised."""
+
+    def shapes(self) -> Shapes: ...
+    def pieces(self, parameter: LocalParameter) -> Sequence[Piece]: ...
+    def sent(self, parameters: Sequence[LocalParameter]) -> Sequence[LocalParameter]: ...
+
+
+def scale_pieces(pieces: Sequence[Piece], kind: Quantisation) -> tuple[tuple[Piece, ...], int]:
+    """Describe the scales of some pieces, one rectangle behind the other. Returns them, and the number of elements.
+
+    Pieces that hold parts of one block have its scale each.
+    """
+    scales, offset = list[Piece](), 0
+    for piece in pieces:
+        start, shape = kind.blocks(piece.start, piece.shape)
+        scales.append(Piece(piece.hf_name + kind.suffix, start, shape, offset, contiguous_strides(shape)))
+        offset += prod(shape)
+    return tuple(scales), offset
+
+
+def are_quantised(pieces: Sequence[Piece], kind: Quantisation) -> bool:
+    """Tell whether the tensors in one local tensor have 8 bits: all, or none."""
+    found = {kind.applies(piece.hf_name) for piece in pieces}
+    assert len(found) < 2, f"8 bits and more in one tensor: {[piece.hf_name for piece in pieces]}"
+    return True in found
+
+
+class QuantisedNames:
+    """What travels where some tensors are quantised: these in 8 bits, and their scales as further tensors."""
+
+    def __init__(self, names: Names, quantisation: str) -> None:
+        self.kind = QUANTISATIONS[quantisation]
+        self._names, self._shapes = names, names.shapes()
+
+    def shapes(self) -> Shapes:
+        return self.kind.with_scales(self._shapes)
+
+    def pieces(self, parameter: LocalParameter) -> Sequence[Piece]:
+        if parameter.name.endswith(SCALES):
+            weight = replace(parameter, name=parameter.name.removesuffix(SCALES))
+            return scale_pieces(self._names.pieces(weight), self.kind)[0]
+        return self._names.pieces(parameter)
+
+    def sent(self, parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
+        """Describe what of a rank's parameters is sent: tensors on the meta device where these are quantised."""
+        sent = []
+        for parameter in parameters:
+            pieces = self.pieces(parameter)
+            if not are_quantised(pieces, self.kind):
+                sent.append(parameter)
+                continue
+            weight = torch.empty(parameter.tensor.shape, dtype=getattr(torch, self.kind.dtype), device="meta")
+            scales = torch.empty(scale_pieces(pieces, self.kind)[1], dtype=torch.float32, device="meta")
+            sent.append(replace(parameter, tensor=weight))
+            sent.append(replace(parameter, name=parameter.name + SCALES, tensor=scales))
+        return sent
+
+    def cut(self, sources: Sequence[Place]) -> list[str]:
+        """Name the tensors with blocks of which no place holds all, in the order of the network."""
+        held: dict[str, set[Rectangle]] = {}
+        for place in sources:
+            for piece in place.pieces:
+                held.setdefault(piece.hf_name, set()).add(piece.rectangle)
+        return [
+            name
+            for name, shape in self._shapes.items()
+            if self.kind.applies(name) and any(self._cuts(part, shape) for part in held.get(name, ()))
+        ]
+
+    def _cuts(self, part: Rectangle, shape: tuple[int, ...]) -> bool:
+        """Tell whether a rectangle of a tensor begins or ends within a block."""
+        axes = zip(part.start, part.end, shape, self.kind.block, strict=True)
+        return any(begin % size or (end % size and end < full) for begin, end, full, size in axes)
+
+
+@dataclass(frozen=True)
+class DequantisedMap(EngineMap):
+    """The map of an engine that cannot multiply with 8 bits: they and their scales are brought beside ``live``, its own map.
+
+    What is brought is in tensors of one sync. The parameters beside quantised ones in a layer that is reloaded whole are, too.
+    """
+
+    live: EngineMap = field(default_factory=lambda: EngineMap(()))
+    kind: Quantisation = QUANTISATIONS["fp8"]
+
+    @cached_property
+    def beside(self) -> frozenset[str]:
+        """Names of the tensors that are brought beside the engine's."""
+        as_before = {*self.live.direct}
+        return frozenset(parameter.name for parameter in self.direct if parameter not in as_before)
+
+    @property
+    def together(self) -> list[list[str]]:
+        """See the base. A tensor and its scales come together too."""
+        names = {piece.hf_name for p in self.parameters for piece in p.pieces if self.kind.applies(piece.hf_name)}
+        return [*self.live.together, *([name, name + self.kind.suffix] for name in sorted(names))]
+
+    def views(self, model: nn.Module) -> dict[str, Tensor]:
+        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        made = {
+            p.name: torch.empty(prod(p.shape), dtype=p.dtype, device=device)
+            for p in self.direct
+            if p.name in self.beside
+        }
+        live = self.live.views(model)
+        return {p.name: live[p.name] for p in self.direct if p.name not in self.beside} | made
+
+
+def dequantised_map(live: EngineMap, kind: Quantisation) -> DequantisedMap:
+    """Describe what an engine is brought that gets the values of 8 bits in a larger dtype."""
+    quantised = {p.name for p in live.parameters if are_quantised(p.pieces, kind)}
+    layers = {p.module for p in live.parameters if p.repacked and p.name in quantised}
+    brought = []
+    for parameter in live.parameters:
+        if parameter.name in quantised:
+            pieces, count = scale_pieces(parameter.pieces, kind)
+            dtype = getattr(torch, kind.dtype)
+            brought.append(replace(parameter, dtype=dtype, repacked="", aliases=()))
+            brought.append(EngineParameter(parameter.name + SCALES, (count,), torch.float32, pieces))
+        else:
+            is_beside = parameter.repacked and parameter.module in layers
+            brought.append(replace(parameter, repacked="") if is_beside else parameter)
+    return DequantisedMap(tuple(brought), live.unused, live.derived, live, kind)

@@ -1,0 +1,320 @@
+"""Quantise what is sent to 8 bits, and write it into engines that multiply with 8 bits, or with their values in a larger dtype.
+
+fp8: blocks of 128x128 with a scale each, as DeepSeek-V3 is stored (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3) and as vLLM's
+``per_block_cast_to_fp8`` computes it. int8: rows with a scale each, as compressed-tensors computes it (strategy "channel", symmetric).
+Products, quotients and roundings are those of the two, operation by operation, so results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_mcore.bridge.map.pieces import Piece, Place, view
+from rlhf_mcore.bridge.map.quantised import (
+    SCALES,
+    DequantisedMap,
+    QuantisedNames,
+    are_quantised,
+    dequantised_map,
+    scale_pieces,
+)
+from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.bridge.map.reload import reloading
+from rlhf_mcore.bridge.map.rules import Shapes
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
+from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
+from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, Sources
+from rlhf_mcore.families.quantised import HOLDS_8_BITS, QUANTISATIONS, Quantisation
+from rlhf_mcore.geometry import LocalParameter
+
+ELEMENTS = 1 << 24  # of a weight at a time: in fp32 64 MiB
+_FP8_MAX, _LEAST_AMAX = 448.0, 1e-4
+_INT8_STEPS = 127.5  # half of the range from -128 to 127
+
+
+def scales_of(amax: Tensor, kind: Quantisation) -> Tensor:
+    """Compute the scales of blocks from the largest magnitude in each, fp32 of any shape."""
+    if kind.name == "fp8":
+        return amax.clamp(_LEAST_AMAX) / _FP8_MAX
+    scales = amax / _INT8_STEPS
+    return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
+
+
+@torch.no_grad()
+def largest_magnitudes(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
+    """Compute the largest magnitude in each block that a rectangle [n, m] of a tensor reaches into: fp32 [blocks, blocks].
+
+    The rectangle begins at ``start`` of the tensor; of a block at its borders only what it has counts.
+    """
+    first, shape = kind.blocks(tuple(start), tuple(part.shape))
+    largest = part.new_zeros(shape, dtype=torch.float32)
+    for rows, chunk in _chunks(part, kind.block[0]):
+        grouped = _grouped(chunk, (start[0] + rows, start[1]), kind)
+        low = (start[0] + rows) // kind.block[0] - first[0]
+        table = largest[low : low + grouped.shape[0]]
+        torch.maximum(table, grouped.abs().amax(dim=(1, 3)).float(), out=table)
+    return largest
+
+
+def _grouped(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
+    """View a rectangle as [blocks, rows of a block, blocks, columns of a block], with zeros where it does not fill one."""
+    padding, shape = list[int](), list[int]()
+    for begin, count, size in zip(start, part.shape, kind.block, strict=True):
+        first = begin % size
+        before, after = (0, 0) if first + count <= size else (first, -(first + count) % size)
+        padding = [before, after, *padding]  # of the last axis first
+        shape += [1, count] if first + count <= size else [(before + count + after) // size, size]
+    if any(padding):
+        part = torch.nn.functional.pad(part, padding)
+    return part.reshape(shape)
+
+
+@torch.no_grad()
+def quantise(part: Tensor, start: Sequence[int], scales: Tensor, kind: Quantisation, out: Tensor) -> None:
+    """Write a rectangle [n, m] of a tensor, which begins at ``start`` of it, into ``out`` in 8 bits.
+
+    ``scales``: those of the blocks that it reaches into.
+    """
+    is_fp8 = kind.name == "fp8"
+    factors = 1.0 / scales if is_fp8 else scales
+    for rows, chunk in _chunks(part, 1):
+        of_rows = _spread(factors, (start[0] + rows, start[1]), chunk.shape, start, kind)
+        values = chunk.float() * of_rows if is_fp8 else (chunk.float() / of_rows).clamp(-128, 127).round()
+        out[rows : rows + len(chunk)] = values.to(out.dtype)
+
+
+@torch.no_grad()
+def dequantise(eight: Tensor, start: Sequence[int], scales: Tensor, kind: Quantisation, out: Tensor) -> None:
+    """Write the values of 8 bits [n, m], which begin at ``start`` of their tensor, into ``out``: products in fp32, rounded once."""
+    for rows, chunk in _chunks(eight, 1):
+        factors = _spread(scales, (start[0] + rows, start[1]), chunk.shape, start, kind)
+        out[rows : rows + len(chunk)] = chunk.float() * factors
+
+
+def _spread(
+    scales: Tensor, begin: Sequence[int], shape: Sequence[int], start: Sequence[int], kind: Quantisation
+) -> Tensor:
+    """Repeat scales for the elements of rows of a rectangle: [n, m], or [n, 1] where a row has one."""
+    for axis, (low, count, first, size) in enumerate(zip(begin, shape, start, kind.block, strict=True)):
+        if axis == 0 or scales.shape[1] > 1:
+            place = torch.arange(low, low + count, device=scales.device) // size - first // size
+            scales = scales.index_select(axis, place)
+    return scales
+
+
+def _chunks(part: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]:
+    """Cut a rectangle into rows that are converted at a time. Yields the number of the first row, and the rows."""
+    count = max(ELEMENTS // max(part.shape[1], 1) // multiple, 1) * multiple
+    for first in range(0, part.shape[0], count):
+        yield first, part[first : first + count]
+
+
+class _Of(Bucket):
+    """A bucket that reads some buffers, for sources that are read outside of a plan."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(-1)
+        self._names = names
+
+    @property
+    def source_buffers(self) -> set[str]:
+        return self._names
+
+
+class QuantisedSources(KeptSources):
+    """Other sources in 8 bits, and their scales.
+
+    A block that several ranks have parts of has the scale of the whole: their largest magnitudes are compared before a sync.
+
+    Args:
+        sources: of the weights.
+        parameters: this rank's, as ``sources`` have them.
+        names: of what travels.
+        places: of the sources of all ranks.
+        group: the ranks that take part in a sync.
+        kept: copies of what was sent last, where there are any.
+    """
+
+    is_static = False
+
+    def __init__(
+        self,
+        sources: Sources,
+        parameters: Sequence[LocalParameter],
+        names: QuantisedNames,
+        places: Sequence[Place],
+        group: dist.ProcessGroup,
+        kept: KeptSources | None = None,
+    ) -> None:
+        self._sources, self._kind, self._group = sources, names.kind, group
+        self.device = sources.device
+        of_rank = {parameter.name: names.pieces(parameter) for parameter in parameters}
+        self._pieces = {name: pieces for name, pieces in of_rank.items() if are_quantised(pieces, names.kind)}
+        self._cut: dict[str, tuple[int, tuple[int, ...]]] = {}  # tensors with blocks on several ranks: offset and shape
+        self._cut_numel, shapes = 0, names.shapes()
+        for name in names.cut(places):
+            shape = shapes[name + self._kind.suffix]
+            self._cut[name] = self._cut_numel, shape
+            self._cut_numel += prod(shape)
+        self._scales: Mapping[str, Tensor] = {}  # flat, by buffer
+        self._opened: dict[str, tuple[Tensor, int]] = {}  # 8 bits, and the number of open buckets that read them
+        self.kept: QuantisedSources | None = None
+        if kept is not None:
+            self.kept = QuantisedSources(kept, parameters, names, places, group)
+
+    def take(self) -> None:
+        assert isinstance(self._sources, KeptSources)
+        self._sources.take()
+
+    def prepare(self) -> None:
+        """Compute the scales. Collective over the group."""
+        self._sources.prepare()
+        if self.kept is not None:
+            self.kept._scales = self._scales
+        shared = torch.zeros(self._cut_numel, device=self.device)
+        largest = {name: self._largest(name) for name in self._pieces}
+        for piece, table in self._cut_tables(largest):
+            of_all = self._of_whole(shared, piece)
+            torch.maximum(of_all, table, out=of_all)
+        if self._cut_numel:
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        for piece, table in self._cut_tables(largest):
+            table.copy_(self._of_whole(shared, piece))
+        self._scales = {
+            name: scales_of(torch.cat([table.view(-1) for table in tables]), self._kind)
+            for name, tables in largest.items()
+        }
+
+    def _largest(self, name: str) -> list[Tensor]:
+        """Compute the largest magnitudes in the blocks of each piece of a buffer."""
+        bucket = _Of({name})
+        flat = self._sources.open(bucket)[name]
+        largest = [largest_magnitudes(view(flat, piece), piece.start, self._kind) for piece in self._pieces[name]]
+        if not self._sources.is_static:
+            self._sources.close(bucket)
+        return largest
+
+    def _cut_tables(self, largest: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
+        for name, tables in largest.items():
+            for piece, table in zip(self._pieces[name], tables, strict=True):
+                if piece.hf_name in self._cut:
+                    yield piece, table
+
+    def _of_whole(self, shared: Tensor, piece: Piece) -> Tensor:
+        """View the blocks of a piece among those of its whole tensor."""
+        offset, shape = self._cut[piece.hf_name]
+        start, extent = self._kind.blocks(piece.start, piece.shape)
+        return shared[offset : offset + prod(shape)].view(shape)[Rectangle(start, extent).slices()]
+
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        flats = dict[str, Tensor]()
+        for name in bucket.source_buffers:
+            if name.endswith(SCALES):
+                flats[name] = self._scales[name.removesuffix(SCALES)]
+            elif name in self._pieces:
+                flat, readers = self._opened.get(name) or (self._quantised(name), 0)
+                self._opened[name] = flat, readers + 1
+                flats[name] = flat
+        if rest := bucket.source_buffers - flats.keys():
+            others = self._sources.open(_Of(rest))
+            flats |= {name: others[name] for name in rest}
+        return flats
+
+    def close(self, bucket: Bucket) -> None:
+        rest = set[str]()
+        for name in bucket.source_buffers:
+            if name in self._pieces:
+                flat, readers = self._opened.pop(name)
+                if readers > 1:
+                    self._opened[name] = flat, readers - 1
+            elif not name.endswith(SCALES):
+                rest.add(name)
+        if rest and not self._sources.is_static:
+            self._sources.close(_Of(rest))
+
+    def _quantised(self, name: str) -> Tensor:
+        """Make the 8 bits of a buffer, flat."""
+        bucket, scales, offset = _Of({name}), self._scales[name], 0
+        flat = self._sources.open(bucket)[name]
+        eight = torch.empty(flat.shape, dtype=getattr(torch, self._kind.dtype), device=flat.device)
+        for piece in self._pieces[name]:
+            shape = self._kind.blocks(piece.start, piece.shape)[1]
+            factors = scales[offset : offset + prod(shape)].view(shape)
+            quantise(view(flat, piece), piece.start, factors, self._kind, view(eight, piece))
+            offset += prod(shape)
+        if not self._sources.is_static:
+            self._sources.close(bucket)
+        return eight
+
+
+class DequantisedDestinations(EngineDestinations):
+    """An engine that cannot multiply with 8 bits. They are written beside its parameters, which get their values in the end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: DequantisedMap,
+        plan: RankPlan,
+        *,
+        names: Collection[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, engine, plan, names=names, **options)
+        self._engine: DequantisedMap = engine
+        self._kind, self._brought = (
+            engine.kind,
+            {name for bucket in plan.buckets for name in bucket.destination_buffers},
+        )
+
+    def written(self) -> Mapping[str, Tensor]:
+        return {name: flat for name, flat in super().written().items() if name not in self._engine.beside}
+
+    def finish(self) -> None:
+        """Report the direct parameters, and give the engine the values of those that are brought beside it."""
+        super().finish()
+        live, beside = self._engine.live, self._engine.beside & self._brought
+        flats = live.views(self._model)
+        for parameter in live.direct:
+            if parameter.name in beside:
+                self._convert(parameter, flats[parameter.name])
+        for group in live.repacked:
+            if not beside.isdisjoint(parameter.name for parameter in group):
+                with reloading(self._model, group, self._scratch) as opened:
+                    for parameter in group:
+                        self._convert(parameter, opened[parameter.name])
+
+    def _convert(self, parameter: EngineParameter, flat: Tensor) -> None:
+        for begin, end in parameter.padding:
+            flat[begin:end].zero_()
+        came, scales = self._flats[parameter.name], self._flats.get(parameter.name + SCALES)
+        of_scales = scale_pieces(parameter.pieces, self._kind)[0] if scales is not None else parameter.pieces
+        for piece, of_piece in zip(parameter.pieces, of_scales, strict=True):
+            if self._names is not None and piece.hf_name not in self._names:
+                continue
+            part, out = view(came, piece), view(flat, piece)
+            if scales is None:
+                out.copy_(part)
+            else:
+                dequantise(part, piece.start, view(scales, of_piece), self._kind, out)
+
+
+def landing(engine: EngineMap) -> type[EngineDestinations]:
+    """Choose how 8 bits are written into an engine of this map."""
+    return DequantisedDestinations if isinstance(engine, DequantisedMap) else EngineDestinations
+
+
+Read = Callable[[nn.Module, Shapes], EngineMap]
+
+
+def map_engine(model: nn.Module, shapes: Shapes, name: str, read: Read) -> EngineMap:
+    """Map an engine that is sent 8 bits: as its parameters, or to get their values. ``read`` maps a model of given tensors."""
+    kind = QUANTISATIONS[name]
+    if getattr(model, HOLDS_8_BITS, False):
+        return read(model, kind.with_scales(shapes))
+    return dequantised_map(read(model, shapes), kind)

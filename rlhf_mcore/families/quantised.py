@@ -1,0 +1,92 @@
+"""Weights of 8 bits (``rollout.quantization``): which tensors of a model have them, and what their scales are. Without torch.
+
+Matrices of attention, of MLPs and of experts have 8 bits. Embeddings, norms, routers, biases and the output layer stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
+
+HOLDS_8_BITS = "holds_8_bits"  # attribute of an engine's model whose parameters are the 8 bits and their scales
+_MATRIX = re.compile(r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\.(.+\.)?(\w+_proj|w[123])\.weight")
+_WHOLE_ROW = 1 << 40  # columns; more than any tensor has
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How weights are quantised: a block of ``block`` = (rows, columns) has one scale, in fp32.
+
+    ``suffix`` makes the name of the scales of a Hugging Face tensor's.
+    """
+
+    name: str  # of rollout.quantization
+    dtype: str
+    block: tuple[int, int]
+    suffix: str
+
+    def applies(self, name: str) -> bool:
+        """Tell whether a Hugging Face tensor has 8 bits."""
+        return _MATRIX.fullmatch(name) is not None
+
+    def blocks(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return start and shape of the blocks that a rectangle of a tensor reaches into, counted in blocks."""
+        first = tuple([begin // size for begin, size in zip(start, self.block, strict=True)])
+        ends = [-(-(begin + n) // size) for begin, n, size in zip(start, shape, self.block, strict=True)]
+        return first, tuple([end - low for end, low in zip(ends, first, strict=True)])
+
+    def with_scales(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors of a model, the scales of each behind it."""
+        every: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            every[name] = shape
+            if self.applies(name):
+                every[name + self.suffix] = self.blocks((0, 0), shape)[1]
+        return every
+
+
+QUANTISATIONS = {
+    "fp8": Quantisation("fp8", "float8_e4m3fn", (128, 128), "_scale_inv"),
+    "int8": Quantisation("int8", "int8", (1, _WHOLE_ROW), "_scale"),
+}
+
+
+def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
+    """Name what of a model is not quantised here."""
+    from rlhf_mcore.families import FAMILIES
+
+    if FAMILIES[geometry.family].has_stacked_experts:
+        yield f"the experts of a layer of {geometry.family} are one tensor"
+    if geometry.vision is not None:
+        yield f"{geometry.family} sees images"
+    if not isinstance(geometry.attention, GroupedSizes):
+        yield f"projections of {geometry.family}'s latent attention are absorbed by others"
+    if geometry.delta is not None:
+        yield f"{geometry.family} has gated delta nets"
+
+
+def cut_problems(geometry: ModelGeometry, tp: int) -> Iterator[str]:
+    """Name the blocks of 128x128 that engines of ``tp`` ranks would cut, or that two matrices of one layer would share.
+
+    vLLM refuses these (``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe`` of its ``fp8_utils``).
+    """
+    attention, experts = geometry.attention, geometry.experts
+    queries, heads = geometry.num_heads * geometry.head_dim // tp, max(geometry.num_kv_heads // tp, 1)
+    parts = {"queries": queries, "keys": heads * geometry.head_dim}
+    if tp > 1:
+        parts |= {
+            "values": heads * attention.value_dim,
+            "inputs of o_proj": geometry.num_heads * attention.value_dim // tp,
+        }
+    if geometry.has_dense_mlp:
+        parts["rows of gate_proj"] = geometry.ffn_size // tp
+    if experts is not None:
+        parts["rows of an expert's gate_proj"] = experts.ffn_size // tp
+        if experts.shared_ffn_size:
+            parts["rows of the shared expert's gate_proj"] = experts.shared_ffn_size // tp
+    for what, count in parts.items():
+        if count % 128:
+            yield f"{what}: {count} on a rank, not a multiple of 128"

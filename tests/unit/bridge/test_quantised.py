@@ -1,0 +1,221 @@
+"""Weights of 8 bits: the two quantisers against slow versions, under every cut, and syncs into engines of their values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.bridge.run.quantised import dequantise, largest_magnitudes, quantise, scales_of
+from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
+from rlhf_mcore.geometry import GroupedSizes, LocalParameter, ModelGeometry, Shard
+from rlhf_mcore.parallel.collectives import world_group
+from tests.unit.bridge.engine import Engine
+from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
+
+# Two heads of keys in a block of 128 rows, one block and a half of columns, an MLP that ends within a block.
+GEOMETRY = ModelGeometry(
+    family="qwen2",
+    num_layers=2,
+    hidden_size=192,
+    attention=GroupedSizes(4, 2, 64),
+    ffn_size=320,
+    vocab_size=13,
+    tied_embeddings=False,
+)
+KINDS = list(QUANTISATIONS.values())
+
+
+def fp8_values() -> np.ndarray[Any, Any]:
+    """All finite values of e4m3 (Micikevicius et al. 2022, arXiv 2209.05433, table 1), by their 8 bits."""
+    values = []
+    for bits in range(256):
+        sign, exponent, mantissa = -1 if bits >> 7 else 1, bits >> 3 & 15, bits & 7
+        size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        values.append(math.nan if (exponent, mantissa) == (15, 7) else sign * size)
+    return np.array(values, np.float64)
+
+
+def slow(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:
+    """The values of the 8 bits before they are scaled, and the scales: block by block, in numpy."""
+    matrix = weight.float().numpy()
+    rows, columns = kind.block
+    columns = min(columns, matrix.shape[1])
+    count = (-(-matrix.shape[0] // rows), -(-matrix.shape[1] // columns))
+    scales, values = np.zeros(count, np.float32), np.zeros(matrix.shape, np.float32)
+    grid = fp8_values()
+    finite = np.sort(grid[np.isfinite(grid)])
+    for i in range(count[0]):
+        for j in range(count[1]):
+            at = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            largest = np.abs(matrix[at]).max()
+            if kind.name == "int8":
+                scale = np.float32(largest / np.float32(127.5)) or np.float32(2.0**-23)
+                values[at] = np.rint(np.clip(matrix[at] / scale, -128, 127))
+            else:
+                scale = np.float32(max(largest, np.float32(1e-4)) / np.float32(448))
+                values[at] = nearest(matrix[at] * (np.float32(1) / scale), finite)
+            scales[i, j] = scale
+    return torch.from_numpy(values), torch.from_numpy(scales)
+
+
+def nearest(numbers: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Round to the nearest value; of two, to the one with an even mantissa."""
+    high = np.clip(np.searchsorted(values, numbers), 1, len(values) - 1)
+    low = high - 1
+    below, above = numbers - values[low], values[high] - numbers
+    is_even = torch.from_numpy(values[low]).to(torch.float8_e4m3fn).view(torch.uint8).numpy() % 2 == 0
+    return np.where((below < above) | ((below == above) & is_even), values[low], values[high])
+
+
+def whole(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:
+    """The quantisers on a whole tensor."""
+    scales = scales_of(largest_magnitudes(weight, (0, 0), kind), kind)
+    eight = torch.empty(weight.shape, dtype=getattr(torch, kind.dtype))
+    quantise(weight, (0, 0), scales, kind, eight)
+    return eight, scales
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("shape", [(128, 128), (1, 1), (130, 257), (300, 100)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantisers_are_the_slow_ones(kind: Quantisation, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)).to(dtype)
+    weight[:, 0] = 0
+    weight[0] = 0  # a row of zeros has a scale all the same
+    values, scales = slow(weight, kind)
+    eight, found = whole(weight, kind)
+    assert torch.equal(found, scales)
+    assert torch.equal(eight.float(), values)
+    back = torch.empty(shape)
+    dequantise(eight, (0, 0), found, kind, back)
+    of_elements = scales.repeat_interleave(kind.block[0], 0)[: shape[0]]
+    if kind.name == "fp8":
+        of_elements = of_elements.repeat_interleave(128, 1)[:, : shape[1]]
+    assert torch.equal(back, values * of_elements)
+
+
+def test_the_values_of_a_small_row_by_hand() -> None:
+    row = torch.tensor([[-2.55, 2.55, 0.01, 0.03, 0.0]])
+    eight, scale = whole(row, QUANTISATIONS["int8"])
+    assert scale.item() == pytest.approx(0.02, rel=1e-6)
+    assert eight.tolist() == [[-128, 127, 0, 2, 0]]  # halves to even, and what is above the range to its end
+    eight, scale = whole(torch.tensor([[448.0, -1.0, 17.0, 19.0, 0.001, 0.0009]]), QUANTISATIONS["fp8"])
+    assert scale.item() == 1
+    assert eight.float().tolist() == [[448.0, -1.0, 16.0, 20.0, 2.0**-9, 0.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("cuts", [(64, 100), (128, 128), (1, 257), (37, 300)], ids=str)
+def test_parts_of_a_tensor_have_the_bits_of_the_whole(kind: Quantisation, cuts: tuple[int, int]) -> None:
+    weight = torch.randn(259, 300, generator=torch.Generator().manual_seed(1))
+    eight, scales = whole(weight, kind)
+    largest = torch.zeros(scales.shape)
+    parts = [
+        Rectangle((row, column), (min(cuts[0], 259 - row), min(cuts[1], 300 - column)))
+        for row in range(0, 259, cuts[0])
+        for column in range(0, 300, cuts[1])
+    ]
+    for part in parts:
+        at = Rectangle(*kind.blocks(part.start, part.shape)).slices()
+        largest[at] = torch.maximum(largest[at], largest_magnitudes(weight[part.slices()], part.start, kind))
+    assert torch.equal(scales_of(largest, kind), scales)
+    for part in parts:
+        found = torch.empty(part.shape, dtype=eight.dtype)
+        at = Rectangle(*kind.blocks(part.start, part.shape)).slices()
+        quantise(weight[part.slices()], part.start, scales[at], kind, found)
+        assert torch.equal(found.view(torch.uint8), eight[part.slices()].view(torch.uint8))
+
+
+class Trainer:
+    """A model in fp32 on one rank, with random weights, and bridges from it."""
+
+    def __init__(self) -> None:
+        self.hf: dict[str, Tensor] = {}
+        self.parameters: list[LocalParameter] = []
+        self.update(0)
+
+    def update(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.hf = {
+            name: torch.randn(t.shape, generator=generator) * torch.rand(t.shape, generator=generator)
+            for name, t in hf_tensors(GEOMETRY).items()
+        }
+        held = mcore_tensors(GEOMETRY, self.hf, 0, 1)
+        self.parameters = self.parameters or [LocalParameter(n, t.clone(), Shard(0, 1)) for n, t in held.items()]
+        for parameter in self.parameters:
+            parameter.tensor.copy_(held[parameter.name])
+
+    def bridge(self, engine: Engine, kind: Quantisation, **options: Any) -> PlannedBridge:
+        return PlannedBridge(
+            self.parameters,
+            GEOMETRY,
+            engine,
+            world_group(),
+            bucket_bytes=50_000,
+            poison=True,
+            quantisation=kind.name,
+            **options,
+        )  # type: ignore[arg-type]
+
+    def values(self, kind: Quantisation) -> dict[str, Tensor]:
+        """What an engine has to compute with: products of the slow version, and tensors that have no 8 bits."""
+        return {name: slow_values(t, kind) if is_matrix(name) else t for name, t in self.hf.items()}
+
+
+def is_matrix(name: str) -> bool:
+    return "_proj.weight" in name
+
+
+def slow_values(weight: Tensor, kind: Quantisation) -> Tensor:
+    values, scales = slow(weight, kind)
+    width = 128 if kind.name == "fp8" else weight.shape[1]
+    spread = scales.repeat_interleave(kind.block[0], 0).repeat_interleave(width, 1)
+    return values * spread[: weight.shape[0], : weight.shape[1]]
+
+
+@pytest.fixture
+def trainer(world: None) -> Trainer:
+    return Trainer()
+
+
+def engine_of(trainer: Trainer) -> Engine:
+    return Engine({name: tensor.shape for name, tensor in trainer.hf.items()}, torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("verify", ["off", "sample", "digest"])
+def test_an_engine_has_the_values_of_8_bits(trainer: Trainer, kind: Quantisation, verify: str) -> None:
+    engine = engine_of(trainer)
+    bridge = trainer.bridge(engine, kind, verify=verify)
+    for version in (0, 1):
+        stats = bridge.sync(version)
+        assert engine.policy_version == version
+        expected = trainer.values(kind)
+        assert [name for name, tensor in engine.tensors.items() if not torch.equal(tensor, expected[name])] == []
+        trainer.update(version + 1)
+    matrices = sum(tensor.numel() for name, tensor in trainer.hf.items() if is_matrix(name))
+    others = sum(tensor.numel() for name, tensor in trainer.hf.items() if not is_matrix(name))
+    scales = sum(slow(tensor, kind)[1].numel() for name, tensor in trainer.hf.items() if is_matrix(name))
+    assert stats.local_bytes == matrices + 4 * (others + scales)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_scales_travel_with_a_tensor_of_a_sync_of_some(trainer: Trainer, kind: Quantisation) -> None:
+    engine = engine_of(trainer)
+    bridge = trainer.bridge(engine, kind, verify="digest")
+    bridge.sync(0)
+    old = trainer.values(kind)
+    trainer.update(1)
+    bridge.sync(1, only=["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
+    new = trainer.values(kind)
+    for name, tensor in engine.tensors.items():
+        is_new = name in ("model.layers.0.self_attn.k_proj.weight", "model.norm.weight")
+        assert torch.equal(tensor, (new if is_new else old)[name]), name
