@@ -45,6 +45,7 @@ class EngineKind:
     reserves_cache: bool = False  # when it starts; else its cache is what it draws at a time
     temperatures: tuple[float, float] = (0.0, math.inf)  # the least and the most that it draws at, beside 0
     attention_kernels: tuple[str, ...] = ()  # of model.attention
+    holds_8_bits: bool = False  # on CUDA, with rollout.quantization; else it gets their values in the model's dtype
     own_keys: tuple[str, ...] = ()  # keys, or groups of them, that not every engine reads, and this one does
 
     def reads(self, key: str) -> bool:

@@ -81,6 +81,10 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
             from rlhf_mcore.config.rules.vision import vision_problems  # few models read images
 
             problems += vision_problems(cfg, geometry)
+    if kind.generates and cfg.rollout.quantization is not None:
+        from rlhf_mcore.config.rules.quantisation import quantised_problems
+
+        problems += quantised_problems(cfg, geometry)
     if cfg.actor.router_replay != "off":
         from rlhf_mcore.config.rules.routes import route_problems
 

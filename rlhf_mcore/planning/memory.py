@@ -21,7 +21,7 @@ from rlhf_mcore.planning.inputs import (
     num_engines,
     rank_share,
 )
-from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
+from rlhf_mcore.planning.sync import engine_bytes, kv_bytes_per_token, state_bytes_per_sequence
 from rlhf_mcore.planning.weights import BYTES, state_bytes, weights_of_pass
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 
@@ -91,7 +91,7 @@ def _shares_device(inputs: PlanInputs) -> bool:
 
 
 def _engine_weights(inputs: PlanInputs) -> int:
-    return engine_numel(inputs.roles[0].geometry, engine_tp(inputs.cfg)) * BYTES[inputs.dtype]
+    return engine_bytes(inputs.cfg, inputs.roles[0].geometry, inputs.dtype)
 
 
 def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:

@@ -15,6 +15,7 @@ from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.scales import are_quantised, num_scales, with_scales
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.adapter_files import adapted_modules
@@ -23,12 +24,14 @@ from rlhf_mcore.config.implied import sends_adapters
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
+from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.geometry import LatentSizes, ModelGeometry, Shard
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engine_tp, engines_apart, num_engines
 from rlhf_mcore.planning.weights import BYTES
 
 _VOCAB_MULTIPLE = 64
+SCALE_BYTES = 4  # fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,30 @@ def destinations(geometry: ModelGeometry, tp: int, num_engines: int, first_rank:
 def engine_numel(geometry: ModelGeometry, tp: int) -> int:
     """Count elements of an engine rank's weights."""
     return sum(prod(tensor.shape) for tensor in engine_tensors(geometry, tp, 0))
+
+
+def engine_bytes(cfg: Config, geometry: ModelGeometry, dtype: str) -> int:
+    """Count bytes of an engine rank's weights."""
+    kind = engine_kind(cfg.rollout.engine)
+    return weight_bytes(geometry, engine_tp(cfg), BYTES[dtype], cfg.rollout.quantization if kind.holds_8_bits else None)
+
+
+def sent_bytes(cfg: Config, geometry: ModelGeometry, dtype: str) -> int:
+    """Count bytes of a sync of an engine rank."""
+    return weight_bytes(geometry, engine_tp(cfg), BYTES[dtype], cfg.rollout.quantization)
+
+
+@lru_cache(maxsize=64)
+def weight_bytes(geometry: ModelGeometry, tp: int, width: int, quantization: str | None) -> int:
+    """Count bytes of an engine rank's weights, whose elements take ``width`` bytes where they have no 8 bits."""
+    if quantization is None:
+        return engine_numel(geometry, tp) * width
+    kind, total = QUANTISATIONS[quantization], 0
+    for tensor in engine_tensors(geometry, tp, 0):
+        numel = prod(tensor.shape)
+        is_narrow = are_quantised(tensor.pieces, kind)
+        total += numel + SCALE_BYTES * num_scales(tensor.pieces, kind) if is_narrow else numel * width
+    return total
 
 
 def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
@@ -247,10 +274,15 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
         if engine_kind(cfg.rollout.engine).is_sharded
         else whole_model_places(geometry, engines, first)
     )
+    sizes = dict.fromkeys(shapes, BYTES[actor.dtype])
+    if cfg.rollout.quantization is not None:
+        kind = QUANTISATIONS[cfg.rollout.quantization]
+        sources, needed, shapes = with_scales(sources, kind), with_scales(needed, kind), kind.with_scales(shapes)
+        sizes = {name: sizes.get(name, SCALE_BYTES) for name in shapes} | {n: 1 for n in shapes if kind.applies(n)}
     return build_plan(
         sources,
         needed,
-        element_sizes=dict.fromkeys(shapes, BYTES[actor.dtype]),
+        element_sizes=sizes,
         bucket_bytes=cfg.bridge.bucket_bytes,
         order=spread_order(list(shapes), sources, keep_layers=False),
         nodes=even_nodes(devices, ranks_per_node) if devices > ranks_per_node else None,
@@ -263,7 +295,7 @@ def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Ass
     Those of engines of their own are sent by the trainer's ranks in equal parts, to each machine once.
     """
     layout, tp = actor.layout, engine_tp(cfg)
-    moved = engine_numel(actor.geometry, tp) * BYTES[actor.dtype]
+    moved = sent_bytes(cfg, actor.geometry, actor.dtype)
     if engines_apart(cfg):
         engine_ranks = cfg.rollout.num_engines * tp
         spread = num_devices(cfg, layout.world_size) > gpu.per_node

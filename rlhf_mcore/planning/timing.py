@@ -20,7 +20,7 @@ from rlhf_mcore.planning.inputs import (
     rank_share,
 )
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
-from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
+from rlhf_mcore.planning.sync import engine_bytes, engine_numel, kv_bytes_per_token, state_bytes_per_sequence
 from rlhf_mcore.planning.weights import BYTES, state_bytes
 
 FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # forward passes that a pass is worth
@@ -70,7 +70,8 @@ def decode_step_s(inputs: PlanInputs, running: float) -> float:
     actor, work, gpu = inputs.roles[0], inputs.work, inputs.gpu
     tp = engine_tp(inputs.cfg)
     active = active_parameters(actor.geometry)
-    read = min(engine_numel(actor.geometry, tp), active * running / tp) * BYTES[inputs.dtype]
+    held, width = engine_numel(actor.geometry, tp), engine_bytes(inputs.cfg, actor.geometry, inputs.dtype)
+    read = min(held, active * running / tp) * width / held
     read += (
         running
         * (work.prompt_tokens + work.response_tokens / 2)

@@ -18,19 +18,22 @@ from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, gather_i
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
+from rlhf_mcore.bridge.run.quantised import dequantise, largest_magnitudes, quantise, scales_of
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
+from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
 from rlhf_mcore.geometry import LocalParameter, Shard, StateShard
 from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.protocols import EngineRank, SyncMismatch
 from tests.distributed.setting import finish, start
 from tests.unit.bridge.engine import Engine
-from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
+from tests.unit.bridge.geometry import BLOCKS, GEOMETRY, hf_tensors, mcore_tensors
 from tests.unit.bridge.sources import Averages
 
 TP = 2
+KINDS = tuple(QUANTISATIONS.values())
 PAIRS = ((0, 2), (1, 3))
 
 
@@ -155,6 +158,52 @@ def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
     )
 
 
+def quantised(group: dist.ProcessGroup, tp: int) -> dict[str, Any]:
+    """What engines lack of the values of 8 bits of a model in bf16 that is cut over ``tp`` ranks, before an update and after it, and
+    the bytes that a rank receives, without 8 bits first."""
+    found: dict[str, Any] = {"wrong": [], "bytes": []}
+    hf = random_tensors(0)
+    held = mcore_tensors(BLOCKS, hf, group.rank() % tp, tp)
+    parameters = [LocalParameter(name, tensor, Shard(group.rank() % tp, tp)) for name, tensor in held.items()]
+    shapes = {name: tensor.shape for name, tensor in hf.items()}
+    for kind in (None, *KINDS):
+        engine = Engine(shapes, torch.bfloat16)
+        options: dict[str, Any] = {"bucket_bytes": 50_000, "verify": "digest", "poison": True}
+        bridge = PlannedBridge(
+            parameters, BLOCKS, engine, group, quantisation=None if kind is None else kind.name, **options
+        )
+        for seed in (0, 1):
+            hf = random_tensors(seed)
+            for parameter in parameters:
+                parameter.tensor.copy_(mcore_tensors(BLOCKS, hf, group.rank() % tp, tp)[parameter.name])
+            stats = bridge.sync(seed)
+            expected = {
+                name: whole_values(tensor, kind) if kind and "_proj.weight" in name else tensor
+                for name, tensor in hf.items()
+            }
+            found["wrong"].append(wrong(engine.tensors, expected))
+        found["bytes"].append(stats.received_bytes)
+    return found
+
+
+def random_tensors(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.randn(tensor.shape, generator=generator) / 8).bfloat16()
+        for name, tensor in hf_tensors(BLOCKS).items()
+    }
+
+
+def whole_values(weight: Tensor, kind: Quantisation) -> Tensor:
+    """The values of the 8 bits of a whole tensor. The quantisers are compared with slow ones in tests/unit/bridge."""
+    scales = scales_of(largest_magnitudes(weight, (0, 0), kind), kind)
+    eight = torch.empty(weight.shape, dtype=getattr(torch, kind.dtype))
+    quantise(weight, (0, 0), scales, kind, eight)
+    values = torch.empty(weight.shape, dtype=weight.dtype)
+    dequantise(eight, (0, 0), scales, kind, values)
+    return values
+
+
 def claims(rank: int) -> list[list[int]]:
     """What the engine of this rank gets of a counter in two rounds; the second has a counter of its own beside it."""
     engine = EngineRank.of(rank, 4, TP)
@@ -181,5 +230,6 @@ def main(directory: Path) -> None:
     findings["pairs, by messages"] = all_gather_json(found)
     findings["apart"] = all_gather_json(sync_apart(world))
     findings["samples"] = all_gather_json(sample(world))
+    findings["8 bits"] = {tp: all_gather_json(quantised(world, tp)) for tp in (2, 4)}
     findings["claims"] = all_gather_json(claims(rank))
     finish(findings, directory)

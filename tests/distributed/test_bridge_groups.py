@@ -56,6 +56,19 @@ def test_samples_show_every_rank_the_tensor_that_one_engine_has_wrong(findings: 
     assert findings["samples"] == [[text], [text], [text, "-1"], [text, "-1"]]
 
 
+@pytest.mark.parametrize("tp", ["2", "4"])
+def test_weights_travel_in_8_bits_whatever_cuts_their_blocks(findings: Any, tp: str) -> None:
+    """Of four ranks each holds a part of a model in bf16, and needs the rest. Every matrix has blocks on two ranks: of q, k, v, o,
+    gate, up and down a layer has 4 + 2 + 2 + 4 + 6 + 6 + 6 blocks, and 256 + 128 + 128 + 192 + 320 + 320 + 192 rows."""
+    lacking = 2 * (2 * 256 * 192 + 2 * 128 * 192 + 3 * 320 * 192) * (1 - 1 / int(tp))
+    for found in findings["8 bits"][tp]:
+        assert found["wrong"] == [[]] * 6
+        wide, *narrow = found["bytes"]
+        for count, scales in zip(narrow, (2 * 30, 2 * 1536), strict=True):
+            assert lacking - 4 * scales <= wide - count <= lacking
+            assert 0.5 < count / wide < 0.53
+
+
 def test_engines_get_different_numbers_of_a_counter_and_ranks_of_an_engine_the_same(findings: Any) -> None:
     lead, follower, other_lead, other_follower = findings["claims"]
     assert (follower, other_follower) == (lead, other_lead)

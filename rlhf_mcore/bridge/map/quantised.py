@@ -1,4 +1,4 @@
-"""Places of weights of 8 bits: a rank holds the scales of all blocks that it holds a part of, beside its part of the weight."""
+"""What travels, and what engines are brought, where weights are quantised on their way."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import Rectangle, contiguous_strides
+from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import Shapes
+from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, num_scales, scale_pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
 from rlhf_mcore.geometry import LocalParameter
-
-SCALES = "::scales"  # behind the name of a local tensor: that of its scales
 
 
 class Names(Protocol):
@@ -27,26 +26,6 @@ class Names(Protocol):
     def shapes(self) -> Shapes: ...
     def pieces(self, parameter: LocalParameter) -> Sequence[Piece]: ...
     def sent(self, parameters: Sequence[LocalParameter]) -> Sequence[LocalParameter]: ...
-
-
-def scale_pieces(pieces: Sequence[Piece], kind: Quantisation) -> tuple[tuple[Piece, ...], int]:
-    """Describe the scales of some pieces, one rectangle behind the other. Returns them, and the number of elements.
-
-    Pieces that hold parts of one block have its scale each.
-    """
-    scales, offset = list[Piece](), 0
-    for piece in pieces:
-        start, shape = kind.blocks(piece.start, piece.shape)
-        scales.append(Piece(piece.hf_name + kind.suffix, start, shape, offset, contiguous_strides(shape)))
-        offset += prod(shape)
-    return tuple(scales), offset
-
-
-def are_quantised(pieces: Sequence[Piece], kind: Quantisation) -> bool:
-    """Tell whether the tensors in one local tensor have 8 bits: all, or none."""
-    found = {kind.applies(piece.hf_name) for piece in pieces}
-    assert len(found) < 2, f"8 bits and more in one tensor: {[piece.hf_name for piece in pieces]}"
-    return True in found
 
 
 class QuantisedNames:
@@ -62,7 +41,7 @@ class QuantisedNames:
     def pieces(self, parameter: LocalParameter) -> Sequence[Piece]:
         if parameter.name.endswith(SCALES):
             weight = replace(parameter, name=parameter.name.removesuffix(SCALES))
-            return scale_pieces(self._names.pieces(weight), self.kind)[0]
+            return scale_pieces(self._names.pieces(weight), self.kind)
         return self._names.pieces(parameter)
 
     def sent(self, parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
@@ -74,7 +53,7 @@ class QuantisedNames:
                 sent.append(parameter)
                 continue
             weight = torch.empty(parameter.tensor.shape, dtype=getattr(torch, self.kind.dtype), device="meta")
-            scales = torch.empty(scale_pieces(pieces, self.kind)[1], dtype=torch.float32, device="meta")
+            scales = torch.empty(num_scales(pieces, self.kind), dtype=torch.float32, device="meta")
             sent.append(replace(parameter, tensor=weight))
             sent.append(replace(parameter, name=parameter.name + SCALES, tensor=scales))
         return sent
@@ -137,7 +116,7 @@ def dequantised_map(live: EngineMap, kind: Quantisation) -> DequantisedMap:
     brought = []
     for parameter in live.parameters:
         if parameter.name in quantised:
-            pieces, count = scale_pieces(parameter.pieces, kind)
+            pieces, count = scale_pieces(parameter.pieces, kind), num_scales(parameter.pieces, kind)
             dtype = getattr(torch, kind.dtype)
             brought.append(replace(parameter, dtype=dtype, repacked="", aliases=()))
             brought.append(EngineParameter(parameter.name + SCALES, (count,), torch.float32, pieces))

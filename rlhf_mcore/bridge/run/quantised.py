@@ -16,17 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place, view
-from rlhf_mcore.bridge.map.quantised import (
-    SCALES,
-    DequantisedMap,
-    QuantisedNames,
-    are_quantised,
-    dequantised_map,
-    scale_pieces,
-)
+from rlhf_mcore.bridge.map.quantised import DequantisedMap, QuantisedNames, dequantised_map
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.reload import reloading
 from rlhf_mcore.bridge.map.rules import Shapes
+from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, scale_tables
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, Sources
@@ -240,14 +234,11 @@ class QuantisedSources(KeptSources):
 
     def _quantised(self, name: str) -> Tensor:
         """Make the 8 bits of a buffer, flat."""
-        bucket, scales, offset = _Of({name}), self._scales[name], 0
+        bucket, scales, pieces = _Of({name}), self._scales[name], self._pieces[name]
         flat = self._sources.open(bucket)[name]
         eight = torch.empty(flat.shape, dtype=getattr(torch, self._kind.dtype), device=flat.device)
-        for piece in self._pieces[name]:
-            shape = self._kind.blocks(piece.start, piece.shape)[1]
-            factors = scales[offset : offset + prod(shape)].view(shape)
-            quantise(view(flat, piece), piece.start, factors, self._kind, view(eight, piece))
-            offset += prod(shape)
+        for piece, table in zip(pieces, scale_tables(pieces, self._kind), strict=True):
+            quantise(view(flat, piece), piece.start, view(scales, table), self._kind, view(eight, piece))
         if not self._sources.is_static:
             self._sources.close(bucket)
         return eight
@@ -293,15 +284,15 @@ class DequantisedDestinations(EngineDestinations):
         for begin, end in parameter.padding:
             flat[begin:end].zero_()
         came, scales = self._flats[parameter.name], self._flats.get(parameter.name + SCALES)
-        of_scales = scale_pieces(parameter.pieces, self._kind)[0] if scales is not None else parameter.pieces
-        for piece, of_piece in zip(parameter.pieces, of_scales, strict=True):
+        tables = scale_tables(parameter.pieces, self._kind) if scales is not None else parameter.pieces
+        for piece, table in zip(parameter.pieces, tables, strict=True):
             if self._names is not None and piece.hf_name not in self._names:
                 continue
             part, out = view(came, piece), view(flat, piece)
             if scales is None:
                 out.copy_(part)
             else:
-                dequantise(part, piece.start, view(scales, of_piece), self._kind, out)
+                dequantise(part, piece.start, view(scales, table), self._kind, out)
 
 
 def landing(engine: EngineMap) -> type[EngineDestinations]:

@@ -90,6 +90,7 @@ def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], fol
         # Buckets of a quarter of the largest tensor: pieces of it travel apart. Poison shows what no message has written.
         bucket = max(all_gather_json(max(parameter.tensor.nbytes for parameter in parameters))) // 4
         options: dict[str, Any] = {"bucket_bytes": bucket, "verify": "digest", "poison": True}
+        options["quantisation"] = cfg.rollout.quantization
         bridge = PlannedBridge(parameters, spec.geometry, engine, world_group(), **options)
         row: dict[str, Any] = {"layout": name, "dtype": dtype, "engine": cfg.rollout.engine}
         try:

@@ -450,7 +450,8 @@ class _Engines:
             model = EngineModel.of(cfg, self.dtype, shapes, None if added is None else added.shapes)
             if added is not None:
                 model = replace(model, num_adapters=len(added.directories))
-            self._engine = build_engine(cfg.rollout, model)
+            # It draws with the weights that are saved.
+            self._engine = build_engine(replace(cfg.rollout, quantization=None), model)
             self._built_for = needs
         engine = self._engine
         assert engine is not None

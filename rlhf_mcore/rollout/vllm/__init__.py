@@ -59,6 +59,7 @@ KIND = _VLLM(
     records_routes=True,
     sleeps=True,
     reserves_cache=True,
+    holds_8_bits=True,
     temperatures=(0.01, 2.0),  # it draws at the former for anything below, and refuses what is above the latter
     own_keys=(
         "rollout.max_num_batched_tokens",

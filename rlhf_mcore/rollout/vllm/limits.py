@@ -27,6 +27,15 @@ def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         )
     if not has_gpu():
         yield from _cpu_problems(cfg, geometry)
+    elif cfg.rollout.quantization == "fp8":
+        from rlhf_mcore.families.quantised import cut_problems
+
+        tp = cfg.rollout.layout.tp
+        for problem in cut_problems(geometry, tp):
+            yield (
+                f"rollout.quantization=fp8: rollout.layout.tp={tp} cuts blocks of 128x128 of model.path={cfg.model.path} ({problem}), "
+                "which vLLM's layers do not take; choose another rollout.layout.tp, or rollout.quantization=int8"
+            )
 
 
 def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
@@ -47,6 +56,8 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if geometry.adapter.rank not in ADAPTER_RANKS:
         which = "twice actor.lora.rank" if geometry.adapter.fixed else "actor.lora.rank"
         yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of {which}={geometry.adapter.rank}"
+    if cfg.rollout.quantization is not None:
+        yield f"adapters are added before weights are quantised (rollout.quantization={cfg.rollout.quantization})"
     if cfg.rollout.speculative.method != "off":
         yield f"it is not tried with rollout.speculative.method={cfg.rollout.speculative.method}"
 

@@ -21,6 +21,17 @@ GEOMETRY = ModelGeometry(
     tied_embeddings=False,
 )
 
+# Of weights of 8 bits: two heads of keys in a block of 128 rows, a block and a half of columns, an MLP that ends within a block.
+BLOCKS = ModelGeometry(
+    family="qwen2",
+    num_layers=2,
+    hidden_size=192,
+    attention=GroupedSizes(4, 2, 64),
+    ffn_size=320,
+    vocab_size=13,
+    tied_embeddings=False,
+)
+
 
 @st.composite
 def geometries(draw: st.DrawFn) -> tuple[ModelGeometry, int]:

@@ -11,24 +11,17 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.quantised import dequantise, largest_magnitudes, quantise, scales_of
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
-from rlhf_mcore.geometry import GroupedSizes, LocalParameter, ModelGeometry, Shard
+from rlhf_mcore.geometry import LocalParameter, Shard
 from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.protocols import SyncMismatch
 from tests.unit.bridge.engine import Engine
-from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
+from tests.unit.bridge.geometry import BLOCKS, hf_tensors, mcore_tensors
 
-# Two heads of keys in a block of 128 rows, one block and a half of columns, an MLP that ends within a block.
-GEOMETRY = ModelGeometry(
-    family="qwen2",
-    num_layers=2,
-    hidden_size=192,
-    attention=GroupedSizes(4, 2, 64),
-    ffn_size=320,
-    vocab_size=13,
-    tied_embeddings=False,
-)
 KINDS = list(QUANTISATIONS.values())
 
 
@@ -146,9 +139,9 @@ class Trainer:
         generator = torch.Generator().manual_seed(seed)
         self.hf = {
             name: torch.randn(t.shape, generator=generator) * torch.rand(t.shape, generator=generator)
-            for name, t in hf_tensors(GEOMETRY).items()
+            for name, t in hf_tensors(BLOCKS).items()
         }
-        held = mcore_tensors(GEOMETRY, self.hf, 0, 1)
+        held = mcore_tensors(BLOCKS, self.hf, 0, 1)
         self.parameters = self.parameters or [LocalParameter(n, t.clone(), Shard(0, 1)) for n, t in held.items()]
         for parameter in self.parameters:
             parameter.tensor.copy_(held[parameter.name])
@@ -156,7 +149,7 @@ class Trainer:
     def bridge(self, engine: Engine, kind: Quantisation, **options: Any) -> PlannedBridge:
         return PlannedBridge(
             self.parameters,
-            GEOMETRY,
+            BLOCKS,
             engine,
             world_group(),
             bucket_bytes=50_000,
@@ -219,3 +212,26 @@ def test_scales_travel_with_a_tensor_of_a_sync_of_some(trainer: Trainer, kind: Q
     for name, tensor in engine.tensors.items():
         is_new = name in ("model.layers.0.self_attn.k_proj.weight", "model.norm.weight")
         assert torch.equal(tensor, (new if is_new else old)[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("verify", ["digest", "sample"])
+def test_a_changed_bit_of_8_bits_or_of_a_scale_is_noticed(
+    trainer: Trainer, kind: Quantisation, verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(trainer)
+    bridge = trainer.bridge(engine, kind, verify=verify)
+    close = EngineDestinations.close
+    for name, named in (("q_proj.weight", "q_proj.weight"), ("q_proj.weight::scales", f"q_proj.weight{kind.suffix}")):
+        buffer = f"model.layers.1.self_attn.{name}"
+
+        def tampered(landing: EngineDestinations, bucket: Bucket, buffer: str = buffer) -> None:
+            close(landing, bucket)
+            if buffer in bucket.destination_buffers:
+                landing.open(bucket)[buffer].view(torch.uint8)[0] ^= 1
+
+        monkeypatch.setattr(EngineDestinations, "close", tampered)
+        with pytest.raises(SyncMismatch, match=f"1 of .*{named}$"):
+            bridge.sync(0)
+        assert engine.policy_version == -1
+        monkeypatch.undo()
