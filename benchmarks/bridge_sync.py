@@ -41,8 +41,8 @@ from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.describe import describe_sources
+from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
 from rlhf_mcore.bridge.map.pieces import Piece, view
-from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.run.stand_ins import GatherBridge
 from rlhf_mcore.bridge.run.sync import PlannedBridge

@@ -162,7 +162,9 @@ DRAWS = {"guess": play, "calculator": multiply, "repair": repair}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make model and prompts; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Make the models and prompts of the examples of environments and agents.")
+    parser = argparse.ArgumentParser(
+        description="Make the models and prompts of the examples of environments and agents."
+    )
     parser.add_argument("kind", choices=list(DRAWS))
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=0)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, of_trunk
 from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.run.sync import PlannedBridge, engine_map
@@ -181,6 +180,8 @@ def _trace(cfg: Config, shapes: Shapes, engine: Engine) -> EngineMap | None:
     if cfg.bridge.method == "gather":
         return None
     if cfg.bridge.live_cpu_weights and engine_kind(cfg.rollout.engine).reads("bridge.live_cpu_weights"):
+        from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
+
         keep_loading_layout(_live(cfg, engine).model)
     return engine_map(_live(cfg, engine).model, shapes, cfg.rollout.quantization)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
-HOLDS_8_BITS = "holds_8_bits"  # attribute of an engine's model whose parameters are the 8 bits and their scales
 _MATRIX = re.compile(r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\.(.+\.)?(\w+_proj|w[123])\.weight")
 _WHOLE_ROW = 1 << 40  # columns; more than any tensor has
 

@@ -68,7 +68,10 @@ def main(directory: Path) -> None:
     if dist.get_rank() == 0:
         models.make("qwen3_moe_mixed", path, moe_intermediate_size=64, num_experts=16, max_position_embeddings=512)
         made = load_file(path / "model.safetensors")
-        scaled = {name: weight * (SCALE if ".experts." in name and "down_proj" in name else 1) for name, weight in made.items()}
+        scaled = {
+            name: weight * (SCALE if ".experts." in name and "down_proj" in name else 1)
+            for name, weight in made.items()
+        }
         save_file(scaled, path / "model.safetensors", {"format": "pt"})
         save_tokenizer(path)
     dist.barrier()
@@ -171,10 +174,20 @@ def replayed(batch: TrainBatch, model: Any) -> dict[str, Any]:
         gaps = ratios.abs()
         taken = batch.fields[ROUTES].sort(-1).values
         changed = (taken != wanted.sort(-1).values).any(-1)[wanted[..., 0] > 0]
-        sums = {"gap": float(gaps.sum()), "tokens": float(len(gaps)), "changed": float(changed.sum()), "all": float(len(changed))}
+        sums = {
+            "gap": float(gaps.sum()),
+            "tokens": float(len(gaps)),
+            "changed": float(changed.sum()),
+            "all": float(len(changed)),
+        }
         sums["kl"] = float((ratios.exp() - 1 - ratios).sum())
         sums |= {"largest_max": float(gaps.max()) if len(gaps) else 0.0}
         total = reduce_sums(sums)
-        found[kind] = [total["gap"] / total["tokens"], total["kl"] / total["tokens"], total["largest_max"], total["changed"]]
+        found[kind] = [
+            total["gap"] / total["tokens"],
+            total["kl"] / total["tokens"],
+            total["largest_max"],
+            total["changed"],
+        ]
         batch.fields = dict(own)
     return found

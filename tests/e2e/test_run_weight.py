@@ -10,7 +10,8 @@ from benchmarks.run_weight import loaded_modules, weigh
 # lines.
 FILES, LINES = 200, 30_600
 ELSEWHERE = """
-algorithms.distillation algorithms.kl_schedules algorithms.preference bridge.run.changes bridge.run.stand_ins cli.teacher
+algorithms.distillation algorithms.kl_schedules algorithms.preference bridge.map.live_weights
+bridge.map.quantised bridge.run.changes bridge.run.quantised bridge.run.stand_ins families.quantised cli.teacher
 data.image_rows data.images data.recorded data.token_fields episode_driver mcore.lora mcore.route_replay mcore.vision
 parallel.fused_softmax parallel.subsets parallel.top_tokens roles.routes roles.teacher rollout.vllm.routes trainer.greedy
 algorithms.muon algorithms.returns algorithms.turns algorithms.value_loss api bridge.files.formats bridge.files.gather

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge.map.reload import keep_loading_layout
+from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.map.trace import trace
 from rlhf_mcore.bridge.plan.rank_plan import Bucket

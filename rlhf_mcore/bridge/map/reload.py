@@ -1,21 +1,18 @@
-"""Layers whose kernels do not read live parameters: vLLM's layerwise reload for them, or live parameters instead."""
+"""Layers whose kernels do not read live parameters: vLLM's layerwise reload for them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, recorded_layout
+from rlhf_mcore.bridge.map.trace import EngineParameter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    Written = Callable[[EngineParameter, Tensor], None]
 
 
 class Scratch:
@@ -110,72 +107,3 @@ def _processing_above(model: nn.Module, parameter: str) -> Iterator[Any]:
         if hasattr(module, "process_weights_after_loading"):
             yield module
         name = name.rpartition(".")[0]
-
-
-@contextmanager
-def watching(model: nn.Module, engine: EngineMap, written: Written) -> Iterator[None]:
-    """Watch what a reload by vLLM itself writes into repacked parameters.
-
-    ``written`` is called with each and its flat tensor in the loading layout, just before its layer processes it.
-    """
-    with ExitStack() as stack:
-        for group in engine.repacked:
-            method: Any = model.get_submodule(group[0].module).quant_method
-            original = method.process_weights_after_loading
-            stack.callback(setattr, method, "process_weights_after_loading", original)
-            method.process_weights_after_loading = partial(_process_watched, original, group, written)
-        yield
-
-
-def _process_watched(original: Any, group: Sequence[EngineParameter], written: Written, layer: Any) -> None:
-    for parameter in group:
-        tensor = getattr(layer, parameter.name.rpartition(".")[2])
-        if tensor.numel() == torch.Size(parameter.shape).numel():  # not the empty rest of one that is packed already
-            written(parameter, tensor.data.view(-1))
-    original(layer)
-
-
-def keep_loading_layout(model: nn.Module) -> list[str]:
-    """Let layers multiply with their live parameters on the CPU, so that these can be written in place.
-
-    vLLM's CPU kernels multiply with a packed copy, and drop the original. Here the linear layers, the embeddings and the
-    output layer get live parameters back and plain ``torch.nn.functional.linear``, for good: a later reload leaves it so.
-    Experts of a mixture keep their packed kernel. Returned are the names of the layers that have changed; on other
-    platforms there is none. The weights are undefined until they are loaded or synchronised.
-
-    An update then is a plain copy, as on a GPU, but generation gets slower (by up to two fifths at 80M parameters), and a
-    reload costs less than that: for speed leave the layers as they are and use :func:`reloading`.
-    """
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    from rlhf_mcore.platform.wrapped_layers import base_layers
-
-    changed = []
-    with base_layers(model):
-        modules = dict(model.named_modules())
-    for name, module in modules.items():
-        method = getattr(module, "quant_method", None)
-        if hasattr(module, "cpu_linear") and isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
-            _restore_weight(module)
-            _multiply_plainly(module)
-            method.process_weights_after_loading = _multiply_plainly
-            changed.append(name)
-    return changed
-
-
-def _multiply_plainly(layer: Any) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
-
-
-def _restore_weight(layer: Any) -> None:
-    """Give back the weight that packing has dropped; a bias that it has widened gets the weight's dtype again."""
-    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_refs
-
-    device = layer.weight.device
-    if layer.weight.numel() == 0:
-        with device:
-            layer.weight = restore_layer_refs(materialize_meta_tensor(recorded_layout(layer)["weight"]), layer)
-        layer.weight.data.zero_()
-    if getattr(layer, "bias", None) is not None:
-        layer.bias.data = layer.bias.data.to(layer.weight.dtype)

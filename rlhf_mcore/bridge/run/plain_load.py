@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlhf_mcore.bridge.map.reload import watching
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import LiveWeights, SyncMismatch
 
 if TYPE_CHECKING:
     from rlhf_mcore.bridge.files.gather import Gatherer
+
+    Written = Callable[[EngineParameter, Tensor], None]
 
 
 def compare_with_plain_load(
@@ -51,3 +55,26 @@ def compare_with_plain_load(
         problem = f"{len(wrong)} engine parameters differ from a plain load, among them {wrong[0]}"
         target.abandon(problem)
         raise SyncMismatch(problem)
+
+
+@contextmanager
+def watching(model: nn.Module, engine: EngineMap, written: Written) -> Iterator[None]:
+    """Watch what a reload by vLLM itself writes into repacked parameters.
+
+    ``written`` is called with each and its flat tensor in the loading layout, just before its layer processes it.
+    """
+    with ExitStack() as stack:
+        for group in engine.repacked:
+            method: Any = model.get_submodule(group[0].module).quant_method
+            original = method.process_weights_after_loading
+            stack.callback(setattr, method, "process_weights_after_loading", original)
+            method.process_weights_after_loading = partial(_process_watched, original, group, written)
+        yield
+
+
+def _process_watched(original: Any, group: Sequence[EngineParameter], written: Written, layer: Any) -> None:
+    for parameter in group:
+        tensor = getattr(layer, parameter.name.rpartition(".")[2])
+        if tensor.numel() == torch.Size(parameter.shape).numel():  # not the empty rest of one that is packed already
+            written(parameter, tensor.data.view(-1))
+    original(layer)

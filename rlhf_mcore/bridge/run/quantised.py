@@ -21,10 +21,10 @@ from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.reload import reloading
 from rlhf_mcore.bridge.map.rules import Shapes
 from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, scale_tables
-from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, recorded_layout
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, Sources
-from rlhf_mcore.families.quantised import HOLDS_8_BITS, QUANTISATIONS, Quantisation
+from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
 from rlhf_mcore.geometry import LocalParameter
 
 ELEMENTS = 1 << 24  # of a weight at a time: in fp32 64 MiB
@@ -306,6 +306,11 @@ Read = Callable[[nn.Module, Shapes], EngineMap]
 def map_engine(model: nn.Module, shapes: Shapes, name: str, read: Read) -> EngineMap:
     """Map an engine that is sent 8 bits: as its parameters, or to get their values. ``read`` maps a model of given tensors."""
     kind = QUANTISATIONS[name]
-    if getattr(model, HOLDS_8_BITS, False):
+    if hasattr(model, "load_weights") and _holds_8_bits(model, getattr(torch, kind.dtype)):
         return read(model, kind.with_scales(shapes))
     return dequantised_map(read(model, shapes), kind)
+
+
+def _holds_8_bits(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Tell whether a model of vLLM is loaded with weights of 8 bits."""
+    return any(tensor.dtype == dtype for module in model.modules() for tensor in recorded_layout(module).values())

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.map.reload import keep_loading_layout
+from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
 from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks, Links, machine

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,14 @@ from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import cpu
-from rlhf_mcore.rollout.vllm.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
+from rlhf_mcore.rollout.vllm.environment import (
+    engine_start,
+    preserved_rng,
+    private_shared_memory,
+    rank_and_world_size,
+    remove_quantisation,
+    unchanged_classes,
+)
 from rlhf_mcore.types import ROUTES, Completion, Recorded, Request
 
 if TYPE_CHECKING:
@@ -57,7 +63,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
                 ``model.max_model_len``.
             RuntimeError: torch.distributed is not initialised.
         """
-        rank, world_size, tp = *_rank_and_world_size(), cfg.layout.tp
+        rank, world_size, tp = *rank_and_world_size(), cfg.layout.tp
         if tp < 1 or world_size % tp:
             raise ConfigError(
                 f"rollout.layout.tp={tp} does not divide the world size {world_size}; use a divisor of it"
@@ -84,10 +90,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
-            if self._holds_8_bits(cfg):
-                from rlhf_mcore.rollout.vllm.quantised import mark
-
-                mark(self.model)
             if cfg.speculative.method == "ngram":
                 import numba
 
@@ -111,17 +113,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             if model.dtype == "fp32":
                 cpu.use_norm_kernels(self.model)
 
-    def _holds_8_bits(self, cfg: RolloutConfig) -> bool:
-        """Tell whether the engine has weights of 8 bits. On a CPU it gets their values in the model's dtype."""
-        return cfg.quantization is not None and self._on_cuda
-
     def _options(self, cfg: RolloutConfig, model: EngineModel) -> dict[str, Any]:
         """Return the arguments of vllm.LLM."""
-        quantisation = None
-        if self._holds_8_bits(cfg):
-            from rlhf_mcore.rollout.vllm.quantised import config_of
-
-            quantisation = config_of(cfg.quantization, self._expected.shapes)
         options: dict[str, Any] = {
             "model": model.model_dir,
             "skip_tokenizer_init": True,  # tokens in, tokens out: text is made once, at the end
@@ -129,7 +122,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.layout.tp,
             "load_format": "dummy",
-            "hf_overrides": partial(_set_quantisation, quantisation),
+            "hf_overrides": remove_quantisation,
             "dtype": _DTYPES[model.dtype],
             "max_model_len": model.max_model_len,
             "max_num_seqs": cfg.max_num_seqs,
@@ -145,6 +138,10 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             from rlhf_mcore.rollout.vllm.drafts import draft_options
 
             options |= draft_options(cfg.speculative, on_cuda=self._on_cuda)
+        if cfg.quantization is not None and self._on_cuda:
+            from rlhf_mcore.rollout.vllm import quantised
+
+            options |= quantised.options(cfg.quantization, self._expected.shapes)
         if model.images is not None:
             from rlhf_mcore.rollout.vllm import images
 
@@ -427,15 +424,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         gc.collect()
 
 
-def _set_quantisation(quantisation: dict[str, Any] | None, hf_config: Any) -> Any:
-    """Replace the quantisation of the model's files in a config: they are dequantised before an engine gets any of it."""
-    if quantisation is not None:
-        hf_config.quantization_config = quantisation
-    elif hasattr(hf_config, "quantization_config"):
-        del hf_config.quantization_config
-    return hf_config
-
-
 def _renew_sinks(model: Any) -> None:
     """Give kernels of attention the sinks that were written: some keep a copy in another dtype."""
     for module in model.modules():
@@ -451,16 +439,6 @@ def preload() -> None:
     with engine_start(0, 1, eager=True):
         from vllm import LLM, SamplingParams  # noqa: F401
         from vllm.v1.worker import cpu_worker  # noqa: F401
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "initialise torch.distributed before the rollout engine: vLLM joins the trainer's process group"
-        )
-    return dist.get_rank(), dist.get_world_size()
 
 
 def _import_vllm() -> Any:

@@ -185,3 +185,25 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+
+
+def remove_quantisation(hf_config: Any) -> Any:
+    """Remove the quantisation of the model's files from a config: they are dequantised before an engine gets any of it."""
+    if hasattr(hf_config, "quantization_config"):
+        del hf_config.quantization_config
+    return hf_config
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this rank of the trainer's process group, and its size.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "initialise torch.distributed before the rollout engine: vLLM joins the trainer's process group"
+        )
+    return dist.get_rank(), dist.get_world_size()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf_mcore.families.quantised import HOLDS_8_BITS, QUANTISATIONS
-
-if TYPE_CHECKING:
-    from torch import nn
+from rlhf_mcore.families.quantised import QUANTISATIONS
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 
@@ -44,6 +41,12 @@ def config_of(name: str, tensors: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def mark(model: nn.Module) -> None:
-    """Let a bridge know that the model's parameters are the 8 bits and their scales."""
-    setattr(model, HOLDS_8_BITS, True)
+def options(name: str, tensors: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM. On a CPU an engine has none: it gets the values of 8 bits in the model's dtype."""
+    config = config_of(name, tensors)
+
+    def override(hf_config: Any) -> Any:
+        hf_config.quantization_config = config
+        return hf_config
+
+    return {"hf_overrides": override}

@@ -213,3 +213,22 @@ def test_an_engine_updated_through_the_map_answers_as_after_its_own_load(ranks: 
         assert seen["repacked when live"] == []
         assert seen["b in place"] == seen["b loaded"]
         assert seen["a loaded again"] == seen["a loaded"]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, kind: str, tp: int) -> None:
+    """vLLM's own layers, loaders and quantisers; and its kernels where the processor has them (fp8: AMX)."""
+    for rank in ranks:
+        seen = rank[f"8 bits-tp{tp}"][kind]
+        assert [seen[what] for what in seen if what.startswith("other than")] == [[], [], []]
+        matrices = (
+            "self_attn.qkv_proj",
+            "self_attn.o_proj",
+            "mlp.experts.routed_experts.w13",
+            "mlp.experts.routed_experts.w2",
+        )
+        assert len(seen["8 bits"]) == 2 * len(matrices) and seen["unused"] == []
+        assert seen["compared"] == (2 * 8 if kind == "fp8" else 2 * 2 * (4 + 3 * 4))
+        # Products in bf16; with int8 the inputs are rounded to 8 bits too.
+        assert max(seen.get("gaps", {"": 0.0}).values()) < (0.005 if kind == "fp8" else 0.02)

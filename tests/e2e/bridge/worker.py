@@ -14,14 +14,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.reload import keep_loading_layout, reloading
+from rlhf_mcore.bridge.map.reload import reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Prompt, Sampling
 from tests.difference import first_difference
+from tests.e2e.bridge.eight_bits import KINDS, check_8_bits
 from tests.e2e.bridge.models import CASES, MIXTURES, Case, build, checkpoint_shapes, random_weights, vllm_config
 from tests.e2e.rollout.drawing import generate
 
@@ -260,6 +262,7 @@ def main(directory: Path) -> None:
     for tp in (1, 2):
         for case in CASES:
             seen[f"{case.key}-tp{tp}"] = check_case(case, directory, tp)
+        seen[f"8 bits-tp{tp}"] = {kind.name: check_8_bits(kind, directory, tp) for kind in KINDS}
         if tp == 1:
             seen["without packing"] = {case.key: check_without_packing(case, directory) for case in CASES}
         destroy_model_parallel()

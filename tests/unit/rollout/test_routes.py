@@ -38,7 +38,9 @@ def test_too_few_are_refused(returned: Any) -> None:
 def test_a_completion_without_all_routes_ends_the_step(fields: Any) -> None:
     request = Request(0, "prompt 'a', sample 0", [5], Sampling(records_routes=True), seed=1)
     drawn = Completion(0, np.array([6, 7], np.int32), np.zeros(2, np.float32), ((0, 0),), "stop", fields=fields)
-    with pytest.raises(RuntimeError, match="did not record the experts that all tokens of prompt 'a', sample 0 went to"):
+    with pytest.raises(
+        RuntimeError, match="did not record the experts that all tokens of prompt 'a', sample 0 went to"
+    ):
         check_completion(request, drawn)
     whole = np.array([0, 3, 4], np.int16)[:, None, None]
     drawn = Completion(0, drawn.token_ids, drawn.logprobs, ((0, 0),), "stop", fields={ROUTES: whole})
