@@ -27,15 +27,8 @@ def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         )
     if not has_gpu():
         yield from _cpu_problems(cfg, geometry)
-    elif cfg.rollout.quantization == "fp8":
-        from rlhf_mcore.families.quantised import cut_problems
-
-        tp = cfg.rollout.layout.tp
-        for problem in cut_problems(geometry, tp):
-            yield (
-                f"rollout.quantization=fp8: rollout.layout.tp={tp} cuts blocks of 128x128 of model.path={cfg.model.path} ({problem}), "
-                "which vLLM's layers do not take; choose another rollout.layout.tp, or rollout.quantization=int8"
-            )
+    elif cfg.rollout.quantization is not None:
+        yield from _quantised_problems(cfg, geometry)
 
 
 def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
@@ -60,6 +53,20 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield f"adapters are added before weights are quantised (rollout.quantization={cfg.rollout.quantization})"
     if cfg.rollout.speculative.method != "off":
         yield f"it is not tried with rollout.speculative.method={cfg.rollout.speculative.method}"
+
+
+def _quantised_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    """Name what keeps vLLM from multiplying with 8 bits on a GPU."""
+    from rlhf_mcore.families.quantised import cut_problems
+
+    name, tp = f"rollout.quantization={cfg.rollout.quantization}", cfg.rollout.layout.tp
+    if cfg.model.dtype == "fp32":
+        yield f"{name}: vLLM's layers of 8 bits have no fp32, found model.dtype=fp32; set it to bf16"
+    for problem in cut_problems(geometry, tp) if cfg.rollout.quantization == "fp8" else ():
+        yield (
+            f"{name}: engines of rollout.layout.tp={tp} cut blocks of 128x128 of model.path={cfg.model.path} ({problem}), which "
+            "vLLM's layers do not take; choose another rollout.layout.tp, or rollout.quantization=int8"
+        )
 
 
 def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:

@@ -18,11 +18,13 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType, PlannedRole
 from rlhf_mcore.planning.sync import (
     destinations,
+    engine_bytes,
     engine_numel,
     estimate_seconds,
     kv_bytes_per_token,
     num_devices,
     plan_sync,
+    sent_bytes,
     state_bytes_per_sequence,
 )
 
@@ -133,6 +135,23 @@ def test_what_goes_to_a_machine_of_engines_is_sent_there_once() -> None:
     assert estimate_seconds(cfg, actor, machines, Assumptions(link_efficiency=1.0)) == pytest.approx(
         2 * 2 * 2 * engine_numel(geometry, 2) / 4 / 50e9
     )
+
+
+@pytest.mark.parametrize(("engine", "held"), [("vllm", 9_082_904_576), ("hf", 16_060_522_496)])
+def test_8_bits_of_a_llama_by_hand(engine: str, held: int) -> None:
+    """Of 8,030,261,248 elements 6,979,321,856 are in matrices of layers, which are 425,984 blocks of 128x128."""
+    cfg = Config()
+    cfg.rollout.engine, cfg.rollout.quantization = engine, "fp8"
+    geometry = read_geometry(MODELS / "Llama-3-8B", "lm")
+    actor = PlannedRole("actor", geometry, ParallelLayout(2, tp=2), True)
+    assert engine_bytes(cfg, geometry, "bf16") == held  # the engine hf gets the values in bf16
+    moved = 6_979_321_856 + 4 * 425_984 + 2 * (8_030_261_248 - 6_979_321_856)
+    assert sent_bytes(cfg, geometry, "bf16") == moved == 9_082_904_576
+    sync = plan_sync(cfg, actor, 2, GPUS["H100"], Assumptions())
+    assert sync.received_total + sync.local_total == 2 * moved
+    cfg.rollout.quantization = "int8"
+    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    assert sent_bytes(cfg, geometry, "bf16") == moved + 4 * (rows - 425_984)
 
 
 def plan_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Assumptions) -> float:

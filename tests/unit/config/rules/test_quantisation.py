@@ -1,0 +1,126 @@
+"""Weights of 8 bits: what they do not go with is named, and the correction is on where they are used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.families.quantised import QUANTISATIONS, cut_problems, quantisation_problems
+from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, LatentSizes, ModelGeometry
+from rlhf_mcore.rollout.vllm import limits
+from tests.unit.config.checking import check, only
+
+LLAMA = ModelGeometry("llama", 32, 4096, GroupedSizes(32, 8, 128), 14336, 128256, False)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("overrides", [[], ["rollout.engine=hf"], ["actor.lora.rank=8"]])
+def test_weights_may_have_8_bits(workspace: Any, quantization: str, overrides: list[str]) -> None:
+    assert check(f"rollout.quantization={quantization}", *overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["bridge.method=gather"], ["bridge.method=gather", "planned"]),
+        (["bridge.verify=full"], ["bridge.verify=full", "digest"]),
+        (["actor.lora.rank=8", "actor.lora.sync=adapter"], ["before weights are quantised", "actor.lora.sync=merge"]),
+    ],
+)
+def test_what_8_bits_do_not_go_with_is_named(workspace: Any, overrides: list[str], words: list[str]) -> None:
+    problem = only(check("rollout.quantization=fp8", *overrides))
+    assert all(word in problem for word in ["rollout.quantization=fp8", *words]), problem
+
+
+def test_a_choice_is_one_of_two(workspace: Any) -> None:
+    assert "rollout.quantization='fp4' is not a choice" in only(check("rollout.quantization=fp4"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        ([], "off"),
+        (["rollout.quantization=int8"], "token"),
+        (["rollout.quantization=fp8", "algorithm.rollout_correction.mode=off"], "off"),
+        (["rollout.quantization=fp8", "algorithm.rollout_correction.mode=sequence"], "sequence"),
+    ],
+)
+def test_the_correction_is_on_unless_it_is_set(workspace: Any, overrides: list[str], mode: str) -> None:
+    assert resolve(load_config("run.yaml", overrides)).algorithm.rollout_correction.mode == mode
+
+
+def test_models_of_other_tensors_are_named() -> None:
+    latent = replace(LLAMA, family="deepseek_v3", attention=LatentSizes(4, 192, 64, 128, 512))
+    stacked = replace(LLAMA, family="gpt_oss", experts=ExpertSizes(4, 256, 2))
+    assert [list(quantisation_problems(g)) for g in (LLAMA, latent, stacked)] == [
+        [],
+        ["projections of deepseek_v3's latent attention are absorbed by others"],
+        ["the experts of a layer of gpt_oss are one tensor"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tp", "cut"),
+    [
+        (LLAMA, 8, ""),  # 512 rows of queries, 128 of keys, 1792 of the MLP
+        (LLAMA, 16, ""),  # 896 rows of the MLP; a head of keys is on two ranks, whole
+        (LLAMA, 32, "rows of gate_proj: 448 on a rank"),
+        (replace(LLAMA, attention=GroupedSizes(32, 8, 64)), 8, "keys: 64 on a rank"),
+        (replace(LLAMA, attention=GroupedSizes(64, 3, 64)), 1, "keys: 192 on a rank"),
+        (replace(LLAMA, family="qwen3_moe", experts=ExpertSizes(128, 768, 8)), 2, ""),
+        (
+            replace(LLAMA, family="qwen3_moe", experts=ExpertSizes(128, 768, 8)),
+            4,
+            "an expert's gate_proj: 192 on a rank",
+        ),
+    ],
+)
+def test_cut_blocks_are_named(geometry: ModelGeometry, tp: int, cut: str) -> None:
+    problems = list(cut_problems(geometry, tp))
+    assert cut in " ".join(problems) and bool(problems) == bool(cut), problems
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "tp", "words"),
+    [
+        ("fp8", "bf16", 8, []),
+        ("int8", "bf16", 32, []),
+        ("fp8", "bf16", 32, ["rollout.layout.tp=32", "448", "int8"]),
+        ("int8", "fp32", 1, ["model.dtype=fp32", "bf16"]),
+    ],
+)
+def test_vllm_takes_whole_blocks_and_no_fp32_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, quantization: str, dtype: str, tp: int, words: list[str]
+) -> None:
+    monkeypatch.setattr(limits, "has_gpu", lambda: True)
+    cfg = Config()
+    cfg.rollout.quantization, cfg.rollout.layout.tp, cfg.model.dtype = quantization, tp, dtype
+    problems = " ".join(limits.model_problems(cfg, LLAMA))
+    assert bool(problems) == bool(words) and all(word in problems for word in words), problems
+    monkeypatch.setattr(limits, "has_gpu", lambda: False)
+    assert list(limits.model_problems(cfg, LLAMA)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", True),
+        ("model.layers.11.mlp.experts.7.down_proj.weight", True),
+        ("model.layers.0.mlp.shared_expert.up_proj.weight", True),
+        ("model.layers.0.block_sparse_moe.experts.3.w2.weight", True),
+        ("model.layers.0.block_sparse_moe.gate.weight", False),
+        ("model.layers.0.mlp.gate.weight", False),
+        ("model.layers.0.mlp.shared_expert_gate.weight", False),
+        ("model.layers.0.self_attn.q_proj.bias", False),
+        ("model.layers.0.self_attn.q_norm.weight", False),
+        ("model.embed_tokens.weight", False),
+        ("lm_head.weight", False),
+    ],
+)
+def test_matrices_of_layers_have_8_bits(name: str, has: bool) -> None:
+    assert [kind.applies(name) for kind in QUANTISATIONS.values()] == [has, has]
