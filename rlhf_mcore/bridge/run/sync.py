@@ -158,7 +158,7 @@ class PlannedBridge:
         if quantisation is not None:
             from rlhf_mcore.bridge.run import quantised
 
-            names = quantised.QuantisedNames(names, quantisation)
+            names = of_8_bits = quantised.QuantisedNames(names, quantisation)
         pieces_of = names.pieces
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
         shapes = names.shapes()
@@ -186,7 +186,7 @@ class PlannedBridge:
         self._sources = sources or LiveSources({p.name: p.tensor.view(-1) for p in parameters})
         if quantisation is not None:
             places = self._described.sources
-            eight = quantised.QuantisedSources(self._sources, parameters, names, places, group, previous)
+            eight = quantised.QuantisedSources(self._sources, parameters, of_8_bits, places, group, previous)
             self._sources, self._previous, self._landing = eight, eight.kept, quantised.landing(self._map)
         self._whole = self._make_transfer(None)
         self._parts: dict[frozenset[str], _Transfer] = {}

@@ -160,7 +160,7 @@ class RolloutConfig(Group):
         "weights of engines",
         one_of(fp8="8 bits, a scale for each block of 128x128", int8="8 bits, a scale for each row"),
         null="in `model.dtype`",
-        more="The trainer's stay as they are: they are quantised on their way, so a sync moves half the bytes of bf16. "
+        more="The trainer's stay as they are: they are quantised on their way, and matrices of layers take half the bytes of bf16. "
         "See [8 bits](bridge.md#weights-of-8-bits).",
         only_with=engines_that_read("rollout.quantization"),
     )
