@@ -88,6 +88,7 @@ _NAMES = {
     "trainer.max_staleness": (
         "max_trajectory_age_steps max_async_level async_training staleness max_policy_lag async_enable async_level"
     ),
+    "rollout.quantization": "vllm_cfg.precision generation.vllm_cfg.precision rollout_quantization",
     "rollout.engine": "use_vllm rollout.name generation.backend inference_engine rollout_backend inference_backend",
     "rollout.placement": "vllm_mode colocate colocate_all colocate_all_models hybrid_engine colocated.enabled",
     "rollout.num_engines": "vllm_num_engines num_engines",
@@ -214,7 +215,7 @@ _SHARDED = (
     "models are cut by Megatron-core (actor.layout), and optimizer state is always sharded over data-parallel ranks"
 )
 _LORA = "adapters are trained with actor.lora (rank, alpha, targets, ...)"
-_QUANTISED = "quantised weights cannot be trained; choose model.dtype"
+_QUANTISED = "quantised weights cannot be trained; choose model.dtype, and for engines rollout.quantization"
 _DISTRIBUTION = (
     "responses are drawn by rollout.sampling.temperature, top_p and top_k alone, so that their probabilities are known"
 )

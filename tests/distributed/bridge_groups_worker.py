@@ -17,7 +17,7 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, gather_index, state_file
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.endpoints import EngineDestinations
+from rlhf_mcore.bridge.run.endpoints import EngineDestinations, HostCopies
 from rlhf_mcore.bridge.run.quantised import dequantise, largest_magnitudes, quantise, scales_of
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
 from rlhf_mcore.bridge.run.sync import PlannedBridge
@@ -186,6 +186,27 @@ def quantised(group: dist.ProcessGroup, tp: int) -> dict[str, Any]:
     return found
 
 
+def changes_of_8_bits(group: dist.ProcessGroup) -> dict[str, Any]:
+    """What engines lack of the values of 8 bits when only changes were sent of a few elements, and the bytes sent and of all."""
+    hf = {name: tensor.float() for name, tensor in random_tensors(0).items()}
+    held = mcore_tensors(BLOCKS, hf, group.rank() % TP, TP)
+    parameters = parameters_of(group, held)
+    kept = HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in parameters})
+    engine = Engine({name: tensor.shape for name, tensor in hf.items()}, torch.float32)
+    options: dict[str, Any] = {"bucket_bytes": 50_000, "verify": "digest", "full_every": 4, "previous": kept}
+    bridge = PlannedBridge(parameters, BLOCKS, engine, group, quantisation="fp8", **options)
+    bridge.sync(0)
+    kept.take()
+    for tensor in hf.values():
+        tensor.view(-1)[::100] *= -1  # no block gets another scale
+    for parameter in parameters:
+        parameter.tensor.copy_(mcore_tensors(BLOCKS, hf, group.rank() % TP, TP)[parameter.name])
+    stats = bridge.sync(1)
+    fp8 = QUANTISATIONS["fp8"]
+    expected = {name: whole_values(t, fp8) if "_proj.weight" in name else t for name, t in hf.items()}
+    return {"wrong": wrong(engine.tensors, expected), "sent": stats.sent_bytes, "whole": stats.whole_bytes}
+
+
 def random_tensors(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -231,5 +252,6 @@ def main(directory: Path) -> None:
     findings["apart"] = all_gather_json(sync_apart(world))
     findings["samples"] = all_gather_json(sample(world))
     findings["8 bits"] = {tp: all_gather_json(quantised(world, tp)) for tp in (2, 4)}
+    findings["changes of 8 bits"] = all_gather_json(changes_of_8_bits(world))
     findings["claims"] = all_gather_json(claims(rank))
     finish(findings, directory)

@@ -69,6 +69,13 @@ def test_weights_travel_in_8_bits_whatever_cuts_their_blocks(findings: Any, tp: 
             assert 0.5 < count / wide < 0.53
 
 
+def test_changes_of_8_bits_travel_alone(findings: Any) -> None:
+    """One of a hundred elements: a byte, and another for the unchanged ones before it."""
+    for found in findings["changes of 8 bits"]:
+        assert found["wrong"] == []
+        assert 0 < found["sent"] < 0.06 * found["whole"]
+
+
 def test_engines_get_different_numbers_of_a_counter_and_ranks_of_an_engine_the_same(findings: Any) -> None:
     lead, follower, other_lead, other_follower = findings["claims"]
     assert (follower, other_follower) == (lead, other_lead)
