@@ -48,8 +48,10 @@ def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
     """Describe the end of an agent that has left the score to others, of the messages of its step; "" where it has not."""
     if [message["role"] for message in messages] != [UNGRADED]:
         return ""
-    printed = f" and last printed {said!r}" if (said := messages[0]["content"]) else ""
-    return f"ended without a reward{printed}; let it give one, or set environment.score=reward"
+    how = "let it give one"
+    if said := messages[0]["content"]:
+        how = f'its last line is {said!r}; let that be {{"reward": number}}'
+    return f"ended without a reward; {how}, or set environment.score=reward"
 
 
 def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:
@@ -244,36 +246,43 @@ class Agent:
             *self._command,
             stdin=pipe,
             stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=pipe,
             env={**os.environ, **own},
             start_new_session=True,
         )
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        readers = [asyncio.ensure_future(self._printed(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            assert process.stdin is not None and process.stdout is not None
             with suppress(ConnectionError):  # it need not read its task
                 process.stdin.write(json.dumps(self._task).encode() + b"\n")
                 await process.stdin.drain()
             process.stdin.close()
-            printed = b""
-            while part := await process.stdout.read(2**16):
-                printed += part
-                if len(printed) > self._max_output_bytes:
-                    raise EnvironmentFailed(f"printed more than {self._max_output_bytes} bytes ({KEY}.max_output_kib)")
+            printed, errors = await asyncio.gather(*readers)
             code = await process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
             await end(process)
-        text = printed.decode(errors="replace").strip()
         if code:
             how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-            raise EnvironmentFailed(f"{how}; it last printed: {text[-_SHOWN_CHARS:]!r}")
-        last = text.rpartition("\n")[2]
+            raise EnvironmentFailed(f"{how}; it last printed: {(errors or printed)[-_SHOWN_CHARS:]!r}")
+        last = printed.rpartition("\n")[2]
         with suppress(ValueError, RecursionError):
             result = json.loads(last)
             if isinstance(result, dict) and "reward" in result:
                 return result
         return Ungraded(last[-_SHOWN_CHARS:])
+
+    async def _printed(self, stream: asyncio.StreamReader) -> str:
+        printed = b""
+        while part := await stream.read(2**16):
+            printed += part
+            if len(printed) > self._max_output_bytes:
+                raise EnvironmentFailed(f"printed more than {self._max_output_bytes} bytes ({KEY}.max_output_kib)")
+        return printed.decode(errors="replace").strip()
 
     @staticmethod
     def _read(result: Any) -> tuple[Any, float, bool]:

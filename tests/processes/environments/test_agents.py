@@ -120,7 +120,8 @@ if kind == "fails":
 assert "HF_TOKEN" not in os.environ
 ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
 print("thinking")
-print(json.dumps({"reward": 0.25}) if kind == "rewards" else "the end")
+print(json.dumps({"reward": 0.25}) if kind == "rewards" else "the end", flush=True)
+print("a warning at exit", file=sys.stderr)
 """
 )
 ROW = {"ground_truth": 3, "extra_info": {}}
