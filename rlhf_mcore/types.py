@@ -270,6 +270,7 @@ class TrainBatch:
     rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
     # By row, on every rank: tokens of each sequence of a row that is several
     sequences: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    images: Mapping[int, Sequence[str]] = field(default_factory=dict)  # and the digests of those that have images
     turn_rewards: Tensor | None = (
         None  # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
     )
@@ -315,11 +316,8 @@ class TrainBatch:
         return [self.sequences.get(row) or (lengths[row],) for row in rows]
 
     def images_of(self, rows: Sequence[int]) -> list[tuple[str, ...]] | None:
-        """Return the digests of each row's images; None where no prompt has any."""
-        if not any(prompt.images for prompt in self.prompts or ()):
-            return None
-        groups, prompts = self.group_ids.tolist(), self.prompts or []
-        return [prompts[groups[row]].images for row in rows]
+        """Return the digests of each row's images; None where no row has any."""
+        return [tuple(self.images.get(row, ())) for row in rows] if self.images else None
 
     def field_of_tokens(self, name: str) -> Field:
         """Return a field by its name: one of ``fields``, or of the optional ones above.

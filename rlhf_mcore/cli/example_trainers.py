@@ -15,11 +15,13 @@ from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.cli.trainers import load_data, note_kernels, trained_work, with_offload
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
-from rlhf_mcore.config.data_columns import file_keys, wanted_columns
+from rlhf_mcore.config.data_columns import file_keys
+from rlhf_mcore.config.example_columns import wanted_columns
 from rlhf_mcore.config.implied import longest_example, needs_reference
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, example_batch, load_examples
 from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.data.source import image_reader
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import on_every_rank, world_group
 from rlhf_mcore.planning.counts import model_flops
@@ -160,6 +162,7 @@ def _load_examples(
     cfg, data = run.cfg, run.cfg.data
     spec = on_every_rank(lambda: load_spec(cfg.model.path, run.kind.head))
     positions = spec.hf_config.max_position_embeddings
+    images = on_every_rank(lambda: image_reader(cfg))
 
     def load(files: list[str], field: str) -> list[TokenizedExample]:
         columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(data, files, field)]
@@ -173,6 +176,7 @@ def _load_examples(
             field=field,
             note=run.record.note,
             group=world_group(),
+            images=images,
         )
 
     return load(data.train, "data.train"), load(data.eval, "data.eval") if data.eval else []

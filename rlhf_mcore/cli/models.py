@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from rich.filesize import decimal
@@ -47,7 +47,7 @@ from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 
 if TYPE_CHECKING:
-    from rlhf_mcore.data.images import ImageStore
+    from rlhf_mcore.mcore.image_features import StepFeatures
     from rlhf_mcore.roles.critic import Critic
     from rlhf_mcore.roles.reward_model import RewardModel
 
@@ -68,6 +68,7 @@ class ModelBuilder:
     _pool: GroupPool = field(init=False)
     _built: list[MegatronModel] = field(default_factory=list)
     _actor: TrainedModel | None = None
+    _kept: StepFeatures | None = None
 
     def __post_init__(self) -> None:
         self.sharing = self.sharing or DeviceSharing(self.platform)
@@ -307,15 +308,18 @@ class ModelBuilder:
             seed=self.cfg.seed,
             logit_chunk_tokens=self.cfg.trainer.logit_chunk_tokens,
             microbatch_tokens=self.cfg.trainer.max_tokens_per_microbatch,
-            images=self._images(),
+            **self._images(),
         )
 
-    def _images(self) -> ImageStore | None:
+    def _images(self) -> dict[str, Any]:
+        """Return where models get images from, and what keeps their features; nothing where the policy sees none."""
         if not sees_images(self.cfg.model.path):
-            return None
+            return {}
         from rlhf_mcore.data.images import ImageStore
+        from rlhf_mcore.mcore.image_features import StepFeatures
 
-        return ImageStore.of(self.cfg)
+        self._kept = self._kept or StepFeatures()
+        return {"images": ImageStore.of(self.cfg), "kept": self._kept}
 
 
 def _frozen_tensors(group: ActorConfig | CriticConfig, geometry: ModelGeometry) -> list[str]:

@@ -53,6 +53,11 @@ class PromptContext:
         return [found[prompt.prompt_id] for prompt in prompts]
 
     def _call(self, prompt: Prompt) -> Any:
+        if prompt.images:
+            raise ConfigError(
+                f"{KEY}={self.spec}: prompt {prompt.prompt_id!r} has images, which other prompts cannot name yet; set {KEY}=null, "
+                "or data.image_key=null"
+            )
         content = prompt.text if prompt.messages is None else prompt.messages
         try:
             return self._function(content, prompt.ground_truth, prompt.extra_info, prompt.data_source)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,19 +17,22 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_mcore.config.data_columns import example_contents, row_limits
+from rlhf_mcore.config.data_columns import row_limits
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.example_columns import example_contents
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.shared_tokens import Tokens, tokenize
-from rlhf_mcore.data.source import left_out, load_transform, transformed_rows
+from rlhf_mcore.data.source import left_out, load_transform, taken_images, transformed_rows
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.rows import owners_of
 from rlhf_mcore.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlhf_mcore.data.image_rows import ImageReader
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +42,7 @@ class TokenizedExample:
     place: str
     prompt_ids: Tokens
     response_ids: list[Tokens]
+    images: tuple[str, ...] = ()  # digests of the prompt's
     reference_logprobs: list[float] | None = None  # of each whole response, where they are computed before training
 
     @property
@@ -52,6 +56,7 @@ class _Texts:
     place: str
     prompt: str
     responses: list[str]
+    images: tuple[str, ...]
 
 
 def load_examples(
@@ -65,6 +70,7 @@ def load_examples(
     data: DataConfig | None = None,
     note: Callable[[str], None] = lambda text: None,
     group: dist.ProcessGroup | None = None,
+    images: ImageReader | None = None,
 ) -> list[TokenizedExample]:
     """Return all examples of ``files`` in order.
 
@@ -77,6 +83,7 @@ def load_examples(
         data: how rows are read and rendered; None: the defaults.
         note: is told how many examples are left out.
         group: ranks that share the tokenising: the call is collective over it and raises on all of them. None: this process alone.
+        images: takes those of prompts, each of which counts as many tokens as the model reads of it. None: the model sees none.
 
     Raises:
         ConfigError: for anything wrong with a file or a row, naming both, and when no example is left.
@@ -85,11 +92,15 @@ def load_examples(
     data = data or DataConfig()
 
     def read() -> list[_Texts]:
-        return list(_read_texts(files, per_file, Renderer(tokenizer, data.apply_chat_template), data))
+        return list(_read_texts(files, per_file, Renderer(tokenizer, data.apply_chat_template), data, images))
 
     rows = read() if group is None else on_every_rank(read, group)
     tokens = tokenize([text for row in rows for text in (row.prompt, *row.responses)], tokenizer, field, group)
     examples = list(_pair(rows, tokens, int(tokenizer.eos_token_id)))
+    if images is not None:
+        for example in examples:
+            expanded = images.expand(example.prompt_ids.tolist(), example.images, example.place)
+            example.prompt_ids = np.array(expanded, np.int32)
     longer = [example for example in examples if example.num_tokens > max_tokens]
     if longer and not drop_longer:
         longest = max(example.num_tokens for example in longer)
@@ -129,6 +140,7 @@ def _mismatch(examples: Sequence[TokenizedExample]) -> list[TokenizedExample]:
             example.place,
             example.prompt_ids,
             [response[: longest - len(example.prompt_ids)] for response in other.response_ids],
+            example.images,
         )
         for example, other in zip(examples, others, strict=True)
     ]
@@ -143,6 +155,7 @@ def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
     token_ids = [part for row in owned for part in row]
     masks = [np.arange(len(prompt) + len(response)) >= len(prompt) for prompt, response in owned]
     flat_ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *token_ids]))
+    seen = [example.images for example in examples for _ in example.response_ids]
     known = [value for example in examples for value in example.reference_logprobs or ()]
     return TrainBatch(
         lengths=torch.from_numpy(lengths),
@@ -155,6 +168,7 @@ def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
         token_ids=flat_ids,
         loss_mask=torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks])),
         rollout_logprobs=torch.zeros(len(flat_ids)),
+        images={row: digests for row, digests in enumerate(seen) if digests},
         ref_logprobs=_at_last_tokens([known[row] for row in rows], lengths[rows]) if known else None,
     )
 
@@ -180,27 +194,27 @@ class ExampleBatches:
 
 
 def _read_texts(
-    files: Sequence[str], columns: Sequence[Mapping[str, str]], render: Renderer, data: DataConfig
+    files: Sequence[str],
+    columns: Sequence[Mapping[str, str]],
+    render: Renderer,
+    data: DataConfig,
+    images: ImageReader | None,
 ) -> Iterator[_Texts]:
     transform = load_transform(data.transform)
     for file, wanted in zip(files, columns, strict=True):
         rows = transformed_rows(Path(file), row_limits(data), transform)
-        contents = []
+        contents, answers, digests = [], [], []
         for place, row in rows:
-            if row is not None:
-                _refuse_images(row, data.image_key, place)
-                contents.append(example_contents(row, wanted, place))
-        prompts = render.all([(prompt, f"{place}, prompt") for place, prompt, _ in contents])
-        for text, (place, _, answers) in zip(prompts, contents, strict=True):
-            yield _Texts(place, text, list(answers))
-
-
-def _refuse_images(row: Mapping[str, Any], key: str | None, place: str) -> None:
-    if key is not None and row.get(key):
-        raise ConfigError(
-            f"{place}: column {key!r} has images, which runs on given responses do not read; set data.image_key=null to learn from "
-            "the texts alone"
-        )
+            if row is None:
+                continue
+            _, content, responses = example_contents(row, wanted, place)
+            _, content, own = taken_images(row, content, data.image_key, images, Path(file).parent, place)
+            contents.append((content, f"{place}, prompt"))
+            answers.append((place, responses))
+            digests.append(own)
+        prompts = render.all(contents, parts=images is not None)
+        for text, (place, responses), own in zip(prompts, answers, digests, strict=True):
+            yield _Texts(place, text, responses, own)
 
 
 def _pair(rows: Iterable[_Texts], tokens: Iterator[Tokens], eos_token_id: int) -> Iterator[TokenizedExample]:
@@ -209,7 +223,8 @@ def _pair(rows: Iterable[_Texts], tokens: Iterator[Tokens], eos_token_id: int) -
         prompt_ids = next(tokens)
         if not len(prompt_ids):
             raise ConfigError(f"{row.place}: the prompt {row.prompt!r:.60} has no tokens; remove the row")
-        yield TokenizedExample(row.place, prompt_ids, [_end(next(tokens), eos_token_id) for _ in row.responses])
+        responses = [_end(next(tokens), eos_token_id) for _ in row.responses]
+        yield TokenizedExample(row.place, prompt_ids, responses, row.images)
 
 
 def _end(response_ids: Tokens, eos_token_id: int) -> Tokens:

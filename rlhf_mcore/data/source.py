@@ -118,13 +118,7 @@ def _read_prompts(
         for number, (place, row) in enumerate(transformed_rows(file, limits, transform)):
             if row is not None:
                 content = require_column(row, keys[0], place, setting=answers[0])
-                column = row.get(cfg.image_key) if cfg.image_key is not None else None
-                digests: tuple[str, ...] = ()
-                plain = content
-                if column or _has_parts(content):
-                    from rlhf_mcore.data.image_rows import images_of_row
-
-                    plain, content, digests = images_of_row(content, column, images, file.parent, place)
+                plain, content, digests = taken_images(row, content, cfg.image_key, images, file.parent, place)
                 prompt = _build_prompt(
                     row, plain, keys, answers[1], place=place, name=f"{file.stem}#{number}", index=index
                 )
@@ -144,10 +138,20 @@ def _read_prompts(
             yield place, prompt
 
 
-def _has_parts(content: Any) -> bool:
-    return isinstance(content, list) and any(
-        isinstance(m, dict) and isinstance(m.get("content"), list) for m in content
-    )
+def taken_images(
+    row: Row, content: Any, key: str | None, images: ImageReader | None, folder: Path, place: str
+) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return a prompt as texts, as what is rendered, and the digests of its images, those of column ``key`` among them.
+
+    Raises:
+        ConfigError: an image cannot be used, or the model sees none.
+    """
+    column, messages = row.get(key or ""), content if isinstance(content, list) else []
+    if not column and not any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages):
+        return content, content, ()
+    from rlhf_mcore.data.image_rows import images_of_row
+
+    return images_of_row(content, column, images, folder, place)
 
 
 def _build_prompt(

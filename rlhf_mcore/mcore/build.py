@@ -30,6 +30,7 @@ from rlhf_mcore.mcore.weights import mark_tensor_parallel
 from rlhf_mcore.platform import Platform
 
 if TYPE_CHECKING:
+    from rlhf_mcore.mcore.image_features import StepFeatures
     from rlhf_mcore.mcore.lora import Adapters
     from rlhf_mcore.mcore.mtp import MTPLearning
     from rlhf_mcore.mcore.vision import ImageSource
@@ -54,6 +55,7 @@ class BuildOptions:
     mtp: MTPLearning | None = None
     add_adapters: Callable[[Sequence[torch.nn.Module]], Adapters] | None = None  # which freezes the weights
     images: ImageSource | None = None  # of a model that reads images
+    kept: StepFeatures | None = None  # of all models of the process; None: its own
     trains_tower: bool = False
 
 
@@ -99,7 +101,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         if spec.geometry.vision is not None:
             from rlhf_mcore.mcore.vision import add_vision
 
-            vision = add_vision(chunks, spec, groups, config, platform, options.images)
+            vision = add_vision(chunks, spec, groups, config, platform, options.images, options.kept)
         if options.freeze is not None:
             options.freeze(chunks)
         adapters = options.add_adapters(chunks) if options.add_adapters is not None else None

@@ -23,6 +23,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import MAX_PATCHES, TOWER, VisionSizes
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.image_features import StepFeatures, fingerprint, needed_by_any, read_together
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.rotation import Rotary
 from rlhf_mcore.platform import Platform
@@ -60,6 +61,8 @@ class Vision:
     groups: ModelGroups
     sequence_parallel: bool
     platform: Platform
+    hidden_size: int  # of the decoder
+    kept: StepFeatures
     tower: torch.nn.Module | None = None
     _features: dict[str, list[Tensor]] = field(default_factory=dict)  # by digest, of each level [tokens, hidden], fp32
     _current: _Pass | None = None
@@ -114,16 +117,36 @@ class Vision:
     def reading(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
         """Keep the features of the images of microbatches within this block."""
         if self.tower is not None:
-            wanted = dict.fromkeys(d for m in microbatches for digests in m.images for d in digests)
-            for batch in self._batches(list(wanted)):
-                with torch.no_grad():
-                    found = self._run(batch)
-                for digest, levels in zip(batch, found, strict=True):
-                    self._features[digest] = [level.float().requires_grad_(self._learns) for level in levels]
+            wanted = list(dict.fromkeys(d for m in microbatches for digests in m.images for d in digests))
+            with torch.no_grad():
+                found = self._read(wanted) if self._learns else self._read_frozen(wanted)
+            for digest, levels in found.items():
+                self._features[digest] = [level.float().requires_grad_(self._learns) for level in levels]
         try:
             yield
         finally:
             self._features, self._by_angles, self._current = {}, {}, None
+
+    def _read(self, digests: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Run the tower on images."""
+        return {d: f for batch in self._batches(digests) for d, f in zip(batch, self._run(batch), strict=True)}
+
+    def _read_frozen(self, digests: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Return features that are kept, and run the tower on the other images together with the ranks that need them too."""
+        tower, group = self.tower, self.groups.collection.tp_cp
+        if tower is None or not digests:
+            return {}
+        first = next(tower.parameters())
+        key = fingerprint(tower)
+        kept = {digest: self.kept.get((key, digest)) for digest in digests}
+        missing = needed_by_any([digest for digest in digests if kept[digest] is None], group)
+        like = first.new_empty(1 + self.sizes.deepstack, self.hidden_size)
+        costs = {digest: len(self._image(digest).pixel_values) for digest in missing}
+        sizes = {digest: self.sizes.tokens(self._image(digest).grid_thw) for digest in missing}
+        made = read_together(costs, sizes, like, self._read, group)
+        for digest, levels in made.items():
+            self.kept.keep((key, digest), levels)
+        return {d: made[d] if d in made else [level.to(first.device) for level in kept[d] or ()] for d in digests}
 
     @property
     def _learns(self) -> bool:
@@ -261,6 +284,7 @@ def add_vision(
     config: TransformerConfig,
     platform: Platform,
     source: ImageSource | None,
+    kept: StepFeatures | None = None,
 ) -> Vision:
     """Give a model that has no wrappers yet its tower and its positions.
 
@@ -269,7 +293,8 @@ def add_vision(
     """
     sizes, family = spec.geometry.vision, FAMILIES[spec.geometry.family]
     assert sizes is not None and family.vision is not None
-    vision = Vision(sizes, source, groups, config.sequence_parallel, platform)
+    hidden_size, kept = spec.geometry.hidden_size, kept or StepFeatures()
+    vision = Vision(sizes, source, groups, config.sequence_parallel, platform, hidden_size, kept)
     for chunk in chunks:
         chunk.rotary_pos_emb = ImageRotary(
             chunk.rotary_pos_emb, spec.inv_freq, family.vision.axes(sizes.sections), vision

@@ -111,6 +111,8 @@ class RoleModel:
         }
         if self.model is None:
             return []
+        if self.model.vision is not None:
+            self.model.vision.kept.begin(batch.token_ids)
         replica = self.layout.coordinates(dist.get_rank())["dp"]
         own = [share[replica] for share in shares]
         row_lengths = [lengths[rows].tolist() for rows in own]

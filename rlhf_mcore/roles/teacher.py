@@ -142,6 +142,7 @@ def take_rows(batch: TrainBatch, rows: Sequence[int], context: Context | None = 
         loss_mask=mask,
         rollout_logprobs=torch.zeros(len(mask)),
         sequences={new[row]: sizes for row, sizes in batch.sequences.items() if row in new},
+        images={new[row]: digests for row, digests in batch.images.items() if row in new},
     )
     return part, torch.cat([torch.zeros(0, dtype=torch.int64), *chosen])
 

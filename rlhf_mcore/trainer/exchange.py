@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -159,8 +160,10 @@ def exchange_rows(
         sent["turn_rewards"] = turn_rewards(trajectories)
     sequences: dict[int, Sequence[int]] = {}
     if (optional & _SEVERAL).any():
-        own = [(int(number), t.sequences) for number, t in zip(numbers, trajectories, strict=True) if t.sequences]
-        sequences = {number: tuple(lengths) for of_rank in all_gather_json(own) for number, lengths in of_rank}
+        sequences = _of_all_rows(numbers, [t.sequences for t in trajectories])
+    images: dict[int, Sequence[str]] = {}
+    if (optional & _SEEING).any():
+        images = _of_all_rows(numbers, [t.prompt.images for t in trajectories])
     owners = owners_of(lengths.numpy(), dist.get_world_size())
     owned = rows_by_rank(owners, dist.get_world_size())
     rows = torch.from_numpy(owned[dist.get_rank()])
@@ -190,6 +193,7 @@ def exchange_rows(
         loss_mask=moved["loss_mask"],
         rollout_logprobs=moved["rollout_logprobs"],
         sequences=sequences,
+        images=images,
         turn_rewards=moved.get("turn_rewards"),
         versions=moved.get("versions"),
         support=own_support,
@@ -225,16 +229,22 @@ def _refuse_changed(changed: list[int], name: Callable[[int], str]) -> None:
         )
 
 
-# What a row may have beside its tokens: rewards of turns, a support, what engines recorded.
-_REWARDED, _SUPPORTED, _RECORDED, _SEVERAL = 1, 2, 4, 8
+def _of_all_rows(numbers: np.ndarray, values: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
+    """Return what rows of all ranks have, by their numbers; rows with nothing are not there. Collective."""
+    own = [(int(number), value) for number, value in zip(numbers, values, strict=True) if value]
+    return {number: tuple(value) for of_rank in all_gather_json(own) for number, value in of_rank}
+
+
+# What a row may have beside its tokens: rewards of turns, a support, what engines recorded, several sequences, images.
+_REWARDED, _SUPPORTED, _RECORDED, _SEVERAL, _SEEING = 1, 2, 4, 8, 16
 _OWN = "recorded "  # before the name of a field that an engine recorded, where it is beside ours
 
 
 def _optional(trajectory: Trajectory) -> int:
     rewarded = any(turn.reward for turn in trajectory.turns)
     recorded = _RECORDED * bool(trajectory.fields)
-    several = _SEVERAL * bool(trajectory.sequences)
-    return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None) + recorded + several
+    several, seeing = _SEVERAL * bool(trajectory.sequences), _SEEING * bool(trajectory.prompt.images)
+    return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None) + recorded + several + seeing
 
 
 def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int], others: Mapping[str, Field]) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.setting import NOISE
-from tests.distributed.vision_worker import FEW
+from tests.distributed.vision_kinds_worker import KINDS, LAYOUTS
+from tests.distributed.vision_worker import FEW, GRIDS, ROWS
 from tests.distributed.world import World
 
 CASES = [(model, layout) for model in FEW for layout in FEW[model]]
@@ -43,3 +44,27 @@ def test_an_update_is_that_of_transformers(findings: Any, model: str, layout: st
     found = findings[f"{model}/{layout}"]["update"]
     assert found["grad_norm"] == pytest.approx(found["oracle"], rel=1e-5)
     assert found["weights"] == ""
+
+
+@pytest.fixture(scope="module")
+def kinds(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return four_ranks.run("vision_kinds_worker", tmp_path_factory.mktemp("vision_kinds"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_an_update_on_given_responses_to_images_is_that_of_transformers(kinds: Any, model: str, kind: str) -> None:
+    """Fine-tuning, DPO and a reward model: all weights learn, the tower's too."""
+    found, oracle = kinds[f"{model}/{kind}"]["found"], kinds[f"{model}/{kind}"]["oracle"]
+    assert found["loss"] == pytest.approx(oracle["loss"], rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
+    assert found["weights"] == ""
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_a_frozen_tower_reads_an_image_once_in_a_step_on_one_rank(kinds: Any, model: str) -> None:
+    """Of four ranks with the same rows, or two of the first stage; the reference, whose tower is equal, comes first."""
+    images = {name for names, _ in ROWS for name in names}
+    patches = sum(rows * columns for _, rows, columns in (GRIDS[name] for name in images))
+    assert patches == 24 + 4 + 40
+    assert kinds[f"{model}/patches"] == {"policy": [0, 0], "reference": [patches, 2 * patches]}

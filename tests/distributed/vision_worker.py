@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -98,10 +99,15 @@ def tokens() -> list[tuple[list[int], int]]:
 def hf_row(hf: torch.nn.Module, number: int) -> Tensor:
     """Logprobs of a row's response by transformers."""
     (ids, prompt), (names, _) = tokens()[number], ROWS[number]
-    whole = torch.tensor([ids])
-    given = models.image_arguments(whole, [Pictures().features(name) for name in names])
-    logprobs = hf(input_ids=whole, **given).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(1, whole[0, 1:, None])[prompt - 1 :, 0]
+    given = hf_inputs(ids, names)
+    logprobs = hf(**given).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, given["input_ids"][0, 1:, None])[prompt - 1 :, 0]
+
+
+def hf_inputs(ids: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
+    """What transformers is given of a row with these images."""
+    whole = torch.tensor([list(ids)])
+    return {"input_ids": whole, **models.image_arguments(whole, [Pictures().features(name) for name in names])}
 
 
 def make_model(

@@ -13,12 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_mcore.commands.report.run_data import read_run
-from tests.commands import ROOT, environment, finished
+from tests.commands import ROOT, environment, finished, started
 
 CONFIG = str(ROOT / "configs" / "quickstart" / "images.yaml")
 # Answers differ in it, and it does not see whether they are right: there is a gradient from the first step on.
+# The second step of the run that is to be killed stays in its rewards.
 REWARD = """
+import os
+import time
+
 def score(data_source, solution_str, ground_truth, extra_info):
+    if os.path.exists("hold") and os.path.exists("outputs/quickstart/killed/latest"):
+        open("held", "w").close()
+        time.sleep(600)
     return (sum(map(ord, solution_str)) % 17) / 16
 """
 SMALL = [
@@ -36,8 +43,12 @@ SMALL = [
 ]
 
 
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments]
+
+
 def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", *arguments], directory, environment(directory), 240)
+    done = finished(command(*arguments), directory, environment(directory), 240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -98,8 +109,13 @@ def test_engines_get_a_frozen_tower_once(workspace: Path, calm: Path) -> None:
     assert moved == [text, text]
 
 
-def test_a_resumed_run_ends_as_one_that_was_left_alone(workspace: Path, calm: Path) -> None:
-    resumed = train(workspace, "resumed", 2, f"checkpoint.resume={calm / 'checkpoint-1'}")
+def test_a_run_killed_within_a_step_ends_as_one_that_was_left_alone(workspace: Path, calm: Path) -> None:
+    (workspace / "hold").touch()
+    settings = ["train", CONFIG, *SMALL, "experiment=killed", "trainer.num_steps=2"]
+    with started(command(*settings), workspace, environment(workspace)) as running:
+        running.wait_for((workspace / "held").exists)
+    (workspace / "hold").unlink()
+    resumed = train(workspace, "killed", 2)
     saved = calm / "checkpoint-2" / "actor"
     files = [path.relative_to(calm) for path in saved.rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"model.safetensors", "preprocessor_config.json", "state-00000.safetensors"}
@@ -145,3 +161,18 @@ def test_a_critic_learns_with_images(workspace: Path) -> None:
     before, after = weights(workspace / "images" / "model"), weights(run / "checkpoint-1" / "critic")
     assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
     assert metrics(run)[-1]["critic/grad_norm"] > 0
+
+
+def test_a_reward_model_learns_from_pairs_and_scores_what_engines_draw(workspace: Path, calm: Path) -> None:
+    """The score of the model is the whole reward of the second run."""
+    scorer = train(workspace, "scorer", 2, "algorithm=reward_model")
+    before, after = weights(workspace / "images" / "model"), weights(scorer / "latest" / "reward")
+    assert after["score.weight"].abs().sum() > 0
+    assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
+    own = ["reward.function=null", "reward.rules=[]", f"reward.model.path={scorer / 'latest' / 'reward'}"]
+    run = train(workspace, "scored", 1, *own)
+    last, first = metrics(run)[-1], [json.loads(line) for line in (run / "rollouts/step-000001.jsonl").open()]
+    scores = {row["score"] for row in first}
+    assert len(scores) == 4 and last["reward/reward_model_mean"] == pytest.approx(sum(scores) / 4)
+    same = [json.loads(line) for line in (calm / "rollouts/step-000001.jsonl").open()]
+    assert [row["response"] for row in first] == [row["response"] for row in same]

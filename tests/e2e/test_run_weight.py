@@ -17,7 +17,8 @@ parallel.fused_softmax parallel.subsets parallel.top_tokens roles.routes roles.t
 algorithms.muon algorithms.returns algorithms.turns algorithms.value_loss api bridge.files.formats bridge.files.gather
 bridge.files.saved_model bridge.files.state_reader bridge.plan.accounting checkpoint.archive checkpoint.contents checkpoint.delta
 checkpoint.delta_files checkpoint.saved_rng cli.continuing cli.restoring cli.saved_checkpoint cli.starting commands config.load
-config.other_names config.rules config.tokenizer_match config.user_functions data.examples data.trajectory_files environments
+config.example_columns mcore.image_features config.other_names config.rules config.tokenizer_match config.user_functions
+data.examples data.trajectory_files environments
 mcore.attention mcore.delta_net mcore.latent mcore.momentum mcore.mtp mcore.stages observability.background_tracker
 observability.live_display parallel.context planning.plan platform.cuda residency.parts rewards.comparison rewards.http_pool
 rewards.items rewards.judge rewards.mathematics rewards.ray_pool rewards.shape roles.critic roles.freezing roles.reward_model

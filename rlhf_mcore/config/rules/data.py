@@ -11,15 +11,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.data_columns import (
-    MESSAGES,
-    chosen_columns,
-    example_contents,
-    file_keys,
-    row_limits,
-    settings_of,
-    wanted_columns,
-)
+from rlhf_mcore.config.data_columns import chosen_columns, file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import (
     RowLimits,
     checked_prompt,
@@ -30,6 +22,7 @@ from rlhf_mcore.config.data_rows import (
     require_column,
 )
 from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.example_columns import MESSAGES, example_contents, wanted_columns
 from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.config.implied import needs_answer
 from rlhf_mcore.config.run_kinds import run_kind
@@ -254,6 +247,6 @@ def _example_file_problems(cfg: Config, file: str, field: str, prompt_key: str, 
 
     def check(row: dict[str, Any], place: str) -> None:
         _, prompt, _ = example_contents(row, columns_by_key, place)
-        checked_prompt(prompt, f"{place}, prompt")
+        checked_prompt(prompt, f"{place}, prompt", parts=True)
 
     yield from row_problems(file, field, check, limits, deadline)

@@ -3,26 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from rlhf_mcore.config.derive import balanced_stages
-from rlhf_mcore.config.implied import needs_critic
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import needs_critic, needs_reference
+from rlhf_mcore.config.model_files import PROCESSOR_FILES, read_geometry
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config, LayoutConfig
+from rlhf_mcore.config.tokenizer_match import tokenizer_difference
+from rlhf_mcore.families.vision import VisionSizes
+from rlhf_mcore.foreign import read_json
 from rlhf_mcore.geometry import ModelGeometry
+
+# Of VisionSizes, what decides how pixels are cut into patches and patches into tokens.
+_CUTS = ("image_token_id", "patch_size", "temporal_patch_size", "channels", "merge_size")
+# Of a processor's file, what decides the numbers of patches. Its bounds of pixels do not: images come as the policy sees them.
+_SCALES = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 
 
 def vision_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-    """List problems with ``actor.vision``, and with the tower of ``model.path``, whose ``geometry`` this is."""
+    """List problems with ``actor.vision``, with the tower of ``model.path``, whose ``geometry`` this is, and with models beside it."""
     train = f"actor.vision.train={cfg.actor.vision.train}"
     if geometry.vision is None:
         yield f"{train}: model.path={cfg.model.path} reads no images; set it to none"
         return
     if cfg.actor.vision.train != "none" and (cfg.actor.megatron or {}).get("overlap_grad_reduce"):
         yield f"{train} is not supported with actor.megatron.overlap_grad_reduce; remove that"
-    for role in ("actor", *(("critic",) if needs_critic(cfg) else ())):
-        layout = getattr(cfg, role).layout
-        sizes = layout.layers_per_stage or balanced_stages(geometry.num_layers, layout.pp * (layout.vpp or 1))
-        if sizes[0] < geometry.vision.deepstack:
+    yield from _stage_problems("actor", "model.path", cfg.actor.layout, geometry)
+    for role, key, path, layout in _readers(cfg):
+        try:
+            theirs = geometry if path is None else read_geometry(path)
+        except ConfigError:  # others report it
+            continue
+        yield from _stage_problems(role, key, layout, theirs)
+        if path is not None and cfg.data.image_key is not None:
+            yield from _reader_problems(f"{key}={path}", path, theirs, cfg.model.path, geometry.vision)
+
+
+def _readers(cfg: Config) -> Iterator[tuple[str, str, str | None, LayoutConfig]]:
+    """List (role, key, directory, layout) of the models that read the policy's rows; None: that of the policy."""
+    if not run_kind(cfg).generates:
+        if run_kind(cfg).compares and cfg.reference.path is not None:
+            yield "actor", "reference.path", cfg.reference.path, cfg.actor.layout
+        return
+    if needs_critic(cfg):
+        yield "critic", "critic.path" if cfg.critic.path else "model.path", cfg.critic.path, cfg.critic.layout
+    if needs_reference(cfg) and cfg.reference.path is not None:
+        yield "actor", "reference.path", cfg.reference.path, cfg.actor.layout
+    if cfg.reward.model.path is not None:
+        yield "reward.model", "reward.model.path", cfg.reward.model.path, cfg.reward.model.layout
+    if cfg.teacher.path is not None and cfg.teacher.weights == "path":
+        yield "teacher", "teacher.path", cfg.teacher.path, cfg.teacher.layout
+        for source, path in (cfg.teacher.sources or {}).items():
+            yield "teacher", f"teacher.sources[{source}]", path, cfg.teacher.layout
+
+
+def _stage_problems(role: str, key: str, layout: LayoutConfig, geometry: ModelGeometry) -> Iterator[str]:
+    """Check that the first pipeline stage has the layers that features of images are added to."""
+    sizes = layout.layers_per_stage or balanced_stages(geometry.num_layers, layout.pp * (layout.vpp or 1))
+    if geometry.vision is not None and sizes[0] < geometry.vision.deepstack:
+        yield (
+            f"{role}.layout: the first pipeline stage has {sizes[0]} layers, and images speak to the first "
+            f"{geometry.vision.deepstack} of {key} (DeepStack); lower pp or vpp, or give it more with layers_per_stage"
+        )
+
+
+def _reader_problems(shown: str, path: str, theirs: ModelGeometry, own_path: str, vision: VisionSizes) -> Iterator[str]:
+    """Check that a model beside the policy sees in the policy's rows what it sees itself."""
+    remedy = "choose a model of the same family, or set data.image_key=null to learn from texts alone"
+    if theirs.vision is None:
+        yield f"{shown} reads no images, and model.path={own_path} does; {remedy}"
+        return
+    for name in _CUTS:
+        if (found := getattr(theirs.vision, name)) != (wanted := getattr(vision, name)):
+            yield f"{shown} has {name}={found} for images, and model.path={own_path} has {wanted}; {remedy}"
+            return
+    if difference := tokenizer_difference(path, own_path):
+        yield f"{shown} has another tokenizer than model.path={own_path}: {difference}; {remedy}"
+    there, here = _scales(path), _scales(own_path)
+    for name in _SCALES:
+        if name in there and name in here and there[name] != here[name]:
             yield (
-                f"{role}.layout: the first pipeline stage has {sizes[0]} layers, and images speak to the first "
-                f"{geometry.vision.deepstack} of model.path (DeepStack); lower pp or vpp, or give it more with layers_per_stage"
+                f"{shown}: its {PROCESSOR_FILES[0]} has {name}={there[name]}, and that of model.path={own_path} has "
+                f"{here[name]}; {remedy}"
             )
+
+
+def _scales(directory: str) -> dict[str, Any]:
+    """Read the file of a processor; nothing where there is none, which is no problem of a model beside the policy."""
+    try:
+        return dict(read_json(Path(directory, PROCESSOR_FILES[0])).content)
+    except ConfigError:
+        return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,9 @@ def test_what_is_refused(
     with pytest.raises(ConfigError) as caught:
         context(tmp_path, tokenizer, name, limit)([prompt("a")])
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_prompt_with_images_has_no_other_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    seen = replace(prompt("a"), images=("0f",))
+    with pytest.raises(ConfigError, match=r"prompt 'a' has images.*set teacher\.context=null"):
+        context(tmp_path, tokenizer, "told")([seen])

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.data.examples import TokenizedExample, example_batch, load_examples
 from rlhf_mcore.data.image_rows import ImageReader, take_images
 from rlhf_mcore.data.images import ImageStore, placeholders
 from rlhf_mcore.data.source import load_prompts
@@ -258,3 +259,91 @@ def test_where_the_tokens_of_images_are() -> None:
         placeholders([9, 5, 9], 9, [2])
     with pytest.raises(ValueError, match="image 2 has 2 tokens"):
         placeholders([9, 5, 9], 9, [1, 2])
+
+
+PAIRS = {"data.prompt_key": "prompt", "data.chosen_key": "chosen", "data.rejected_key": "rejected"}
+CONVERSATIONS = {"data.prompt_key": "prompt", "data.response_key": "response"}
+
+
+def load_given(
+    tmp_path: Path,
+    model_dir: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[dict[str, Any]],
+    columns: dict[str, str],
+    max_tokens: int = 100,
+) -> list[TokenizedExample]:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    files, images = [str(tmp_path / "a.parquet")], reader(tmp_path, model_dir)
+    return load_examples(files, tokenizer, columns, max_tokens=max_tokens, drop_longer=False, images=images)
+
+
+def test_a_pair_of_responses_shares_the_images_of_its_prompt(
+    tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase, world: None
+) -> None:
+    rows = [
+        {"prompt": ask("plain"), "images": None, "chosen": "a", "rejected": "b"},
+        {"prompt": ask("x<image>y"), "images": [{"bytes": png(56, 28)}], "chosen": "a", "rejected": "bc"},
+    ]
+    plain, seen = load_given(tmp_path, model_dir, picture_tokenizer, rows, PAIRS)
+    (rollout,) = load(tmp_path, model_dir, picture_tokenizer, rows[1:])
+    assert plain.images == () and seen.images == rollout.images != ()
+    assert (
+        seen.prompt_ids.tolist()
+        == rollout.prompt_ids
+        == [*picture_tokenizer.encode("x"), PAD, PAD, *picture_tokenizer.encode("y")]
+    )
+    assert seen.num_tokens == 4 + len("bc") + 1
+    batch = example_batch([plain, seen], with_mismatched=True)
+    for found in (batch, batch.mismatched):
+        assert found is not None and found.images_of([0, 1, 2, 3]) == [(), (), seen.images, seen.images]
+    assert example_batch([plain]).images_of([0, 1]) is None
+
+
+def test_a_conversation_of_parts_is_learned_from_with_its_images(
+    tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """As llava-instruct-mix-vsft has them: parts have the fields of all, and images are in a column."""
+
+    def part(kind: str, text: str | None = None) -> dict[str, Any]:
+        return {"type": kind, "text": text, "index": 0 if kind == "image" else None}
+
+    turns = [
+        [part("image"), part("text", "q")],
+        [part("text", "a")],
+        [part("text", "r")],
+        [part("text", "b"), part("text", "c")],
+    ]
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+    (example,) = load_given(
+        tmp_path,
+        model_dir,
+        picture_tokenizer,
+        [{"messages": messages, "images": [{"bytes": png(28, 56)}]}],
+        CONVERSATIONS,
+    )
+    ids, eos = picture_tokenizer.convert_tokens_to_ids, picture_tokenizer.eos_token_id
+    assert example.prompt_ids.tolist() == [PAD, PAD, *map(ids, "qar")]
+    assert [response.tolist() for response in example.response_ids] == [[*map(ids, "bc"), eos]]
+
+
+def test_examples_count_the_tokens_of_their_images(
+    tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    row = {"prompt": ask("<image>"), "images": [{"bytes": png(112, 112)}], "response": "a"}
+    message = message_of(
+        lambda: load_given(tmp_path, model_dir, picture_tokenizer, [row], CONVERSATIONS, max_tokens=17)
+    )
+    assert "longer than 17 tokens, the longest has 18" in message
+
+
+def test_examples_of_a_model_that_sees_nothing_are_refused_their_images(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    row = {"prompt": "<image>a", "images": ["b.png"], "response": "c"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    given = [str(tmp_path / "a.jsonl")], tokenizer, CONVERSATIONS
+    assert "the model sees none" in message_of(lambda: load_examples(*given, max_tokens=99, drop_longer=False))
+    (example,) = load_examples(*given, max_tokens=99, drop_longer=False, data=DataConfig(image_key=None))
+    assert example.images == ()
