@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf_mcore.config.choices import ASKING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.images import LEVELS, ImageStore, ImageTokens
 from rlhf_mcore.foreign import read_bytes
@@ -74,6 +75,31 @@ def take_images(content: Any, column: Any, place: str) -> RowImages:
             f"{place}: {len(sources)} x {MARK} in the prompt, and images: {there}; write {MARK} once where each image belongs"
         )
     return RowImages(asked, written if isinstance(content, list) else content, sources)
+
+
+def parts_of(content: Any, place: str) -> tuple[list[str], list[Any]] | None:
+    """Return the texts around the images of a message's content and these, None where it is no list of parts.
+
+    Raises:
+        ConfigError: a part is of an unknown kind, or an image has no source.
+    """
+    if not isinstance(content, list):
+        return None
+    texts, sources = [""], list[Any]()
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS:
+            sources.append(_source_in(part))
+            texts.append("")
+        elif isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
+            texts[-1] += part["text"]
+        else:
+            kinds = ", ".join(_TEXT_PARTS + _IMAGE_PARTS)
+            raise ConfigError(f"{place}: parts of a message are of the types {kinds}; found {part!r:.80}")
+    if None in sources:
+        raise ConfigError(
+            f"{place}: image {sources.index(None) + 1} has no source; give image_url, image, bytes or path"
+        )
+    return texts, sources
 
 
 def _listed(column: Any, place: str) -> list[Any]:
@@ -148,7 +174,7 @@ class ImageReader:
         Raises:
             ConfigError: as the constructor.
         """
-        return cls(ImageStore.of(cfg), cfg.model.path, cfg.data, episodes=cfg.environment.function is not None)
+        return cls(ImageStore.of(cfg), cfg.model.path, cfg.data, asks=cfg.environment.function in ASKING)
 
     def __init__(
         self,
@@ -157,19 +183,19 @@ class ImageReader:
         data: DataConfig,
         deal: tuple[int, int] | None = None,
         *,
-        episodes: bool = False,
+        asks: bool = False,
     ) -> None:
         """Load the image processor of a model that sees images.
 
         Args:
             deal: this rank's number among those of its machine, and how many there are; None: as torchrun has told it.
-            episodes: prompts are given to an environment, which images are refused for.
+            asks: prompts are given to an environment that asks for turns at an endpoint, which images are refused for.
 
         Raises:
             ConfigError: the model has no image processor that transformers knows.
         """
         self.tokens = ImageTokens.of(model_dir)
-        self._store, self._data, self._episodes = store, data, episodes
+        self._store, self._data, self._asks = store, data, asks
         self._rank, self._size = deal or (
             int(os.environ.get("LOCAL_RANK", 0)),
             int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
@@ -180,20 +206,20 @@ class ImageReader:
             self._processor.size = {"shortest_edge": least, "longest_edge": most}
         self._counts: dict[str, int] = {}  # tokens of each image
 
-    def take(self, sources: Sequence[Any], folder: Path, place: str) -> tuple[str, ...]:
-        """Read a prompt's images, and return their digests. ``folder``: that paths are relative to.
+    def take(self, sources: Sequence[Any], folder: Path, place: str, *, seen: int = 0) -> tuple[str, ...]:
+        """Read a prompt's images, and return their digests. ``folder``: that paths are relative to. ``seen``: so many came before.
 
         Raises:
             ConfigError: there are too many, or one is missing, too large, damaged or of an unknown format.
         """
-        if sources and self._episodes:
+        if sources and self._asks:
             raise ConfigError(
-                f"{place}: the prompt has images, and environment.function is set, whose turns are text; set that to null, "
-                "or data.image_key=null"
+                f"{place}: the prompt has images, and environment.function is one of {', '.join(ASKING)}, which ask with texts; "
+                "set another one, or data.image_key=null"
             )
-        if len(sources) > self._data.max_images:
+        if (count := seen + len(sources)) > self._data.max_images:
             raise ConfigError(
-                f"{place}: {len(sources)} images, more than data.max_images={self._data.max_images}; raise it, or shorten the row"
+                f"{place}: {count} images, more than data.max_images={self._data.max_images}; raise it, or shorten the row"
             )
         return tuple(
             self._add(source, folder, f"{place}, image {number}") for number, source in enumerate(sources, start=1)
@@ -213,8 +239,18 @@ class ImageReader:
                 "hold that token themselves, and the template of model.tokenizer_path has to write one for each image"
             )
         for token in token_ids:
-            found += [token] * (self._counts[next(counts)] if token == self.tokens.token_id else 1)
+            found += [token] * (self._count(next(counts)) if token == self.tokens.token_id else 1)
         return found
+
+    def _count(self, digest: str) -> int:
+        """Count the tokens of an image, which another reader may have put into the store."""
+        if digest not in self._counts:
+            self._counts[digest] = self._store.features(digest).num_tokens(self.tokens.merge_size)
+        return self._counts[digest]
+
+    def files(self, images: Sequence[str]) -> list[str]:
+        """Return the files that hold images as they came."""
+        return [str((self._store.directory / digest).resolve()) for digest in images]
 
     def _add(self, source: Any, folder: Path, place: str) -> str:
         content = self._content(source, folder, place)

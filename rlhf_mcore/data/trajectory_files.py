@@ -36,6 +36,7 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             "score": t.score and asdict(t.score),
             # A finished prompt ends with the first observation of its environment.
             **({"prompt": t.prompt.text} if t.score else {}),
+            **({"images": t.prompt.images} if t.prompt.images else {}),
             **({"sequences": t.sequences} if t.sequences else {}),
             **({"record": t.record} if t.record else {}),
         }
@@ -73,7 +74,8 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
             prompt = prompts[record["group"]]
             if "prompt" in record:
                 prompt_ids = flat["token_ids"][own][: record["turns"][0][2]].tolist()
-                prompt = replace(prompt, prompt_ids=prompt_ids, text=record["prompt"])
+                images = tuple(record.get("images", ()))
+                prompt = replace(prompt, prompt_ids=prompt_ids, text=record["prompt"], images=images)
             trajectory = Trajectory(
                 prompt,
                 record["sample"],

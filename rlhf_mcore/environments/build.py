@@ -6,13 +6,14 @@ import json
 import os
 import weakref
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rlhf_mcore.config.choices import ASKING
 from rlhf_mcore.config.implied import longest_response
+from rlhf_mcore.config.model_files import sees_images
 from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, EnvironmentConfig
+    from rlhf_mcore.data.image_rows import ImageReader
     from rlhf_mcore.episode_driver import EpisodeDriver
     from rlhf_mcore.protocols import EngineRank, Generator
     from rlhf_mcore.trainer.rollouts import Decode
@@ -54,6 +56,7 @@ class EpisodeOrder:
     folder: str
     num_engines: int
     max_total: int  # tokens of a sequence, its prompt included
+    make_reader: Callable[[], ImageReader] | None  # of a model that sees images
     variables: Mapping[str, str] = field(repr=False)  # those of environment.env
 
     @classmethod
@@ -71,6 +74,7 @@ class EpisodeOrder:
             folder=os.getcwd(),
             num_engines=num_engines,
             max_total=cfg.data.max_prompt_tokens + longest_response(cfg),
+            make_reader=_reader_of(cfg),
             variables={name: os.environ[name] for name in own.env if name in os.environ},
         )
 
@@ -85,6 +89,8 @@ class EpisodeOrder:
         if own.tool_parser is not None:
             parse = self.make_parser(own.tool_parser, tokenizer, self.tools)
             rules["action_of"] = lambda _, turn: parse(text.written_text_of(turn))
+        if self.make_reader is not None:
+            rules["images"] = self.make_reader()
         os.environ.update(self.variables)
         return Episodes(sessions_of(own, self.num_engines, self.folder), text, bounds, **rules)
 
@@ -110,6 +116,16 @@ class EpisodeOrder:
         episodes = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, self.chat_template, parse), rules)
         weakref.finalize(episodes, endpoint.close_all)
         return episodes
+
+
+def _reader_of(cfg: Config) -> Callable[[], ImageReader] | None:
+    """Return what makes the reader of images of an engine's episodes."""
+    if not sees_images(cfg.model.path):
+        return None
+    from rlhf_mcore.data.image_rows import ImageReader
+    from rlhf_mcore.data.images import ImageStore
+
+    return partial(ImageReader, ImageStore.of(cfg), cfg.model.path, cfg.data, (0, 1))
 
 
 def episode_worker(

@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Score
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from rlhf_mcore.data.image_rows import ImageReader
 
 PART = "environment"  # of a score: the rewards of all turns
 
@@ -67,6 +70,7 @@ class Episodes:
             last bits of logprobs; without it, nothing does.
         action_of: what ``step`` gets, from the text of a turn and its tokens.
         pays: whether rewards of the environment are learned from.
+        images: takes those of observations; None: the model sees none.
     """
 
     def __init__(
@@ -79,8 +83,9 @@ class Episodes:
         overlap: bool = False,
         action_of: Callable[[str, Completion], Any] = lambda text, turn: text,
         pays: bool = True,
+        images: ImageReader | None = None,
     ) -> None:
-        self._sessions, self._text, self._limits = sessions, text, limits
+        self._sessions, self._text, self._limits, self._images = sessions, text, limits, images
         self._fails, self._overlap, self._action_of, self._pays = fails, overlap, action_of, pays
         self._open: dict[int, _Episode] = {}
         self._requests: list[Request] = []
@@ -105,7 +110,10 @@ class Episodes:
                 self._open[request.request_id] = _Episode(request, prompt, max_tokens, time.monotonic())
                 # All responses to a prompt face the same task: groups are compared. Its further occurrences in a step have others.
                 seed = request_seed(sampling.seed, request.step, prompt.index, -1 - prompt.occurrence)
-                self._sessions.open(request.request_id, row_of(prompt), seed)
+                row = row_of(prompt)
+                if self._images is not None and prompt.images:
+                    row = {**row, "images": self._images.files(prompt.images)}
+                self._sessions.open(request.request_id, row, seed)
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
     def watch(self, drawn: Callable[[Collection[int]], Mapping[int, Sequence[int]]], slots: int | None = None) -> None:
@@ -202,13 +210,15 @@ class Episodes:
     # ---------------------------------------------------------------------------------------------------------- turns
     def _begin_first_turn(self, key: int, each: _Episode, answer: Answer) -> None:
         if answer.messages:
-            tokens, text = self._text.opening(each.prompt, answer.messages, special=answer.special)
+            prompt = self._seen(each.prompt, answer)
+            tokens, text = self._text.opening(prompt, answer.messages, special=answer.special)
+            tokens = self._expand(tokens, prompt.images)
             added = len(tokens) - len(each.prompt.prompt_ids)
             if added >= each.max_tokens:
                 error = f"returned a first observation of {added} tokens, which leaves no room in {each.max_tokens} of an episode"
                 self._fail(key, Answer(error=error))
                 return
-            each.prompt = replace(each.prompt, prompt_ids=tokens, text=text)
+            each.prompt = replace(prompt, prompt_ids=tokens, text=text)
             each.max_tokens -= max(added, 0)
         self._ask(key, each)
 
@@ -223,14 +233,51 @@ class Episodes:
         elif self._limits.max_seconds is not None and time.monotonic() - each.started >= self._limits.max_seconds:
             self._finish(key, "seconds")
         else:
-            tokens = self._text.after(turn, answer.messages, special=answer.special)
+            prompt = self._seen(each.prompt, answer)
+            new = prompt.images[len(each.prompt.images) :]
+            tokens = self._expand(self._text.after(turn, answer.messages, special=answer.special), new)
+            if new and self._has_drawn_images(each):
+                self._finish(key, "length")  # no image has a place behind such a token
+                return
             if each.num_tokens + len(tokens) >= each.max_tokens:
                 self._finish(key, "length")  # no token is left after the observation
                 return
+            each.prompt = prompt
             if tokens:
                 each.written.append(np.array(tokens, np.int32))
                 each.texts.append("".join(message["content"] for message in answer.messages))
             self._ask(key, each)
+
+    def _seen(self, prompt: Prompt, answer: Answer) -> Prompt:
+        """Return the prompt of an episode with the images of an observation behind its own.
+
+        Raises:
+            UnreadableText: they cannot be used.
+        """
+        sources = [source for message in answer.messages for source in message.get("images", ())]
+        if not sources:
+            return prompt
+        if self._images is None:
+            raise UnreadableText("returned an image, and the model sees none")
+        try:
+            taken = self._images.take(sources, Path.cwd(), "the observation", seen=len(prompt.images))
+        except ConfigError as error:
+            raise UnreadableText(f"returned an image that cannot be used: {error}") from error
+        return replace(prompt, images=(*prompt.images, *taken))
+
+    def _expand(self, tokens: list[int], images: Sequence[str]) -> list[int]:
+        """Return tokens with those of each image."""
+        if self._images is None or not images:
+            return tokens
+        try:
+            return self._images.expand(tokens, images, "the observation")
+        except ConfigError as error:
+            raise UnreadableText(f"returned what does not go with images: {error}") from error
+
+    def _has_drawn_images(self, each: _Episode) -> bool:
+        """Tell whether the policy has drawn the token of an image, behind which the next one would not be told from it."""
+        drawn = [part.token_ids for part in each.written if isinstance(part, Completion)]
+        return self._images is not None and any((ids == self._images.tokens.token_id).any() for ids in drawn)
 
     def _ask(self, key: int, each: _Episode) -> None:
         room = each.max_tokens - each.num_tokens

@@ -38,7 +38,7 @@ class Answer:
     ``special``: the environment writes special tokens into its messages.
     """
 
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     special: bool = False

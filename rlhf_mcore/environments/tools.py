@@ -73,7 +73,7 @@ class Tools:
     def reset(self, row: Any, seed: int) -> None:
         """Begin an episode; the prompt tells of the tools, if need be."""
 
-    def step(self, action: str | Mapping[str, Any]) -> tuple[list[dict[str, str]], float, bool]:
+    def step(self, action: str | Mapping[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
         """Answer each call with a message."""
         if isinstance(action, str):
             calls: list[_Call] = [(name, [argument.strip()], {}) for name, argument in _CALL.findall(action)]
@@ -92,7 +92,7 @@ class Tools:
             return name, [given], {}
         return (name, [str(*arguments.values())], {}) if name in BUILT_IN else (name, [], arguments)
 
-    def _call(self, name: str, arguments: list[Any], named: dict[str, Any]) -> str:
+    def _call(self, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         tool = self._tools.get(name)
         if tool is None:
             return f"there is no tool {name}; there is: {', '.join(self._tools)}"
@@ -100,7 +100,11 @@ class Tools:
             inspect.signature(tool).bind(*arguments, **named)
         except TypeError as error:  # the policy's mistake
             return f"error: {error}"
-        return str(tool(*arguments, **named))[: self._max_chars]
+        result = tool(*arguments, **named)
+        has_parts = isinstance(result, list) and any(
+            isinstance(p, Mapping) and "image" in str(p.get("type")) for p in result
+        )
+        return result if has_parts else str(result)[: self._max_chars]
 
 
 # ---------------------------------------------------------------------------------------------------------------- python

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.rendering import in_child
 from rlhf_mcore.data.tokenizer import token_ids
-from rlhf_mcore.environments.control_tokens import ControlTokens
+from rlhf_mcore.environments.control_tokens import ControlTokens, UnreadableText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.types import Completion, Prompt
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]  # with "texts" where there are images between them
 REMEDY = (
     "use a template that leaves earlier turns as they are, or set environment.rewritten_history=keep, which goes on from what was "
     "sampled"
@@ -45,6 +45,7 @@ class TurnText:
         self._plain = tokenizer.chat_template is None or mode == "false"
         self._control = ControlTokens(tokenizer)
         self._pieces: dict[tuple[tuple[str, ...], bool], tuple[str, list[str]]] = {}
+        self._of_image: str | None = None
 
     def text_of(self, tokens: NDArray[np.int32]) -> str:
         """Decode tokens without the special ones."""
@@ -71,7 +72,7 @@ class TurnText:
             if prompt.text.endswith(marker):
                 before, pieces = prompt.text.removesuffix(marker), around
         pieces = [before + pieces[0], *pieces[1:]]
-        return self._encode(pieces, messages, special), _fill(pieces, messages)
+        return self._encode(pieces, messages, special), _fill(*self._with_images(pieces, messages))
 
     def after(self, completion: Completion, messages: Messages, *, special: bool = False) -> list[int]:
         """Encode what is between a turn of the policy and its next one: the end of the turn, unless it was sampled, and ``messages``.
@@ -90,9 +91,29 @@ class TurnText:
         return tokens[1:] if ended else tokens
 
     def _encode(self, pieces: Sequence[str], messages: Messages, special: bool) -> list[int]:
+        pieces, contents = self._with_images(pieces, messages)
         if special:
-            return token_ids(self._tokenizer, [_fill(pieces, messages)])[0]
-        return self._control.encode(pieces, [message["content"] for message in messages])
+            return token_ids(self._tokenizer, [_fill(pieces, contents)])[0]
+        return self._control.encode(pieces, contents)
+
+    def _with_images(self, pieces: Sequence[str], messages: Messages) -> tuple[list[str], list[str]]:
+        """Return pieces of the template and texts between them, with a piece for each image."""
+        around, contents = list[str](), list[str]()
+        for piece, message in zip(pieces, messages, strict=False):
+            texts = message.get("texts") or [message["content"]]
+            around += [piece, *[self._image() for _ in texts[1:]]]
+            contents += texts
+        return [*around, pieces[-1]], contents
+
+    def _image(self) -> str:
+        """Return what the template writes for an image, with one token of its kind."""
+        if self._of_image is None:
+            if self._plain:
+                raise UnreadableText("returned an image, which only a chat template can write")
+            parts = [{"type": "text", "text": _stand_in(0)}, {"type": "image"}, {"type": "text", "text": _stand_in(1)}]
+            [text] = self._render(([{"role": "user", "content": parts}], False))
+            self._of_image = text.partition(_stand_in(0))[2].partition(_stand_in(1))[0]
+        return self._of_image
 
     def _between(self, roles: tuple[str, ...], *, first: bool) -> tuple[str, list[str]]:
         """Find the text that asks for an answer at the end of a prompt, and those around the contents of messages with ``roles``.
@@ -127,7 +148,7 @@ class TurnText:
             endings.append(whole.rpartition("turnofpolicy")[2])
         return "", self._split(endings[0], roles)
 
-    def _render(self, *conversations: tuple[list[dict[str, str]], bool]) -> list[str]:
+    def _render(self, *conversations: tuple[list[dict[str, Any]], bool]) -> list[str]:
         answers = list(in_child(self._apply, conversations))
         for answer, (messages, _) in zip(answers, conversations, strict=False):
             if "error" in answer:
@@ -162,6 +183,5 @@ def _roles(messages: Messages) -> tuple[str, ...]:
     return tuple(message["role"] for message in messages)
 
 
-def _fill(pieces: Sequence[str], messages: Messages) -> str:
-    contents = [message["content"] for message in messages] + [""]
-    return "".join(piece + content for piece, content in zip(pieces, contents, strict=True))
+def _fill(pieces: Sequence[str], contents: Sequence[str]) -> str:
+    return "".join(piece + content for piece, content in zip(pieces, [*contents, ""], strict=True))

@@ -6,6 +6,7 @@ Started by ``rlhf_mcore.environments.sessions``.
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import os
 import random
@@ -35,7 +36,7 @@ BUILT_IN = {
     "agent": "rlhf_mcore.environments.agents.program:Agent",
 }
 _RECEIVE_BYTES = 2**16
-_MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages'
+_MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages; content may be parts with images'
 _ROLE = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # it stands in the template's markers
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what tokenizers and files of UTF-8 do not take
 
@@ -211,8 +212,11 @@ class Environments:
         return {"messages": messages, "reward": float(reward), "done": bool(done), "special": special}
 
 
-def messages_of_observation(observation: Any) -> list[dict[str, str]] | None:
-    """Read an observation as messages; None where it is none. NUL and lone surrogates become U+FFFD."""
+def messages_of_observation(observation: Any) -> list[dict[str, Any]] | None:
+    """Read an observation as messages; None where it is none. NUL and lone surrogates become U+FFFD.
+
+    A message with images has ``texts`` around them and ``images``, their sources, beside its ``content``.
+    """
     if observation is None or observation == "":
         return []
     if isinstance(observation, str):
@@ -222,11 +226,34 @@ def messages_of_observation(observation: Any) -> list[dict[str, str]] | None:
         return None
     checked = []
     for message in messages:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return None
-        if _ROLE.fullmatch(message["role"]) is None:
+        content = _content(message.get("content"))
+        if content is None or _ROLE.fullmatch(message["role"]) is None:
             return None
-        checked.append({"role": str(message["role"]), "content": _NO_TEXT.sub("\ufffd", message["content"])})
+        checked.append({"role": str(message["role"]), **content})
     return checked
+
+
+def _content(content: Any) -> dict[str, Any] | None:
+    """Return a message's text as ``content``, with images the ``texts`` around them and ``images``; None if it is neither."""
+    if isinstance(content, str):
+        return {"content": _NO_TEXT.sub("\ufffd", content)}
+    from rlhf_mcore.data.image_rows import MARK, parts_of  # few environments show images
+
+    try:
+        parts = parts_of(content, "an observation")
+    except ConfigError:
+        return None
+    if parts is None:
+        return None
+    texts, sources = [_NO_TEXT.sub("\ufffd", text) for text in parts[0]], [_sent(source) for source in parts[1]]
+    return {"content": MARK.join(texts), **({"texts": texts, "images": sources} if sources else {})}
+
+
+def _sent(source: Any) -> Any:
+    """Write the bytes of an image as a data URL, as messages between processes are JSON; a path as it is from here."""
+    if isinstance(source, bytes):
+        return f"data:image/unknown;base64,{base64.b64encode(source).decode()}"
+    is_path = isinstance(source, str) and "://" not in source and not source.startswith("data:")
+    return os.path.abspath(source) if is_path else source
