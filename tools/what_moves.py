@@ -1,7 +1,8 @@
 """Bytes that a sync moves for models of the field's sizes, by the plan that the bridge itself would make: no GPU, no weights.
 
 Prints the table of docs/performance.md, "What moves". ``gathered`` is what a bridge receives that brings every full tensor to every
-rank of an engine, less what that rank holds: an all-gather on the trainer's ranks, or a broadcast to engines of their own.
+rank of an engine, less what that rank holds: an all-gather on the trainer's ranks, or a broadcast to engines of their own. With
+``fp8`` or ``int8`` as its argument weights travel in 8 bits (``rollout.quantization``), while what is gathered does not.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ sys.path.insert(0, str(ROOT))
 
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places  # noqa: E402
 from rlhf_mcore.bridge.map.rules import hf_shapes  # noqa: E402
+from rlhf_mcore.bridge.map.scales import with_scales  # noqa: E402
 from rlhf_mcore.bridge.plan.build import build_plan, even_nodes, spread_order  # noqa: E402
 from rlhf_mcore.config.model_files import read_geometry  # noqa: E402
+from rlhf_mcore.families.quantised import QUANTISATIONS  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
-from rlhf_mcore.planning.sync import destinations  # noqa: E402
+from rlhf_mcore.planning.sync import SCALE_BYTES, destinations  # noqa: E402
 
 BUCKET_BYTES, DEPTH, PER_NODE, ITEM_BYTES, GB = 256 * 2**20, 2, 8, 2, 1e9
 
@@ -55,24 +58,29 @@ CASES = (
 )
 
 
-def measure(case: Case, models: Path) -> list[str]:
+def measure(case: Case, models: Path, quantization: str = "") -> list[str]:
     """Return the cells of a row."""
     geometry = read_geometry(models / case.model, "lm").trunk
     shapes, world = hf_shapes(geometry), case.layout.world_size
     held = trainer_places(stage_names(geometry, case.layout), geometry, case.layout)
     needed = destinations(geometry, case.engine_tp, case.engines, world if case.apart else 0)
+    sizes, names = dict.fromkeys(shapes, ITEM_BYTES), list(shapes)
+    own = 0 if case.apart else sum(piece.numel * len(place.ranks) for place in held for piece in place.pieces)
+    if quantization:
+        kind = QUANTISATIONS[quantization]
+        held, needed, names = with_scales(held, kind), with_scales(needed, kind), list(kind.with_scales(shapes))
+        sizes = {name: 1 if kind.applies(name) else sizes.get(name, SCALE_BYTES) for name in names}
     devices = world + case.engines * case.engine_tp * case.apart
     plan = build_plan(
         held,
         needed,
-        element_sizes=dict.fromkeys(shapes, ITEM_BYTES),
+        element_sizes=sizes,
         bucket_bytes=BUCKET_BYTES,
-        order=spread_order(list(shapes), held, keep_layers=False),
+        order=spread_order(names, held, keep_layers=False),
         nodes=even_nodes(devices, PER_NODE),
     )
     counted, full = plan.bytes(), ITEM_BYTES * sum(map(prod, shapes.values()))
     assert (counted.received == counted.lower_bound).all()
-    own = 0 if case.apart else sum(piece.numel * len(place.ranks) for place in held for piece in place.pieces)
     gathered = case.engines * case.engine_tp * full - own * ITEM_BYTES
     received, imported = int(counted.received.sum()), int(counted.imported.sum())
     numbers = [received, gathered, imported, int(counted.received.max()), int(counted.sent.max()), counted.peak(DEPTH)]
@@ -93,7 +101,7 @@ def main() -> None:
     header += ["buffers", "buckets"]
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
     for case in CASES:
-        print("| " + " | ".join(measure(case, ROOT / "configs" / "models")) + " |", flush=True)
+        print("| " + " | ".join(measure(case, ROOT / "configs" / "models", *sys.argv[1:2])) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,16 @@ from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, gather_i
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, HostCopies
-from rlhf_mcore.bridge.run.quantised import dequantise, largest_magnitudes, quantise, scales_of
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
-from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
+from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.geometry import LocalParameter, Shard, StateShard
 from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.protocols import EngineRank, SyncMismatch
 from tests.distributed.setting import finish, start
+from tests.unit.bridge.eight_bits import slow_values
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import BLOCKS, GEOMETRY, hf_tensors, mcore_tensors
 from tests.unit.bridge.sources import Averages
@@ -178,7 +178,7 @@ def quantised(group: dist.ProcessGroup, tp: int) -> dict[str, Any]:
                 parameter.tensor.copy_(mcore_tensors(BLOCKS, hf, group.rank() % tp, tp)[parameter.name])
             stats = bridge.sync(seed)
             expected = {
-                name: whole_values(tensor, kind) if kind and "_proj.weight" in name else tensor
+                name: slow_values(tensor, kind).bfloat16() if kind and "_proj.weight" in name else tensor
                 for name, tensor in hf.items()
             }
             found["wrong"].append(wrong(engine.tensors, expected))
@@ -203,7 +203,7 @@ def changes_of_8_bits(group: dist.ProcessGroup) -> dict[str, Any]:
         parameter.tensor.copy_(mcore_tensors(BLOCKS, hf, group.rank() % TP, TP)[parameter.name])
     stats = bridge.sync(1)
     fp8 = QUANTISATIONS["fp8"]
-    expected = {name: whole_values(t, fp8) if "_proj.weight" in name else t for name, t in hf.items()}
+    expected = {name: slow_values(t, fp8) if "_proj.weight" in name else t for name, t in hf.items()}
     return {"wrong": wrong(engine.tensors, expected), "sent": stats.sent_bytes, "whole": stats.whole_bytes}
 
 
@@ -213,16 +213,6 @@ def random_tensors(seed: int) -> dict[str, Tensor]:
         name: (torch.randn(tensor.shape, generator=generator) / 8).bfloat16()
         for name, tensor in hf_tensors(BLOCKS).items()
     }
-
-
-def whole_values(weight: Tensor, kind: Quantisation) -> Tensor:
-    """The values of the 8 bits of a whole tensor. The quantisers are compared with slow ones in tests/unit/bridge."""
-    scales = scales_of(largest_magnitudes(weight, (0, 0), kind), kind)
-    eight = torch.empty(weight.shape, dtype=getattr(torch, kind.dtype))
-    quantise(weight, (0, 0), scales, kind, eight)
-    values = torch.empty(weight.shape, dtype=weight.dtype)
-    dequantise(eight, (0, 0), scales, kind, values)
-    return values
 
 
 def claims(rank: int) -> list[list[int]]:

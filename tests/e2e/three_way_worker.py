@@ -23,6 +23,7 @@ from rlhf_mcore.bridge.run.stand_ins import GatherBridge
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import SharedMemory
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
@@ -55,6 +56,7 @@ from tests.distributed.setting import (
 from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
 from tests.rows import Row
+from tests.unit.bridge.eight_bits import slow_values
 
 # Model and width of its engines. An engine is started once and sees every layout's weights.
 ENGINES = (
@@ -249,7 +251,26 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
     found["tampered"] = tampered(bridge)
     bridge.sync(9)
     found |= some_tensors(world, groups, engine)
+    found["8 bits"] = eight_bits(world, groups, engine)
     return found
+
+
+def eight_bits(world: World, groups: ModelGroups, engine: Any) -> list[Any]:
+    """What engines say whose weights have come in 8 bits, and when they have loaded the values of these: slow versions' of files."""
+    path, said = world.directory / "qwen3_seven", []
+    model, _ = build(path, groups, world.platform, Settings())
+    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
+    for number, kind in enumerate(QUANTISATIONS.values()):
+        bridge = PlannedBridge(
+            model.local_parameters(), model.spec.geometry, engine, world_group(), quantisation=kind.name, **options
+        )
+        bridge.sync(20 + 2 * number)
+        brought = greedy(engine, world.prompts)
+        weights = load_file(path / "model.safetensors")
+        values = {name: slow_values(w, kind) if kind.applies(name) else w for name, w in weights.items()}
+        engine.load_weights(iter(values.items()), version=21 + 2 * number)
+        said.append([brought, greedy(engine, world.prompts)])
+    return said
 
 
 def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
