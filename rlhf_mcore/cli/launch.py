@@ -23,7 +23,7 @@ from types import FrameType
 
 from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, STOPPED, USER_ERROR, of_process
 from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.show import redact_arguments
+from rlhf_mcore.config.show import REDACTED, redact_arguments
 from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import LOOPBACK, interface_of, source_address
 
@@ -65,7 +65,9 @@ def launch(
 
     code = with_restarts(attempt, max_restarts)
     if code in (REQUEUE, STOPPED):
-        say(f"to continue: {this_command()}", file=sys.stderr)
+        again = this_command()
+        hidden = f"  (with your own in the place of {REDACTED})" if REDACTED in again else ""
+        say(f"to continue: {again}{hidden}", file=sys.stderr)
     return code
 
 

@@ -136,6 +136,18 @@ def this_command_of(arguments: list[str]) -> str:
         return launch.this_command()
 
 
+def test_a_command_to_be_typed_again_tells_of_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "with_restarts", lambda attempt, number: launch.STOPPED)
+    for override, hides in (("alarms.command=[/bin/true,agent.py]", True), ("seed=3", False)):
+        monkeypatch.setattr("sys.orig_argv", ["python", "x.py", override])
+        monkeypatch.setattr("sys.argv", ["x.py", override])
+        assert launch.launch([override], 1, 1) == launch.STOPPED
+        told = capsys.readouterr().err
+        assert told.startswith("to continue: python x.py ") and ("in the place of <redacted>" in told) == hides
+
+
 @pytest.mark.parametrize(
     "override",
     [
