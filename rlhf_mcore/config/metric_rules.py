@@ -207,7 +207,7 @@ RULES = (
         0.05,
         _percent,
         "responses whose reward was not there in time",
-        "raise reward.timeout_s or make the reward faster",
+        "raise reward.timeout_s (environment.timeout_s, environment.agent.timeout_s), or make it faster",
         counts=True,
         alarm_steps=2,
     ),

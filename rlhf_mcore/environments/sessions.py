@@ -94,6 +94,7 @@ class Sessions:
         self._answers: list[tuple[int, Answer]] = []
         self._lost_in_a_row = 0
         self._num_calls = 0
+        self.bound = f"environment.timeout_s={limits.timeout_s:g} s"
         self.wake: int | None = None  # a descriptor that ends a wait when it is readable
         self.close_all = weakref.finalize(self, _stop, self._hosts, os.getpid())
 
@@ -223,7 +224,7 @@ class Sessions:
             elif not host.ready and now >= host.deadline:
                 self._lose(host, f"took longer than {START_TIMEOUT_S:g} s", [])
             elif late := [key for key, deadline in host.calls.items() if now >= deadline]:
-                cause = f"gave no answer within environment.timeout_s={self._limits.timeout_s:g} s"
+                cause = f"gave no answer within {self.bound}"
                 self._lose(host, cause, late, timed_out=True)
         return any(descriptor == self.wake for descriptor, _ in events)
 
@@ -301,6 +302,10 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
     limits = WorkerLimits(workers, timeout_s, own.memory_gib, tuple(variables))
     sessions = Sessions(own.function, options, limits, folder)
     sessions.name = name
+    if own.function in ASKING:  # it keeps its deadlines itself, where its worker is not kept from that
+        sessions.bound = (
+            f"the {timeout_s:g} s of environment.agent.timeout_s and environment.timeout_s (a coroutine waits with await alone)"
+        )
     return sessions
 
 

@@ -59,6 +59,9 @@ async def yields(task, base_url, api_key):
 async def mute(task, base_url, api_key):
     return 1
 
+async def blocks(task, base_url, api_key):
+    time.sleep(60)
+
 async def gives_up(task, base_url, api_key):
     await asyncio.wait_for(asyncio.sleep(60), 0.01)
 
@@ -158,7 +161,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 def play(endpoint: Endpoint, *truths: Any, **agent: Any) -> list[Answer]:
     """The ends of episodes, one for each ground truth. The policy says nothing."""
-    own = EnvironmentConfig(function="agent", workers=1, timeout_s=5.0)
+    own = EnvironmentConfig(function="agent", workers=1, timeout_s=agent.pop("reset_s", 5.0))
     own.container.kind = agent.pop("kind", None)
     extra = agent.pop("extra", {})
     for name, value in agent.items():
@@ -190,6 +193,8 @@ def test_functions(endpoint: Endpoint) -> None:
     assert odd.error == "ended with 'much' (str): the reward must be a number"
     [late] = play(endpoint, 3, function="functions.py:hangs", timeout_s=0.3)
     assert late.error == "took longer than environment.agent.timeout_s=0.3 s" and late.timed_out
+    [blocked] = play(endpoint, 3, function="functions.py:blocks", timeout_s=0.2, reset_s=0.8)
+    assert "the 1 s of environment.agent.timeout_s" in blocked.error and "await" in blocked.error and blocked.timed_out
     [own] = play(endpoint, 3, function="functions.py:gives_up")  # another timeout than ours
     assert "raised TimeoutError" in own.error and not own.timed_out
     [other] = play(endpoint, 3, function="functions.py:misspells")
