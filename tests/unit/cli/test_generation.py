@@ -78,7 +78,7 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
     engine.spec = SimpleNamespace(geometry=SimpleNamespace(trunk=None))
     engine_map = object()
 
-    def trace(model: Any, shapes: Any) -> Any:
+    def trace(model: Any, shapes: Any, quantisation: None) -> Any:
         engine.told.append("traced")
         return engine_map
 
