@@ -12,13 +12,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.user_functions import load_function
+from rlhf_mcore.environments.agents.keeper import Keeper
 from rlhf_mcore.environments.containers.clients import end
 from rlhf_mcore.environments.containers.container import Blocking, ContainerLost
 from rlhf_mcore.environments.containers.rows import task_of
@@ -42,6 +43,12 @@ class Ungraded:
     """The end of an agent without a reward. ``printed``: the last line of a program."""
 
     printed: str = ""
+
+
+@lru_cache(maxsize=1)
+def _keeper() -> Keeper:
+    """Make the keeper of this process's programs, once."""
+    return Keeper()
 
 
 def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
@@ -250,6 +257,7 @@ class Agent:
             env={**os.environ, **own},
             start_new_session=True,
         )
+        _keeper().keep(process.pid)
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         readers = [asyncio.ensure_future(self._printed(stream)) for stream in (process.stdout, process.stderr)]
         try:
@@ -262,6 +270,7 @@ class Agent:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            _keeper().release(process.pid)
             for reader in readers:
                 reader.cancel()
             await asyncio.wait(readers)

@@ -19,7 +19,9 @@ from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import UNGRADED
 from rlhf_mcore.environments.sessions import Answer, sessions_of
+from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.sandbox.run import machine_level
+from tests.commands import wait_for
 from tests.messages import refused
 
 ASK = """
@@ -237,6 +239,33 @@ def test_programs(endpoint: Endpoint) -> None:
     for name, remedy in {"few": "let it take (task, base_url, api_key)", "yields": "let it return its reward"}.items():
         with refused(ConfigError, field="environment.agent.function", value=f"functions.py:{name}", remedy=remedy):
             play(endpoint, 1, function=f"functions.py:{name}")
+
+
+STAYS = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open("begun", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}\\n")
+time.sleep(600)
+"""
+
+
+def test_a_program_ends_with_its_worker_and_all_that_it_has_started(endpoint: Endpoint) -> None:
+    Path("stays.py").write_text(STAYS)
+    own = EnvironmentConfig(function="agent", workers=1)
+    own.agent.command = [sys.executable, "stays.py"]
+    sessions, begun = sessions_of(own, 1, str(Path.cwd())), Path("begun")
+    sessions.wake = endpoint.wake
+    try:
+        sessions.open(0, ROW, seed=1)
+        sessions.poll(None)
+        sessions.step(0, {"base_url": endpoint.url, "api_key": endpoint.open(0)})
+        wait_for(lambda: sessions.poll(0.1) == [] and begun.exists() and begun.read_text().endswith("\n"), 60)
+    finally:
+        sessions.close_all()  # kills the worker
+        endpoint.close(0)
+    pids = [int(pid) for pid in begun.read_text().split()]
+    wait_for(lambda: all(map(has_ended, pids)), 30)
 
 
 def test_servers(endpoint: Endpoint) -> None:
