@@ -303,7 +303,8 @@ def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessio
     sessions = Sessions(own.function, options, limits, folder)
     sessions.name = name
     if own.function in ASKING:  # it keeps its deadlines itself, where its worker is not kept from that
-        sessions.bound = f"the {timeout_s:g} s of environment.agent.timeout_s and environment.timeout_s (a coroutine waits with await alone)"
+        keys = "environment.agent.timeout_s and environment.timeout_s"
+        sessions.bound = f"the {timeout_s:g} s of {keys} (a coroutine waits with await alone)"
     return sessions
 
 
