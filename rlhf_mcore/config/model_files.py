@@ -70,7 +70,7 @@ def sees_images(directory: str) -> bool:
         ConfigError: config.json is missing or broken.
     """
     config = read_config(directory, directory)
-    return "vision_config" in config and "image_token_id" in config
+    return "vision_config" in config and ("image_token_id" in config or "image_token_index" in config)
 
 
 def with_head(geometry: ModelGeometry, head: str) -> ModelGeometry:

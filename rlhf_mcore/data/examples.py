@@ -214,7 +214,7 @@ def _read_texts(
             digests.append(own)
         prompts = render.all(contents, parts=images is not None)
         for text, (place, responses), own in zip(prompts, answers, digests, strict=True):
-            yield _Texts(place, text, responses, own)
+            yield _Texts(place, text if images is None else images.written(text), responses, own)
 
 
 def _pair(rows: Iterable[_Texts], tokens: Iterator[Tokens], eos_token_id: int) -> Iterator[TokenizedExample]:

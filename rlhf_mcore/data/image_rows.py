@@ -23,6 +23,7 @@ import numpy as np
 from rlhf_mcore.config.choices import ASKING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.images import LEVELS, ImageStore, ImageTokens
+from rlhf_mcore.data.square_images import SquareProcessor
 from rlhf_mcore.foreign import read_bytes
 
 if TYPE_CHECKING:
@@ -201,6 +202,10 @@ class ImageReader:
             int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
         self._processor = _load_processor(model_dir)
+        if data.image_pixels is not None and isinstance(self._processor, SquareProcessor):
+            raise ConfigError(
+                f"data.image_pixels={data.image_pixels}: model.path={model_dir} scales all images to one size; set it to null"
+            )
         if data.image_pixels is not None:
             least, most = data.image_pixels
             self._processor.size = {"shortest_edge": least, "longest_edge": most}
@@ -224,6 +229,15 @@ class ImageReader:
         return tuple(
             self._add(source, folder, f"{place}, image {number}") for number, source in enumerate(sources, start=1)
         )
+
+    @property
+    def writes_around(self) -> bool:
+        """Whether the model's processor writes more of an image than its tokens."""
+        return isinstance(self._processor, SquareProcessor)
+
+    def written(self, text: str) -> str:
+        """Return a rendered prompt with its images as the model's processor writes them, with one token each."""
+        return self._processor.written(text) if self.writes_around else text
 
     def expand(self, token_ids: Sequence[int], images: Sequence[str], place: str) -> list[int]:
         """Return a prompt's tokens with each image's one token repeated as often as it has tokens.
@@ -364,6 +378,8 @@ def _load_processor(model_dir: str) -> Any:
         raise ConfigError(
             f"model.path={model_dir}: no image processor could be loaded from it ({reason}); it needs preprocessor_config.json"
         ) from error
+    if type(processor).__name__ == "Gemma3ImageProcessorPil":
+        return SquareProcessor(processor, model_dir)
     if not hasattr(processor, "get_number_of_image_patches"):
         raise ConfigError(f"model.path={model_dir}: images of {type(processor).__name__} are not supported yet")
     return processor

@@ -10,12 +10,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf_mcore.config.model_files import PROCESSOR_FILES, read_config
+from rlhf_mcore.families.siglip import IMAGE_TOKEN, square_merge
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +62,8 @@ class ImageTokens:
             ConfigError: it is missing or broken.
         """
         config = read_config(model_dir, model_dir)
+        if IMAGE_TOKEN in config:
+            return cls(config.integer(IMAGE_TOKEN), square_merge(config))
         merge_size = config.object("vision_config").integer("spatial_merge_size", minimum=1, default=1)
         return cls(config.integer("image_token_id"), merge_size)
 
@@ -121,6 +125,14 @@ class ImageStore:
             OSError: the store has no such image.
         """
         return (self.directory / digest).read_bytes()
+
+
+def whole_images(pixels: Tensor, grid: Sequence[int], channels: int) -> Tensor:
+    """Put images of one ``grid`` together: patches [images * patches, channels * patch^2] -> [images, channels, height, width]."""
+    _, rows, columns = grid
+    edge = isqrt(pixels.size(1) // channels)
+    apart = pixels.reshape(-1, rows, columns, channels, edge, edge)
+    return apart.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, rows * edge, columns * edge)
 
 
 def placeholders(token_ids: Sequence[int], token_id: int, counts: Sequence[int]) -> list[tuple[int, int]]:

@@ -132,7 +132,7 @@ def _read_prompts(
                 )
         rendered = render.all(contents, parts=images is not None)
         for (place, prompt), (content, _), text in zip(placed, contents, rendered, strict=True):
-            prompt.text = text
+            prompt.text = text if images is None else images.written(text)
             if prompt.messages is None and text != content:
                 prompt.question = content
             yield place, prompt

@@ -259,6 +259,8 @@ class Episodes:
             return prompt
         if self._images is None:
             raise UnreadableText("returned an image, and the model sees none")
+        if self._images.writes_around:
+            raise UnreadableText("returned an image, and those of this model are supported in prompts only")
         try:
             taken = self._images.take(sources, Path.cwd(), "the observation", seen=len(prompt.images))
         except ConfigError as error:

@@ -15,7 +15,7 @@ from rlhf_mcore.geometry import ModelGeometry
 MAX_PATCHES = 16_384  # that a tower reads at a time, or those of one image
 TOWER = "vision_tower."  # how the names of its tensors begin in a model of ours
 Tensors = dict[str, tuple[int, ...]]
-_MAX, _MAX_DEPTH, _MAX_EDGE = 2**18, 1024, 512
+MAX_WIDTH, MAX_DEPTH, MAX_EDGE = 2**18, 1024, 512
 _SHARE = "partial_rotary_factor"
 
 
@@ -31,7 +31,8 @@ class VisionSizes:
     temporal_patch_size: int
     channels: int
     merge_size: int  # so many patches of a row, in so many rows, are one token
-    sections: tuple[int, ...]  # pairs of channels of a head that rotate by time, by row and by column
+    # Pairs of channels of a head that rotate by time, by row and by column; empty: tokens of images rotate as others do
+    sections: tuple[int, ...]
     positions: int = 0  # that have a learned embedding
     deepstack: int = 0  # so many layers of the decoder add features of earlier layers of the tower to what they return
 
@@ -46,15 +47,18 @@ class Vision:
 
     ``tensors`` lists names and shapes, of sizes and the hidden size of the decoder. ``prefix`` is before their names in files.
     ``interleaved``: channels of a head take turns in rotating by time, row and column; else the sections are one behind the other.
-    ``head_dim``: as the family's. ``rotates``: so much of a head, and ``sections``, where config.json does not say it.
+    ``head_dim``: as the family's. ``rotates``: so much of a head, and ``sections``, where config.json does not say it. ``merger`` is
+    in the names of what makes tokens of patches. ``attends_within``: all tokens of an image attend to each other.
     """
 
     tensors: Callable[[VisionSizes, int], Tensors]
     prefix: str
-    interleaved: bool
+    interleaved: bool = False
     head_dim: int | None = None
     rotates: float = 1.0
     sections: tuple[int, ...] = ()
+    merger: str = "merger"
+    attends_within: bool = False
 
     def text(self, hf_config: Fields) -> Fields:
         """Return the part of a config.json that describes the language model: older ones have it at the top."""
@@ -67,15 +71,15 @@ class Vision:
         return {
             "vision": VisionSizes(
                 image_token_id=hf_config.integer("image_token_id", 0, size(text, "vocab_size") - 1),
-                hidden_size=tower.integer("hidden_size", 1, _MAX),
-                ffn_size=tower.integer("intermediate_size", 1, _MAX),
-                depth=tower.integer("depth", 1, _MAX_DEPTH),
-                patch_size=tower.integer("patch_size", 1, _MAX_EDGE),
-                temporal_patch_size=tower.integer("temporal_patch_size", 1, _MAX_EDGE, default=2),
-                channels=tower.integer("in_channels", 1, _MAX_EDGE, default=3),
-                merge_size=tower.integer("spatial_merge_size", 1, _MAX_EDGE, default=2),
+                hidden_size=tower.integer("hidden_size", 1, MAX_WIDTH),
+                ffn_size=tower.integer("intermediate_size", 1, MAX_WIDTH),
+                depth=tower.integer("depth", 1, MAX_DEPTH),
+                patch_size=tower.integer("patch_size", 1, MAX_EDGE),
+                temporal_patch_size=tower.integer("temporal_patch_size", 1, MAX_EDGE, default=2),
+                channels=tower.integer("in_channels", 1, MAX_EDGE, default=3),
+                merge_size=tower.integer("spatial_merge_size", 1, MAX_EDGE, default=2),
                 sections=tuple(rotary(text).integers("mrope_section", default=self.sections)),
-                positions=tower.integer("num_position_embeddings", 0, _MAX, default=0),
+                positions=tower.integer("num_position_embeddings", 0, MAX_WIDTH, default=0),
                 deepstack=len(deepstack),
             )
         }
@@ -89,7 +93,7 @@ class Vision:
         if len(sizes.sections) != 3 or min(sizes.sections) < 0 or sum(sizes.sections) != pairs:
             given = list(sizes.sections)[:8]
             yield f"mrope_section={given} is no division of {pairs} pairs of channels into three; export the model again"
-        out = hf_config.object("vision_config").integer("out_hidden_size", 1, _MAX, default=size(text, "hidden_size"))
+        out = hf_config.object("vision_config").integer("out_hidden_size", 1, MAX_WIDTH, default=size(text, "hidden_size"))
         if out != size(text, "hidden_size"):
             yield f"vision_config.out_hidden_size={out} is not hidden_size={size(text, 'hidden_size')}; export the model again"
 
@@ -110,7 +114,7 @@ class Vision:
     def frozen(self, geometry: ModelGeometry, train: str) -> list[str]:
         """List the tensors of files that ``train`` ("none", "merger" or "all" of the tower) leaves as they are."""
         names = [name for rule in self.rules(geometry) for name in rule.tensors]
-        return [] if train == "all" else [name for name in names if train == "none" or "merger" not in name]
+        return [] if train == "all" else [name for name in names if train == "none" or self.merger not in name]
 
 
 @cache
@@ -134,11 +138,13 @@ def within(rules: tuple[Rule, ...], inner: str) -> tuple[Rule, ...]:
     return tuple(replace(rule, tensors=moved(rule.tensors)) for rule in rules)
 
 
-def _linear(name: str, outputs: int, inputs: int) -> Tensors:
+def linear(name: str, outputs: int, inputs: int) -> Tensors:
+    """List weight and bias of a linear layer."""
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
-def _norm(name: str, width: int) -> Tensors:
+def norm(name: str, width: int) -> Tensors:
+    """List weight and bias of a norm."""
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
@@ -147,7 +153,7 @@ def _patches(v: VisionSizes) -> Tensors:
 
 
 def _attention(block: str, width: int) -> Tensors:
-    return _linear(block + "attn.qkv", 3 * width, width) | _linear(block + "attn.proj", width, width)
+    return linear(block + "attn.qkv", 3 * width, width) | linear(block + "attn.proj", width, width)
 
 
 def gated_tower(v: VisionSizes, hidden_size: int) -> Tensors:
@@ -156,12 +162,12 @@ def gated_tower(v: VisionSizes, hidden_size: int) -> Tensors:
     for layer in range(v.depth):
         block = f"blocks.{layer}."
         tensors |= {f"{block}norm1.weight": (width,), f"{block}norm2.weight": (width,)} | _attention(block, width)
-        tensors |= _linear(block + "mlp.gate_proj", v.ffn_size, width) | _linear(
+        tensors |= linear(block + "mlp.gate_proj", v.ffn_size, width) | linear(
             block + "mlp.up_proj", v.ffn_size, width
         )
-        tensors |= _linear(block + "mlp.down_proj", width, v.ffn_size)
+        tensors |= linear(block + "mlp.down_proj", width, v.ffn_size)
     tensors |= {"merger.ln_q.weight": (width,)}
-    return tensors | _linear("merger.mlp.0", merged, merged) | _linear("merger.mlp.2", hidden_size, merged)
+    return tensors | linear("merger.mlp.0", merged, merged) | linear("merger.mlp.2", hidden_size, merged)
 
 
 def plain_tower(v: VisionSizes, hidden_size: int) -> Tensors:
@@ -170,14 +176,14 @@ def plain_tower(v: VisionSizes, hidden_size: int) -> Tensors:
     tensors = _patches(v) | {"patch_embed.proj.bias": (width,), "pos_embed.weight": (v.positions, width)}
     for layer in range(v.depth):
         block = f"blocks.{layer}."
-        tensors |= _norm(block + "norm1", width) | _norm(block + "norm2", width) | _attention(block, width)
-        tensors |= _linear(block + "mlp.linear_fc1", v.ffn_size, width) | _linear(
+        tensors |= norm(block + "norm1", width) | norm(block + "norm2", width) | _attention(block, width)
+        tensors |= linear(block + "mlp.linear_fc1", v.ffn_size, width) | linear(
             block + "mlp.linear_fc2", width, v.ffn_size
         )
     for merger, normed in (
         ("merger.", width),
         *((f"deepstack_merger_list.{level}.", merged) for level in range(v.deepstack)),
     ):
-        tensors |= _norm(merger + "norm", normed) | _linear(merger + "linear_fc1", merged, merged)
-        tensors |= _linear(merger + "linear_fc2", hidden_size, merged)
+        tensors |= norm(merger + "norm", normed) | linear(merger + "linear_fc1", merged, merged)
+        tensors |= linear(merger + "linear_fc2", hidden_size, merged)
     return tensors

@@ -65,6 +65,8 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
     Raises:
         ConfigError: the machine has not what ``options.overrides`` need, or Megatron refuses them; or ``options.freeze`` does.
     """
+    if (tower := FAMILIES[spec.geometry.family].vision) is not None and tower.attends_within:
+        options = replace(options, layer_spec="local")  # the others' attention takes no mask for packed sequences
     options.overrides.check(platform)
     # MTP layers beside a pipeline have an embedding of their own, whose gradient is added to the other one's afterwards.
     can_overlap = groups.collection.dp_cp.size() > 1 and (options.mtp is None or groups.layout.pp == 1)

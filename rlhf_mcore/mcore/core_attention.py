@@ -22,7 +22,8 @@ class SDPACoreAttention(torch.nn.Module):
 
     Padding is on the right, so the causal mask alone keeps real tokens from seeing it. Under context parallelism a rank has a part of
     the tokens (``parallel/context.py``): its queries attend to the keys and values of all ranks, which are gathered. In layers to
-    which Megatron's config gives a window, a token sees so many before it.
+    which Megatron's config gives a window, a token sees so many before it. Megatron's mask is here the numbers of images [b, tokens of
+    all ranks] that tokens are of, -1 is none: those of one see each other.
     """
 
     # Chosen in ``fast_kernels.py``:
@@ -70,19 +71,21 @@ class SDPACoreAttention(torch.nn.Module):
             key, value = (gather_context(x, order, self._group, sums_gradient=True) for x in (key, value))
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            out = self._attend(q, k, v)  # [b, heads, s, d]
+            out = self._attend(q, k, v, attention_mask)  # [b, heads, s, d]
             return out.permute(2, 0, 1, 3).flatten(2)
-        if self.varlen is not None:
+        if self.varlen is not None and attention_mask is None:
             return self._attend_packed(query, key, value, packed_seq_params)
         # Neighbours of one length are a batch. All are cut at once: the gradient of a slice is as long as what it is cut from.
         lengths, parts = packed_seq_params.sizes, []
         runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
         spans = [length * count for length, count in runs]
         cut = query.split([span // cp for span in spans]), key.split(spans), value.split(spans)
-        for (length, count), q, k, v in zip(runs, *cut, strict=True):
+        images = [None] * len(runs) if attention_mask is None else attention_mask[0].split(spans)
+        for (length, count), q, k, v, seen in zip(runs, *cut, images, strict=True):
             q = q.unflatten(0, (count, length // cp)).transpose(1, 2)
             k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (k, v))
-            parts.append(self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
+            out = self._attend(q, k, v, None if seen is None else seen.view(count, length))
+            parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
@@ -110,7 +113,9 @@ class SDPACoreAttention(torch.nn.Module):
         )
         return out.flatten(1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, images: Tensor | None) -> Tensor:
+        if images is not None:
+            return self._attend_masked(q, k, v, self._mask_with_images(images, q.size(2)))
         if self._group is None:
             return self._attend_last(q, k, v)
         from rlhf_mcore.parallel.context import chunks_of
@@ -123,12 +128,30 @@ class SDPACoreAttention(torch.nn.Module):
 
     def _attend_last(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with queries of the last tokens to keys and values of all."""
-        shares, total, mask, scale = q.size(1) != k.size(1), k.size(2), None, self._scale
+        total, mask = k.size(2), None
         before, window = total - q.size(2), self._window or total
         if before or total > window:
             mask = (
                 torch.ones(q.size(2), total, dtype=torch.bool, device=q.device).tril(before).triu(before + 1 - window)
             )
+        return self._attend_masked(q, k, v, mask)
+
+    def _mask_with_images(self, images: Tensor, num_queries: int) -> Tensor:
+        """Return the mask [b, 1, this rank's queries, keys] of sequences with ``images`` [b, keys]."""
+        keys = queries = torch.arange(images.size(1), device=images.device)
+        if self._group is not None:
+            from rlhf_mcore.parallel.context import chunks_of
+
+            chunks = queries.split(num_queries // 2)
+            queries = torch.cat([chunks[number] for number in chunks_of(self._group.rank(), self._group.size())])
+        back = queries[:, None] - keys
+        own = images[:, queries, None]
+        mask = (back >= 0) | ((own == images[:, None]) & (own >= 0))
+        return (mask if self._window is None else mask & (back < self._window))[:, None]
+
+    def _attend_masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend where ``mask`` is true; None: the causal one."""
+        shares, scale = q.size(1) != k.size(1), self._scale
         if (sinks := self.softmax_offset) is not None:
             scale = scale or q.size(-1) ** -0.5
             q, k, v = _with_sinks(q, k, v, sinks / scale)

@@ -359,7 +359,7 @@ class MegatronModel:
         output = chunk(
             input_ids=microbatch.placed["token_ids"],
             position_ids=microbatch.placed["position_ids"],
-            attention_mask=None,
+            attention_mask=microbatch.placed.get("image_blocks"),  # one of vision.py, see core_attention.py
             packed_seq_params=self._inputs.packed(microbatch),
             padding_mask=padding,
         )

@@ -64,6 +64,7 @@ class Vision:
     hidden_size: int  # of the decoder
     kept: StepFeatures
     tower: torch.nn.Module | None = None
+    attends_within: bool = False  # whether all tokens of an image attend to each other
     _features: dict[str, list[Tensor]] = field(default_factory=dict)  # by digest, of each level [tokens, hidden], fp32
     _current: _Pass | None = None
     _by_angles: dict[int, _Pass] = field(default_factory=dict)
@@ -71,24 +72,29 @@ class Vision:
     def derive(self, microbatch: Microbatch, of_rank: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Return what a pass reads of a microbatch's images, on the host.
 
-        ``rotary_positions`` [b, T, 3] and ``places`` [b * T], their own numbers, are of this context-parallel rank.
+        ``rotary_positions`` [b, T, 3] and ``places`` [b * T], their own numbers, are of this context-parallel rank, of models whose
+        tokens rotate by row and column.
         ``image_rows`` [n] are the features, counted over the images of the microbatch, that stand at ``image_places`` [n] of this
-        rank's hidden states, flattened.
+        rank's hidden states, flattened. ``image_blocks`` [b, T] numbers the images that all tokens, of all ranks, are of: -1 is text.
         """
-        positions, rows = self._positions_and_rows(microbatch)
+        positions, rows, blocks = self._positions_and_rows(microbatch)
         positions, rows = of_rank(positions), of_rank(rows).t()
         if self.sequence_parallel:
             rows = rows.chunk(self.groups.layout.tp)[self.groups.tp_rank]
         rows = rows.flatten()
         places = (rows >= 0).nonzero().flatten()
-        derived = {"rotary_positions": positions, "places": torch.arange(positions[..., 0].numel())}
+        derived = {}
+        if self.sizes.sections:
+            derived = {"rotary_positions": positions, "places": torch.arange(positions[..., 0].numel())}
+        if self.attends_within and any(microbatch.images):
+            derived["image_blocks"] = blocks
         return derived | {"image_places": places, "image_rows": rows[places]}
 
-    def _positions_and_rows(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return positions [b, T, 3] of all tokens, and the number of each one's feature [b, T], -1 where it has none."""
+    def _positions_and_rows(self, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return positions [b, T, 3] of all tokens, and the numbers of each one's feature and image [b, T], -1 where it has none."""
         ids, first = microbatch.token_ids, 0
         positions = microbatch.position_ids[..., None].repeat(1, 1, 3)
-        rows = torch.full_like(ids, -1)
+        rows, blocks = torch.full_like(ids, -1), torch.full_like(ids, -1)
         for number, digests in enumerate(microbatch.images):
             if not digests:
                 continue
@@ -97,7 +103,8 @@ class Vision:
             else:
                 line, span = 0, slice(*microbatch.cu_seqlens[number : number + 2].tolist())
             grids = [self._image(digest).grid_thw for digest in digests]
-            total = sum(map(self.sizes.tokens, grids))
+            counts = torch.tensor([self.sizes.tokens(grid) for grid in grids])
+            total = int(counts.sum())
             # A policy may draw this token too; only the first ones are of images.
             places = (ids[line, span] == self.sizes.image_token_id).nonzero().flatten()[:total]
             if len(places) < total:
@@ -105,9 +112,12 @@ class Vision:
                     f"a sequence has {len(places)} tokens of images, and its {len(grids)} images have {total}"
                 )
             rows[line, span][places] = torch.arange(first, first + total)
-            positions[line, span] = image_positions(positions[line, span].size(0), places, grids, self.sizes.merge_size)
+            blocks[line, span][places] = torch.arange(len(grids)).repeat_interleave(counts)
+            if self.sizes.sections:
+                length = positions[line, span].size(0)
+                positions[line, span] = image_positions(length, places, grids, self.sizes.merge_size)
             first += total
-        return positions, rows
+        return positions, rows, blocks
 
     def _image(self, digest: str) -> Image:
         assert self.source is not None, "a model of rows with images is built with their source"
@@ -295,7 +305,8 @@ def add_vision(
     assert sizes is not None and family.vision is not None
     hidden_size, kept = spec.geometry.hidden_size, kept or StepFeatures()
     vision = Vision(sizes, source, groups, config.sequence_parallel, platform, hidden_size, kept)
-    for chunk in chunks:
+    vision.attends_within = family.vision.attends_within
+    for chunk in chunks if sizes.sections else ():
         chunk.rotary_pos_emb = ImageRotary(
             chunk.rotary_pos_emb, spec.inv_freq, family.vision.axes(sizes.sections), vision
         )
@@ -317,7 +328,7 @@ def add_vision(
 def _tower(spec: ModelSpec, config: TransformerConfig, platform: Platform) -> torch.nn.Module:
     declare_image_operators()
     with torch.device(platform.device()):
-        tower: torch.nn.Module = AutoModel.from_config(spec.vision_config, dtype=config.params_dtype)
+        tower = _new_tower(spec, config.params_dtype)
     for parameter in tower.parameters():
         # Under sequence parallelism a rank has the gradient of its own tokens' features.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -326,5 +337,18 @@ def _tower(spec: ModelSpec, config: TransformerConfig, platform: Platform) -> to
             # Frequencies stay in fp32, whatever a wrapper makes of buffers.
             frequencies = module._buffers.pop(name)
             module._non_persistent_buffers_set.discard(name)
-            setattr(module, name, frequencies.float() if frequencies is not None else None)
+            if frequencies is not None and frequencies.is_floating_point():
+                frequencies = frequencies.float()
+            setattr(module, name, frequencies)
     return tower
+
+
+def _new_tower(spec: ModelSpec, dtype: torch.dtype) -> torch.nn.Module:
+    sizes = spec.geometry.vision
+    assert sizes is not None and spec.vision_config is not None
+    if sizes.sections:
+        tower: torch.nn.Module = AutoModel.from_config(spec.vision_config, dtype=dtype)
+        return tower
+    from rlhf_mcore.mcore.siglip import SquareTower
+
+    return SquareTower(spec.vision_config, sizes, spec.geometry.hidden_size, dtype)

@@ -5,11 +5,15 @@ transformers stacks the experts of a layer, and their gate and up projections, i
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+# A level of names is left out of a tower of SigLIP's that transformers has made and not loaded.
+_SIGLIP = re.compile(r"^(vision_tower\.)(?!vision_model\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     entries = []
+    tower = getattr(model.config, "vision_config", None)
+    is_siglip = tower is not None and tower.model_type == "siglip_vision_model"
     for holder, tensor in live.items():
         dtype = torch.int32 if tensor.numel() < 2**31 else torch.int64
         places = torch.arange(tensor.numel(), dtype=dtype, device="cpu")  # the default device may be meta
@@ -52,6 +58,7 @@ def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
             strides = tuple(
                 int(part.select(dim, 1).flatten()[0]) - offset if size > 1 else 1 for dim, size in enumerate(part.shape)
             )
+            name = _SIGLIP.sub(r"\1vision_model.", name) if is_siglip else name
             entry = CheckpointTensor(name, holder, tuple(part.shape), offset, strides)
             if not torch.equal(entry.view(places), part):
                 raise ValueError(f"{name} is not one rectangle of {holder} of the transformers model")

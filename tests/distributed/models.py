@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -289,6 +293,7 @@ _TOWER = dict(
     temporal_patch_size=2,
 )
 _IDS = dict(image_token_id=IMAGE_TOKEN, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+_SQUARE = dict(image_token_index=IMAGE_TOKEN, boi_token_index=92, eoi_token_index=93, mm_tokens_per_image=9)
 VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         Qwen2_5_VLForConditionalGeneration,
@@ -314,6 +319,13 @@ VISION_MODELS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
         dict(tie_word_embeddings=True, **DELTA_NET),
         dict(num_position_embeddings=16),
     ),
+    # Images of nine tokens, which is more than a window has.
+    "gemma3": (
+        Gemma3ForConditionalGeneration,
+        Gemma3Config,
+        {**FURTHER_MODELS["gemma3_text"][2], "tie_word_embeddings": True},
+        dict(num_hidden_layers=3, num_attention_heads=4, image_size=24, vision_use_head=False),
+    ),
 }
 # Of a head of Qwen3.5 a quarter rotates.
 _SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [6, 5, 5], "qwen3_vl_moe": [6, 5, 5], "qwen3_5": [2, 1, 1]}
@@ -324,20 +336,22 @@ def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Modul
     model_class, config_class, changes, tower = VISION_MODELS[name]
     text = {
         **SIZES,
-        "rope_parameters": dict(rope_type="default", rope_theta=1e4, mrope_section=_SECTIONS[name]),
+        "rope_parameters": dict(rope_type="default", rope_theta=1e4, mrope_section=_SECTIONS.get(name)),
         **changes,
     }
     if text["head_dim"] is None:
         del text["head_dim"]
     vision = {**_TOWER, **tower, "out_hidden_size": SIZES["hidden_size"]}
     tied = changes["tie_word_embeddings"]
-    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
+    ids = _SQUARE if name == "gemma3" else _IDS
+    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids)
     torch.manual_seed(seed)
     model: torch.nn.Module = model_class(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                adds_one = name == "qwen3_5" and ".language_model." in parameter_name and "linear_attn" not in parameter_name
+                adds_one = name in ("qwen3_5", "gemma3") and "linear_attn" not in parameter_name
+                adds_one &= ".language_model." in parameter_name or "mm_soft_emb" in parameter_name
                 centre = ("norm" in parameter_name or "ln_q" in parameter_name) and not adds_one
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
             else:
@@ -347,19 +361,23 @@ def make_with_tower(name: str, directory: Path, seed: int = 0) -> torch.nn.Modul
     return model
 
 
-def image_arguments(token_ids: torch.Tensor, images: Sequence[Any]) -> dict[str, Any]:
-    """Arguments of transformers' models for rows [b, T] all of whose image tokens are of ``images``."""
+def image_arguments(token_ids: torch.Tensor, images: Sequence[Any], *, squares: bool = False) -> dict[str, Any]:
+    """Arguments of transformers' models for rows [b, T] all of whose image tokens are of ``images``, given as patches."""
     if not images:
         return {}
-    return {
-        "pixel_values": torch.cat([image.pixel_values for image in images]),
-        "image_grid_thw": torch.tensor([image.grid_thw for image in images]),
-        "mm_token_type_ids": (token_ids == IMAGE_TOKEN).int(),
-    }
+    kinds, patches = (token_ids == IMAGE_TOKEN).int(), torch.stack if squares else torch.cat
+    pixels = patches([image.pixel_values for image in images])
+    if squares:
+        return {"pixel_values": F.fold(pixels.mT, (24, 24), kernel_size=4, stride=4), "token_type_ids": kinds}
+    grids = torch.tensor([image.grid_thw for image in images])
+    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
 
 
 def as_published(directory: Path) -> None:
-    """Write experts in one tensor as their authors do, inputs before outputs; transformers saves what it has made as it holds it."""
+    """Write experts in one tensor as their authors do, inputs before outputs, and SigLIP's names with all their levels.
+
+    transformers saves what it has made as it holds it.
+    """
     file = directory / "model.safetensors"
     tensors, inputs = (
         load_file(file),
@@ -368,6 +386,7 @@ def as_published(directory: Path) -> None:
     for name, tensor in tensors.items():
         if ".mlp.experts." in name and tensor.size(1) != inputs[name.rpartition(".")[2]]:
             tensors[name] = tensor.mT.contiguous()
+    tensors = {re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): t for name, t in tensors.items()}
     save_file(tensors, file, {"format": "pt"})
 
 

@@ -41,6 +41,7 @@ FEW = {
     "qwen3_vl": ("tp2_pp2", "tp2_sp_cp2", "pp2_cp2", "tp4_sp"),
     "qwen3_vl_moe": ("tp2_sp_pp2_ep2_etp1", "tp2_sp_cp2_ep2_etp1"),
     "qwen3_5": ("tp2_pp2", "tp2_sp_cp2", "pp2_cp2"),
+    "gemma3": ("tp2_pp2", "tp2_sp_cp2", "pp2_cp2"),
 }
 LEARNED = ("all", "merger", "all", "none")
 RECOMPUTED = (
@@ -50,6 +51,7 @@ RECOMPUTED = (
     RecomputeConfig(),
 )
 GRIDS = {"wide": (1, 4, 6), "small": (1, 2, 2), "tall": (1, 10, 4)}
+SQUARES = dict.fromkeys(GRIDS, (1, 6, 6))  # of a model that scales all images to one size
 # Images of each row, and whether it begins with one. Rows share images, one has two, two have none.
 ROWS: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("wide",), False),
@@ -69,16 +71,27 @@ class Picture:
     grid_thw: tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
 class Pictures:
     """Noise, by name."""
 
+    squares: bool = False
+
+    @classmethod
+    def of(cls, model: str) -> Pictures:
+        return cls(model == "gemma3")
+
+    @property
+    def grids(self) -> dict[str, tuple[int, int, int]]:
+        return SQUARES if self.squares else GRIDS
+
     def features(self, digest: str) -> Picture:
-        grid = GRIDS[digest]
+        grid, frames = self.grids[digest], 1 if self.squares else 2
         generator = torch.Generator().manual_seed(sum(map(ord, digest)))
-        return Picture(torch.randn(grid[1] * grid[2], 3 * 2 * 4 * 4, generator=generator), grid)
+        return Picture(torch.randn(grid[1] * grid[2], 3 * frames * 4 * 4, generator=generator), grid)
 
 
-def tokens() -> list[tuple[list[int], int]]:
+def tokens(pictures: Pictures = Pictures()) -> list[tuple[list[int], int]]:
     """Token ids of each row, and how many of them are of the prompt."""
     generator = torch.Generator().manual_seed(3)
 
@@ -89,7 +102,8 @@ def tokens() -> list[tuple[list[int], int]]:
     for number, (images, begins) in enumerate(ROWS):
         prompt = [] if begins else text(2 + number % 3)
         for name in images:
-            count = GRIDS[name][1] * GRIDS[name][2] // 4
+            _, rows, columns = pictures.grids[name]
+            count = rows * columns // 4
             prompt += [92, *[models.IMAGE_TOKEN] * count, 93]
         prompt += text(3)
         made.append((prompt + text(1 if number == 3 else 4 + number), len(prompt)))
@@ -98,16 +112,17 @@ def tokens() -> list[tuple[list[int], int]]:
 
 def hf_row(hf: torch.nn.Module, number: int) -> Tensor:
     """Logprobs of a row's response by transformers."""
-    (ids, prompt), (names, _) = tokens()[number], ROWS[number]
-    given = hf_inputs(ids, names)
+    pictures = Pictures.of(hf.config.model_type)  # type: ignore[union-attr]
+    (ids, prompt), (names, _) = tokens(pictures)[number], ROWS[number]
+    given = hf_inputs(ids, names, pictures)
     logprobs = hf(**given).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(1, given["input_ids"][0, 1:, None])[prompt - 1 :, 0]
 
 
-def hf_inputs(ids: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
+def hf_inputs(ids: Sequence[int], names: Sequence[str], pictures: Pictures = Pictures()) -> dict[str, Tensor]:
     """What transformers is given of a row with these images."""
-    whole = torch.tensor([list(ids)])
-    return {"input_ids": whole, **models.image_arguments(whole, [Pictures().features(name) for name in names])}
+    whole, images = torch.tensor([list(ids)]), [pictures.features(name) for name in names]
+    return {"input_ids": whole, **models.image_arguments(whole, images, squares=pictures.squares)}
 
 
 def make_model(
@@ -127,7 +142,7 @@ def make_model(
         False,
         0,
         freeze=frozen if learned != "all" else None,
-        images=Pictures(),
+        images=Pictures.of(spec.geometry.family),
         trains_tower=learned != "none",
     )
     model = build_model(spec, groups, platform, options)
@@ -140,7 +155,7 @@ def microbatches(model: MegatronModel, packing: bool) -> tuple[list[int], list[M
     layout = model.groups.layout
     replica = layout.coordinates(dist.get_rank())["dp"]
     rows = list(range(replica, len(ROWS), layout.dp))
-    held = tokens()
+    held = tokens(Pictures.of(model.spec.geometry.family))
     lengths = [len(held[row][0]) for row in rows]
     ids = torch.tensor([token for row in rows for token in held[row][0]], dtype=torch.int32)
     weights = torch.tensor([float(k >= held[row][1]) for row in rows for k in range(len(held[row][0]))])
@@ -161,7 +176,7 @@ def logprobs(model: MegatronModel, packing: bool) -> dict[int, list[float]]:
     outputs = model.forward(parts, lambda out, part: model.logprobs_and_entropy(out, part, 1.0)[0])
     if not outputs:
         return {}
-    held = tokens()
+    held = tokens(Pictures.of(model.spec.geometry.family))
     lengths = [len(held[row][0]) for row in rows]
     values = restore_tokens(outputs, parts, lengths).split(lengths)
     return {row: value[held[row][1] :].tolist() for row, value in zip(rows, values, strict=True)}
@@ -207,8 +222,9 @@ def hf_after(path: Path, learned: str) -> tuple[float, dict[str, Tensor]]:
     """The gradient's norm, and the weights after the same update in transformers, by their names in files."""
     hf = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     for name, parameter in hf.named_parameters():
-        if ".visual." in name:
-            parameter.requires_grad_(learned == "all" or (learned == "merger" and "merger" in name))
+        if any(part in name for part in (".visual.", "vision_tower", "multi_modal")):
+            is_merger = "merger" in name or "multi_modal" in name
+            parameter.requires_grad_(learned == "all" or (learned == "merger" and is_merger))
     (-sum(hf_row(hf, row).sum() for row in range(len(ROWS))) / 10).backward()
     trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
     norm = torch.stack([parameter.grad.norm() for parameter in trained]).norm().item()

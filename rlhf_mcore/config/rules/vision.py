@@ -13,6 +13,7 @@ from rlhf_mcore.config.model_files import PROCESSOR_FILES, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
 from rlhf_mcore.config.tokenizer_match import tokenizer_difference
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import VisionSizes
 from rlhf_mcore.foreign import read_json
 from rlhf_mcore.geometry import ModelGeometry
@@ -29,6 +30,12 @@ def vision_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if geometry.vision is None:
         yield f"{train}: model.path={cfg.model.path} reads no images; set it to none"
         return
+    within = FAMILIES[geometry.family].vision
+    if within is not None and within.attends_within and cfg.model.layer_spec == "te":
+        yield (
+            f"model.layer_spec=te: tokens of an image attend to each other in model.path={cfg.model.path}, for which Transformer "
+            "Engine's attention has no mask where sequences are packed; set it to auto or local"
+        )
     if cfg.actor.vision.train != "none" and (cfg.actor.megatron or {}).get("overlap_grad_reduce"):
         yield f"{train} is not supported with actor.megatron.overlap_grad_reduce; remove that"
     yield from _stage_problems("actor", "model.path", cfg.actor.layout, geometry)

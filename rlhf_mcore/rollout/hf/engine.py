@@ -170,7 +170,7 @@ class _Batch:
         """Draw a token for each row that is not finished; the rows that have finished with it."""
         new = self.token_ids if self.cache is None else self.token_ids[:, -1:]
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        more = {} if self.images is None or self.cache is not None else self.images.pixels
+        more = {} if self.images is None or self.cache is not None else self.images.pixels(new.shape[1])
         if self.images is not None:
             positions = self.images.positions(positions)
         output = model(

@@ -1,4 +1,4 @@
-"""Images of a batch that transformers decodes: pixels for its first pass, and positions in three dimensions for all of them."""
+"""Images of a batch that transformers decodes: pixels for its first pass, and positions, some in three dimensions, for all of them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_mcore.data.images import ImageStore, ImageTokens, placeholders
+from rlhf_mcore.data.images import ImageStore, ImageTokens, placeholders, whole_images
 
 if TYPE_CHECKING:
     from rlhf_mcore.rollout.hf.engine import _Batch
 
 
 class BatchImages:
-    """The images of a batch of requests, left-padded. ``pixels`` are the arguments of a pass over the prompts."""
+    """The images of a batch of requests, left-padded."""
 
     def __init__(self, model: Any, batch: _Batch, images: tuple[str, str]) -> None:
         """Read the images. ``images``: the folder of their store, and the directory of the model.
@@ -35,18 +36,27 @@ class BatchImages:
             for first, number in placeholders(request.prompt_ids, tokens.token_id, counts):
                 kinds[row, padding + first : padding + first + number] = 1
             all_images += own
+        self._kinds, pixels = kinds, torch.cat([image.pixel_values for image in all_images]).to(device, model.dtype)
+        self._rotates = hasattr(model.model, "get_rope_index")
+        if not self._rotates:
+            tower = model.config.vision_config
+            self._pixels = {"pixel_values": whole_images(pixels, all_images[0].grid_thw, tower.num_channels)}
+            return
         grids = torch.tensor([image.grid_thw for image in all_images], device=device)
-        self.pixels = {
-            "pixel_values": torch.cat([image.pixel_values for image in all_images]).to(device, model.dtype),
-            "image_grid_thw": grids,
-            "mm_token_type_ids": kinds,
-        }
+        self._pixels = {"pixel_values": pixels, "image_grid_thw": grids}
         # [3, b, T], and what a later position is less than the number of tokens before it, [b, 1].
         self._prompts, self._shift = model.model.get_rope_index(
             batch.token_ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=batch.mask
         )
 
+    def pixels(self, num_tokens: int) -> dict[str, Tensor]:
+        """Return the arguments of a pass over the prompts and what was drawn behind them, ``num_tokens`` of each row."""
+        kinds = F.pad(self._kinds, (0, num_tokens - self._kinds.size(1)))
+        return {**self._pixels, "mm_token_type_ids" if self._rotates else "token_type_ids": kinds}
+
     def positions(self, places: Tensor) -> Tensor:
-        """Return the positions [3, b, T] of tokens by their places [b, T] among those of their rows."""
+        """Return the positions [3, b, T], or [b, T], of tokens by their places [b, T] among those of their rows."""
+        if not self._rotates:
+            return places
         later = (places[:, self._prompts.size(2) :] + self._shift).expand(3, -1, -1)
         return torch.cat([self._prompts, later], dim=-1)

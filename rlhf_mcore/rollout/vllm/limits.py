@@ -25,6 +25,11 @@ def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
             f"rollout.engine=vllm: vLLM's code of model.path={cfg.model.path} imports {package}, which is not installed; "
             f"install the {package} that goes with this torch, or set rollout.engine=hf"
         )
+    if (vision := FAMILIES.get(geometry.family, UNSUPPORTED).vision) is not None and vision.attends_within:
+        yield (
+            f"rollout.engine=vllm: tokens of an image attend to each other in model.path={cfg.model.path}, which engines of vLLM are "
+            "not given yet; set rollout.engine=hf"
+        )
     if not has_gpu():
         yield from _cpu_problems(cfg, geometry)
     elif cfg.rollout.quantization is not None:

@@ -62,6 +62,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
     assert list(FAMILIES) == [
         "deepseek_v2",
         "deepseek_v3",
+        "gemma3",
         "gemma3_text",
         "glm4_moe",
         "gpt_oss",
@@ -244,7 +245,7 @@ def test_lines_of_a_familys_module_are_those_that_contributors_are_told() -> Non
         ),
         (
             "Gemma3",
-            {**WINDOW, "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
+            {**WINDOW, "architectures": ["Gemma4ForConditionalGeneration"], "text_config": {}},
             "save its language",
         ),
         ("Qwen3_5", {"layer_types": ["mamba", "full_attention"]}, "layer_types has 'mamba', which is not supported"),

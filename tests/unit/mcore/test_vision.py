@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import VisionSizes
+from rlhf_mcore.mcore.core_attention import SDPACoreAttention
+from rlhf_mcore.mcore.image_features import StepFeatures
 from rlhf_mcore.mcore.vision import Vision, image_positions
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.types import Microbatch
@@ -46,7 +49,7 @@ def test_channels_rotate_in_blocks_or_in_turns() -> None:
 def test_a_token_of_images_that_a_policy_draws_is_a_word() -> None:
     """Packed: a row with an image of two tokens and a drawn one, padded to 8, and a row of text that has drawn one."""
     groups: Any = SimpleNamespace()
-    vision = Vision(SIZES, Grids({"a": (1, 2, 4)}), groups, False, current_platform())
+    vision = Vision(SIZES, Grids({"a": (1, 2, 4)}), groups, False, current_platform(), 32, StepFeatures())
     ids = [5, IMAGE, IMAGE, 6, IMAGE, 7, 0, 0, 8, IMAGE, 9]
     microbatch = Microbatch(
         token_ids=torch.tensor([ids]),
@@ -63,3 +66,21 @@ def test_a_token_of_images_that_a_policy_draws_is_a_word() -> None:
         [0, 1, 1, 3, 4, 5, 6, 7, 0, 1, 2],
         [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2],
     ]
+    assert "image_blocks" not in found
+    vision.attends_within = True
+    blocks = vision.derive(microbatch, lambda values: values)["image_blocks"]
+    assert blocks.tolist() == [[-1, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("window", "rows"),
+    [
+        (None, ["x....", "xxx..", "xxx..", "xxxx.", "xxxxx"]),
+        (2, ["x....", "xxx..", ".xx..", "..xx.", "...xx"]),  # itself and the one before it
+    ],
+)
+def test_tokens_of_an_image_see_each_other_as_far_back_as_a_window_reaches(window: int | None, rows: list[str]) -> None:
+    """A word, an image of two tokens, an image of one, and a word."""
+    layer: Any = SimpleNamespace(_group=None, _window=window)
+    mask = SDPACoreAttention._mask_with_images(layer, torch.tensor([[-1, 0, 0, 1, -1]]), 5)
+    assert ["".join(".x"[seen] for seen in row) for row in mask[0, 0].tolist()] == rows

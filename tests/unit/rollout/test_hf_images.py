@@ -19,12 +19,13 @@ GRIDS = {"wide": (4, 6), "small": (2, 2)}
 PROMPTS = (("wide",), (), ("small", "wide"), ("small",))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3"])
 @torch.no_grad()
 def test_logprobs_of_what_is_drawn_are_those_of_a_pass_over_all(tmp_path: Path, name: str) -> None:
     """Of prompts of different lengths in one batch, with no, one and two images."""
     model: Any = models.make_with_tower(name, tmp_path / "model")
-    store = make_store(tmp_path / "patches")
+    squares = name == "gemma3"
+    store = make_store(tmp_path / "patches", squares)
     requests = [
         Request(n, str(n), prompt(images, store), Sampling(max_new_tokens=4), seed=n, images=images)
         for n, images in enumerate(PROMPTS)
@@ -37,19 +38,20 @@ def test_logprobs_of_what_is_drawn_are_those_of_a_pass_over_all(tmp_path: Path, 
         tokens, logprobs = zip(*drawn, strict=True)
         assert models.IMAGE_TOKEN not in tokens, "choose other seeds: transformers would look for a further image"
         whole = torch.tensor([[*request.prompt_ids, *tokens]])
-        given = models.image_arguments(whole, [store.features(digest) for digest in request.images])
+        given = models.image_arguments(whole, [store.features(digest) for digest in request.images], squares=squares)
         if name.startswith("qwen"):
             model.model.rope_deltas = None  # it keeps that of the call before
         expected = model(input_ids=whole, **given).logits[0, -5:-1].log_softmax(-1)[range(4), tokens]
         assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def make_store(folder: Path) -> ImageStore:
+def make_store(folder: Path, squares: bool) -> ImageStore:
     folder.mkdir()
     np.save(folder / LEVELS, np.tile(np.linspace(-1, 1, 256, dtype=np.float32), (3, 1)))
     rng = np.random.default_rng(0)
     for name, grid in GRIDS.items():
-        np.save(folder / f"{name}.npy", rng.integers(0, 256, (*grid, 3 * 2 * 4 * 4), dtype=np.uint8))
+        shape = (6, 6, 3 * 4 * 4) if squares else (*grid, 3 * 2 * 4 * 4)
+        np.save(folder / f"{name}.npy", rng.integers(0, 256, shape, dtype=np.uint8))
     return ImageStore(folder)
 
 
