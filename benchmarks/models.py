@@ -12,6 +12,7 @@ from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning import sync
+from rlhf_mcore.planning.inputs import EngineGrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +62,4 @@ def sources(model: Model, layout: ParallelLayout) -> list[Place]:
 
 def destinations(model: Model, tp: int, num_engines: int, first_rank: int = 0) -> list[Place]:
     """What engine ranks need."""
-    return sync.destinations(model.geometry, tp, num_engines, first_rank)
+    return sync.destinations(model.geometry, EngineGrid(tp), num_engines, first_rank)

@@ -57,9 +57,9 @@ class EngineRank:
     is_lead: bool = True
 
     @classmethod
-    def of(cls, rank: int, world_size: int, tp: int) -> EngineRank:
-        """Every ``tp`` consecutive ranks are an engine."""
-        return cls(rank // tp, world_size // tp, rank % tp == 0)
+    def of(cls, rank: int, world_size: int, size: int) -> EngineRank:
+        """Every ``size`` consecutive ranks are an engine."""
+        return cls(rank // size, world_size // size, rank % size == 0)
 
 
 class Generator(Protocol):

@@ -8,7 +8,7 @@ rank of an engine, less what that rank holds: an all-gather on the trainer's ran
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from rlhf_mcore.bridge.plan.build import build_plan, even_nodes, spread_order  #
 from rlhf_mcore.config.model_files import read_geometry  # noqa: E402
 from rlhf_mcore.families.quantised import QUANTISATIONS  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
+from rlhf_mcore.planning.inputs import EngineGrid  # noqa: E402
 from rlhf_mcore.planning.sync import SCALE_BYTES, destinations  # noqa: E402
 
 BUCKET_BYTES, DEPTH, PER_NODE, ITEM_BYTES, GB = 256 * 2**20, 2, 8, 2, 1e9
@@ -29,11 +30,11 @@ BUCKET_BYTES, DEPTH, PER_NODE, ITEM_BYTES, GB = 256 * 2**20, 2, 8, 2, 1e9
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, the trainer's layout, the width of an engine and how many there are; ``apart``: on devices of their own."""
+    """A model, the trainer's layout, that of an engine and how many there are; ``apart``: on devices of their own."""
 
     model: str
     layout: ParallelLayout
-    engine_tp: int
+    engine: EngineGrid
     engines: int
     apart: bool
 
@@ -48,13 +49,18 @@ def layout(ranks: int, tp: int, pp: int, ep: int = 1, layers: tuple[int, ...] | 
     return ParallelLayout(ranks, tp=tp, pp=pp, ep=ep, etp=1 if ep > 1 else None, layers_per_stage=layers)
 
 
+LAYERS = (12,) * 6 + (11,) * 2
 CASES = (
-    Case("Llama-3-8B", layout(8, 2, 1), 1, 8, False),
-    Case("Llama-3-8B", layout(8, 2, 1), 1, 8, True),
-    Case("Qwen3-30B-A3B", layout(32, 4, 1, 8), 4, 8, False),
-    Case("Qwen3-30B-A3B", layout(32, 4, 1, 8), 4, 4, True),
-    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, (12,) * 6 + (11,) * 2), 8, 32, False),
-    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, (12,) * 6 + (11,) * 2), 8, 16, True),
+    Case("Llama-3-8B", layout(8, 2, 1), EngineGrid(1), 8, False),
+    Case("Llama-3-8B", layout(8, 2, 1), EngineGrid(1), 8, True),
+    Case("Qwen3-30B-A3B", layout(32, 4, 1, 8), EngineGrid(4), 8, False),
+    Case("Qwen3-30B-A3B", layout(32, 4, 1, 8), EngineGrid(4, ep=4), 8, False),
+    Case("Qwen3-30B-A3B", layout(32, 4, 1, 8), EngineGrid(4), 4, True),
+    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, LAYERS), EngineGrid(8), 32, False),
+    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, LAYERS), EngineGrid(8, ep=8), 32, False),
+    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, LAYERS), EngineGrid(8), 16, True),
+    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, LAYERS), EngineGrid(8, ep=8), 16, True),
+    Case("Qwen3-235B-A22B", layout(256, 4, 8, 8, LAYERS), EngineGrid(4, dp=2, ep=8), 16, True),
 )
 
 
@@ -63,14 +69,14 @@ def measure(case: Case, models: Path, quantization: str = "") -> list[str]:
     geometry = read_geometry(models / case.model, "lm").trunk
     shapes, world = hf_shapes(geometry), case.layout.world_size
     held = trainer_places(stage_names(geometry, case.layout), geometry, case.layout)
-    needed = destinations(geometry, case.engine_tp, case.engines, world if case.apart else 0)
+    needed = destinations(geometry, case.engine, case.engines, world if case.apart else 0)
     sizes, names = dict.fromkeys(shapes, ITEM_BYTES), list(shapes)
     own = 0 if case.apart else sum(piece.numel * len(place.ranks) for place in held for piece in place.pieces)
     if quantization:
         kind = QUANTISATIONS[quantization]
         held, needed, names = with_scales(held, kind), with_scales(needed, kind), list(kind.with_scales(shapes))
         sizes = {name: 1 if kind.applies(name) else sizes.get(name, SCALE_BYTES) for name in names}
-    devices = world + case.engines * case.engine_tp * case.apart
+    devices = world + case.engines * case.engine.size * case.apart
     plan = build_plan(
         held,
         needed,
@@ -81,10 +87,11 @@ def measure(case: Case, models: Path, quantization: str = "") -> list[str]:
     )
     counted, full = plan.bytes(), ITEM_BYTES * sum(map(prod, shapes.values()))
     assert (counted.received == counted.lower_bound).all()
-    gathered = case.engines * case.engine_tp * full - own * ITEM_BYTES
+    gathered = case.engines * case.engine.size * full - own * ITEM_BYTES
     received, imported = int(counted.received.sum()), int(counted.imported.sum())
     numbers = [received, gathered, imported, int(counted.received.max()), int(counted.sent.max()), counted.peak(DEPTH)]
-    where = f"{case.engines} x TP{case.engine_tp}" + (" apart" if case.apart else "")
+    cut = [f"{name.upper()}{size}" for name, size in asdict(case.engine).items() if size > 1] or ["TP1"]
+    where = f"{case.engines} x {' '.join(cut)}" + (" apart" if case.apart else "")
     return [case.name, where, *(f"{number / GB:,.1f}" for number in numbers), str(plan.num_buckets)]
 
 

@@ -146,7 +146,7 @@ def start(run: RunContext) -> Fleet:
     plan = FleetPlan(
         EngineOrder(rollout, model, EngineEnd, episodes, os.getcwd(), cfg.deterministic),
         rollout.num_engines,
-        rollout.layout.tp,
+        rollout.layout.num_ranks,
         cfg.trainer.threads_per_rank,
         rollout.engine_timeout_s,
         rollout.engine_restarts,
@@ -155,7 +155,7 @@ def start(run: RunContext) -> Fleet:
     )
     fleet = Fleet(cluster, plan, run.record.note)
     count = "an engine" if plan.num_engines == 1 else f"{plan.num_engines} engines"
-    of = f" of {plan.tp} processes" if plan.tp > 1 else ""
+    of = f" of {plan.engine_ranks} processes" if plan.engine_ranks > 1 else ""
     run.record.note(f"starting {count}{of} {f'at {cluster.address}' if cluster.address else 'on this machine'}")
     fleet.start()
     run.stack.callback(fleet.close)

@@ -25,6 +25,7 @@ from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import max_new_tokens
 from rlhf_mcore.config.model_files import inspect_model, read_config
+from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
@@ -95,6 +96,7 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
     Raises:
         ConfigError: it does not.
     """
+    from rlhf_mcore.planning.inputs import engine_grid
     from rlhf_mcore.planning.sync import kv_bytes_per_token
 
     hf_config = read_config(cfg.model.path, "model.path")
@@ -105,7 +107,7 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
         return
     width = 2 if cfg.model.dtype in ("bf16", "fp16") else 4
     tokens = cfg.rollout.max_model_len or cfg.data.max_prompt_tokens + max_new_tokens(cfg)
-    needed = tokens * kv_bytes_per_token(geometry, cfg.rollout.layout.tp, width) / 2**30
+    needed = tokens * kv_bytes_per_token(geometry, engine_grid(cfg), width) / 2**30
     if needed > cfg.rollout.kv_cache_gib:
         raise ConfigError(
             f"rollout.kv_cache_gib={cfg.rollout.kv_cache_gib:g}: the cache of an engine does not hold one prompt and response of "
@@ -225,7 +227,7 @@ def check_devices(cfg: Config, world_size: int) -> None:
         return
     rollout, ranks = cfg.rollout, {"trainer.world_size": world_size}
     if run_kind(cfg).generates and rollout.placement == "disaggregated" and rollout.ray.address is None:
-        ranks["rollout.num_engines x rollout.layout.tp"] = rollout.num_engines * rollout.layout.tp
+        ranks[f"rollout.num_engines x {engine_keys(rollout.layout)}"] = rollout.num_engines * rollout.layout.num_ranks
     gpus = count_gpus()
     if gpus is None or sum(ranks.values()) <= gpus:
         return

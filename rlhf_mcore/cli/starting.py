@@ -57,6 +57,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
     from rlhf_mcore.cli.launch import launch
     from rlhf_mcore.config.derive import default_world_size, short_episodes
     from rlhf_mcore.config.rules.data import check_fills_a_step
+    from rlhf_mcore.config.rules.rollout import engine_keys
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.data.first_rows import check_first_rows
     from rlhf_mcore.rewards.trial import check_reward
@@ -70,8 +71,8 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
         preflight.check_world(world_size)
         if run_kind(cfg).generates:
             if cfg.rollout.placement == "disaggregated" and cfg.rollout.ray.address is None:
-                engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.tp
-                preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
+                engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.num_ranks
+                preflight.check_world(engine_ranks, f"rollout.num_engines x {engine_keys(cfg.rollout.layout)}")
             check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
             check_first_rows(cfg)
             verdict = check_reward(cfg, "data.train", partial(preflight.say, cfg))

@@ -23,7 +23,7 @@ def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:
         return cfg.trainer.world_size
     roles = role_layouts(cfg)
     colocated = evaluates or (run_kind(cfg).generates and cfg.rollout.placement == "colocated")
-    engine = cfg.rollout.layout.tp if colocated else 1
+    engine = cfg.rollout.layout.num_ranks if colocated else 1
     smallest = math.lcm(engine, *(role.model_size for role in roles if role.ranks is None))
     last = max((role.ranks[-1] for role in roles if role.ranks), default=1)
     return -(-last // smallest) * smallest

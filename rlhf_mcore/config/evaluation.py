@@ -18,9 +18,9 @@ from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.config.implied import needs_answer, role_layouts
 from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES
 from rlhf_mcore.config.rules.data import data_problems
-from rlhf_mcore.config.rules.layouts import layout_problems, model_problems, tensor_cut_problems
+from rlhf_mcore.config.rules.layouts import engine_cut_problems, layout_problems, model_problems
 from rlhf_mcore.config.rules.reward import reward_problems
-from rlhf_mcore.config.rules.rollout import sharding_problems
+from rlhf_mcore.config.rules.rollout import engine_keys, sharding_problems
 from rlhf_mcore.config.rules.trainer import microbatch_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_match import token_problems, tokenizer_size
@@ -156,10 +156,10 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
 
 
 def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
-    tp = cfg.rollout.layout.tp
+    layout = cfg.rollout.layout
     world = default_world_size(cfg, evaluates=True) if world_size is None else world_size
-    if world % tp:
-        yield f"rollout.layout.tp={tp} does not divide the number of processes {world}; use a multiple of {tp} processes"
+    if world % (size := layout.num_ranks):
+        yield f"{engine_keys(layout)}={size} does not divide the number of processes {world}; use a multiple of {size} processes"
     for role in role_layouts(cfg):
         if role.name == "reward.model":
             yield from layout_problems(role, world, f"the number of processes={world}")
@@ -190,7 +190,7 @@ def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: boo
     yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
     if geometry is None or not check_sizes:
         return
-    yield from tensor_cut_problems(geometry, "rollout.layout.tp", own.rollout.layout.tp, field)
+    yield from engine_cut_problems(own.rollout, geometry, field)
     if own.reward.model.path is not None:
         layout = own.reward.model.layout
         yield from model_problems(

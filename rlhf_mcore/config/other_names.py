@@ -96,6 +96,16 @@ _NAMES = {
         "vllm_tensor_parallel_size rollout.tensor_model_parallel_size vllm_cfg.tensor_parallel_size rollout.tp "
         "rollout_num_gpus_per_engine vllm.tensor_parallel_size generation.tensor_parallel_size rollout.tensor_parallel_size"
     ),
+    "rollout.layout.pp": (
+        "rollout.pipeline_model_parallel_size vllm_cfg.pipeline_parallel_size rollout.pp vllm.pipeline_parallel_size "
+        "vllm_pipeline_parallel_size"
+    ),
+    "rollout.layout.dp": (
+        "rollout.data_parallel_size vllm_cfg.data_parallel_size rollout.dp vllm.data_parallel_size vllm_data_parallel_size"
+    ),
+    "rollout.layout.ep": (
+        "rollout.expert_parallel_size vllm_cfg.expert_parallel_size rollout.ep vllm.expert_parallel_size enable_expert_parallel"
+    ),
     "rollout.sampling.n": (
         "num_generations n_samples_per_prompt num_generations_per_prompt n num_samples_per_prompt group_size "
         "rollouts_per_prompt num_samples num_return_sequences samples_per_prompt n_samples rollouts_per_example "

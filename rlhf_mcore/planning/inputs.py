@@ -200,12 +200,46 @@ def engines_apart(cfg: Config) -> bool:
 
 def num_engines(cfg: Config, world_size: int) -> int:
     """Count the engines beside, or on, so many ranks of the trainer."""
-    return cfg.rollout.num_engines if engines_apart(cfg) else world_size // engine_tp(cfg)
+    return cfg.rollout.num_engines if engines_apart(cfg) else world_size // engine_grid(cfg).size
 
 
-def engine_tp(cfg: Config) -> int:
-    """Count the ranks of an engine. One that is not sharded is whole on every rank."""
-    return cfg.rollout.layout.tp if engine_kind(cfg.rollout.engine).is_sharded else 1
+@dataclass(frozen=True, slots=True)
+class EngineGrid:
+    """How an engine cuts a model. Its ranks are counted as vLLM counts them: tensor parallel, then stages, then data parallel.
+
+    Data-parallel ranks have the same attention, and share the experts. With ``ep`` each has whole ones, else a part of all.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of an engine."""
+        return self.tp * self.pp * self.dp
+
+    def stage(self, rank: int) -> int:
+        return rank // self.tp % self.pp
+
+    def expert_rank(self, rank: int) -> int:
+        """Return its number among the ranks of its stage, which share the experts."""
+        return rank // (self.tp * self.pp) * self.tp + rank % self.tp
+
+    def layers(self, num_layers: int, stage: int) -> range:
+        """Return the layers of a stage. Those that are left over are on the last stages but the very last, as in vLLM."""
+        each, more = divmod(num_layers, self.pp)
+        sizes = [each + (self.pp - 1 - more <= number < self.pp - 1) for number in range(self.pp)]
+        first = sum(sizes[:stage])
+        return range(first, first + sizes[stage])
+
+
+def engine_grid(cfg: Config) -> EngineGrid:
+    """Return how engines are cut. One that is not sharded is whole on every rank."""
+    layout = cfg.rollout.layout
+    is_sharded = engine_kind(cfg.rollout.engine).is_sharded
+    return EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep) if is_sharded else EngineGrid()
 
 
 def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: int, field: str) -> ParallelLayout:

@@ -15,7 +15,7 @@ from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import (
     PlanInputs,
     PlannedRole,
-    engine_tp,
+    engine_grid,
     engines_apart,
     forward_roles,
     num_engines,
@@ -118,7 +118,7 @@ def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
 
 def _kv_bytes(inputs: PlanInputs) -> int:
     """Count the bytes of a token's keys and values on one rank of an engine."""
-    return kv_bytes_per_token(inputs.roles[0].geometry, engine_tp(inputs.cfg), BYTES[inputs.dtype])
+    return kv_bytes_per_token(inputs.roles[0].geometry, engine_grid(inputs.cfg), BYTES[inputs.dtype])
 
 
 def kv_tokens(inputs: PlanInputs) -> int:
@@ -133,13 +133,13 @@ def kv_tokens(inputs: PlanInputs) -> int:
         return min(rollout.max_num_seqs, max(rows, 1)) * (_longest(inputs) + state_tokens(inputs))
     budget = int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - _engine_weights(inputs)
     budget -= _prefill_bytes(inputs)
-    return max(0, budget // _kv_bytes(inputs))
+    return max(0, budget // _kv_bytes(inputs)) * engine_grid(inputs.cfg).dp
 
 
 def state_tokens(inputs: PlanInputs) -> int:
     """Count the tokens of that cache that take as much as the states of a sequence's gated delta nets."""
     width = BYTES[inputs.dtype]
-    return -(-state_bytes_per_sequence(inputs.roles[0].geometry, engine_tp(inputs.cfg), width) // _kv_bytes(inputs))
+    return -(-state_bytes_per_sequence(inputs.roles[0].geometry, engine_grid(inputs.cfg), width) // _kv_bytes(inputs))
 
 
 def _longest(inputs: PlanInputs) -> int:
@@ -148,10 +148,10 @@ def _longest(inputs: PlanInputs) -> int:
 
 def _prefill_bytes(inputs: PlanInputs) -> int:
     """Estimate the step of 8192 tokens that vLLM profiles: hidden states, the widest MLP, fp32 logits of every running sequence."""
-    geometry, tp = inputs.roles[0].geometry, inputs.cfg.rollout.layout.tp
+    geometry, layout = inputs.roles[0].geometry, inputs.cfg.rollout.layout
     routed = 0 if (e := geometry.experts) is None else e.ffn_size * e.per_token + e.shared_ffn_size
     widest = max(geometry.ffn_size, routed)
-    hidden = 8192 * BYTES[inputs.dtype] * (4 * geometry.hidden_size + 3 * widest // tp)
+    hidden = 8192 * BYTES[inputs.dtype] * (4 * geometry.hidden_size + 3 * widest // layout.tp)
     return hidden + 4 * inputs.cfg.rollout.max_num_seqs * geometry.vocab_size
 
 

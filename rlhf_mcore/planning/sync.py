@@ -6,7 +6,7 @@ value heads replicated where there are fewer of them than ranks, the vocabulary 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -27,11 +27,28 @@ from rlhf_mcore.families.base import Kind, Rule
 from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.geometry import LatentSizes, ModelGeometry, Shard
 from rlhf_mcore.planning.counts import num_parameters
-from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engine_tp, engines_apart, num_engines
+from rlhf_mcore.planning.inputs import (
+    Assumptions,
+    EngineGrid,
+    GpuType,
+    PlannedRole,
+    engine_grid,
+    engines_apart,
+    num_engines,
+)
 from rlhf_mcore.planning.weights import BYTES
 
 _VOCAB_MULTIPLE = 64
 SCALE_BYTES = 4  # fp32
+# What vLLM 0.32 holds on every stage, of models that do not leave it out where it is not computed.
+_ENDS = ("embedding", "norm", "output")
+_ON_EVERY_STAGE = {
+    **dict.fromkeys(("gemma3_text", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"), _ENDS),
+    "qwen3_next": ("embedding", "output"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("embedding",)),
+}
+# Where groups attend to requests of their own, its models with a whole shared expert on each rank, for a part of the tokens.
+_SHARES_WHOLE = ("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,80 +61,143 @@ class PlannedTensor:
     padding: tuple[tuple[int, int], ...] = ()
 
 
-def destinations(geometry: ModelGeometry, tp: int, num_engines: int, first_rank: int = 0) -> list[Place]:
+def destinations(geometry: ModelGeometry, grid: EngineGrid, num_engines: int, first_rank: int = 0) -> list[Place]:
     """Place what engine ranks need."""
-    return engine_places([list(engine_tensors(geometry, tp, rank)) for rank in range(tp)], num_engines, first_rank)
+    tensors = [list(engine_tensors(geometry, grid, rank)) for rank in range(grid.size)]
+    return engine_places(tensors, num_engines, first_rank)
 
 
 @lru_cache(maxsize=64)
-def engine_numel(geometry: ModelGeometry, tp: int) -> int:
-    """Count elements of an engine rank's weights."""
-    return sum(prod(tensor.shape) for tensor in engine_tensors(geometry, tp, 0))
+def engine_numel(geometry: ModelGeometry, grid: EngineGrid) -> int:
+    """Count elements of an engine rank's weights, of the stage that has most."""
+    firsts = range(0, grid.tp * grid.pp, grid.tp)
+    return max(sum(prod(tensor.shape) for tensor in engine_tensors(geometry, grid, rank)) for rank in firsts)
 
 
 def engine_bytes(cfg: Config, geometry: ModelGeometry, dtype: str) -> int:
     """Count bytes of an engine rank's weights."""
     kind = engine_kind(cfg.rollout.engine)
-    return weight_bytes(geometry, engine_tp(cfg), BYTES[dtype], cfg.rollout.quantization if kind.holds_8_bits else None)
+    return weight_bytes(
+        geometry, engine_grid(cfg), BYTES[dtype], cfg.rollout.quantization if kind.holds_8_bits else None
+    )
 
 
 def sent_bytes(cfg: Config, geometry: ModelGeometry, dtype: str) -> int:
     """Count bytes of a sync of an engine rank."""
-    return weight_bytes(geometry, engine_tp(cfg), BYTES[dtype], cfg.rollout.quantization)
+    return weight_bytes(geometry, engine_grid(cfg), BYTES[dtype], cfg.rollout.quantization)
 
 
 @lru_cache(maxsize=64)
-def weight_bytes(geometry: ModelGeometry, tp: int, width: int, quantization: str | None) -> int:
-    """Count bytes of an engine rank's weights, whose elements take ``width`` bytes where they have no 8 bits."""
+def weight_bytes(geometry: ModelGeometry, grid: EngineGrid, width: int, quantization: str | None) -> int:
+    """Count bytes of an engine rank's weights, of the stage that has most. Elements take ``width`` bytes where they have no 8 bits."""
     if quantization is None:
-        return engine_numel(geometry, tp) * width
+        return engine_numel(geometry, grid) * width
+    ranks = range(0, grid.tp * grid.pp, grid.tp)
+    return max(_quantised_bytes(engine_tensors(geometry, grid, rank), width, quantization) for rank in ranks)
+
+
+def _quantised_bytes(tensors: Iterable[PlannedTensor], width: int, quantization: str) -> int:
     kind, total = QUANTISATIONS[quantization], 0
-    for tensor in engine_tensors(geometry, tp, 0):
+    for tensor in tensors:
         numel = prod(tensor.shape)
         is_narrow = are_quantised(tensor.pieces, kind)
         total += numel + SCALE_BYTES * num_scales(tensor.pieces, kind) if is_narrow else numel * width
     return total
 
 
-def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
-    """Count bytes of a token's keys and values on an engine rank: with latent attention the latent alone, on every rank."""
+def kv_bytes_per_token(geometry: ModelGeometry, grid: EngineGrid, width: int) -> int:
+    """Count bytes of a token's keys and values on a rank of the stage that has most.
+
+    With latent attention they are of the latent alone, which is on every rank.
+    """
     attention = geometry.attention
     if isinstance(attention, LatentSizes):
-        return geometry.num_layers * (attention.kv_rank + attention.rope_dim) * width
-    return 2 * geometry.num_attention_layers * max(1, geometry.num_kv_heads // tp) * geometry.head_dim * width
+        return (
+            _most_layers(grid, range(geometry.num_layers), geometry.num_layers)
+            * (attention.kv_rank + attention.rope_dim)
+            * width
+        )
+    with_keys = [layer for layer in range(geometry.num_layers) if layer not in geometry.delta_layers]
+    layers = _most_layers(grid, with_keys, geometry.num_layers)
+    return 2 * layers * max(1, geometry.num_kv_heads // grid.tp) * geometry.head_dim * width
 
 
-def state_bytes_per_sequence(geometry: ModelGeometry, tp: int, width: int) -> int:
+def state_bytes_per_sequence(geometry: ModelGeometry, grid: EngineGrid, width: int) -> int:
     """Count bytes that delta nets keep of a sequence of any length on an engine rank: fp32 states, last tokens of convolutions."""
     if (delta := geometry.delta) is None:
         return 0
     convolved = (delta.kernel - 1) * (2 * delta.keys + delta.values)
-    return len(delta.layers) * (4 * delta.values * delta.key_dim + width * convolved) // tp
+    layers = _most_layers(grid, delta.layers, geometry.num_layers)
+    return layers * (4 * delta.values * delta.key_dim + width * convolved) // grid.tp
 
 
-def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[PlannedTensor]:
-    """Yield every parameter of rank ``rank`` of ``tp``."""
-    family, (first, last) = FAMILIES[geometry.family], outer_rules(geometry)
-    for rule in (first, *last):
-        yield _plan_rule(rule, geometry, tp, rank, 0)
+def _most_layers(grid: EngineGrid, layers: Sequence[int], num_layers: int) -> int:
+    """Count the layers among these of the stage that has most of them."""
+    stages = [grid.layers(num_layers, stage) for stage in range(grid.pp)]
+    return max(sum(layer in stage for layer in layers) for stage in stages)
+
+
+def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterator[PlannedTensor]:
+    """Yield every parameter of a rank of an engine."""
+    family, cut, stage = FAMILIES[geometry.family], _Cut.of(grid, rank), grid.stage(rank)
+    for rule in _ends(geometry, is_first=stage == 0, is_last=stage == grid.pp - 1):
+        yield _plan_rule(rule, geometry, cut, 0)
     for rule in family.vision.rules(geometry) if family.vision is not None else ():  # planned whole on every rank
         for name, shape in rule.shapes(geometry).items():
             yield PlannedTensor(name, shape, (Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape)),))
-    for layer in range(geometry.num_layers):
+    for layer in grid.layers(geometry.num_layers, stage):
         for rule in family.layer_rules(geometry, layer):
             if rule.kind in ("delta", "delta_by_head"):
-                yield from _planned_delta(rule, geometry, tp, rank, layer)
+                yield from _planned_delta(rule, geometry, cut.tp, cut.rank, layer)
             else:
-                yield _plan_rule(rule, geometry, tp, rank, layer)
+                yield _plan_rule(rule, geometry, cut, layer)
 
 
-def _plan_rule(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
+def _ends(geometry: ModelGeometry, *, is_first: bool, is_last: bool) -> Iterator[Rule]:
+    """List the rules of what a stage has beside layers."""
+    (first, last), everywhere = outer_rules(geometry), _ON_EVERY_STAGE.get(geometry.family, ())
+    if is_first or "embedding" in everywhere or (is_last and geometry.tied_embeddings):
+        yield first
+    for rule in last:
+        if is_last or ("norm" if "layernorm" in rule.mcore else "output") in everywhere:
+            yield rule
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a rank of an engine has: a part of each matrix, and of experts another, or whole ones."""
+
+    tp: int
+    rank: int
+    expert_tp: int
+    expert_rank: int
+    experts: tuple[int, int]  # its number among ranks that share out whole experts, and theirs
+    shares_whole: bool
+
+    @classmethod
+    def of(cls, grid: EngineGrid, rank: int) -> _Cut:
+        own, sharers = grid.expert_rank(rank), grid.tp * grid.dp
+        if grid.ep > 1:
+            return cls(grid.tp, rank % grid.tp, 1, 0, (own, sharers), grid.tp > 1 and grid.dp > 1)
+        return cls(grid.tp, rank % grid.tp, sharers, own, (0, 1), False)
+
+    def of_experts(self, count: int) -> range:
+        """Return the numbers of the experts of a layer that it has."""
+        number, sharers = self.experts
+        return range(number * count // sharers, (number + 1) * count // sharers)
+
+
+def _plan_rule(rule: Rule, geometry: ModelGeometry, cut: _Cut, layer: int) -> PlannedTensor:
     """Plan the tensors of a rule in one engine tensor: rows below rows, expert after expert."""
     if rule.kind == "stacked":
-        return _planned_stack(rule, geometry, tp, rank, layer)
+        return _planned_stack(rule, geometry, cut, layer)
+    is_expert = "{k}" in rule.mcore
+    tp, rank = (cut.expert_tp, cut.expert_rank) if is_expert else (cut.tp, cut.rank)
+    if cut.shares_whole and geometry.family in _SHARES_WHOLE and "shared_experts" in rule.mcore:
+        tp, rank = 1, 0
     wholes = rule.shapes(geometry).values()
     shares = [_share(rule.kind, number, whole, geometry, tp, rank) for number, whole in enumerate(wholes)]
-    experts = range(geometry.num_experts if "{k}" in rule.mcore else 1)
+    experts = cut.of_experts(geometry.num_experts) if is_expert else range(1)
     width = shares[0][1][1:]
     held_pieces, offset = [], 0
     for expert in experts:
@@ -129,7 +209,7 @@ def _plan_rule(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: i
     shape = (numel // len(experts) // prod(width), *width)
     padding = ((offset, numel),) if offset < numel else ()
     name = next(iter(rule.tensors)).format(i=layer, e="*")
-    return PlannedTensor(name, (len(experts), *shape) if "{k}" in rule.mcore else shape, tuple(held_pieces), padding)
+    return PlannedTensor(name, (len(experts), *shape) if is_expert else shape, tuple(held_pieces), padding)
 
 
 def _planned_delta(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> Iterator[PlannedTensor]:
@@ -154,17 +234,23 @@ def _planned_delta(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, laye
             yield PlannedTensor(own[0].hf_name, (rows, *own[0].shape[1:]), moved)
 
 
-def _planned_stack(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
-    """Plan one tensor of all experts, whose matrices an engine holds transposed. Biases of what is summed up are on the first rank."""
-    ((name, whole),) = rule.shapes(geometry, layer).items()
+def _planned_stack(rule: Rule, geometry: ModelGeometry, cut: _Cut, layer: int) -> PlannedTensor:
+    """Plan one tensor of a rank's experts, whose matrices an engine holds transposed.
+
+    Biases of what is summed up are on the first rank that has a part of an expert.
+    """
+    ((name, (_, *sizes)),) = rule.shapes(geometry, layer).items()
+    experts = cut.of_experts(geometry.num_experts)
+    whole = (len(experts), *sizes)
     is_output, is_bias = "linear_fc2" in rule.mcore, len(whole) == 2
     if is_output and is_bias:
-        numel = prod(whole)
-        pieces = () if rank else (Piece(name, (0, 0), whole, 0, (whole[1], 1)),)
-        return PlannedTensor(name, whole, pieces, ((0, numel),) if rank else ())
+        numel, is_summed_up = prod(whole), cut.expert_rank > 0
+        pieces = () if is_summed_up else (Piece(name, (experts.start, 0), whole, 0, (whole[1], 1)),)
+        return PlannedTensor(name, whole, pieces, ((0, numel),) if is_summed_up else ())
     axis = 1 if is_output else len(whole) - 1
-    part = tuple(size // tp if number == axis else size for number, size in enumerate(whole))
-    start = tuple(rank * part[axis] if number == axis else 0 for number in range(len(whole)))
+    part = tuple(size // cut.expert_tp if number == axis else size for number, size in enumerate(whole))
+    start = tuple(cut.expert_rank * part[axis] if number == axis else 0 for number in range(len(whole)))
+    start = (experts.start, *start[1:])
     shape = (part[0], *reversed(part[1:]))
     strides = (prod(shape[1:]), 1) if is_bias else (prod(shape[1:]), 1, part[1])
     return PlannedTensor(name, shape, (Piece(name, start, part, 0, strides),))
@@ -260,17 +346,17 @@ def later_bytes(cfg: Config, actor: PlannedRole) -> int | None:
 
 def num_devices(cfg: Config, world_size: int) -> int:
     """Count the trainer's devices, and those of engines of their own."""
-    return world_size + (cfg.rollout.num_engines * engine_tp(cfg) if engines_apart(cfg) else 0)
+    return world_size + (cfg.rollout.num_engines * engine_grid(cfg).size if engines_apart(cfg) else 0)
 
 
 def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: int) -> Plan:
     """Make the plan of a sync, without a model and without an engine."""
     geometry, layout = actor.geometry.trunk, actor.layout
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
-    tp, shapes, devices = cfg.rollout.layout.tp, hf_shapes(geometry), num_devices(cfg, world_size)
+    shapes, devices = hf_shapes(geometry), num_devices(cfg, world_size)
     engines, first = num_engines(cfg, world_size), world_size if engines_apart(cfg) else 0
     needed = (
-        destinations(geometry, tp, engines, first)
+        destinations(geometry, engine_grid(cfg), engines, first)
         if engine_kind(cfg.rollout.engine).is_sharded
         else whole_model_places(geometry, engines, first)
     )
@@ -294,12 +380,12 @@ def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Ass
 
     Those of engines of their own are sent by the trainer's ranks in equal parts, to each machine once.
     """
-    layout, tp = actor.layout, engine_tp(cfg)
+    layout, grid = actor.layout, engine_grid(cfg)
     moved = sent_bytes(cfg, actor.geometry, actor.dtype)
     if engines_apart(cfg):
-        engine_ranks = cfg.rollout.num_engines * tp
+        engine_ranks = cfg.rollout.num_engines * grid.size
         spread = num_devices(cfg, layout.world_size) > gpu.per_node
-        copies = tp * -(-engine_ranks // gpu.per_node) if spread else engine_ranks
+        copies = grid.size * -(-engine_ranks // gpu.per_node) if spread else engine_ranks
         moved = max(moved, moved * copies // layout.world_size)
     else:
         spread = layout.world_size // (layout.dp * layout.cp) > gpu.per_node
@@ -308,18 +394,18 @@ def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Ass
 
 
 def engine_places(
-    tensors_by_tp_rank: Sequence[Sequence[PlannedTensor]], num_engines: int, first_rank: int = 0
+    tensors_by_rank: Sequence[Sequence[PlannedTensor]], num_engines: int, first_rank: int = 0
 ) -> list[Place]:
     """List what every engine rank needs: engines of consecutive ranks, all alike, the first one beginning at ``first_rank``."""
-    tp = len(tensors_by_tp_rank)
+    size = len(tensors_by_rank)
     return [
         Place(
             tensor.name,
             tensor.pieces,
-            range(first_rank + rank, first_rank + num_engines * tp, tp),
+            range(first_rank + rank, first_rank + num_engines * size, size),
             prod(tensor.shape),
             tensor.padding,
         )
-        for rank, tensors in enumerate(tensors_by_tp_rank)
+        for rank, tensors in enumerate(tensors_by_rank)
         for tensor in tensors
     ]

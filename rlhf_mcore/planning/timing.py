@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from rlhf_mcore.planning.inputs import (
     PlanInputs,
     PlannedRole,
     Workload,
-    engine_tp,
+    engine_grid,
     forward_roles,
     num_engines,
     rank_share,
@@ -61,26 +62,31 @@ def most_running(inputs: PlanInputs) -> float:
 
 def prefill_token_s(inputs: PlanInputs) -> float:
     """Estimate the seconds of an engine for a token of a prompt."""
-    flops = engine_tp(inputs.cfg) * inputs.gpu.bf16_flops * inputs.assumed.train_efficiency
+    grid = engine_grid(inputs.cfg)  # its stages wait for each other: vLLM has one batch under way in ranks of others
+    flops = grid.tp * grid.dp * inputs.gpu.bf16_flops * inputs.assumed.train_efficiency
     return 2 * active_parameters(inputs.roles[0].geometry) / flops
 
 
 def decode_step_s(inputs: PlanInputs, running: float) -> float:
     """Estimate one token for each of ``running`` sequences: bound by reading weights and cache, or by arithmetic."""
     actor, work, gpu = inputs.roles[0], inputs.work, inputs.gpu
-    tp = engine_tp(inputs.cfg)
-    active = active_parameters(actor.geometry)
-    held, width = engine_numel(actor.geometry, tp), engine_bytes(inputs.cfg, actor.geometry, inputs.dtype)
-    read = min(held, active * running / tp) * width / held
+    grid = replace(engine_grid(inputs.cfg), pp=1)  # what its stages read one after the other
+    running, active = running / grid.dp, active_parameters(actor.geometry)
+    width = engine_bytes(inputs.cfg, actor.geometry, inputs.dtype) / engine_numel(
+        actor.geometry, engine_grid(inputs.cfg)
+    )
+    read = min(engine_numel(actor.geometry, grid), active * running / grid.tp) * width
     read += (
         running
         * (work.prompt_tokens + work.response_tokens / 2)
-        * kv_bytes_per_token(actor.geometry, tp, BYTES[inputs.dtype])
+        * kv_bytes_per_token(actor.geometry, grid, BYTES[inputs.dtype])
     )
-    read += running * 2 * state_bytes_per_sequence(actor.geometry, tp, BYTES[inputs.dtype])  # and written again
+    read += running * 2 * state_bytes_per_sequence(actor.geometry, grid, BYTES[inputs.dtype])  # and written again
     memory_s = read / (gpu.memory_bytes_per_s * inputs.assumed.decode_efficiency)
-    compute_s = running * prefill_token_s(inputs)
-    exchange_s = _reduce_s(inputs, tp, running * actor.geometry.hidden_size * 2, 2 * actor.geometry.num_layers)
+    compute_s = running * grid.dp * prefill_token_s(inputs)
+    exchange_s = _reduce_s(
+        inputs, grid.tp * grid.dp, running * actor.geometry.hidden_size * 2, 2 * actor.geometry.num_layers
+    )
     return max(memory_s, compute_s) + exchange_s
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.world import run_world
-from tests.e2e.three_way_worker import DELTA_NETS, ENGINES, FAMILIES, MATRIX, generates, layouts
+from tests.e2e.three_way_worker import DELTA_NETS, ENGINES, FAMILIES, GRIDS, MATRIX, Width, generates, layouts
 
 CASES = [(model, tp, layout) for model, tp in ENGINES for layout in layouts(model, ENGINES)]
 NOISE = {"deepseek_v3_heads": 0.3}  # 0.11 measured
@@ -20,7 +20,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("model", "tp", "layout"), [case for case in CASES if generates(case[2], case[1])])
-def test_engine_trainer_and_transformers_agree(findings: Any, model: str, tp: int, layout: str) -> None:
+def test_engine_trainer_and_transformers_agree(findings: Any, model: str, tp: Width, layout: str) -> None:
     number = layouts(model, ENGINES).index(layout)
     check_agreement(findings[f"{model}/{tp}/{layout}"], model, 3 * number + 2)
 
@@ -37,7 +37,9 @@ def check_agreement(found: Any, model: str, version: int) -> None:
 
 
 @pytest.mark.parametrize(("model", "tp", "layout"), CASES)
-def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(findings: Any, model: str, tp: int, layout: str) -> None:
+def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(
+    findings: Any, model: str, tp: Width, layout: str
+) -> None:
     check_bits(findings[f"{model}/{tp}/{layout}"], layout)
 
 
@@ -51,8 +53,8 @@ def check_bits(found: Any, layout: str) -> None:
     assert (found["peak_share"] > 0) == (found["received_bytes"] > 0)
 
 
-@pytest.mark.parametrize(("model", "tp"), [case for case in ENGINES if case[0] in DELTA_NETS])
-def test_the_planner_describes_what_an_engine_of_gated_delta_nets_holds(findings: Any, model: str, tp: int) -> None:
+@pytest.mark.parametrize(("model", "tp"), [case for case in ENGINES if case[0] in DELTA_NETS or case[1] in GRIDS])
+def test_the_planner_describes_what_an_engine_holds(findings: Any, model: str, tp: Width) -> None:
     assert findings[f"{model}/{tp}"] == ""
 
 

@@ -27,6 +27,7 @@ from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.planning.inputs import EngineGrid
 from rlhf_mcore.planning.sync import engine_tensors
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import build_engine
@@ -58,16 +59,25 @@ from tests.e2e.rollout.tiny import save_tokenizer
 from tests.rows import Row
 from tests.unit.bridge.eight_bits import slow_values
 
+# Widths of engines that are more than a tensor-parallel size.
+GRIDS = {
+    "ep2": RolloutLayoutConfig(tp=2, ep=2),
+    "pp2": RolloutLayoutConfig(pp=2),
+    "dp2": RolloutLayoutConfig(dp=2, ep=2),
+    "tp2_dp2": RolloutLayoutConfig(tp=2, dp=2, ep=4),
+    "pp2_dp2_cut": RolloutLayoutConfig(pp=2, dp=2),  # experts are cut by both groups
+}
+Width = int | str
 # Model and width of its engines. An engine is started once and sees every layout's weights.
-ENGINES = (
-    ("llama_rope3", 1),
+ENGINES: tuple[tuple[str, Width], ...] = (
+    ("llama_rope3", "pp2"),
     ("mistral", 2),
     ("qwen2_yarn", 1),
     ("qwen3_seven", 2),
     ("qwen3_tied", 4),
     ("qwen3_moe_mixed", 1),
-    ("qwen2_moe", 2),
-    ("mixtral", 2),
+    ("qwen2_moe", "ep2"),
+    ("mixtral", "dp2"),
     ("gpt_oss", 2),
     ("qwen3_next", 2),
 )
@@ -80,7 +90,10 @@ EXPERTS = (*models.MOE_MODELS, "glm4_moe", "gpt_oss", "deepseek_v3_heads", "qwen
 IN_BF16 = ("deepseek_v3_heads", *DELTA_NETS)
 # vLLM does not repeat two heads of keys.
 NOT_BY_FOUR = ("gpt_oss", "olmo2")
-MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4) if tp < 4 or model not in NOT_BY_FOUR)
+MATRIX: tuple[tuple[str, Width], ...] = (
+    *((model, tp) for model in FAMILIES for tp in (1, 2, 4) if tp < 4 or model not in NOT_BY_FOUR),
+    *((model, grid) for model in FAMILIES for grid in GRIDS if model in EXPERTS or grid == "pp2"),
+)
 # Layouts that do not wait for the whole matrix, of models that share their layouts with others, and of experts.
 FEW_DENSE_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "tp4", "pp4")
 FEW_EXPERT_LAYOUTS = ("ep4_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_pp2_ep2_etp1", "pp2_ep2_dp2_uneven")
@@ -99,7 +112,7 @@ TWO_NODES = ("tp2_dp2", "pp4", "tp2_pp2_vpp2_sp_uneven", "tp2_sp_pp2_ep2_etp1")
 LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied", "mixtral")
 
 
-def layouts(model: str, engines: tuple[tuple[str, int], ...]) -> list[str]:
+def layouts(model: str, engines: tuple[tuple[str, Width], ...]) -> list[str]:
     """Layouts whose weights the engines of a model see."""
     if engines == MATRIX and model not in IN_BF16:
         if model in FURTHER:
@@ -110,7 +123,7 @@ def layouts(model: str, engines: tuple[tuple[str, int], ...]) -> list[str]:
     return list(FEW_DENSE_LAYOUTS) if model in ("mistral", "qwen2_yarn", "qwen3_5_text") else layouts_of(model)
 
 
-def generates(layout: str, tp: int) -> bool:
+def generates(layout: str, tp: Width) -> bool:
     """Whether an engine generates with the weights of a layout."""
     return tp == 1 or layout in FEW_LAYOUTS
 
@@ -138,25 +151,28 @@ def main(directory: Path, wanted: str = "") -> None:
         if wanted in ("", name):
             findings |= measure(world, name, tp, layouts(name, engines))
             if dist.get_rank() == 0:
-                print(f"{name} TP{tp}: {time.perf_counter() - began:.0f} s", flush=True)
+                print(f"{name} {tp}: {time.perf_counter() - began:.0f} s", flush=True)
     finish(findings, directory)
 
 
-def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any]:
+def measure(world: World, name: str, tp: Width, names: list[str]) -> dict[str, Any]:
     """All layouts of one engine."""
-    path, findings = world.directory / name, {}
+    path, findings = world.directory / name, dict[str, Any]()
     if dist.get_rank() == 0 and not path.exists():
         models.make(name, path)
         save_tokenizer(path)
     dist.barrier()
-    cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.02, max_num_seqs=16)
+    grid = GRIDS[tp] if isinstance(tp, str) else RolloutLayoutConfig(tp=tp)
+    cfg = RolloutConfig(layout=grid, kv_cache_gib=0.02, max_num_seqs=16)
     shapes = hf_shapes(load_spec(path).geometry)
     dtype = "bf16" if name in IN_BF16 else "fp32"
-    engine = build_engine(cfg, EngineModel(str(path), str(path), dtype, 64, seed=0, shapes=shapes))
+    engine: Any = build_engine(cfg, EngineModel(str(path), str(path), dtype, 64, seed=0, shapes=shapes))
     if name in LIVE:
         keep_loading_layout(engine.model)
-    if name in DELTA_NETS:  # of the others bridge/test_trace.py has modules
-        findings[f"{name}/{tp}"] = any_rank(all_gather_json(difference_from_plan(engine, path, shapes, tp)))
+    if name in DELTA_NETS or tp in GRIDS:  # of the others bridge/test_trace.py has modules
+        findings[f"{name}/{tp}"] = any_rank(
+            all_gather_json(difference_from_plan(engine, path, shapes, EngineGrid(**vars(grid))))
+        )
     for number, layout in enumerate(names):
         model, actor = build(path, world.groups_of(name, layout), world.platform, Settings(dtype=dtype))
         GatherBridge(gatherer(model), engine).sync(3 * number)
@@ -177,14 +193,14 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
     return findings
 
 
-def difference_from_plan(engine: Any, path: Path, shapes: dict[str, tuple[int, ...]], tp: int) -> str:
+def difference_from_plan(engine: Any, path: Path, shapes: dict[str, tuple[int, ...]], grid: EngineGrid) -> str:
     """The first tensor that the planner describes otherwise, without an engine, than the tracer finds it."""
 
     def held(tensors: Any) -> set[str]:
         return {f"{prod(t.shape)} {sorted((p.hf_name, p.start, p.shape) for p in t.pieces)}" for t in tensors}
 
     traced = held(trace(engine.model, shapes).parameters)
-    expected = held(engine_tensors(load_spec(path).geometry, tp, dist.get_rank() % tp))
+    expected = held(engine_tensors(load_spec(path).geometry, grid, dist.get_rank() % grid.size))
     return min(traced ^ expected, default="")
 
 

@@ -296,7 +296,7 @@ def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], pla
     def add_model(graders: RewardFunction) -> RewardFunction:
         return ModelReward(graders, model.compute_scores, cfg.reward.model.weight)
 
-    engine = EngineRank.of(dist.get_rank(), dist.get_world_size(), cfg.rollout.layout.tp)
+    engine = EngineRank.of(dist.get_rank(), dist.get_world_size(), cfg.rollout.layout.num_ranks)
     finished = []
     for task, own, waits in zip(tasks, samples, waiting, strict=True):
         if waits:

@@ -11,7 +11,7 @@ from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.model_files import read_geometry
-from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig
+from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.planning.inputs import Assumptions, GpuType
 from rlhf_mcore.planning.memory import GENERATE, SYNC
@@ -58,7 +58,7 @@ def suggest(
     ]
     suggestions: list[Suggestion] = []
     for layout in _fastest_by_layout(trained):
-        fitting = [each for each in map(tried, _engines(layout.cfg, world_size)) if each and each.plan.fits]
+        fitting = [each for each in map(tried, _engines(layout.cfg, world_size, gpu)) if each and each.plan.fits]
         suggestions += sorted(fitting, key=_rank)[:1]
         if len(suggestions) == 2 * count:  # slower training is not made good by engines
             break
@@ -137,14 +137,24 @@ def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Confi
                 yield replace(candidate, critic=replace(cfg.critic, layout=layout, recompute=recompute))
 
 
-def _engines(cfg: Config, world_size: int) -> Iterator[Config]:
+def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
     """Yield sizes of the engines, and their shares of a device."""
-    tensor = [size for size in (*SIZES, 32) if size <= world_size]  # an engine may span nodes, slowly
-    for tp, share in product(
-        dict.fromkeys([cfg.rollout.layout.tp, *tensor]), (cfg.rollout.gpu_memory_utilization, *SHARES)
-    ):
-        layout = replace(cfg.rollout.layout, tp=tp)
+    own = cfg.rollout.layout
+    layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), read_geometry(cfg.model.path).num_experts)]
+    grids = dict.fromkeys((each.tp, each.pp, each.dp, each.ep) for each in layouts if each.num_ranks <= world_size)
+    for grid, share in product(grids, (cfg.rollout.gpu_memory_utilization, *SHARES)):
+        layout = RolloutLayoutConfig(*grid)
         yield replace(cfg, rollout=replace(cfg.rollout, layout=layout, gpu_memory_utilization=share))
+
+
+def _engine_layouts(node: int, num_experts: int) -> Iterator[RolloutLayoutConfig]:
+    """Yield layouts of an engine: matrices in parts, over nodes too, slowly; whole experts; whole attention; stages of a node each."""
+    tensor = (*SIZES, 32)
+    yield from (RolloutLayoutConfig(tp=tp) for tp in tensor)
+    if num_experts:
+        yield from (RolloutLayoutConfig(tp=tp, ep=tp) for tp in tensor[1:])
+        yield from (RolloutLayoutConfig(dp=dp, ep=dp) for dp in tensor[1:])
+    yield from (RolloutLayoutConfig(tp=node, pp=pp) for pp in (2, 4))
 
 
 def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int, int]) -> LayoutConfig:

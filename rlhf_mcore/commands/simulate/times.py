@@ -48,16 +48,16 @@ class Times:
 
 def splits(cfg: Config, devices: int, schedule: Schedule) -> list[Split]:
     """List every way to give ``devices`` to engines and trainer that the layouts of both divide."""
-    tp, unit = cfg.rollout.layout.tp, math.lcm(*(role.model_size for role in role_layouts(cfg)))
+    size, unit = cfg.rollout.layout.num_ranks, math.lcm(*(role.model_size for role in role_layouts(cfg)))
     if schedule.colocated:
-        return [Split(devices, devices, colocated=True)] if devices % math.lcm(tp, unit) == 0 else []
-    return [Split(used, devices - used) for used in range(tp, devices, tp) if (devices - used) % unit == 0]
+        return [Split(devices, devices, colocated=True)] if devices % math.lcm(size, unit) == 0 else []
+    return [Split(used, devices - used) for used in range(size, devices, size) if (devices - used) % unit == 0]
 
 
 def configured_split(cfg: Config, world_size: int) -> Split:
     """Return the split of a configuration with so many ranks of the trainer."""
     if engines_apart(cfg):
-        return Split(cfg.rollout.num_engines * cfg.rollout.layout.tp, world_size)
+        return Split(cfg.rollout.num_engines * cfg.rollout.layout.num_ranks, world_size)
     return Split(world_size, world_size, colocated=True)
 
 
@@ -67,7 +67,7 @@ def planned_times(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float) 
 
 
 def _plan(cfg: Config, gpu: GpuType, assumed: Assumptions, mean: float, split: Split) -> Scenario:
-    engines = split.rollout // cfg.rollout.layout.tp
+    engines = split.rollout // cfg.rollout.layout.num_ranks
     placement = "colocated" if split.colocated else "disaggregated"
     cfg = replace(cfg, rollout=replace(cfg.rollout, placement=placement, num_engines=engines))
     dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
@@ -118,7 +118,7 @@ def measured_times(cfg: Config, fit: PhaseFit, runs: Sequence[str]) -> Times:
         return Scenario(
             cfg.trainer.prompts_per_step,
             cfg.rollout.sampling.n,
-            split.rollout // cfg.rollout.layout.tp,
+            split.rollout // cfg.rollout.layout.num_ranks,
             engine,
             TrainTimes(fit.train_step_s, fit.train_token_s / split.training),
             fit.sync_s,

@@ -9,7 +9,9 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.implied import RoleLayout, needs_critic, needs_reference, role_layouts
 from rlhf_mcore.config.model_files import inspect_model, with_head
 from rlhf_mcore.config.rules.lora import layer_problems
-from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
+from rlhf_mcore.config.rules.rollout import engine_keys
+from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig, RolloutConfig
+from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED, has_expert_bias
 from rlhf_mcore.foreign import shorten
@@ -31,26 +33,47 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
             f"actor.ranks={cfg.actor.ranks}: full tensors are gathered by all ranks (bridge.method={cfg.bridge.method}, "
             f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify sample, digest or off, or set actor.ranks=null"
         )
-    tp = cfg.rollout.layout.tp
-    if world % tp and cfg.rollout.placement == "colocated":
-        yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"
-    if geometry is None:
-        return
-    yield from tensor_cut_problems(geometry, "rollout.layout.tp", tp, "model.path")
-    if (experts := geometry.experts) is not None and experts.ffn_size % tp:
-        yield (
-            f"rollout.layout.tp={tp} does not divide the intermediate size {experts.ffn_size} of an expert of model.path; "
-            f"choose a divisor of {experts.ffn_size}"
-        )
+    layout = cfg.rollout.layout
+    if world % (size := layout.num_ranks) and cfg.rollout.placement == "colocated":
+        yield f"{source}={world} is not divisible by {engine_keys(layout)}={size}; use a multiple of {size} processes"
+    if geometry is not None:
+        yield from engine_cut_problems(cfg.rollout, geometry, "model.path")
+
+
+def engine_cut_problems(rollout: RolloutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
+    """Check that an engine can cut the model that the key ``model`` names."""
+    layout, tp = rollout.layout, rollout.layout.tp
+    yield from tensor_cut_problems(geometry, "rollout.layout.tp", tp, model)
+    if layout.pp > geometry.num_layers:
+        yield f"rollout.layout.pp={layout.pp} is more than num_hidden_layers={geometry.num_layers} of {model}; lower it"
+    yield from _engine_expert_problems(layout, geometry, model)
     family = FAMILIES.get(geometry.family, UNSUPPORTED)
     keeps_heads = family.has_stacked_experts or family.norm_of_projections
-    if engine_kind(cfg.rollout.engine).is_sharded and keeps_heads and geometry.num_kv_heads % tp:
+    if engine_kind(rollout.engine).is_sharded and keeps_heads and geometry.num_kv_heads % tp:
         yield (
-            f"rollout.layout.tp={tp}: rollout.engine={cfg.rollout.engine} does not repeat the "
-            f"num_key_value_heads={geometry.num_kv_heads} of model.path; choose a divisor of {geometry.num_kv_heads}"
+            f"rollout.layout.tp={tp}: rollout.engine={rollout.engine} does not repeat the "
+            f"num_key_value_heads={geometry.num_kv_heads} of {model}; choose a divisor of {geometry.num_kv_heads}"
         )
-    if 0 < geometry.num_experts < tp:
-        yield f"rollout.layout.tp={tp} is more than the {geometry.num_experts} experts of model.path; lower it"
+
+
+def _engine_expert_problems(layout: RolloutLayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
+    keys = f"rollout.layout.tp{'*dp' * (layout.dp > 1)}={layout.tp * layout.dp}"
+    if (experts := geometry.experts) is None:
+        for key, size in {"ep": layout.ep, "dp": layout.dp}.items():
+            if size > 1:
+                yield f"rollout.layout.{key}={size}, but {model} has no experts; set it to 1"
+    elif layout.ep > 1 and experts.count % layout.ep:
+        yield (
+            f"rollout.layout.ep={layout.ep} does not divide the {experts.count} experts of {model}; "
+            f"choose a divisor of {experts.count}"
+        )
+    elif layout.ep == 1 and experts.ffn_size % (layout.tp * layout.dp):
+        yield (
+            f"{keys} does not divide the intermediate size {experts.ffn_size} of an expert of {model}; "
+            f"choose a divisor of {experts.ffn_size}"
+        )
+    if experts is not None and experts.count < layout.tp * layout.dp:
+        yield f"{keys} is more than the {experts.count} experts of {model}; lower it"
 
 
 def _has_stacked_experts(geometry: ModelGeometry) -> bool:

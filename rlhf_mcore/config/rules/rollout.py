@@ -14,7 +14,7 @@ from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
-    from rlhf_mcore.config.schema.rollout import SamplingConfig
+    from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig, SamplingConfig
 
 
 def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
@@ -76,12 +76,25 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
         )
 
 
+def engine_keys(layout: RolloutLayoutConfig) -> str:
+    """Name the keys whose product is the number of an engine's ranks, for messages."""
+    return f"rollout.layout.tp{'*pp' * (layout.pp > 1)}{'*dp' * (layout.dp > 1)}"
+
+
 def sharding_problems(cfg: Config) -> Iterator[str]:
-    """Name an engine that is to be sharded and cannot be."""
-    tp, engine = cfg.rollout.layout.tp, engine_kind(cfg.rollout.engine)
-    if tp > 1 and is_engine(engine.name) and not engine.is_sharded:
+    """Name an engine that is to be sharded and cannot be, or not so."""
+    engine = engine_kind(cfg.rollout.engine)
+    if is_engine(engine.name) and not engine.is_sharded:
         others = " or ".join(kind.name for kind in ENGINES.values() if kind.is_sharded)
-        yield f"rollout.layout.tp={tp}: rollout.engine={engine.name} is not sharded; set it to 1 or use {others}"
+        for key, size in vars(cfg.rollout.layout).items():
+            if size > 1:
+                yield f"rollout.layout.{key}={size}: rollout.engine={engine.name} is not sharded; set it to 1 or use {others}"
+    layout = cfg.rollout.layout
+    if layout.ep not in (1, size := layout.tp * layout.dp):
+        yield (
+            f"rollout.layout.ep={layout.ep} is neither 1 nor rollout.layout.tp*dp={layout.tp}*{layout.dp}={size}: all ranks of a "
+            f"stage share the experts out, or none; set it to 1 or {size}"
+        )
 
 
 def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
@@ -99,8 +112,8 @@ def _speculative_problems(cfg: Config) -> Iterator[str]:
     name, off = f"rollout.speculative.method={method}", "set it to off"
     if method == "off" or not engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
         return
-    if cfg.rollout.layout.tp > 1:
-        yield f"{name} is not supported with rollout.layout.tp={cfg.rollout.layout.tp}; set that to 1, or {off}"
+    if (layout := cfg.rollout.layout).num_ranks > 1:
+        yield f"{name} is not supported with {engine_keys(layout)}={layout.num_ranks}; set that to 1, or {off}"
     if cfg.rollout.placement != "colocated":
         yield f"{name} is not supported with rollout.placement={cfg.rollout.placement}; {off}"
     for group, top_p in {"rollout.sampling": cfg.rollout.sampling.top_p, "evaluate": cfg.evaluate.top_p}.items():

@@ -25,6 +25,7 @@ from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, R
 
 _APART = "rollout.placement=disaggregated"
 _AHEAD = "trainer.max_staleness"
+_SIZE = Range(1, 4096)
 
 
 @dataclass
@@ -32,8 +33,16 @@ class RolloutLayoutConfig(Group):
     """How an engine is cut."""
 
     tp: int = key(
-        1, "tensor-parallel size of an engine; `colocated`: world size / tp engines run side by side", Range(1, 4096)
+        1, "tensor-parallel size of an engine; `colocated`: world size / (tp · pp · dp) engines run side by side", _SIZE
     )
+    pp: int = key(1, "stages that an engine cuts its layers into, one after the other", _SIZE)
+    dp: int = key(1, "groups of ranks of an engine that attend to requests of their own, and share the experts", _SIZE)
+    ep: int = key(1, "tp · dp: each rank of a stage has some of the experts; 1: a part of each", _SIZE)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of an engine."""
+        return self.tp * self.pp * self.dp
 
 
 @dataclass
@@ -136,7 +145,10 @@ class RolloutConfig(Group):
         is_fixed=True,
     )
     num_engines: int = key(
-        1, "`disaggregated`: engines, each of `rollout.layout.tp` devices", Range(1, 4096), only_with=_APART
+        1,
+        "`disaggregated`: engines, each of `rollout.layout.tp` · `pp` · `dp` devices",
+        Range(1, 4096),
+        only_with=_APART,
     )
     layout: RolloutLayoutConfig = group(RolloutLayoutConfig)
     sampling: SamplingConfig = group(SamplingConfig)

@@ -62,7 +62,7 @@ class Config(Group):
         "[distillation](distillation.md).",
     )
     rollout: RolloutConfig = group(
-        RolloutConfig, "the engines that generate", "There are world size / `rollout.layout.tp` of them."
+        RolloutConfig, "the engines that generate", "There are world size / (ranks of an engine) of them."
     )
     bridge: BridgeConfig = group(BridgeConfig, "how weights reach the engines")
     algorithm: AlgorithmConfig = group(

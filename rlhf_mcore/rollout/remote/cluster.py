@@ -190,7 +190,7 @@ class Cluster:
         is_gone = self._silent_since is not None and now - self._silent_since > 4 * _PROBE_S
         return f"Ray's head at {self.joined} does not answer" if is_gone else None
 
-    def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None:
+    def capacity_problem(self, engines: int, size: int, wait_s: float = 0.0) -> str | None:
         """Explain why so many engines cannot run here, or return None.
 
         Nodes of a cluster may still be joining: it has ``wait_s`` to get them.
@@ -199,7 +199,7 @@ class Cluster:
 
         end = time.monotonic() + (0.0 if self.address is None else wait_s)
         while True:
-            resources, ranks = ray.cluster_resources(), engines * tp
+            resources, ranks = ray.cluster_resources(), engines * size
             short = [
                 f"{needed} {name}s, and Ray has {resources.get(name, 0):g}"
                 for name, needed in (("CPU", ranks * self.cores), ("GPU", ranks * self.gpus))
@@ -210,16 +210,16 @@ class Cluster:
             time.sleep(1.0)
         if not short:
             return None
-        return f"rollout.num_engines={engines}: with rollout.layout.tp={tp} the engines need {short[0]}; lower it, or give Ray more"
+        return f"rollout.num_engines={engines}: engines of {size} ranks (rollout.layout) need {short[0]}; lower it, or give Ray more"
 
-    def spawn(self, name: str, tp: int) -> list[RayProcess]:
+    def spawn(self, name: str, size: int) -> list[RayProcess]:
         """Start processes for the ranks of an engine, on one machine. They start when Ray has room for them. ``name`` is used once."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = {"CPU": float(self.cores), **({"GPU": float(self.gpus)} if self.gpus else {})}
-        group = self._groups[name] = placement_group([bundle] * tp, strategy="STRICT_PACK")
+        group = self._groups[name] = placement_group([bundle] * size, strategy="STRICT_PACK")
         host = ray.remote(concurrency_groups=dict.fromkeys(set(_GROUP_OF.values()), 1))(EngineHost)
         return [
             RayProcess(
@@ -232,7 +232,7 @@ class Cluster:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
                 ).remote(),
             )
-            for rank in range(tp)
+            for rank in range(size)
         ]
 
     def end(self, name: str, processes: Sequence[RayProcess]) -> None:

@@ -104,7 +104,7 @@ class Fleet:
     def _run(self) -> None:
         try:
             self._machines.connect()
-            if problem := self._machines.capacity_problem(self._plan.num_engines, self._plan.tp, _ROOM_S):
+            if problem := self._machines.capacity_problem(self._plan.num_engines, self._plan.engine_ranks, _ROOM_S):
                 raise ConfigError(problem)
             while not self._closing.is_set():
                 self.tick()
@@ -149,7 +149,7 @@ class Fleet:
                 self._machines.end(name, processes)
 
     def _spawn(self, engine: FleetEngine) -> None:
-        processes = self._machines.spawn(engine.key, self._plan.tp)
+        processes = self._machines.spawn(engine.key, self._plan.engine_ranks)
         with self._changed:
             if engine not in self._engines:  # it was removed meanwhile
                 self._ended.append((engine.key, processes))
@@ -166,7 +166,12 @@ class Fleet:
         elif engine.state == "placing":
             lead, plan = results[0], self._plan
             meeting = Meeting(
-                lead.address, lead.port, 0, plan.tp, sum((result.devices for result in results), ()), engine.name
+                lead.address,
+                lead.port,
+                0,
+                plan.engine_ranks,
+                sum((result.devices for result in results), ()),
+                engine.name,
             )
             engine.address, engine.state = lead.address, "starting"
             engine.starting = [
@@ -444,7 +449,7 @@ class Fleet:
         Raises:
             ConfigError: Ray has no room for them.
         """
-        if problem := self._machines.capacity_problem(len(self._engines) + number, self._plan.tp):
+        if problem := self._machines.capacity_problem(len(self._engines) + number, self._plan.engine_ranks):
             raise ConfigError(problem)
         with self._changed:
             added = [self._new() for _ in range(number)]

@@ -26,7 +26,7 @@ class FleetPlan:
 
     order: EngineOrder
     num_engines: int
-    tp: int
+    engine_ranks: int  # processes of an engine
     threads: int  # compute threads of a process
     timeout_s: float  # an engine that does not answer, or draws nothing, for so long has failed
     restarts: int  # failures in a row that an engine may have before the run ends

@@ -47,6 +47,10 @@ class _VLLM(EngineKind):
         return unpinned_nccl()
 
     def build(self, cfg: RolloutConfig, model: EngineModel) -> Engine:
+        if cfg.layout.dp > 1:
+            from rlhf_mcore.rollout.vllm.groups import GroupedVLLMEngine
+
+            return GroupedVLLMEngine(cfg, model)
         from rlhf_mcore.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(cfg, model)

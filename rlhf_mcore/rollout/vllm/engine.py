@@ -39,7 +39,7 @@ _LEAST_BUDGET, _USUAL_BUDGET = 4096, 16384
 
 
 class VLLMEngine(LiveEngine, AddsAdapters):
-    """One of ``world_size / cfg.layout.tp`` vLLM engines that live in the ranks of the trainer.
+    """One of ``world_size / cfg.layout.num_ranks`` vLLM engines that live in the ranks of the trainer.
 
     vLLM's ``external_launcher`` joins the process group that the trainer has initialised; consecutive ranks form an
     engine. All ranks construct it together. The ranks of one engine are called with the same arguments in the same
@@ -51,6 +51,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     _routes: RouteSource | None = None
     _adapters: Sequence[Any] = ()  # that the engine adds: their names in requests
     _named: Mapping[str, Any] = {}  # the one that requests are drawn with
+    _counted: Any = nullcontext  # around the start
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine (seconds to a minute).
@@ -59,16 +60,16 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         runs eagerly: compiling costs more than it brings.
 
         Raises:
-            ConfigError: tp does not divide the world size, a directory cannot be used, or a cache does not hold one response of
-                ``model.max_model_len``.
+            ConfigError: the layout does not divide the world size, a directory cannot be used, or a cache does not hold one response
+                of ``model.max_model_len``.
             RuntimeError: torch.distributed is not initialised.
         """
-        rank, world_size, tp = *rank_and_world_size(), cfg.layout.tp
-        if tp < 1 or world_size % tp:
+        rank, world_size, size = *rank_and_world_size(), cfg.layout.num_ranks
+        if size < 1 or world_size % size:
             raise ConfigError(
-                f"rollout.layout.tp={tp} does not divide the world size {world_size}; use a divisor of it"
+                f"rollout.layout: an engine's {size} ranks do not divide the world size {world_size}; use a divisor of it"
             )
-        super().__init__(model, EngineRank.of(rank, world_size, tp), cfg.at_publish)
+        super().__init__(model, EngineRank.of(rank, world_size, size), cfg.at_publish)
         self._expected = (
             ExpectedTensors.of_directory(model.model_dir)
             if model.shapes is None
@@ -77,7 +78,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._on_cuda = current_platform().name == "cuda"
         self._can_sleep = self._on_cuda and cfg.sleep
         self._asleep: set[str] = set()  # of MEMORY
-        self._tp, self._records = tp, truncates(cfg.sampling)
+        self._num_ranks, self._records = size, truncates(cfg.sampling)
         self._adapter_shapes, self._num_adapters = model.adapters, model.num_adapters
         self._by_number: dict[int, int] = {}  # request ids in flight by vLLM's numbers
         self._images: EngineImages | None = None
@@ -88,7 +89,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             declare_image_operators()
             self._images = EngineImages(model)
         options = self._options(cfg, model)
-        with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
+        with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory(), self._counted():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
             if cfg.speculative.method == "ngram":
                 import numba
@@ -108,6 +109,10 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         if not self._on_cuda:
             cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
             cpu.rotate_every_head(self.model)
+            if (layout := cfg.layout).ep > 1 or layout.num_ranks > layout.tp:
+                from rlhf_mcore.rollout.vllm import cpu_grids
+
+                cpu_grids.complete(self._worker().model_runner, layout)
             if cfg.speculative.method != "off":
                 cpu.verify_drafts_at_their_temperature()
             if model.dtype == "fp32":
@@ -121,6 +126,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             "trust_remote_code": False,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.layout.tp,
+            "pipeline_parallel_size": cfg.layout.pp,
+            "data_parallel_size": cfg.layout.dp,
+            "enable_expert_parallel": cfg.layout.ep > 1,
             "load_format": "dummy",
             "hf_overrides": remove_quantisation,
             "dtype": _DTYPES[model.dtype],
@@ -281,7 +289,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     @property
     def num_ranks(self) -> int:
         """Ranks that are this engine together."""
-        return self._tp
+        return self._num_ranks
 
     @contextmanager
     def begin(self, version: int) -> Iterator[nn.Module]:

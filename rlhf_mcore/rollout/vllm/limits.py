@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.machine import has_gpu, processor
@@ -30,10 +31,27 @@ def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
             f"rollout.engine=vllm: tokens of an image attend to each other in model.path={cfg.model.path}, which engines of vLLM are "
             "not given yet; set rollout.engine=hf"
         )
+    yield from _grid_problems(cfg, geometry)
     if not has_gpu():
         yield from _cpu_problems(cfg, geometry)
     elif cfg.rollout.quantization is not None:
         yield from _quantised_problems(cfg, geometry)
+
+
+def _grid_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    """Name what was not tried with engines that are cut in other ways than by tensor parallelism."""
+    quantization = cfg.rollout.quantization
+    others = {
+        "rollout.sampling.top_p below 1 or top_k": truncates(cfg.rollout.sampling),
+        "actor.router_replay=rollout": cfg.actor.router_replay == "rollout",
+        "models that see images": geometry.vision is not None,
+    }
+    of_records = [other for other, is_asked in others.items() if is_asked]
+    of_all = [] if quantization is None else [f"rollout.quantization={quantization}"]
+    for key, excluded in {"pp": of_all + of_records, "dp": of_all + of_records, "ep": of_all}.items():
+        size = getattr(cfg.rollout.layout, key)
+        for other in excluded if size > 1 else ():
+            yield f"rollout.layout.{key}={size} is not supported with {other}; set it to 1"
 
 
 def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
@@ -56,6 +74,8 @@ def adapter_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield f"vLLM has room for ranks of {', '.join(map(str, ADAPTER_RANKS))}, not of {which}={geometry.adapter.rank}"
     if cfg.rollout.quantization is not None:
         yield f"adapters are added before weights are quantised (rollout.quantization={cfg.rollout.quantization})"
+    if (layout := cfg.rollout.layout).num_ranks > layout.tp or layout.ep > 1:
+        yield "it is not tried with rollout.layout.pp, dp or ep above 1"
     if cfg.rollout.speculative.method != "off":
         yield f"it is not tried with rollout.speculative.method={cfg.rollout.speculative.method}"
 

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.foreign import Fields
+from rlhf_mcore.planning.inputs import EngineGrid
 from rlhf_mcore.planning.sync import engine_tensors
 from tests.distributed.world import run_world
 from tests.e2e.bridge.models import CASES, HIDDEN, MIXTURES, VOCABULARY, Case, hf_config
@@ -65,7 +66,7 @@ def test_the_planner_describes_the_same_tensors_without_an_engine(both: tuple[Ca
     for rank, found in enumerate(seen):
         planned = [
             _held(t.shape, [(p.hf_name, p.start, p.shape) for p in t.pieces])
-            for t in engine_tensors(geometry, tp, rank % tp)
+            for t in engine_tensors(geometry, EngineGrid(tp), rank % tp)
         ]
         traced = [_held(p["shape"], [piece[:3] for piece in p["pieces"]]) for p in found["map"]["parameters"].values()]
         assert sorted(planned) == sorted(traced)

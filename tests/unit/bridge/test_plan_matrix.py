@@ -17,6 +17,8 @@ from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_or
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.inputs import EngineGrid
+from rlhf_mcore.planning.sync import destinations as engine_destinations
 from tests.commands import ROOT
 from tests.unit.bridge.geometry import bucket_names
 
@@ -79,6 +81,25 @@ def test_every_layout_is_covered_at_the_lower_bound(
     model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int
 ) -> None:
     check_bound(model, ranks, *described(model, ranks, tp, pp, ep, engine_tp))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "grid"),
+    [
+        (MOE, 64, EngineGrid(8, ep=8)),
+        (MOE, 64, EngineGrid(2, pp=2, dp=4, ep=8)),
+        (DENSE, 1024, EngineGrid(4, pp=4)),
+        (shallow(DEEPSEEK_V3, 4, experts=32), 2048, EngineGrid(2, dp=16, ep=32)),
+        (shallow(GPT_OSS, 4, experts=32), 64, EngineGrid(4, dp=2, ep=8)),
+        (shallow(QWEN_235B, 2, experts=512), 16384, EngineGrid(8, ep=8)),
+        (DENSE, 16384, EngineGrid(8, pp=2)),
+        pytest.param(QWEN_235B, 16384, EngineGrid(4, pp=2, dp=4, ep=16), marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_every_grid_of_engines_is_covered_at_the_lower_bound(model: Model, ranks: int, grid: EngineGrid) -> None:
+    held = sources(model, trainer_layout(model, ranks, 8, 2, 8 if model.geometry.num_experts else 1))
+    check_bound(model, ranks, held, engine_destinations(model.geometry, grid, ranks // grid.size))
 
 
 @pytest.mark.parametrize(

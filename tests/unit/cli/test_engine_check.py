@@ -74,6 +74,26 @@ def test_a_cache_that_holds_no_response_is_refused(workspace: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["pp", "dp"])
+def test_what_engines_of_stages_or_groups_do_not_record_is_named(workspace: Any, key: str) -> None:
+    heads(
+        workspace,
+        64,
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    layout = f"rollout.layout.{key}=2"
+    assert problem(layout) is None
+    for other, named in (
+        ("rollout.sampling.top_k=5", "rollout.sampling.top_p below 1 or top_k"),
+        ("actor.router_replay=rollout", "actor.router_replay=rollout"),
+        ("rollout.quantization=int8", "rollout.quantization=int8"),
+    ):
+        assert f"{layout} is not supported with {named}; set it to 1" in str(problem(layout, other))
+
+
 def test_layers_with_windows_need_less(workspace: Any) -> None:
     heads(workspace, 64, sliding_window=8)
     assert problem(f"rollout.kv_cache_gib={0.1 / 1024}") is None

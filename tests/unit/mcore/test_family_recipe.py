@@ -22,7 +22,7 @@ from rlhf_mcore.data.collate import restore_tokens
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import num_parameters
-from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.inputs import EngineGrid, PlannedRole
 from rlhf_mcore.planning.sync import destinations
 from rlhf_mcore.planning.weights import state_bytes
 from rlhf_mcore.types import Microbatch
@@ -61,7 +61,7 @@ def test_a_cousin_is_one_file_of_a_few_lines(recipe: list[str], tmp_path: Path, 
     # A plan: every element has an owner and reaches every engine, and none is counted twice.
     layout = ParallelLayout(4, tp=2, pp=2)
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
-    check_coverage(sources, destinations(geometry, 2, 2), written)
+    check_coverage(sources, destinations(geometry, EngineGrid(2), 2), written)
     assert num_parameters(geometry) == sum(p.numel() for p in hf.parameters())
     role = PlannedRole("actor", geometry, ParallelLayout(1), trained=False, dtype="fp32")
     assert state_bytes(role, 0).weights == 4 * num_parameters(geometry)

@@ -15,7 +15,7 @@ from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import DeltaSizes, ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType, PlannedRole
+from rlhf_mcore.planning.inputs import GPUS, Assumptions, EngineGrid, GpuType, PlannedRole
 from rlhf_mcore.planning.sync import (
     destinations,
     engine_bytes,
@@ -53,28 +53,69 @@ BY_HEAD = replace(
 def test_engines_need_every_element_once_a_replica_and_padding_is_declared(geometry: ModelGeometry, tp: int) -> None:
     layout = ParallelLayout(4, tp=2, pp=2)
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
-    check_coverage(sources, destinations(geometry, tp, 4 // tp), hf_shapes(geometry))
+    check_coverage(sources, destinations(geometry, EngineGrid(tp), 4 // tp), hf_shapes(geometry))
+
+
+GRIDS = [
+    EngineGrid(2, ep=2),
+    EngineGrid(4, ep=4),
+    EngineGrid(dp=2, ep=2),
+    EngineGrid(2, dp=2, ep=4),
+    EngineGrid(2, dp=2),
+]
+
+
+@pytest.mark.parametrize("grid", [*GRIDS, EngineGrid(1, pp=2), EngineGrid(2, pp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("geometry", [MIXTURE, BY_HEAD, replace(MIXTURE, tied_embeddings=True)], ids=lambda g: g.family)
+def test_every_grid_of_an_engine_has_every_element_and_experts_where_they_are_shared_out(
+    geometry: ModelGeometry, grid: EngineGrid
+) -> None:
+    needed, shapes = destinations(geometry, grid, 1), hf_shapes(geometry)
+    check_coverage(needed, needed, shapes)  # as sources: every element is somewhere in the engine
+    for name in (name for name in shapes if ".experts." in name):
+        owners = [place.ranks[0] for place in needed for piece in place.pieces if piece.hf_name == name]
+        sharers = grid.tp * grid.dp
+        assert len(owners) == (1 if grid.ep > 1 else sharers)
+    for place in needed if grid.ep > 1 else ():
+        for piece in place.pieces:
+            if ".experts." in piece.hf_name:  # four experts; vLLM's ranks are (dp, pp, tp)
+                (rank,), expert = place.ranks, int(piece.hf_name.split(".experts.")[1].split(".")[0])
+                stage_rank = rank // (grid.tp * grid.pp) * grid.tp + rank % grid.tp
+                assert expert * grid.ep // 4 == stage_rank
+
+
+def test_layers_left_over_are_on_the_last_stages_but_the_very_last() -> None:
+    """vllm.distributed.utils.get_pp_indices."""
+    assert [len(EngineGrid(pp=3).layers(8, stage)) for stage in range(3)] == [3, 3, 2]
+    assert [len(EngineGrid(pp=4).layers(94, stage)) for stage in range(4)] == [23, 24, 24, 23]
+    assert [list(EngineGrid(pp=2).layers(4, stage)) for stage in range(2)] == [[0, 1], [2, 3]]
 
 
 def test_key_heads_are_replicated_where_there_are_fewer_than_ranks() -> None:
     geometry = read_geometry(MODELS / "Llama-3-8B", "lm")  # 8 key heads of 128, 32 layers
-    assert kv_bytes_per_token(geometry, 1, 2) == 128 * 1024  # 2 * 32 * 8 * 128 * 2
-    assert kv_bytes_per_token(geometry, 8, 2) == kv_bytes_per_token(geometry, 16, 2) == 16 * 1024
+    assert kv_bytes_per_token(geometry, EngineGrid(1), 2) == 128 * 1024  # 2 * 32 * 8 * 128 * 2
+    assert (
+        kv_bytes_per_token(geometry, EngineGrid(8), 2) == kv_bytes_per_token(geometry, EngineGrid(16), 2) == 16 * 1024
+    )
 
 
 def test_gated_delta_nets_keep_states_of_a_sequence() -> None:
     geometry = read_geometry(MODELS / "Qwen3-Next-80B-A3B", "lm")
     # 36 layers of 32 states of 128 x 128 in fp32, and 3 tokens of 2 * 16 + 32 heads of 128 in bf16.
-    assert state_bytes_per_sequence(geometry, 1, 2) == 36 * (4 * 32 * 128 * 128 + 2 * 3 * 64 * 128) == 77_266_944
-    assert state_bytes_per_sequence(geometry, 8, 2) == 77_266_944 // 8
-    assert state_bytes_per_sequence(SMALL, 1, 2) == 0
+    assert (
+        state_bytes_per_sequence(geometry, EngineGrid(1), 2)
+        == 36 * (4 * 32 * 128 * 128 + 2 * 3 * 64 * 128)
+        == 77_266_944
+    )
+    assert state_bytes_per_sequence(geometry, EngineGrid(8), 2) == 77_266_944 // 8
+    assert state_bytes_per_sequence(SMALL, EngineGrid(1), 2) == 0
 
 
 def test_an_engine_rank_holds_its_share_of_the_model() -> None:
     geometry = read_geometry(MODELS / "Qwen3-30B-A3B", "lm")
     total = sum(prod(shape) for shape in hf_shapes(geometry).values())
-    assert engine_numel(geometry, 1) == total  # 151936 rows are a multiple of 64: nothing is padded
-    assert 8 * engine_numel(geometry, 8) == pytest.approx(
+    assert engine_numel(geometry, EngineGrid(1)) == total  # 151936 rows are a multiple of 64: nothing is padded
+    assert 8 * engine_numel(geometry, EngineGrid(8)) == pytest.approx(
         total, rel=0.02
     )  # norms, routers and key heads are held twice and more
 
@@ -112,7 +153,7 @@ def test_engines_of_their_own_receive_everything() -> None:
     actor = PlannedRole("actor", replace(SMALL, vocab_size=128), ParallelLayout(1), True)
     assert num_devices(cfg, 1) == 7
     sync = plan_sync(cfg, actor, 1, GPUS["H100"], Assumptions(link_efficiency=1.0))
-    held = 2 * engine_numel(actor.geometry, 2)  # bf16; norms are held twice
+    held = 2 * engine_numel(actor.geometry, EngineGrid(2))  # bf16; norms are held twice
     assert (sync.received, sync.received_total, sync.local_total, sync.imported) == (held, 6 * held, 0, 0)
     ideal = Assumptions(link_efficiency=1.0)
     for find in (plan_seconds, estimate_seconds):  # the one trainer rank sends to six ranks of engines
@@ -129,11 +170,11 @@ def test_what_goes_to_a_machine_of_engines_is_sent_there_once() -> None:
     actor = PlannedRole("actor", geometry, ParallelLayout(4, pp=2), True)
     machines = replace(GPUS["H100"], per_node=4)
     sync = plan_sync(cfg, actor, 4, machines, Assumptions(link_efficiency=1.0))
-    assert sync.received_total == 8 * 2 * engine_numel(geometry, 2)
+    assert sync.received_total == 8 * 2 * engine_numel(geometry, EngineGrid(2))
     whole = 2 * sum(prod(shape) for shape in hf_shapes(geometry).values())
     assert sync.seconds >= 2 * whole / 4 / 50e9  # both import it, from four ranks
     assert estimate_seconds(cfg, actor, machines, Assumptions(link_efficiency=1.0)) == pytest.approx(
-        2 * 2 * 2 * engine_numel(geometry, 2) / 4 / 50e9
+        2 * 2 * 2 * engine_numel(geometry, EngineGrid(2)) / 4 / 50e9
     )
 
 

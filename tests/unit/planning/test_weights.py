@@ -14,7 +14,7 @@ from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import active_parameters, num_parameters
-from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.inputs import EngineGrid, PlannedRole
 from rlhf_mcore.planning.sync import destinations
 from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
 
@@ -67,7 +67,7 @@ def test_every_element_reaches_the_engines(name: str) -> None:
     layout = ParallelLayout(4, 2, 2, None, 1, True, 2, 1) if geometry.num_experts else ParallelLayout(4, tp=2, pp=2)
     for fused in (False, True):
         sources = trainer_places(stage_names(geometry, layout, fused=fused), geometry, layout)
-        check_coverage(sources, destinations(geometry, 2, 2), hf_shapes(geometry))
+        check_coverage(sources, destinations(geometry, EngineGrid(2), 2), hf_shapes(geometry))
 
 
 def test_active_parameters_of_stacked_experts() -> None:

@@ -68,7 +68,7 @@ def engine(llm: LLM) -> VLLMEngine:
     made._expected = ExpectedTensors.of_shapes({})
     made.rank, made._max_model_len, made._stops = EngineRank(), 128, [2]
     made._at_publish, made._in_flight, made._finished, made._by_number = "continue", {}, [], {}
-    made._tp, made._tokens_of_finished, made._records = 1, 0, False
+    made._num_ranks, made._tokens_of_finished, made._records = 1, 0, False
     made._adapter_shapes, made._named, made._images = None, {}, None
     return made
 

@@ -43,6 +43,7 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
         (QWEN_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 1}, ["actor.moe.aux_loss_coef=0.01"], None),
         (QWEN_MOE | {"sliding_window": 512, "use_sliding_window": False, "max_window_layers": 2}, [], None),
         (MIXTRAL, ["actor.layout.ep=2"], 2),
+        (QWEN_MOE | {"moe_intermediate_size": 41}, ["rollout.layout.tp=2", "rollout.layout.ep=2"], 4),
         (DELTA_NETS, ["actor.layout.tp=2", "actor.layout.cp=4"], 8),
     ],
 )
@@ -83,6 +84,26 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
         (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=3"], 6, ["actor.layout.etp=3", "40"]),
         (QWEN_MOE, ["actor.layout.tp=2"], 2, ["sequence_parallel=False", "actor.layout.tp=2", "set it to true"]),
         (QWEN_MOE, ["rollout.layout.tp=8"], 8, ["rollout.layout.tp=8", "6 experts"]),
+        (
+            QWEN_MOE,
+            ["rollout.layout.tp=4", "rollout.layout.ep=4"],
+            4,
+            ["rollout.layout.ep=4 does not divide the 6 experts of model.path", "choose a divisor of 6"],
+        ),
+        (
+            QWEN_MOE,
+            ["rollout.layout.tp=4", "rollout.layout.ep=2"],
+            4,
+            ["rollout.layout.ep=2 is neither 1 nor rollout.layout.tp*dp=4*1=4", "set it to 1 or 4"],
+        ),
+        (QWEN_MOE, ["rollout.layout.pp=8"], 8, ["rollout.layout.pp=8 is more than num_hidden_layers=4", "lower it"]),
+        (QWEN_MOE, ["rollout.layout.pp=2"], 3, ["processes=3 is not divisible by rollout.layout.tp*pp=2"]),
+        (
+            {},
+            ["rollout.layout.tp=2", "rollout.layout.ep=2"],
+            2,
+            ["rollout.layout.ep=2, but model.path has no experts; set it to 1"],
+        ),
         (
             QWEN_MOE | {"moe_intermediate_size": 41},
             ["rollout.layout.tp=2"],

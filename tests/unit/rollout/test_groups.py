@@ -1,0 +1,170 @@
+"""Engines of several groups of ranks: who draws what, and what the others learn of it. Groups are threads with fakes inside."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from rlhf_mcore.config.rules.rollout import engine_keys
+from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
+from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.rollout.vllm import cpu_grids, groups
+from rlhf_mcore.types import Completion, Request, Sampling
+from tests.unit.rollout.test_vllm_states import LLM, engine
+
+
+class Drawing(LLM):
+    """Draws a token of each request in a pass; those end after as many as their prompts are long. Dummy passes are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine_core = self
+        self.scheduler = SimpleNamespace(requests={})
+
+    def enqueue(self, prompts: Any, params: Any, use_tqdm: bool) -> list[str]:
+        first = self.request_counter.counter
+        self.request_counter.counter += len(prompts)
+        handles = [str(first + place) for place in range(len(prompts))]
+        for handle, prompt in zip(handles, prompts, strict=True):
+            ids = prompt["prompt_token_ids"]
+            self.scheduler.requests[handle] = SimpleNamespace(ids=ids, num_output_tokens=0, output_token_ids=[])
+        return handles
+
+    def step(self) -> list[Any]:
+        self.told.append("pass")
+        ended = []
+        for handle, state in list(self.scheduler.requests.items()):
+            state.output_token_ids.append(state.ids[0])
+            state.num_output_tokens += 1
+            if state.num_output_tokens == len(state.ids):
+                del self.scheduler.requests[handle]
+                logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in state.output_token_ids]
+                drawn = SimpleNamespace(token_ids=state.output_token_ids, logprobs=logprobs, finish_reason="length")
+                ended.append(
+                    SimpleNamespace(
+                        request_id=handle,
+                        prompt_token_ids=state.ids,
+                        outputs=[drawn],
+                        finished=True,
+                        num_cached_tokens=0,
+                    )
+                )
+        return ended
+
+    def execute_dummy_batch(self) -> None:
+        self.told.append("dummy")
+
+
+class Meeting:
+    """all_gather_json of threads."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._values = threading.Barrier(size, timeout=10), [None] * size
+
+    def __call__(self, value: Any, rank: int) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+def grouped(rank: int, size: int) -> Any:
+    made = object.__new__(groups.GroupedVLLMEngine)
+    made.__dict__ |= engine(Drawing()).__dict__
+    made._size, made._own, made._peers, made._num_ranks = size, rank, rank, size
+    made._group_of, made._elsewhere, made._routes = {}, {}, None
+    made.rank = EngineRank(0, 1, is_lead=rank == 0)
+    made.commit_load(3)
+    return made
+
+
+def requests(prompts: list[list[int]]) -> list[Request]:
+    return [Request(number, f"p{number}", prompt, Sampling(), number) for number, prompt in enumerate(prompts)]
+
+
+def test_requests_go_to_the_group_with_the_fewest_and_those_of_a_prompt_stay_together() -> None:
+    which = grouped(0, 2)
+    assert which._deal(requests([[1], [1], [2], [2]])) == [0, 0, 1, 1]
+    assert which._deal(requests([[1], [1], [1], [2]])) == [0, 0, 1, 1]  # a share is two
+    assert which._deal(requests([[1]] * 5)) == [0, 0, 0, 1, 1]
+    which._in_flight, which._group_of = {7: None}, {7: 0}
+    assert which._deal(requests([[1]])) == [1]
+
+
+def test_every_rank_sees_every_completion_and_how_far_the_others_are() -> None:
+    engines, meeting = [grouped(rank, 2) for rank in range(2)], Meeting(2)
+    drawn: dict[int, list[Completion]] = {}
+    counts: dict[int, list[int]] = {0: [], 1: []}
+
+    def draw(rank: int) -> None:
+        which = engines[rank]
+        while which.num_in_flight:
+            drawn.setdefault(rank, []).extend(which.step())
+            counts[rank].append(which.tokens_drawn)
+
+    for which in engines:
+        which.submit(requests([[5], [6, 6, 6]]))
+    with mock.patch.object(groups, "all_gather_json", meeting):
+        threads = [threading.Thread(target=draw, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert counts == {0: [2, 3, 4], 1: [2, 3, 4]}
+    assert engines[0]._llm.told == ["pass", "dummy", "dummy"] and engines[1]._llm.told == ["pass"] * 3
+    for rank in range(2):
+        found = {c.request_id: (c.token_ids.tolist(), c.logprobs.tolist(), c.versions) for c in drawn[rank]}
+        assert found == {0: ([5], [-0.5], ((0, 3),)), 1: ([6, 6, 6], [-0.5] * 3, ((0, 3),))}
+
+
+def test_a_cancelled_request_is_dropped_by_its_group() -> None:
+    which = grouped(1, 2)
+    which.submit(requests([[5, 5], [6, 6]]))
+    which.cancel([0, 1])
+    assert which._llm.told == [("abort", "40")] and which.num_in_flight == 0
+
+
+def test_experts_of_other_ranks_get_no_weight() -> None:
+    kernel = mock.Mock()
+    cpu_grids._apply_own(
+        kernel,
+        topk_weights=torch.tensor([[0.75, 0.25], [0.5, 0.5]]),
+        topk_ids=torch.tensor([[3, 0], [1, 2]], dtype=torch.int32),
+        expert_map=torch.tensor([-1, -1, 0, 1], dtype=torch.int32),
+    )
+    given = kernel.apply_all.call_args.kwargs
+    assert given["topk_weights"].tolist() == [[0.75, 0.0], [0.0, 0.5]]
+    assert given["topk_ids"].tolist() == [[1, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("sizes", "rank"), [((2, 1), 0), ((2, 1), 1), (None, 0)])
+def test_rows_of_unequal_parts_are_gathered_and_summed_up(sizes: Any, rank: int) -> None:
+    """Of two ranks; the other one has the same rows, as far as there are so many."""
+    rows = torch.arange(6.0).view(3, 2)
+    mine = rows[: 2 if sizes is None else sizes[rank]]
+    communicator = SimpleNamespace(world_size=2, rank_in_group=rank, device_group=None)
+
+    def all_gather(parts: list[torch.Tensor], part: torch.Tensor, group: Any) -> None:
+        for other in parts:
+            other.copy_(rows[:2])
+
+    with mock.patch("torch.distributed.all_gather", all_gather):
+        gathered = cpu_grids._all_gather_rows(communicator, [mine], sizes=sizes)[0]
+    assert gathered.tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]][: sum(sizes or (2, 2))]
+    summed = torch.cat([rows, rows[:1]]) if sizes is None else rows
+    with mock.patch("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2)):
+        part = cpu_grids._reduce_scatter_rows(communicator, summed, sizes=sizes)
+    expected = {(0, True): [[0, 2], [4, 6]], (1, True): [[8, 10]], (0, False): [[0, 2], [4, 6]]}
+    assert part.tolist() == expected[rank, sizes is not None]
+
+
+def test_keys_of_a_layout() -> None:
+    assert engine_keys(RolloutLayoutConfig(2)) == "rollout.layout.tp"
+    assert engine_keys(RolloutLayoutConfig(2, 2, 3)) == "rollout.layout.tp*pp*dp"
+    assert RolloutLayoutConfig(2, 2, 3).num_ranks == 12
