@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from rlhf_mcore.config.schema import Config, RewardConfig
 from rlhf_mcore.protocols import RewardFunction
@@ -19,14 +20,18 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
     Raises:
         ConfigError: naming the key of ``reward``.
     """
+    images = None
+    if cfg.reward.judge.images:
+        from rlhf_mcore.data.images import ImageStore
+
+        images = ImageStore.of(cfg).directory
+    build = partial(build_reward, cfg.reward, pools, validated=True, images=images)
     if cfg.environment.function is None:
-        return build_reward(cfg.reward, pools, validated=True)
+        return build()
     from rlhf_mcore.environments.reward import EnvironmentReward
 
     score = cfg.environment.score
-    return EnvironmentReward(
-        None if score == "environment" else build_reward(cfg.reward, pools, validated=True), adds=score == "sum"
-    )
+    return EnvironmentReward(None if score == "environment" else build(), adds=score == "sum")
 
 
 def check_environment(cfg: Config) -> None:

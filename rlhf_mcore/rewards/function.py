@@ -17,6 +17,8 @@ from rlhf_mcore.rewards.pools import Pools, default_workers, local_pool
 from rlhf_mcore.types import Score, Trajectory
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlhf_mcore.rewards.worker import Call
 
 KEY = "reward.function"
@@ -50,6 +52,7 @@ class PooledReward:
         with_prompt: whether items have the prompt's text.
         batched: the items of a call are one item of the pool.
         part: as which the score is a part of itself, and what its own parts are called after.
+        images: folder of files by digests, of which items name those of their prompt.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class PooledReward:
         with_prompt: bool = False,
         batched: bool = False,
         part: str | None = None,
+        images: Path | None = None,
     ) -> None:
         self._name, self._pool, self._on_error, self._with_prompt = name, pool, on_error, with_prompt
-        self._batched, self._part = batched, part
+        self._batched, self._part, self._images = batched, part, images
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
         """Begin; what is returned waits for the scores.
@@ -131,6 +135,8 @@ class PooledReward:
         }
         if self._with_prompt or self._batched:
             item["prompt"] = prompt.text
+        if self._images is not None and prompt.images:
+            item["images"] = [str(self._images / digest) for digest in prompt.images]
         if self._batched:
             item["messages"] = prompt.messages
             item["completion_ids"], item["policy_version"] = trajectory.sampled_ids.tolist(), trajectory.policy_version

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import JudgeConfig
 
 PART = "judge"  # name of its grade among the parts
+_KINDS = {b"\xff\xd8": "jpeg", b"RIFF": "webp", b"BM": "bmp", b"GIF8": "gif"}  # by how files begin
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|data_source)\}")
 MAX_RUBRIC_CHARS = 2**16
 RUBRIC = """\
@@ -91,9 +94,14 @@ class JudgePool(HttpPool):
         }
         # Replaced in one pass: a response that holds "{ground_truth}" stays as it is.
         content = PLACEHOLDER.sub(lambda match: values[match.group(1)], self._rubric)
+        shown = [
+            {"type": "image_url", "image_url": {"url": _data_url(Path(file))}} for file in fields.get("images", ())
+        ]
         request = {
             "model": self._model,
-            "messages": [{"role": "user", "content": content}],
+            "messages": [
+                {"role": "user", "content": [*shown, {"type": "text", "text": content}] if shown else content}
+            ],
             "temperature": 0,
             "max_tokens": self._max_tokens,
         }
@@ -121,6 +129,12 @@ class JudgePool(HttpPool):
             return [Outcome(lost=f"gave the score {shown}")]
         grade = score / self._max_score
         return [Outcome({"score": grade, "parts": {PART: grade}})]
+
+
+def _data_url(file: Path) -> str:
+    content = file.read_bytes()
+    kind = next((kind for start, kind in _KINDS.items() if content.startswith(start)), "png")
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def _pattern_of(text: str) -> Any:

@@ -18,6 +18,8 @@ from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlhf_mcore.rewards.function import PooledReward
 
 # What scores without a model. It holds processes or threads until it is closed.
@@ -62,12 +64,15 @@ class JudgedReward:
         return replace(score, value=value, parts={**score.parts, **judged.parts})
 
 
-def build_reward(cfg: RewardConfig, pools: Pools = local_pool, *, validated: bool = False) -> Graders:
+def build_reward(
+    cfg: RewardConfig, pools: Pools = local_pool, *, validated: bool = False, images: Path | None = None
+) -> Graders:
     """Build the rules that ``cfg`` asks for, or in their place the function or the server; further functions; and the judge.
 
     A reward model is not part of it.
 
     ``pools`` makes the workers, where there are any. ``validated``: ``cfg`` is part of a configuration that was checked already.
+    ``images``: the folder of those of prompts, for a judge.
 
     Raises:
         ConfigError: naming the key of ``reward`` that is wrong.
@@ -89,7 +94,7 @@ def build_reward(cfg: RewardConfig, pools: Pools = local_pool, *, validated: boo
     from rlhf_mcore.rewards.judge import JudgePool
 
     pool = JudgePool(cfg.judge)
-    judge = PooledReward(pool.name, pool, cfg.on_error, with_prompt=True)
+    judge = PooledReward(pool.name, pool, cfg.on_error, with_prompt=True, images=images if cfg.judge.images else None)
     return JudgedReward(graders, judge, cfg.judge.weight)
 
 

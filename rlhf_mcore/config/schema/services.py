@@ -42,6 +42,7 @@ class JudgeConfig(Group):
         null="`reward.judge.rubric_file`, else a rubric of our own",
     )
     rubric_file: Optional[str] = key(None, "text file of the rubric", null="none")
+    images: bool = key(False, "show a judge that reads images those of the prompt, before the rubric")
     parse: str = key(SCORE, "RE2 expression whose first group is the score; its last match in the answer counts")
     max_score: float = key(10.0, "the best score; scores from 0 to this become grades from 0 to 1", ABOVE_0)
     max_tokens: int = key(1024, "longest answer of the judge", AT_LEAST_1)

@@ -146,3 +146,23 @@ def test_a_rubric_may_be_in_a_file(tmp_path: Path) -> None:
         settings = {"rubric_file": str(tmp_path / "rubric.txt"), "parse": r"Note (\d)", "max_score": 2.0}
         assert judged([trajectory("x")], server.url, **settings)[0].value == 0.5
         assert server.seen[0].json()["messages"][0]["content"] == "Wie gut ist x? Note: "
+
+
+def test_a_judge_that_reads_images_is_shown_those_of_the_prompt(tmp_path: Path) -> None:
+    seen = trajectory("It is red.")
+    seen.prompt.images = ("a1", "b2")
+    (tmp_path / "a1").write_bytes(b"\x89PNG1")
+    (tmp_path / "b2").write_bytes(b"\xff\xd8\xff")
+    with scripted(lambda request: says("Score: 5")) as server:
+        for images in (True, False):
+            judge = JudgeConfig(url=f"{server.url}/v1", model="m", rubric="{prompt}|{response}", images=images)
+            reward = build_reward(RewardConfig(rules=[], judge=judge), images=tmp_path)
+            assert reward.score([seen]) == [Score(0.5, {"judge": 0.5})]
+            reward.close()
+        shown, plain = (request.json()["messages"][0]["content"] for request in server.seen)
+    assert plain == "What is 6 x 7?|It is red."
+    assert shown == [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORzE="}},
+        {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9j/"}},
+        {"type": "text", "text": plain},
+    ]
