@@ -12,7 +12,9 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
+from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.config.validate import validate
+from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
 from rlhf_mcore.planning.inputs import Assumptions, GpuType
 from rlhf_mcore.planning.memory import GENERATE, SYNC
 from rlhf_mcore.planning.plan import RunPlan, make_plan
@@ -140,21 +142,33 @@ def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Confi
 def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
     """Yield sizes of the engines, and their shares of a device."""
     own = cfg.rollout.layout
-    layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), read_geometry(cfg.model.path).num_experts)]
+    geometry = read_geometry(cfg.model.path)
+    layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), geometry.experts)]
+    if _wants_plain_engines(cfg, geometry):
+        layouts = [own, *(each for each in layouts if each.num_ranks == each.tp and each.ep == 1)]
     grids = dict.fromkeys((each.tp, each.pp, each.dp, each.ep) for each in layouts if each.num_ranks <= world_size)
     for grid, share in product(grids, (cfg.rollout.gpu_memory_utilization, *SHARES)):
         layout = RolloutLayoutConfig(*grid)
         yield replace(cfg, rollout=replace(cfg.rollout, layout=layout, gpu_memory_utilization=share))
 
 
-def _engine_layouts(node: int, num_experts: int) -> Iterator[RolloutLayoutConfig]:
-    """Yield layouts of an engine: matrices in parts, over nodes too, slowly; whole experts; whole attention; stages of a node each."""
-    tensor = (*SIZES, 32)
-    yield from (RolloutLayoutConfig(tp=tp) for tp in tensor)
-    if num_experts:
-        yield from (RolloutLayoutConfig(tp=tp, ep=tp) for tp in tensor[1:])
-        yield from (RolloutLayoutConfig(dp=dp, ep=dp) for dp in tensor[1:])
+def _wants_plain_engines(cfg: Config, geometry: ModelGeometry) -> bool:
+    """Tell whether engines are cut by tensor parallelism alone, see docs/layouts.md."""
+    replays = cfg.actor.router_replay == "rollout"
+    narrow = cfg.rollout.quantization is not None
+    return replays or narrow or truncates(cfg.rollout.sampling) or geometry.vision is not None
+
+
+def _engine_layouts(node: int, experts: ExpertSizes | None) -> Iterator[RolloutLayoutConfig]:
+    """Yield layouts of an engine: matrices in parts, over nodes too, slowly; stages of a node each; whole attention.
+
+    Experts are whole where they cannot be cut: it takes as long.
+    """
+    for tp in (*SIZES, 32):
+        yield RolloutLayoutConfig(tp=tp, ep=tp if experts is not None and experts.ffn_size % tp else 1)
     yield from (RolloutLayoutConfig(tp=node, pp=pp) for pp in (2, 4))
+    if experts is not None and node > 1:
+        yield from (RolloutLayoutConfig(dp=dp, ep=dp) for dp in (node, 2 * node))
 
 
 def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int, int]) -> LayoutConfig:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.commands.plan.suggest import smallest_world, suggest
+from rlhf_mcore.commands.plan.suggest import _engine_layouts, _engines, smallest_world, suggest
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import Config, RolloutLayoutConfig
 from rlhf_mcore.config.validate import validate
+from rlhf_mcore.geometry import ExpertSizes
 from rlhf_mcore.planning.inputs import GIB, GPUS, Assumptions, PlanInputs, roles_of, workload
 from rlhf_mcore.planning.memory import GENERATE
 from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
@@ -309,6 +310,17 @@ def test_suggestions_fit_and_the_fastest_comes_first() -> None:
         again = config("Qwen2.5-7B", "rollout.gpu_memory_utilization=0.9", *made.overrides)
         validate(again, 8, check_files=False)
         assert make_plan(again, 8, H100, exact_sync=False).fits
+
+
+def test_layouts_of_engines_that_are_tried() -> None:
+    def tried(*overrides: str) -> list[tuple[int, ...]]:
+        cfg = config("Qwen3-30B-A3B", *overrides)  # an expert has 768 columns, a node eight devices
+        return list(dict.fromkeys(tuple(vars(each.rollout.layout).values()) for each in _engines(cfg, 16, H100)))
+
+    by_tensor = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 1), (16, 1, 1, 1)]
+    assert tried() == [*by_tensor, (8, 2, 1, 1), (1, 1, 8, 8), (1, 1, 16, 16)]
+    assert tried("rollout.sampling.top_k=20") == by_tensor
+    assert list(_engine_layouts(1, ExpertSizes(8, 6, per_token=2)))[2] == RolloutLayoutConfig(tp=4, ep=4)
 
 
 def test_suggestions_change_the_critic_too() -> None:
