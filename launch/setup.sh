@@ -139,7 +139,7 @@ install() {
     # Compiled here, once: where PYTHONDONTWRITEBYTECODE is set every process would compile vLLM and torch again at each import.
     uv_install --compile-bytecode --require-hashes -r "$root/${locks[0]}"
     if [[ "$stack" != gpu ]]; then
-        # For tests/oracles alone, beside what others import: verl's package brings a top-level module called tests.
+        # For tests alone (tests/oracles, tests/beside.py), beside what others import: verl's package brings a module called tests.
         uv_install --require-hashes --target "$venv/oracles" -r "$root/requirements/oracles.lock"
     fi
     if [[ "$stack" == gpu ]]; then
