@@ -2,7 +2,7 @@
 
     engine_rank.py SOCKET ORDER...
 
-ORDER is JSON: name, rank, world_size, and the directories of the model and of the engine's own store. Ranks are forks of this process,
+ORDER is JSON: name, rank, layout, and the directories of the model and of the engine's own store. Ranks are forks of this process,
 which has imported vLLM.
 """
 
@@ -64,11 +64,9 @@ class VLLM(Served):
 def main(socket_path: str, order: dict[str, Any]) -> None:
     platform, model = current_platform(), order["model"]
     platform.setup_process(0, 1)
-    store = dist.FileStore(str(Path(order["store"]) / order["engine"]), order["world_size"])
-    dist.init_process_group(
-        platform.collective_backend, store=store, rank=order["rank"], world_size=order["world_size"]
-    )
-    layout = RolloutLayoutConfig(tp=order["world_size"])
+    layout = RolloutLayoutConfig(**order["layout"])
+    store = dist.FileStore(str(Path(order["store"]) / order["engine"]), layout.num_ranks)
+    dist.init_process_group(platform.collective_backend, store=store, rank=order["rank"], world_size=layout.num_ranks)
     cfg = RolloutConfig(layout=layout, kv_cache_gib=0.02, max_num_seqs=16)
     shapes = hf_shapes(load_spec(model).geometry)
     engine = build_engine(cfg, EngineModel(model, model, "fp32", 64, seed=0, shapes=shapes))

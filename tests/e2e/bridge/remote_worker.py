@@ -19,19 +19,20 @@ from tests.e2e.rollout.tiny import save_tokenizer
 
 # Names of layouts of four ranks: two ranks have half of the data-parallel size. The last one finds live weights in the engines.
 LAYOUTS = {"qwen3_tied": ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2"), "qwen3_moe": ("ep2_dp4", "tp2_sp_ep2_etp1_dp2")}
-ENGINES = {"qwen3_tied": {"a": 2, "b": 2}, "qwen3_moe": {"c": 1}}
+ENGINES = {"qwen3_tied": {"a": {"tp": 2}, "b": {"tp": 2}}, "qwen3_moe": {"c": {"dp": 2, "ep": 2}}}
+NUM_RANKS = 2  # of each engine
 
 
 def engines_of(name: str, path: Path) -> EngineProcesses:
-    """Each engine of a model, with its tensor-parallel size in processes."""
+    """Each engine of a model, with its layout in processes."""
     engines = EngineProcesses(path)
     orders = [
-        {"engine": engine, "rank": rank, "world_size": size, "model": str(path), "store": str(path)}
-        for engine, size in ENGINES[name].items()
-        for rank in range(size)
+        {"engine": engine, "rank": rank, "layout": layout, "model": str(path), "store": str(path)}
+        for engine, layout in ENGINES[name].items()
+        for rank in range(NUM_RANKS)
     ]
     started([str(Path(__file__).with_name("engine_rank.py")), str(engines.path), *map(json.dumps, orders)])
-    for _ in range(sum(ENGINES[name].values())):
+    for _ in orders:
         engines.accept()
     return engines
 

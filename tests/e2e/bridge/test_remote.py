@@ -1,4 +1,4 @@
-"""vLLM engines in processes of their own, TP 2 and 1, whose weights come from two trainer ranks over a group of all of them."""
+"""vLLM engines in processes of their own, TP 2 and groups that share experts; two trainer ranks bring their weights over one group."""
 
 from __future__ import annotations
 
