@@ -9,9 +9,10 @@ A picture is one or two rows of three cells of 28 by 28 pixels, some of which ho
 triangle, red, green, blue or yellow. A prompt is one picture and a question: how many shapes of a kind there are, what colour one
 has, or in which column it is. A response is ``#### 2``, ``#### red`` or ``#### left`` and the end token.
 
-The fit is the quickstart's: of a pupil who first answers right, and in the last quarter mostly says something else, in a share of
-``MISTAKES``: one more, the next colour, the mirrored column. So the model sees what is in a picture and does not prefer to say it,
-which is for the reward to teach.
+The fit begins with descriptions, two letters for each cell (``rc`` is a red circle, ``--`` nothing): of a picture they teach
+several times what an answer to a question does. Then it is the quickstart's: of a pupil who first answers right, and in the last
+quarter mostly says something else, in a share of ``MISTAKES``: one more, the next colour, the mirrored column. So the model sees
+what is in a picture and does not prefer to say it, which is for the reward to teach.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), 
 KINDS = ("circle", "square", "triangle")
 COLUMNS = ("left", "middle", "right")
 MISTAKES = 0.7
-CARELESS_FROM = 0.75
+DESCRIBES_UNTIL, CARELESS_FROM = 0.25, 0.78  # shares of the fit
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -88,6 +89,11 @@ class Problem:
                 draw.polygon([(left, bottom), (right, bottom), ((left + right) // 2, top)], fill=colour)
         return image
 
+    def description(self) -> str:
+        """Write what is in each cell: the first letters of colour and kind."""
+        held = {(shape.row, shape.column): shape.colour[0] + shape.kind[0] for shape in self.shapes}
+        return "".join(held.get((row, column), "--") for row in range(self.rows) for column in range(len(COLUMNS)))
+
 
 def make_problem(rng: random.Random) -> Problem:
     """Draw a picture and a question at random."""
@@ -125,8 +131,8 @@ def make_picture_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, family: str, seed: int, num_layers: int = 4) -> PreTrainedModel:
-    """Make a Qwen2.5-VL, a Qwen3-VL or a Qwen3.5 with random weights, fp32, about a million parameters."""
+def make_model(tokenizer: PreTrainedTokenizerFast, family: str, seed: int, num_layers: int = 2) -> PreTrainedModel:
+    """Make a Qwen2.5-VL, a Qwen3-VL or a Qwen3.5 with random weights, fp32, 0.7 million parameters at two layers."""
     import torch
     import transformers
     from transformers import GenerationConfig
@@ -281,10 +287,31 @@ def encode(tokenizer: PreTrainedTokenizerFast, folder: Path, problems: Sequence[
     )
 
 
+def described(tokenizer: PreTrainedTokenizerFast, data: Examples, problems: Sequence[Problem]) -> Examples:
+    """Return the same pictures with "?" for a question, and their descriptions for an answer."""
+
+    def ids(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False).input_ids
+
+    (asked,), (after,) = ids(["?"]), ids([f"{END}<|assistant|>"])
+    lengths = map(len, ids([problem.question for problem in problems]))
+    prompts = [
+        prompt[: len(prompt) - len(after) - length] + asked + after
+        for prompt, length in zip(data.prompts, lengths, strict=True)
+    ]
+    answers = ids([response(problem.description()) + END for problem in problems])
+    return Examples(prompts, answers, answers, data.pixels, data.grids)
+
+
 def fit_model(
-    model: PreTrainedModel, data: Examples, fit: Fit, seed: int, report: Callable[[int, float], None]
+    model: PreTrainedModel,
+    data: Examples,
+    descriptions: Examples,
+    fit: Fit,
+    seed: int,
+    report: Callable[[int, float], None],
 ) -> None:
-    """Fit tower and language model to right, then to mostly mistaken answers."""
+    """Fit tower and language model to descriptions, then to right, and in the end to mostly mistaken answers."""
     import torch
 
     rng = random.Random(seed)
@@ -292,7 +319,8 @@ def fit_model(
     for step in range(fit.steps):
         rows = rng.choices(range(len(data.prompts)), k=fit.batch_size)
         share = MISTAKES if step >= CARELESS_FROM * fit.steps else 0.0
-        loss = model(**data.batch(rows, [rng.random() < share for _ in rows], model), use_cache=False).loss
+        source = descriptions if step < DESCRIBES_UNTIL * fit.steps else data
+        loss = model(**source.batch(rows, [rng.random() < share for _ in rows], model), use_cache=False).loss
         optimizer.param_groups[0]["lr"] = learning_rate(fit, step)
         optimizer.zero_grad()
         loss.backward()
@@ -321,7 +349,7 @@ def first_choices(model: PreTrainedModel, data: Examples) -> tuple[float, float]
 
 
 def write_parquet(path: Path, problems: Sequence[Problem], split: str) -> None:
-    """Write problems with the field names of rule-graded data sets, and pictures as Hugging Face's data sets have them."""
+    """Write problems with the field names of rule-graded data sets and of supervised training, and pictures as the Hub has them."""
     import pyarrow
     import pyarrow.parquet
 
@@ -335,8 +363,11 @@ def write_parquet(path: Path, problems: Sequence[Problem], split: str) -> None:
                 "images": [{"bytes": content.getvalue(), "path": None}],
                 "data_source": f"images/{problem.question.split()[0 if problem.question[0] == 'c' else 1]}",
                 "ability": "vision",
-                "reward_model": {"style": "rule", "ground_truth": problem.answer},
+                "reward_model": {"style": "rule", "ground_truth": response(problem.answer)},
                 "extra_info": {"index": index, "split": split},
+                "response": response(problem.answer),
+                "chosen": response(problem.answer),
+                "rejected": response(problem.mistaken),
             }
         )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -349,10 +380,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl", "qwen3_5"), default="qwen2_5_vl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="compute threads; part of what makes a run repeatable")
-    parser.add_argument("--fit-steps", type=int, default=900, help="updates of the supervised fit")
+    parser.add_argument("--fit-steps", type=int, default=800, help="updates of the supervised fit")
     parser.add_argument("--batch-size", type=int, default=32, help="problems per update")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of the fit")
-    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of the fit")
+    parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--num-train", type=int, default=2000)
     parser.add_argument("--num-eval", type=int, default=100, help="held-out problems")
     return parser.parse_args(argv)
@@ -377,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = encode(tokenizer, folder, train) if fit.steps else None
     with progress(fit) as report:
         if data is not None:
-            fit_model(model, data, fit, options.seed, report)
+            fit_model(model, data, described(tokenizer, data, train), fit, options.seed, report)
     right, _ = first_choices(model.eval(), encode(tokenizer, folder, held_out))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
