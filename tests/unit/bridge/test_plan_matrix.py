@@ -95,7 +95,7 @@ def test_every_layout_is_covered_at_the_lower_bound(
         (DENSE, 16384, EngineGrid(8, pp=2)),
         pytest.param(QWEN_235B, 16384, EngineGrid(4, pp=2, dp=4, ep=16), marks=pytest.mark.matrix),
     ],
-    ids=str,
+    ids=lambda part: str(getattr(part, "name", part)),
 )
 def test_every_grid_of_engines_is_covered_at_the_lower_bound(model: Model, ranks: int, grid: EngineGrid) -> None:
     held = sources(model, trainer_layout(model, ranks, 8, 2, 8 if model.geometry.num_experts else 1))
