@@ -60,8 +60,8 @@ class Sampling:
     """How a response is drawn. ``temperature == 0`` is greedy; ``top_k == -1`` and ``top_p == 1.0`` are off.
 
     ``records_support``: completions have the tokens that each of theirs was drawn from. ``records_routes``: they have the experts
-    that every token went to, in the field ``ROUTES``. ``baseline``: beside the ``n`` responses that
-    are learned from, each prompt has a greedy one, its sample number ``n``.
+    that every token went to, in the field ``ROUTES``. ``records_drafts``: they have the field ``DRAFTS``. ``baseline``: beside the
+    ``n`` responses that are learned from, each prompt has a greedy one, its sample number ``n``.
     """
 
     n: int = 1
@@ -72,6 +72,7 @@ class Sampling:
     seed: int = 0
     records_support: bool = False
     records_routes: bool = False
+    records_drafts: bool = False
     baseline: bool = False
 
     @property
@@ -136,6 +137,8 @@ class Completion:
 # The field with the experts that predicted a token: those, plus one, that the token before it went to, [N, layers with experts,
 # experts per token] int16. Zero where they are not known.
 ROUTES = "routes"
+# The field with the drafts of the pass that begins with a token: how many there were, and how many were taken, [N, 2] int16.
+DRAFTS = "drafts"
 LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of turns of the policy, of time
 
 

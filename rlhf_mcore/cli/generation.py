@@ -15,11 +15,12 @@ from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.run.sync import PlannedBridge, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import draws_greedy
+from rlhf_mcore.config.implied import drafts_learn, draws_greedy, sent_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
+from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import Publisher, RewardFunction, Source, SyncStats, WeightBridge, WeightTarget
@@ -72,12 +73,13 @@ def build_colocated(
     sharing = record.memory or DeviceSharing(run.platform)
     sharing.settle()
     record.progress(f"{cfg.rollout.engine}: its libraries, the model, the cache")
-    geometry, adapters = actor.model.spec.geometry, None
+    geometry, adapters = sent_geometry(cfg, actor.model.spec.geometry), None
+    sent_shapes = hf_shapes(geometry)
     if cfg.actor.lora.rank is not None:
         from rlhf_mcore.cli.adapter_sync import engine_adapters
 
         adapters = engine_adapters(cfg, geometry)
-    engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(geometry.trunk), adapters))
+    engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, sent_shapes, adapters))
     record.progress("the bridge of weights to it")
     run.stack.enter_context(_close_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
@@ -109,7 +111,7 @@ def build_colocated(
         rewards.add_model,
     )
     # While it has the weights that it started with: a sleep may discard them.
-    traced = _trace(cfg, hf_shapes(geometry.trunk) | (adapters or {}), engine)
+    traced = _trace(cfg, sent_shapes | (adapters or {}), engine)
     if sharing.parts:
         sharing.sleep(engine)  # it starts awake, and its cache has taken the room that the models left
     with actor.model.on_device():  # a bridge makes views of what is there
@@ -146,6 +148,7 @@ def training_sampling(cfg: Config) -> Sampling:
         seed=cfg.seed,
         records_support=truncates(sampling),
         records_routes=cfg.actor.router_replay == "rollout",
+        records_drafts=engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method != "off",
         baseline=draws_greedy(cfg),
     )
 
@@ -187,16 +190,14 @@ def _trace(cfg: Config, shapes: Shapes, engine: Engine) -> EngineMap | None:
 
 
 def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
-    gatherer = None
+    gatherer, geometry = None, sent_geometry(cfg, actor.model.spec.geometry)
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
         from rlhf_mcore.bridge.files.gather import Gatherer
 
         model = actor.model.model
         assert model is not None, "config.validate keeps actor.ranks from these"
         pgs = model.groups.collection
-        geometry = model.spec.geometry
-        trunk = of_trunk(model.local_parameters(), geometry)
-        gatherer = Gatherer(trunk, geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+        gatherer = Gatherer(sent_parameters(cfg, actor.model), geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
         from rlhf_mcore.bridge.run.stand_ins import GatherBridge
 
@@ -208,8 +209,8 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
 
         sent = select_sent(cfg, actor.model)
     bridge = PlannedBridge(
-        actor.model.local_parameters() if sent is None else sent.parameters,
-        actor.model.spec.geometry,
+        sent_parameters(cfg, actor.model) if sent is None else sent.parameters,
+        geometry,
         _live(cfg, engine),
         world_group(),
         bucket_bytes=cfg.bridge.bucket_bytes,
@@ -225,6 +226,12 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
     return bridge if cfg.bridge.verify == "full" else changed_only(cfg, actor, bridge, engine)
 
 
+def sent_parameters(cfg: Config, model: RoleModel) -> list[LocalParameter]:
+    """Return this rank's parameters that engines are sent."""
+    parameters = model.local_parameters()
+    return parameters if drafts_learn(cfg) else of_trunk(parameters, model.spec.geometry)
+
+
 def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:
     trained = actor.model.trained
     if cfg.actor.lora.rank is None and trained is None:
@@ -235,7 +242,7 @@ def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge
         from rlhf_mcore.cli.adapter_sync import changed_names
 
         return ChangedOnlyBridge(bridge.sync, target, changed_names(cfg, actor.model))
-    sent = hf_shapes(actor.model.spec.geometry.trunk)
+    sent = hf_shapes(sent_geometry(cfg, actor.model.spec.geometry))
     return ChangedOnlyBridge(bridge.sync, target, [name for name in trained or () if name in sent])
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.config.choices import ADVANTAGES, PREFERENCE_LOSSES, Estimator, PreferenceLoss
+from rlhf_mcore.config.choices import ADVANTAGES, MTP_TRAINED, PREFERENCE_LOSSES, Estimator, PreferenceLoss
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.reward_sources import any_needs_truth, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
@@ -132,6 +132,17 @@ def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
         factor = 2**0.5 if cfg.use_rslora else 2
         return AdapterSizes(2 * cfg.rank, alpha * factor, tuple(cfg.targets), cfg.use_rslora, fixed=cfg.rank)
     return AdapterSizes(cfg.rank, alpha, tuple(cfg.targets), cfg.use_rslora, use_dora=cfg.use_dora)
+
+
+def drafts_learn(cfg: Config) -> bool:
+    """Tell whether engines draft with MTP layers that are trained, and get them as the rest of the model."""
+    drafts = engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
+    return run_kind(cfg).generates and drafts and cfg.actor.mtp.mode in MTP_TRAINED
+
+
+def sent_geometry(cfg: Config, geometry: ModelGeometry) -> ModelGeometry:
+    """Return the geometry of what engines are sent, of a model whose MTP layers are in ``geometry`` if they are trained."""
+    return geometry if drafts_learn(cfg) else geometry.trunk
 
 
 def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:

@@ -25,7 +25,7 @@ from rlhf_mcore.trainer.rollouts import (
     check_completion,
     request_of,
 )
-from rlhf_mcore.types import ROUTES, Completion, Prompt, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Prompt, Request, Sampling, Score, Trajectory
 
 POLL_S, IDLE_S = 1.0, 0.05  # of the thread: most that it waits for a response, and when there is none to wait for
 _KEPT = ("number", "place", "step", "attempt")  # of a group, in a checkpoint
@@ -319,13 +319,14 @@ class SamplingAhead:
     def load_finished(self, finished: Mapping[int, list[Trajectory]]) -> None:
         """Continue with responses that ``finished`` has returned, after ``load_state_dict``.
 
-        Those without the support or the routes that updates need, of a run that did not record them, are drawn again.
+        Those of a run that did not record what this one does, such as the support or the routes that updates need, are drawn again.
         """
         by_number = {group.number: group for group in self._groups}
         for number, trajectories in finished.items():
             if any(self._sampling.of_sample(t.sample).records_support and t.support is None for t in trajectories):
                 continue
-            if any(self._sampling.records_routes != (ROUTES in t.fields) for t in trajectories):
+            recorded = {ROUTES: self._sampling.records_routes, DRAFTS: self._sampling.records_drafts}
+            if any(is_there != (name in t.fields) for t in trajectories for name, is_there in recorded.items()):
                 continue
             group = by_number[number]
             group.trajectories, group.scores = trajectories, self._begin_scores(trajectories)

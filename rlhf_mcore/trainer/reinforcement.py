@@ -11,6 +11,7 @@ from rlhf_mcore.checkpoint.disk import SaveError
 from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch
 from rlhf_mcore.trainer.divergence import share_results
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, source_metrics
+from rlhf_mcore.types import DRAFTS
 
 if TYPE_CHECKING:
     from rlhf_mcore.data.source import PromptBatches
@@ -123,7 +124,12 @@ def scored_batch(
         batch, facts = exchange(collected.prompts, positions, trajectories, scores, collected.left_out, greedy)
     assert batch.prompts is not None
     note_lengths(batch.prompts, batch.group_ids.tolist(), batch.num_sampled.tolist())
-    return batch, collected.metrics() | rollout_metrics(batch, facts) | source_metrics(batch, facts)
+    metrics = collected.metrics() | rollout_metrics(batch, facts) | source_metrics(batch, facts)
+    if DRAFTS in batch.fields:
+        from rlhf_mcore.trainer.draft_metrics import draft_metrics
+
+        metrics |= draft_metrics(batch.fields.pop(DRAFTS))
+    return batch, metrics
 
 
 @dataclass(frozen=True, slots=True)

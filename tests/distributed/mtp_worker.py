@@ -284,10 +284,10 @@ def circle(directory: Path, name: str, groups: dict[str, ModelGroups], platform:
     train(actor, reference)
     save(files_of(model, actor), saved[0])
     geometry, all_of_model = model.spec.geometry, dict(gatherer(model))
-    engine = Engine(hf_shapes(geometry.trunk), torch.float32)
+    engine = Engine(hf_shapes(geometry), torch.float32)
     options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
     PlannedBridge(model.local_parameters(), geometry, engine, world_group(), **options).sync(0)
-    synced = first_difference(engine.tensors, {name: all_of_model[name] for name in hf_shapes(geometry.trunk)})
+    synced = first_difference(engine.tensors, {name: all_of_model[name] for name in hf_shapes(geometry)})
     role = PlannedRole("actor", geometry, model.groups.layout, True, "fp32")
     found: dict[str, Any] = {"synced": synced, "bytes": compare_state(model, actor, role)["state"]}
     found |= {"uninterrupted": train(actor, reference), "resumed": {}}

@@ -28,7 +28,7 @@ from tests.tiny_training import make_quickstart
 # How far their logprobs may be apart, in nats; where a choice of experts may flip in bf16, where the rule of the metric warns.
 IN_BF16 = {"deepseek_v3_heads": ("max", 0.3), "qwen3_next": ("mean", 0.1)}
 BY_TRANSFORMERS = [name for name in FURTHER_MODELS if name.startswith(("deepseek", "qwen3_5")) and name not in IN_BF16]
-WITH_MTP = ("deepseek_v3", "glm4_moe")
+WITH_MTP = ("deepseek_v3", "deepseek_v3_heads", "glm4_moe")
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
@@ -74,7 +74,7 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
     tokens = {key: known[key] for key in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
     make(name, workspace / name, **tokens)
     mtp = add_mtp_layer(workspace / name) if name in WITH_MTP else {}
-    learns = {tensor: mtp.pop(tensor) for tensor in sorted(mtp) if name == "deepseek_v3"}
+    learns = {tensor: mtp.pop(tensor) for tensor in sorted(mtp)}
     if learns:  # and one that nothing knows is kept
         mtp = {"model.layers.4.unknown.weight": torch.arange(3.0)}
         held = workspace / name / "model.safetensors"
@@ -95,6 +95,7 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
         options += ["model.dtype=bf16"]
     if learns:
         options += ["actor.mtp.mode=train"]
+        options += ["rollout.speculative.method=mtp"] if engine == "vllm" else []
     if name == "deepseek_v3_heads":  # what attention has made of its weights too
         options += ["bridge.verify=full"]
     experiment = f"{name}-{module.rpartition('.')[2]}"
@@ -105,6 +106,7 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
         assert 0 < step[f"rollout/logprob_diff_{statistic}"] < limit
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0
         assert not learns or (step["actor/mtp_loss"] > 0 and step["actor/mtp_grad_norm"] > 0)
+        assert (0 <= step.get("rollout/draft_acceptance/1", -1) <= 1) == (bool(learns) and engine == "vllm")
     saved = dict(HFReader(workspace / "outputs" / "quickstart" / experiment / "latest" / "actor").tensors())
     assert first_difference({tensor: saved[tensor] for tensor in mtp}, mtp) == ""
     for tensor, before in learns.items():

@@ -34,8 +34,8 @@ TEMPERATURE, NEW_TOKENS = 0.7, 300
 CASES: dict[str, tuple[str, int, float, int, bool, str]] = {
     "hf": ("hf", 1, 0.9, 512, False, "tp2_dp2"),
     "vllm": ("vllm", 1, 0.9, 512, False, "cp2_dp2"),
-    "vllm_tp2_top_k": ("vllm", 2, 0.9, 20, False, "dp4"),
-    "vllm_drafts": ("vllm", 1, 1.0, 5, True, "pp2_dp2"),
+    "vllm_tp2_top_k": ("vllm", 2, 0.9, 20, True, "dp4"),
+    "vllm_drafts": ("vllm", 1, 0.9, 5, True, "pp2_dp2"),
 }
 
 

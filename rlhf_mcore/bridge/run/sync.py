@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What travels: tensors of the model that samples, and, with ``adapter``, those of its adapters."""
+    """What travels: tensors of the model, and, with ``adapter``, those of its adapters."""
 
     geometry: ModelGeometry
     adapter: AdapterSizes | None
@@ -49,7 +49,7 @@ class _Names:
         )
 
     def shapes(self) -> Shapes:
-        return {name: shape for geometry in self._geometries for name, shape in hf_shapes(geometry.trunk).items()}
+        return {name: shape for geometry in self._geometries for name, shape in hf_shapes(geometry).items()}
 
     def sent(self, parameters: Sequence[LocalParameter]) -> Sequence[LocalParameter]:
         return parameters
@@ -110,7 +110,7 @@ class PlannedBridge:
     Args:
         parameters: this rank's, in the dtypes of the wire; none where it holds no part of the model. Their own tensors are sent
             unless ``sources`` are given; then they may be on the meta device.
-        geometry: of the model.
+        geometry: of what is sent: the model, with its MTP layers where the engine drafts with those that learn.
         target: this rank's part of a rollout engine; a ``NoTarget`` where it has none.
         group: the ranks that hold the model or an engine.
         sources: what is sent instead of the parameters' own tensors, under the same names and in the same shapes: merged with
@@ -162,7 +162,6 @@ class PlannedBridge:
         pieces_of = names.pieces
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
         shapes = names.shapes()
-        parameters = [p for p in parameters if all(piece.hf_name in shapes for piece in pieces_of(p))]
         self._target, self._verify, self._gatherer, self._poison = target, verify, gatherer, poison
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._aliases = {"lm_head.weight": embedding_name(geometry)} if geometry.tied_embeddings else {}

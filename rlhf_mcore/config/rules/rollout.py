@@ -108,22 +108,14 @@ def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
 
 
 def _speculative_problems(cfg: Config) -> Iterator[str]:
-    method = cfg.rollout.speculative.method
-    name, off = f"rollout.speculative.method={method}", "set it to off"
+    method, layout = cfg.rollout.speculative.method, cfg.rollout.layout
     if method == "off" or not engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
         return
-    if (layout := cfg.rollout.layout).num_ranks > 1:
-        yield f"{name} is not supported with {engine_keys(layout)}={layout.num_ranks}; set that to 1, or {off}"
-    if cfg.rollout.placement != "colocated":
-        yield f"{name} is not supported with rollout.placement={cfg.rollout.placement}; {off}"
-    for group, top_p in {"rollout.sampling": cfg.rollout.sampling.top_p, "evaluate": cfg.evaluate.top_p}.items():
-        if top_p != 1:
-            yield f"{name} is not supported with {group}.top_p={top_p:g}; set that to 1, or {off}"
-    if method == "mtp" and cfg.actor.mtp.mode != "keep":
-        yield (
-            f"{name} drafts with the MTP layers of model.path: those that learn (actor.mtp.mode={cfg.actor.mtp.mode}) are not sent to "
-            f"engines; set it to off or ngram"
-        )
+    for key, size in {"pp": layout.pp, "dp": layout.dp, "ep": layout.ep}.items():
+        if size > 1:
+            yield (
+                f"rollout.speculative.method={method} is not supported with rollout.layout.{key}={size}; set that to 1, or set it to off"
+            )
 
 
 def _apart_problems(cfg: Config) -> Iterator[str]:

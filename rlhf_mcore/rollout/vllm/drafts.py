@@ -1,31 +1,121 @@
-"""Speculative decoding (Leviathan et al. 2022, arXiv 2211.17192): what vLLM is told of how an engine drafts."""
+"""Speculative decoding (Leviathan et al. 2022, arXiv 2211.17192): how a vLLM engine drafts, and which of its drafts are taken."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from torch import nn
+
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import read_config
+from rlhf_mcore.families.mtp import mtp_tensors
+from rlhf_mcore.rollout.vllm.cpu import verify_drafts_at_their_temperature
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import SpeculativeConfig
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from rlhf_mcore.config.schema import RolloutConfig, SpeculativeConfig
+    from rlhf_mcore.rollout.engine import EngineModel
 
 
-def draft_options(cfg: SpeculativeConfig, *, on_cuda: bool) -> dict[str, Any]:
-    """Return arguments of vllm.LLM.
+def learned_names(cfg: RolloutConfig, model: EngineModel) -> frozenset[str]:
+    """Name the tensors of MTP layers that an engine is to be sent; none where it drafts with those of the model's directory."""
+    if cfg.speculative.method != "mtp" or model.shapes is None:
+        return frozenset()
+    return frozenset(mtp_tensors(model.shapes, read_config(model.model_dir, model.model_dir)))
 
-    MTP layers are loaded from the model's directory when the engine starts, and stay as they are. Their embedding and output layer
-    are the model's own modules, and come with it.
+
+class Drafts:
+    """How an engine drafts: the arguments of vllm.LLM, the MTP layers where these learn, and a record of what was taken.
+
+    MTP layers that learn start as dummies and are sent with the model. Others are loaded from the model's directory when the engine
+    starts, and stay as they are. The embedding and the output layer of both are the model's own modules.
 
     Raises:
-        ConfigError: drafts on CUDA, where they have not been run, and where a sleep would discard the MTP layers.
+        ConfigError: a sleep would discard MTP layers that no sync brings back.
     """
-    if cfg.method == "off":
-        return {}
-    if on_cuda:
-        raise ConfigError(f"rollout.speculative.method={cfg.method} is not supported on CUDA; set it to off")
+
+    def __init__(self, cfg: RolloutConfig, model: EngineModel, *, on_cuda: bool) -> None:
+        self.model: DraftedModel | None = None  # once it is attached, if MTP layers learn
+        self._method, self._on_cuda, self._learned = cfg.speculative.method, on_cuda, learned_names(cfg, model)
+        sleeps = on_cuda and cfg.placement == "colocated" and cfg.sleep and cfg.sleep_level == 2
+        if self._method == "mtp" and sleeps and not self._learned:
+            raise ConfigError(
+                "rollout.speculative.method=mtp: a sleep of rollout.sleep_level=2 discards the MTP layers, which no sync brings back "
+                "with actor.mtp.mode=keep; set rollout.sleep_level=1, or actor.mtp.mode=train"
+            )
+        self.options = {"speculative_config": _options(cfg.speculative, self._learned)}
+
+    def attach(self, worker: Any, scheduler: Any) -> None:
+        """Take up with vLLM's worker and scheduler, which have started."""
+        if self._method == "ngram":
+            import numba
+
+            numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
+        elif self._learned:
+            self.model = DraftedModel(worker.get_model(), worker.get_draft_model(), self._learned)
+        if not self._on_cuda:
+            verify_drafts_at_their_temperature()
+        self.record = DraftRecord(scheduler)
+
+
+def _options(cfg: SpeculativeConfig, learned: Collection[str]) -> dict[str, Any]:
     options: dict[str, Any] = {"method": cfg.method, "num_speculative_tokens": cfg.num_tokens}
     if cfg.method == "ngram":
-        options |= {"prompt_lookup_min": cfg.ngram_tokens, "prompt_lookup_max": cfg.ngram_tokens}
-    else:
-        options["draft_load_config"] = {"load_format": "safetensors"}
-    return {"speculative_config": options}
+        return options | {"prompt_lookup_min": cfg.ngram_tokens, "prompt_lookup_max": cfg.ngram_tokens}
+    return options if learned else options | {"draft_load_config": {"load_format": "safetensors"}}
+
+
+class DraftedModel(nn.Module):
+    """A model and the MTP layers that draft for it, loaded as one. ``names``: the checkpoint's tensors of the latter."""
+
+    def __init__(self, model: Any, draft: Any, names: Collection[str]) -> None:
+        super().__init__()
+        self.model, self.draft = model, draft
+        self._names = names
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load tensors as vLLM's models do, and return the names of the parameters that were written."""
+        drafted = set[str]()
+
+        def of_model() -> Iterator[tuple[str, Tensor]]:
+            for is_draft, part in groupby(weights, lambda pair: pair[0] in self._names):
+                if is_draft:
+                    drafted.update(self.draft.load_weights(part))
+                else:
+                    yield from part
+
+        loaded = {f"model.{name}" for name in self.model.load_weights(of_model())}
+        return loaded | {f"draft.{name}" for name in drafted}
+
+
+class DraftRecord:
+    """How many drafts of each pass were taken, by the number of response tokens that a request had before the pass."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self._count = scheduler, scheduler.make_spec_decoding_stats
+        self._passes: dict[str, list[tuple[int, int, int]]] = {}
+        scheduler.make_spec_decoding_stats = self._note
+
+    def _note(
+        self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, num_invalid_spec_tokens: Any, request_id: str
+    ) -> Any:
+        """Stand for the scheduler's method, which it calls for each request of a pass that had drafts."""
+        place = self._scheduler.requests[request_id].num_output_tokens
+        self._passes.setdefault(request_id, []).append((place, num_draft_tokens, num_accepted_tokens))
+        return self._count(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+
+    def take(self, handle: str, num_tokens: int) -> NDArray[np.int16]:
+        """Return the field ``DRAFTS`` of a response of so many tokens, which has finished."""
+        field = np.zeros((num_tokens, 2), np.int16)
+        for place, drafted, taken in self._passes.pop(handle, []):
+            field[place] = drafted, taken
+        return field
+
+    def drop(self, handles: Iterable[str]) -> None:
+        for handle in handles:
+            self._passes.pop(handle, None)

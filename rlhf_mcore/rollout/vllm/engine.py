@@ -24,12 +24,13 @@ from rlhf_mcore.rollout.vllm.environment import (
     remove_quantisation,
     unchanged_classes,
 )
-from rlhf_mcore.types import ROUTES, Completion, Recorded, Request
+from rlhf_mcore.types import DRAFTS, ROUTES, Completion, Recorded, Request
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rlhf_mcore.config.schema import RolloutConfig
+    from rlhf_mcore.rollout.vllm.drafts import Drafts
     from rlhf_mcore.rollout.vllm.images import EngineImages
     from rlhf_mcore.rollout.vllm.routes import RouteSource
 
@@ -49,6 +50,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     """
 
     _routes: RouteSource | None = None
+    _drafts: Drafts | None = None
     _adapters: Sequence[Any] = ()  # that the engine adds: their names in requests
     _named: Mapping[str, Any] = {}  # the one that requests are drawn with
     _counted: Any = nullcontext  # around the start
@@ -88,13 +90,15 @@ class VLLMEngine(LiveEngine, AddsAdapters):
 
             declare_image_operators()
             self._images = EngineImages(model)
+        if cfg.speculative.method != "off":
+            from rlhf_mcore.rollout.vllm.drafts import Drafts
+
+            self._drafts = Drafts(cfg, model, on_cuda=self._on_cuda)
         options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory(), self._counted():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
-            if cfg.speculative.method == "ngram":
-                import numba
-
-                numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
+            if self._drafts is not None:
+                self._drafts.attach(self._worker(), self._scheduler)
         if model.adapters:
             self._open_slots()
             self.use_adapter(0)
@@ -113,8 +117,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
                 from rlhf_mcore.rollout.vllm import cpu_grids
 
                 cpu_grids.complete(self._worker().model_runner, layout)
-            if cfg.speculative.method != "off":
-                cpu.verify_drafts_at_their_temperature()
             if model.dtype == "fp32":
                 cpu.use_norm_kernels(self.model)
 
@@ -142,10 +144,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             "disable_log_stats": True,
             "seed": model.seed,
         }
-        if cfg.speculative.method != "off":
-            from rlhf_mcore.rollout.vllm.drafts import draft_options
-
-            options |= draft_options(cfg.speculative, on_cuda=self._on_cuda)
+        if self._drafts is not None:
+            options |= self._drafts.options
         if cfg.quantization is not None and self._on_cuda:
             from rlhf_mcore.rollout.vllm import quantised
 
@@ -250,6 +250,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         fields: dict[str, Recorded] = {}
         if self._routes is not None and in_flight.request.sampling.records_routes:
             fields[ROUTES] = self._routes.take(in_flight.handle, drawn, len(output.prompt_token_ids) + len(token_ids))
+        if self._drafts is not None:
+            drafts = self._drafts.record.take(in_flight.handle, len(token_ids))
+            fields |= {DRAFTS: drafts} if in_flight.request.sampling.records_drafts else {}
         return Completion(
             in_flight.request.request_id,
             np.array(token_ids, np.int32),
@@ -266,6 +269,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._llm.llm_engine.abort_request(list(dropped.values()), internal=True)
         if self._routes is not None:
             self._routes.drop(dropped.values())
+        if self._drafts is not None:
+            self._drafts.record.drop(dropped.values())
         self._by_number = {
             number: request_id for number, request_id in self._by_number.items() if request_id not in dropped
         }
@@ -315,8 +320,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
 
     @property
     def model(self) -> nn.Module:
-        """The live model on this rank."""
-        return self._worker().get_model()
+        """The live model on this rank, with what drafts for it where that learns."""
+        drafted = None if self._drafts is None else self._drafts.model
+        return drafted or self._worker().get_model()
 
     def _base_layers(self) -> AbstractContextManager[None]:
         if not self._adapters:
@@ -371,7 +377,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._settle()
         self.begin_load()
         with preserved_rng(), self._base_layers():
-            [unwritten] = self._llm.collective_rpc(reload.reload, args=(self._expected.checked(weights),))
+            [unwritten] = self._llm.collective_rpc(reload.reload, args=(self.model, self._expected.checked(weights)))
         if self._adapter_shapes:
             self._open_slots()  # vLLM's reload has closed them
         if unwritten:

@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Reload the weights inside vLLM's worker, and return the parameters that were not written (vLLM only logs them)."""
-    model = worker.get_model()
+def reload(worker: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Reload the weights inside vLLM's worker, and return the parameters that were not written (vLLM only logs them).
+
+    ``model``: the worker's own, or with what drafts for it.
+    """
     load_weights = model.load_weights
     loaded: set[str] = set()
 
@@ -25,6 +27,7 @@ def reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         return names
 
     model.load_weights = recording
+    worker.model_runner.get_model = lambda: model  # whose weights vLLM reloads
     for module in model.modules():
         if (
             getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None
@@ -37,7 +40,7 @@ def reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         _abandon_reload(worker, model)
         raise
     finally:
-        del model.load_weights  # the method of the class shows again
+        del model.load_weights, worker.model_runner.get_model  # the methods of the classes show again
     _reprocess_tied(model)
     return sorted({name for name, _ in model.named_parameters()} - loaded - _derived_parameters(model))
 

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.config.schema import RolloutConfig, SpeculativeConfig
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
+from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.rollout import build_engine
@@ -39,7 +41,9 @@ PROMPTS = [[5, 9, 33], [7, 70, 12, 3, 18, 2]]
 class VLLM(Served):
     def answer(self, do: str, given: dict[str, Any]) -> Any:
         if do == "load":  # as vLLM does, from full tensors
-            self._engine.load_weights(iter(load_file(given["path"]).items()), version=99)
+            known = self._engine._expected.shapes  # files repeat the embedding and the output layer in an MTP layer
+            held = {name: tensor for name, tensor in load_file(given["path"]).items() if name in known}
+            self._engine.load_weights(iter(held.items()), version=99)
             return None
         if do == "seen":
             return self._seen()
@@ -67,8 +71,10 @@ def main(socket_path: str, order: dict[str, Any]) -> None:
     layout = RolloutLayoutConfig(**order["layout"])
     store = dist.FileStore(str(Path(order["store"]) / order["engine"]), layout.num_ranks)
     dist.init_process_group(platform.collective_backend, store=store, rank=order["rank"], world_size=layout.num_ranks)
-    cfg = RolloutConfig(layout=layout, kv_cache_gib=0.02, max_num_seqs=16)
-    shapes = hf_shapes(load_spec(model).geometry)
+    cfg, spec = RolloutConfig(layout=layout, kv_cache_gib=0.02, max_num_seqs=16), load_spec(model)
+    if count := getattr(spec.hf_config, MTP_KEY, 0):
+        cfg.speculative = SpeculativeConfig("mtp")
+    shapes = hf_shapes(replace(spec.geometry, mtp_layers=count))
     engine = build_engine(cfg, EngineModel(model, model, "fp32", 64, seed=0, shapes=shapes))
     serve(socket_path, f"{order['engine']}.{order['rank']}", VLLM(engine))
 

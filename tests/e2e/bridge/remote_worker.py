@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import broadcast_json, world_group
 from tests.distributed import models
@@ -18,9 +19,18 @@ from tests.distributed.setting import Settings, build, finish, groups_of, moe_gr
 from tests.e2e.rollout.tiny import save_tokenizer
 
 # Names of layouts of four ranks: two ranks have half of the data-parallel size. The last one finds live weights in the engines.
-LAYOUTS = {"qwen3_tied": ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2"), "qwen3_moe": ("ep2_dp4", "tp2_sp_ep2_etp1_dp2")}
-ENGINES = {"qwen3_tied": {"a": {"tp": 2}, "b": {"tp": 2}}, "qwen3_moe": {"c": {"dp": 2, "ep": 2}}}
+LAYOUTS = {
+    "qwen3_tied": ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2"),
+    "qwen3_moe": ("ep2_dp4", "tp2_sp_ep2_etp1_dp2"),
+    "glm4_moe": ("tp2_sp_ep2_etp1_dp2",),
+}
+ENGINES = {
+    "qwen3_tied": {"a": {"tp": 2}, "b": {"tp": 2}},
+    "qwen3_moe": {"c": {"dp": 2, "ep": 2}},
+    "glm4_moe": {"d": {"tp": 2}},
+}
 NUM_RANKS = 2  # of each engine
+WITH_MTP = ("glm4_moe",)  # whose engines draft with an MTP layer that learns
 
 
 def engines_of(name: str, path: Path) -> EngineProcesses:
@@ -41,13 +51,15 @@ def measure(directory: Path, name: str) -> dict[str, Any]:
     platform, path, groups, found = start(), directory / name, {}, {}
     if dist.get_rank() == 0:
         models.make(name, path)
+        if name in WITH_MTP:
+            models.add_mtp_layer(path)
         save_tokenizer(path)
     dist.barrier()
     engines = engines_of(name, path) if dist.get_rank() == 0 else None
     file = str(path / "model.safetensors")
     for version, layout in enumerate(LAYOUTS[name]):
-        made = (moe_groups_of if name in models.MOE_MODELS else groups_of)(layout, groups)
-        model, _ = build(path, made, platform, Settings())
+        made = (moe_groups_of if "moe" in name else groups_of)(layout, groups)
+        model, _ = build(path, made, platform, Settings(mtp=MTPLearning() if name in WITH_MTP else None))
         is_live = layout == LAYOUTS[name][-1]
         job = BridgeJob(model.spec.geometry, 30_000, "digest", live_cpu_weights=is_live, poison=True)
         side = Side(model.local_parameters(), NoTarget())

@@ -113,7 +113,9 @@ def test_a_checkpoint_holds_them() -> None:
     assert decode_trajectories(content, prompts)[3][0].support is None
 
 
-@pytest.mark.parametrize("needed", [{"records_support": True, "top_p": 0.9}, {"records_routes": True}])
+@pytest.mark.parametrize(
+    "needed", [{"records_support": True, "top_p": 0.9}, {"records_routes": True}, {"records_drafts": True}]
+)
 def test_what_an_older_run_sampled_without_is_drawn_again(needed: dict[str, Any]) -> None:
     """A checkpoint of before supports were recorded, with top_p, or routes: its responses cannot be learned from exactly."""
 

@@ -364,20 +364,10 @@ def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ["rollout.speculative.method=ngram", "rollout.sampling.top_p=0.9"],
-            ["rollout.sampling.top_p=0.9; set that to 1"],
+        *(
+            (["rollout.speculative.method=ngram", f"rollout.layout.{key}=2"], [f"rollout.layout.{key}=2; set that to 1"])
+            for key in ("pp", "dp", "ep")
         ),
-        (["rollout.speculative.method=ngram", "evaluate.top_p=0.9"], ["evaluate.top_p=0.9", "or set it to off"]),
-        (
-            ["rollout.speculative.method=ngram", "rollout.layout.tp=2"],
-            ["not supported with rollout.layout.tp=2; set that to 1"],
-        ),
-        (
-            ["rollout.speculative.method=ngram", "rollout.placement=disaggregated"],
-            ["not supported with rollout.placement"],
-        ),
-        (["rollout.speculative.method=mtp", "actor.mtp.mode=train"], ["actor.mtp.mode=train) are not sent to engines"]),
         (["rollout.speculative.method=ngram", "rollout.engine=hf"], ["no effect with rollout.engine=hf"]),
         (
             ["rollout.speculative.method=mtp", "rollout.speculative.ngram_tokens=2"],
