@@ -8,7 +8,7 @@ from functools import partial
 
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import draws_greedy
+from rlhf_mcore.config.implied import draws_greedy, sent_geometry
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, tower_bytes, training_activations
 from rlhf_mcore.planning.counts import num_parameters
@@ -91,7 +91,7 @@ def _shares_device(inputs: PlanInputs) -> bool:
 
 
 def _engine_weights(inputs: PlanInputs) -> int:
-    return engine_bytes(inputs.cfg, inputs.roles[0].geometry, inputs.dtype)
+    return engine_bytes(inputs.cfg, sent_geometry(inputs.cfg, inputs.roles[0].geometry), inputs.dtype)
 
 
 def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
@@ -118,7 +118,9 @@ def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
 
 def _kv_bytes(inputs: PlanInputs) -> int:
     """Count the bytes of a token's keys and values on one rank of an engine."""
-    return kv_bytes_per_token(inputs.roles[0].geometry, engine_grid(inputs.cfg), BYTES[inputs.dtype])
+    return kv_bytes_per_token(
+        sent_geometry(inputs.cfg, inputs.roles[0].geometry), engine_grid(inputs.cfg), BYTES[inputs.dtype]
+    )
 
 
 def kv_tokens(inputs: PlanInputs) -> int:

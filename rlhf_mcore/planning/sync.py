@@ -20,7 +20,7 @@ from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_or
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.adapter_files import adapted_modules
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import sends_adapters
+from rlhf_mcore.config.implied import sends_adapters, sent_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
@@ -112,13 +112,10 @@ def kv_bytes_per_token(geometry: ModelGeometry, grid: EngineGrid, width: int) ->
     """
     attention = geometry.attention
     if isinstance(attention, LatentSizes):
-        return (
-            _most_layers(grid, range(geometry.num_layers), geometry.num_layers)
-            * (attention.kv_rank + attention.rope_dim)
-            * width
-        )
+        layers = _most_layers(grid, range(geometry.num_layers), geometry.num_layers) + geometry.mtp_layers
+        return layers * (attention.kv_rank + attention.rope_dim) * width
     with_keys = [layer for layer in range(geometry.num_layers) if layer not in geometry.delta_layers]
-    layers = _most_layers(grid, with_keys, geometry.num_layers)
+    layers = _most_layers(grid, with_keys, geometry.num_layers) + geometry.mtp_layers
     return 2 * layers * max(1, geometry.num_kv_heads // grid.tp) * geometry.head_dim * width
 
 
@@ -138,16 +135,19 @@ def _most_layers(grid: EngineGrid, layers: Sequence[int], num_layers: int) -> in
 
 
 def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterator[PlannedTensor]:
-    """Yield every parameter of a rank of an engine."""
+    """Yield every parameter of a rank of an engine. What MTP layers have beside a layer is on all ranks of the last stage."""
     family, cut, stage = FAMILIES[geometry.family], _Cut.of(grid, rank), grid.stage(rank)
     for rule in _ends(geometry, is_first=stage == 0, is_last=stage == grid.pp - 1):
         yield _plan_rule(rule, geometry, cut, 0)
     for rule in family.vision.rules(geometry) if family.vision is not None else ():  # planned whole on every rank
         for name, shape in rule.shapes(geometry).items():
             yield PlannedTensor(name, shape, (Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape)),))
-    for layer in grid.layers(geometry.num_layers, stage):
+    drafting = geometry.mtp_numbers if stage == grid.pp - 1 else ()
+    for layer in (*grid.layers(geometry.num_layers, stage), *drafting):
         for rule in family.layer_rules(geometry, layer):
-            if rule.kind in ("delta", "delta_by_head"):
+            if rule.layers == "mtp":
+                yield _plan_rule(replace(rule, kind="replicated"), geometry, cut, layer)
+            elif rule.kind in ("delta", "delta_by_head"):
                 yield from _planned_delta(rule, geometry, cut.tp, cut.rank, layer)
             else:
                 yield _plan_rule(rule, geometry, cut, layer)
@@ -351,7 +351,7 @@ def num_devices(cfg: Config, world_size: int) -> int:
 
 def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: int) -> Plan:
     """Make the plan of a sync, without a model and without an engine."""
-    geometry, layout = actor.geometry.trunk, actor.layout
+    geometry, layout = sent_geometry(cfg, actor.geometry), actor.layout
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
     shapes, devices = hf_shapes(geometry), num_devices(cfg, world_size)
     engines, first = num_engines(cfg, world_size), world_size if engines_apart(cfg) else 0
@@ -381,7 +381,7 @@ def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Ass
     Those of engines of their own are sent by the trainer's ranks in equal parts, to each machine once.
     """
     layout, grid = actor.layout, engine_grid(cfg)
-    moved = sent_bytes(cfg, actor.geometry, actor.dtype)
+    moved = sent_bytes(cfg, sent_geometry(cfg, actor.geometry), actor.dtype)
     if engines_apart(cfg):
         engine_ranks = cfg.rollout.num_engines * grid.size
         spread = num_devices(cfg, layout.world_size) > gpu.per_node

@@ -72,14 +72,11 @@ def decode_step_s(inputs: PlanInputs, running: float) -> float:
     actor, work, gpu = inputs.roles[0], inputs.work, inputs.gpu
     grid = replace(engine_grid(inputs.cfg), pp=1)  # what its stages read one after the other
     running, active = running / grid.dp, active_parameters(actor.geometry)
-    width = engine_bytes(inputs.cfg, actor.geometry, inputs.dtype) / engine_numel(
-        actor.geometry, engine_grid(inputs.cfg)
-    )
-    read = min(engine_numel(actor.geometry, grid), active * running / grid.tp) * width
+    trunk = actor.geometry.trunk  # as without drafts, whose acceptance is not known
+    width = engine_bytes(inputs.cfg, trunk, inputs.dtype) / engine_numel(trunk, engine_grid(inputs.cfg))
+    read = min(engine_numel(trunk, grid), active * running / grid.tp) * width
     read += (
-        running
-        * (work.prompt_tokens + work.response_tokens / 2)
-        * kv_bytes_per_token(actor.geometry, grid, BYTES[inputs.dtype])
+        running * (work.prompt_tokens + work.response_tokens / 2) * kv_bytes_per_token(trunk, grid, BYTES[inputs.dtype])
     )
     read += running * 2 * state_bytes_per_sequence(actor.geometry, grid, BYTES[inputs.dtype])  # and written again
     memory_s = read / (gpu.memory_bytes_per_s * inputs.assumed.decode_efficiency)

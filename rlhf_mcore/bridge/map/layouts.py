@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.map.rules import layer_names, pieces
 from rlhf_mcore.families import end_rules
+from rlhf_mcore.families.mtp import EMBEDDING_COPY
 from rlhf_mcore.geometry import ModelGeometry, Shard
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 
@@ -75,4 +76,8 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
     first, last = end_rules(geometry, tied_head=layout.pp > 1)
     stages[0][:0] = [rule.mcore for rule in first]
     stages[-1] += [rule.mcore for rule in last]
+    if geometry.mtp_layers and layout.num_stages > 1:
+        stages[-1].append(EMBEDDING_COPY)
+    for layer in geometry.mtp_numbers:
+        stages[-1] += layer_names(geometry, layer, geometry.num_experts // layout.ep, fused)
     return stages

@@ -87,7 +87,7 @@ def _rows_of_weight(name: str, shapes: Shapes, geometry: ModelGeometry, shard: S
 
 
 def of_trunk(parameters: Iterable[LocalParameter], geometry: ModelGeometry) -> list[LocalParameter]:
-    """Select the parameters of the model that samples a token at a time: what engines are sent that do not draft with its MTP layers."""
+    """Select the parameters of the model that samples a token at a time, without its MTP layers."""
     shapes = hf_shapes(geometry.trunk)
     return [p for p in parameters if all(piece.hf_name in shapes for piece in pieces(p.name, geometry, p.shard))]
 

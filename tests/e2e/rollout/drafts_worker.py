@@ -7,6 +7,7 @@ MTP layer predicts as the model does, so with greedy decoding all of its drafts 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.trace import trace
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.planning.inputs import EngineGrid
+from rlhf_mcore.planning.sync import engine_tensors
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.draft_metrics import draft_metrics
@@ -30,7 +34,7 @@ from tests.distributed.setting import Settings, build, finish, gatherer, load_hf
 from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
 
-LAYOUT, DEPTH, NEW_TOKENS, TEMPERATURE = "tp2_sp_ep2_etp1_dp2", 2, 24, 0.8
+LAYOUT, DEPTH, NEW_TOKENS, TEMPERATURE = "tp2_sp_ep2_etp1_dp2", 2, 16, 0.8
 MTP = "model.layers.4."
 NORM, MTP_NORM = "model.norm.weight", f"{MTP}shared_head.norm.weight"  # before the output layer, of both
 
@@ -103,13 +107,17 @@ def likeliest(hf: torch.nn.Module, prompt: Sequence[int], ids: Sequence[int]) ->
     return hf(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
+def held(tensors: Any) -> set[str]:
+    return {f"{prod(t.shape)} {sorted((p.hf_name, p.start, p.shape) for p in t.pieces)}" for t in tensors}
+
+
 def of_draft(engine: Any, signs: Tensor, path: Path) -> dict[str, bool]:
     """Whether tensors of MTP layers are in the engine, to the bit, where vLLM has them as files do."""
     held, layer = load_file(path / "model.safetensors"), engine.model.draft.model.layers["4"]
     return {
         "eh_proj": torch.equal(layer.eh_proj.weight, held[f"{MTP}eh_proj.weight"]),
         "norm": torch.equal(layer.shared_head.norm.weight, held[MTP_NORM] * signs),
-        "router": torch.equal(layer.mtp_block.mlp.gate.weight, held[f"{MTP}mlp.gate.weight"]),
+        "layer": torch.equal(layer.mtp_block.input_layernorm.weight, held[f"{MTP}input_layernorm.weight"]),
     }
 
 
@@ -127,6 +135,10 @@ def main(directory: Path) -> None:
         speculative=SpeculativeConfig("mtp", num_tokens=DEPTH),
     )
     engine: Any = build_engine(cfg, EngineModel(str(path), str(path), "fp32", 64, seed=0, shapes=hf_shapes(geometry)))
+    engine._stops = []  # all responses get to their whole length
+    traced = trace(engine.model, hf_shapes(geometry)).parameters
+    planned = engine_tensors(geometry, EngineGrid(tp=dist.get_world_size()), dist.get_rank())
+    findings["unplanned"] = all_gather_json(sorted(held(traced) ^ held(planned)))
     common: dict[str, Any] = {"bucket_bytes": 20_000, "poison": True}
     full = PlannedBridge(parameters, geometry, engine, world_group(), verify="full", gatherer=gatherer(model), **common)
     full.sync(0)  # every parameter is compared with that of a plain load, to the bit

@@ -20,7 +20,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("state", [*SYNCED, "stale"])
 def test_what_is_drawn_follows_the_policy_whatever_the_drafts_are(findings: Any, state: str) -> None:
     greedy, sampled = findings[state]["greedy"], findings[state]["sampled"]
-    assert greedy["ids"] == greedy["expected"] and max(map(len, greedy["ids"])) == NEW_TOKENS
+    assert greedy["ids"] == greedy["expected"] and {*map(len, greedy["ids"])} == {NEW_TOKENS}
     assert greedy["gap"] < 1e-4 and sampled["gap"] < 1e-4
 
 
@@ -41,6 +41,10 @@ def test_passes_are_longer_where_drafts_are_taken(findings: Any) -> None:
 
 
 def test_the_draft_holds_the_trainers_bits_after_a_sync(findings: Any) -> None:
-    whole = {"eh_proj": True, "norm": True, "router": True}
+    whole = {"eh_proj": True, "norm": True, "layer": True}
     assert findings["synced"]["bits"] == findings["synced again"]["bits"] == whole
     assert findings["stale"]["bits"] == whole | {"norm": False}
+
+
+def test_the_planner_describes_the_draft_without_an_engine(findings: Any) -> None:
+    assert findings["unplanned"] == [[], []]

@@ -45,9 +45,13 @@ BY_HEAD = replace(
     experts=ExpertSizes(4, 96, per_token=2, shared_ffn_size=32),
 )
 
+WITH_MTP = replace(
+    MIXTURE, family="glm4_moe", experts=ExpertSizes(4, 96, per_token=2, shared_ffn_size=96), mtp_layers=1
+)
+
 
 @pytest.mark.parametrize(
-    "geometry", [SMALL, MIXTURE, replace(SMALL, family="qwen3", tied_embeddings=False), DELTA_NETS, BY_HEAD]
+    "geometry", [SMALL, MIXTURE, WITH_MTP, replace(SMALL, family="qwen3", tied_embeddings=False), DELTA_NETS, BY_HEAD]
 )
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_engines_need_every_element_once_a_replica_and_padding_is_declared(geometry: ModelGeometry, tp: int) -> None:
@@ -136,6 +140,20 @@ def test_an_uncut_engine_receives_what_the_other_stage_has() -> None:
     assert sync.received_total == total  # each of two engines gets the half that its rank does not have
     assert sync.imported == 0
     assert sync.seconds == pytest.approx(sync.received / 450e9)
+
+
+def test_mtp_layers_that_learn_travel_to_engines_that_draft_with_them() -> None:
+    """Beside a layer they have two norms before a projection of twice the width, and one behind."""
+    cfg, actor = Config(), PlannedRole("actor", WITH_MTP, ParallelLayout(2, pp=2), True)
+    cfg.actor.mtp.mode = "train"
+    received = []
+    for method in ("off", "ngram", "mtp"):
+        cfg.rollout.speculative.method = method
+        received.append(plan_sync(cfg, actor, 2, GPUS["H100"], Assumptions()).received_total)
+    attention, experts = 64 * 64 + 2 * 32 * 64 + 64 * 64, 4 * 64 + 4 + 4 * 3 * 96 * 64 + 3 * 96 * 64
+    layer = attention + experts + 2 * 64 + 64 * 128 + 3 * 64
+    # To the engine on the first stage. The last one has a copy of the embedding, which its engine needs no longer receive.
+    assert [each - received[0] for each in received] == [0, 0, 2 * (layer - 100 * 64)]
 
 
 def test_nodes_receive_over_the_network() -> None:
