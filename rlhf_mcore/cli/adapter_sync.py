@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, of_trunk
+from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, part_of
 from rlhf_mcore.bridge.run.merged import ADAPTERS, AdaptersAside, MergedSources, adapted_weights
 from rlhf_mcore.config.implied import adapter_sizes, sends_adapters
 from rlhf_mcore.config.schema import Config
@@ -36,7 +36,10 @@ def engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
 def select_sent(cfg: Config, model: RoleModel) -> Sent:
     geometry = model.adapter_geometry
     assert geometry is not None
-    weights, adapters = of_trunk(model.local_parameters(), model.spec.geometry), model.adapter_parameters()
+    weights, adapters = (
+        part_of(model.local_parameters(), model.spec.geometry, model.spec.geometry.trunk),
+        model.adapter_parameters(),
+    )
     is_aside = sends_adapters(cfg, model.spec.geometry)
     if is_aside:
         aside, kept_aside = (AdaptersAside(weights, adapters, geometry, keep=keep) for keep in (False, True))

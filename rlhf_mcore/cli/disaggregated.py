@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.map.rules import hf_shapes, part_of
 from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
@@ -19,12 +19,11 @@ from rlhf_mcore.cli.generation import (
     build_exchange,
     changed_only,
     choose_collect,
-    sent_parameters,
     training_sampling,
 )
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import drafts_learn, sent_geometry
+from rlhf_mcore.config.implied import sent_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.families.mtp import MTP_KEY
@@ -120,7 +119,7 @@ def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources
 
         sent = select_sent(cfg, model)
         return Side(sent.parameters, NoTarget(), sources=sent.sources), sent.kept if keeps else None, sent.adapter
-    parameters = sent_parameters(cfg, model)
+    parameters = part_of(model.local_parameters(), model.spec.geometry, sent_geometry(cfg, model.spec.geometry))
     if not keeps:
         return Side(parameters, NoTarget()), None, None
     flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
@@ -130,9 +129,7 @@ def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources
 def start(run: RunContext) -> Fleet:
     """Begin to start the engines under Ray. Called on the first rank alone."""
     spec, adapters = load_spec(run.cfg.model.path), None
-    geometry = spec.geometry
-    if drafts_learn(run.cfg):
-        geometry = replace(geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY))
+    geometry = sent_geometry(run.cfg, replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY, 0)))
     if run.cfg.actor.lora.rank is not None:
         from rlhf_mcore.cli.adapter_sync import engine_adapters
 

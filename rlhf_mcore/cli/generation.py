@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, of_trunk
+from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, part_of
 from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.run.sync import PlannedBridge, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import drafts_learn, draws_greedy, sent_geometry
+from rlhf_mcore.config.implied import draws_greedy, sent_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.geometry import LocalParameter
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import Publisher, RewardFunction, Source, SyncStats, WeightBridge, WeightTarget
@@ -148,7 +147,8 @@ def training_sampling(cfg: Config) -> Sampling:
         seed=cfg.seed,
         records_support=truncates(sampling),
         records_routes=cfg.actor.router_replay == "rollout",
-        records_drafts=engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method != "off",
+        records_drafts=engine_kind(cfg.rollout.engine).reads("rollout.speculative")
+        and cfg.rollout.speculative.method != "off",
         baseline=draws_greedy(cfg),
     )
 
@@ -191,13 +191,14 @@ def _trace(cfg: Config, shapes: Shapes, engine: Engine) -> EngineMap | None:
 
 def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
     gatherer, geometry = None, sent_geometry(cfg, actor.model.spec.geometry)
+    parameters = part_of(actor.model.local_parameters(), actor.model.spec.geometry, geometry)
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
         from rlhf_mcore.bridge.files.gather import Gatherer
 
         model = actor.model.model
         assert model is not None, "config.validate keeps actor.ranks from these"
         pgs = model.groups.collection
-        gatherer = Gatherer(sent_parameters(cfg, actor.model), geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+        gatherer = Gatherer(parameters, geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
         from rlhf_mcore.bridge.run.stand_ins import GatherBridge
 
@@ -209,7 +210,7 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
 
         sent = select_sent(cfg, actor.model)
     bridge = PlannedBridge(
-        sent_parameters(cfg, actor.model) if sent is None else sent.parameters,
+        parameters if sent is None else sent.parameters,
         geometry,
         _live(cfg, engine),
         world_group(),
@@ -224,12 +225,6 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
         quantisation=cfg.rollout.quantization,
     )
     return bridge if cfg.bridge.verify == "full" else changed_only(cfg, actor, bridge, engine)
-
-
-def sent_parameters(cfg: Config, model: RoleModel) -> list[LocalParameter]:
-    """Return this rank's parameters that engines are sent."""
-    parameters = model.local_parameters()
-    return parameters if drafts_learn(cfg) else of_trunk(parameters, model.spec.geometry)
 
 
 def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:

@@ -134,15 +134,10 @@ def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
     return AdapterSizes(cfg.rank, alpha, tuple(cfg.targets), cfg.use_rslora, use_dora=cfg.use_dora)
 
 
-def drafts_learn(cfg: Config) -> bool:
-    """Tell whether engines draft with MTP layers that are trained, and get them as the rest of the model."""
-    drafts = engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
-    return run_kind(cfg).generates and drafts and cfg.actor.mtp.mode in MTP_TRAINED
-
-
 def sent_geometry(cfg: Config, geometry: ModelGeometry) -> ModelGeometry:
-    """Return the geometry of what engines are sent, of a model whose MTP layers are in ``geometry`` if they are trained."""
-    return geometry if drafts_learn(cfg) else geometry.trunk
+    """Return the geometry of what engines are sent of a model: MTP layers where they are trained, and engines draft with them."""
+    drafts = engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
+    return geometry if drafts and cfg.actor.mtp.mode in MTP_TRAINED else geometry.trunk
 
 
 def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:

@@ -135,7 +135,7 @@ def _most_layers(grid: EngineGrid, layers: Sequence[int], num_layers: int) -> in
 
 
 def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterator[PlannedTensor]:
-    """Yield every parameter of a rank of an engine. What MTP layers have beside a layer is on all ranks of the last stage."""
+    """Yield every parameter of a rank of an engine. What MTP layers have beside a layer is on all of the last stage."""
     family, cut, stage = FAMILIES[geometry.family], _Cut.of(grid, rank), grid.stage(rank)
     for rule in _ends(geometry, is_first=stage == 0, is_last=stage == grid.pp - 1):
         yield _plan_rule(rule, geometry, cut, 0)

@@ -16,7 +16,7 @@ from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.saved_model import check_saved_model
-from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
+from rlhf_mcore.bridge.map.rules import hf_shapes, part_of
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.examples import example_batch
@@ -114,7 +114,7 @@ def alone(
     without, actor = build(path, groups, platform, Settings(**settings))
     plain = learn(actor, reference)
     pgs, geometry = model.groups.collection, model.spec.geometry
-    sent = Gatherer(of_trunk(model.local_parameters(), geometry), geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+    sent = Gatherer(part_of(model.local_parameters(), geometry, geometry.trunk), geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     return {
         "sent": any_rank(all_gather_json(first_difference(sent, trunk))),
         "metrics": metrics,

@@ -86,9 +86,9 @@ def _rows_of_weight(name: str, shapes: Shapes, geometry: ModelGeometry, shard: S
     return described
 
 
-def of_trunk(parameters: Iterable[LocalParameter], geometry: ModelGeometry) -> list[LocalParameter]:
-    """Select the parameters of the model that samples a token at a time, without its MTP layers."""
-    shapes = hf_shapes(geometry.trunk)
+def part_of(parameters: Iterable[LocalParameter], geometry: ModelGeometry, part: ModelGeometry) -> list[LocalParameter]:
+    """Select the parameters of a part of a model, such as that without its MTP layers."""
+    shapes = hf_shapes(part)
     return [p for p in parameters if all(piece.hf_name in shapes for piece in pieces(p.name, geometry, p.shard))]
 
 

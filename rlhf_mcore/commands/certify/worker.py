@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
+from rlhf_mcore.bridge.map.rules import hf_shapes, part_of
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.exit_codes import DONE
@@ -91,7 +91,7 @@ def _certify(platform: Platform, config: str, layouts: dict[str, list[str]], fol
         bucket = max(all_gather_json(max(parameter.tensor.nbytes for parameter in parameters))) // 4
         options: dict[str, Any] = {"bucket_bytes": bucket, "verify": "digest", "poison": True}
         options["quantisation"] = cfg.rollout.quantization
-        sent = of_trunk(parameters, spec.geometry)
+        sent = part_of(parameters, spec.geometry, spec.geometry.trunk)
         bridge = PlannedBridge(sent, spec.geometry.trunk, engine, world_group(), **options)
         row: dict[str, Any] = {"layout": name, "dtype": dtype, "engine": cfg.rollout.engine}
         try:

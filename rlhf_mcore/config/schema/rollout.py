@@ -90,7 +90,7 @@ class SpeculativeConfig(Group):
         one_of(
             off="it does not",
             ngram="what has followed the last tokens before, in the prompt or the response",
-            mtp="by the MTP layers of `model.path` (DeepSeek-V3, GLM-4.5), which are sent with the weights where they learn (`actor.mtp`)",
+            mtp="by the MTP layers of `model.path` (DeepSeek-V3, GLM-4.5), which are sent to it where they learn (`actor.mtp`)",
         ),
         more="A draft is taken with the probability that keeps the distribution of responses what it is (arXiv 2211.17192), and "
         "logprobs are those of the model. A response is another one than without, since random numbers are taken in another order.",

@@ -321,8 +321,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     @property
     def model(self) -> nn.Module:
         """The live model on this rank, with what drafts for it where that learns."""
-        drafted = None if self._drafts is None else self._drafts.model
-        return drafted or self._worker().get_model()
+        return (self._drafts and self._drafts.model) or self._worker().get_model()
 
     def _base_layers(self) -> AbstractContextManager[None]:
         if not self._adapters:
@@ -377,7 +376,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._settle()
         self.begin_load()
         with preserved_rng(), self._base_layers():
-            [unwritten] = self._llm.collective_rpc(reload.reload, args=(self.model, self._expected.checked(weights)))
+            checked, drafted = self._expected.checked(weights), self._drafts and self._drafts.model
+            [unwritten] = self._llm.collective_rpc(reload.reload, args=(checked, drafted))
         if self._adapter_shapes:
             self._open_slots()  # vLLM's reload has closed them
         if unwritten:

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def reload(worker: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+def reload(worker: Any, weights: Iterable[tuple[str, Tensor]], drafted: Any = None) -> list[str]:
     """Reload the weights inside vLLM's worker, and return the parameters that were not written (vLLM only logs them).
 
-    ``model``: the worker's own, or with what drafts for it.
+    ``drafted``: its model with what drafts for it, where that is reloaded too.
     """
+    model = drafted or worker.get_model()
     load_weights = model.load_weights
     loaded: set[str] = set()
 
