@@ -200,9 +200,8 @@ class Trajectory:
     score: Score | None = None  # that the environment gave
     num_prefilled: int = 0  # tokens before each turn of the policy, where the engine counts which of them it had cached
     num_cached: int = 0
-    support: Ragged[NDArray[np.int32]] | None = (
-        None  # as a completion's; tokens that the policy has not sampled have none
-    )
+    # As a completion's; tokens that the policy has not sampled have none
+    support: Ragged[NDArray[np.int32]] | None = None
     fields: Mapping[str, Recorded] = field(default_factory=dict)  # those of completions; zeros, or no values, elsewhere
     sequences: tuple[int, ...] = ()  # tokens of each of several sequences; none: it is one
     # Its turns as a tree with times, as environments/episode_log.py has them; JSON values
@@ -274,9 +273,8 @@ class TrainBatch:
     # By row, on every rank: tokens of each sequence of a row that is several
     sequences: Mapping[int, Sequence[int]] = field(default_factory=dict)
     images: Mapping[int, Sequence[str]] = field(default_factory=dict)  # and the digests of those that have images
-    turn_rewards: Tensor | None = (
-        None  # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
-    )
+    # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
+    turn_rewards: Tensor | None = None
     # [N] int32: version of the policy that sampled a token, zero outside loss_mask; None in a synchronous run, whose is policy_version
     versions: Tensor | None = None
     # Ids int32 of the tokens that top-k and top-p had left to draw each sampled token from; no ids: from all. None: all tokens so
@@ -284,13 +282,11 @@ class TrainBatch:
     # By name, what else engines have recorded of the tokens, and roles computed: losses and estimators declare which of it they read.
     fields: dict[str, Field] = field(default_factory=dict)
     policy_version: int = 0  # of the weights at the start of the step's updates
-    ref_logprobs: Tensor | None = (
-        None  # [N] float32, as all that follow zero outside loss_mask; of all tokens of the vocabulary
-    )
+    # [N] float32, as all that follow zero outside loss_mask; of all tokens of the vocabulary
+    ref_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None  # [N] float32: of the distribution that was drawn from, ``support`` alone
-    log_mass: Tensor | None = (
-        None  # [N] float32, with a support: log of its probability; with old_logprobs, of the same policy
-    )
+    # [N] float32, with a support: log of its probability; with old_logprobs, of the same policy
+    log_mass: Tensor | None = None
     old_values: Tensor | None = None  # [N] float32: value of the state before each token
     # [B] float32, on every rank: value of the state after the last token; with bootstrap_truncated
     bootstrap_values: Tensor | None = None

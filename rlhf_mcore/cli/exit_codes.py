@@ -30,9 +30,8 @@ P = ParamSpec("P")
 DONE = 0
 FAILED = 1
 USER_ERROR = 2
-PORT_TAKEN = (
-    69  # EX_UNAVAILABLE; between commands of ours: the port of a meeting was taken meanwhile, choose another one
-)
+# EX_UNAVAILABLE; between commands of ours: the port of a meeting was taken meanwhile, choose another one
+PORT_TAKEN = 69
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: saved and not finished, start the same command again
 STOPPED = 76  # by an alarm, after a save: nothing starts it again by itself
 INTERRUPTED = 130  # 128 + SIGINT, as a shell has it

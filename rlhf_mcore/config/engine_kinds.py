@@ -37,9 +37,8 @@ class EngineKind:
     )  # that it imports, and distributions that have them
     runs_apart: bool = True  # its ranks may be processes of Ray, on devices of their own
     is_sharded: bool = False  # rollout.layout.tp ranks are one engine; else each has a whole model
-    has_live_weights: bool = (
-        True  # parameters in the rank's process, which a bridge writes; else it takes full tensors by a call
-    )
+    # Parameters in the rank's process, which a bridge writes; else it takes full tensors by a call
+    has_live_weights: bool = True
     records_routes: bool = False  # completions may have the experts that tokens went to
     sleeps: bool = False  # gives its device memory back while the trainer learns
     reserves_cache: bool = False  # when it starts; else its cache is what it draws at a time

@@ -36,9 +36,8 @@ class RowTokens:
     fields: Mapping[str, Tensor]
     ragged: Mapping[str, Ragged[Tensor]] = field(default_factory=dict)
     sequences: Sequence[Sequence[int]] | None = None  # tokens of each sequence of each row; None: a row is one
-    images: Sequence[tuple[str, ...]] | None = (
-        None  # digests of each row's, which each of its sequences begins with; None: no row has any
-    )
+    # Digests of each row's, which each of its sequences begins with; None: no row has any
+    images: Sequence[tuple[str, ...]] | None = None
 
     @property
     def sequence_lengths(self) -> list[int]:

@@ -238,9 +238,8 @@ class Family:
 
     # Attention and norms.
     head_dim: int | None = None  # where config.json has none; None: the hidden size over the number of heads
-    qk_norm_key: str = (
-        ""  # the flag that decides whether query and key heads have norms, where not all models have them
-    )
+    # The flag that decides whether query and key heads have norms, where not all models have them
+    qk_norm_key: str = ""
     qkv_bias_key: str = ""  # the same of biases of queries, keys and values
     norm_of_projections: bool = False  # a norm of heads is of all of them together
     rotates_partly: bool = False  # partial_rotary_factor decides how much of a head rotates

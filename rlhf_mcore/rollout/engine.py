@@ -51,9 +51,8 @@ class EngineModel:
     attention: str = "auto"  # hf: the kernel, by transformers' name; "auto" leaves it to transformers
     records_routes: bool = False  # whether requests may ask for the experts that tokens went to
     num_adapters: int = 1  # with ``adapters``: how many the engine holds at a time
-    images: str | None = (
-        None  # folder of an ImageStore, from which images of requests are read; None: the model sees none
-    )
+    # Folder of an ImageStore, from which images of requests are read; None: the model sees none
+    images: str | None = None
     max_images: int = 0  # of a request
 
     @classmethod

@@ -214,9 +214,8 @@ class RunCheckpointer:
         self.after_commit(step)
 
     def _tell_of_failure(self, error: SaveError, decision: Decision) -> None:
-        if (
-            self.stop_on_failure or decision.stop or END in decision.reasons
-        ):  # nothing comes after that would save again
+        # Nothing comes after that would save again
+        if self.stop_on_failure or decision.stop or END in decision.reasons:
             raise error
         if self.triggers is not None:
             self.triggers.not_saved(decision)

@@ -315,9 +315,8 @@ class AlgorithmConfig(Group):
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if (
-                name == "preset" and vars(self).get(name, value) != value in PRESETS
-            ):  # it has filled in its keys already
+            # It has filled in its keys already
+            if name == "preset" and vars(self).get(name, value) != value in PRESETS:
                 raise ConfigError(
                     f"algorithm.preset={value!r} would change nothing but the name of {vars(self)[name]!r}; give a preset when the "
                     "configuration is made, as in rm.Config(algorithm=...), or set the keys of algorithm that it stands for"

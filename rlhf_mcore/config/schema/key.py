@@ -79,9 +79,8 @@ class Description:
     null: str = ""  # what null means
     unit: str = ""  # where the name of the key does not tell
     more: str = ""  # sentences for the documentation alone
-    is_fixed: bool = (
-        False  # a run that resumes has the same value: with another one it would be neither the old run nor a new one
-    )
+    # A run that resumes has the same value: with another one it would be neither the old run nor a new one
+    is_fixed: bool = False
     # "other.key=value", "other.key=value or value", or "other.key" for one that is above 0: without it the key has no effect
     only_with: str = ""
 

@@ -201,9 +201,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             for request, limit, more in zip(requests, limits, extra, strict=True)
         ]
         tokens = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        if (
-            self._at_publish == "continue"
-        ):  # a prefix that older weights computed may still be in the cache: it is not shared
+        # A prefix that older weights computed may still be in the cache: it is not shared
+        if self._at_publish == "continue":
             for prompt in tokens:
                 prompt["cache_salt"] = f"weights {self.policy_version}"
         first = self._llm.request_counter.counter  # vLLM numbers its requests from here, and returns these numbers
@@ -234,12 +233,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         """
         in_flight = self._in_flight.get(self._by_number.pop(int(output.request_id), -1))
         if in_flight is None or list(output.prompt_token_ids) != list(in_flight.request.prompt_ids):
-            name = (
-                "a request that was not made"
-                if in_flight is None
-                else f"another prompt than that of {in_flight.request.name}"
-            )
-            raise RuntimeError(f"the engine answered {name}")
+            other = in_flight and f"another prompt than that of {in_flight.request.name}"
+            raise RuntimeError(f"the engine answered {other or 'a request that was not made'}")
         [drawn], support = output.outputs, None
         if in_flight.request.sampling.records_support:
             from rlhf_mcore.rollout.vllm.masks import support_of
@@ -267,10 +262,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     def _end(self, request_ids: Sequence[int]) -> None:
         dropped = {request_id: self._in_flight[request_id].handle for request_id in request_ids}
         self._llm.llm_engine.abort_request(list(dropped.values()), internal=True)
-        if self._routes is not None:
-            self._routes.drop(dropped.values())
-        if self._drafts is not None:
-            self._drafts.record.drop(dropped.values())
+        for recorder in filter(None, (self._routes, self._drafts and self._drafts.record)):
+            recorder.drop(dropped.values())
         self._by_number = {
             number: request_id for number, request_id in self._by_number.items() if request_id not in dropped
         }
