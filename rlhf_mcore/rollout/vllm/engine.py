@@ -262,7 +262,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
     def _end(self, request_ids: Sequence[int]) -> None:
         dropped = {request_id: self._in_flight[request_id].handle for request_id in request_ids}
         self._llm.llm_engine.abort_request(list(dropped.values()), internal=True)
-        for recorder in filter(None, (self._routes, self._drafts and self._drafts.record)):
+        recorders: tuple[Any, ...] = (self._routes, self._drafts and self._drafts.record)
+        for recorder in filter(None, recorders):
             recorder.drop(dropped.values())
         self._by_number = {
             number: request_id for number, request_id in self._by_number.items() if request_id not in dropped
