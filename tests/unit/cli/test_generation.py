@@ -99,6 +99,7 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
         "build_engine": lambda *_: engine,
         "EngineModel": SimpleNamespace(of=lambda *_: None),
         "hf_shapes": lambda _: {},
+        "part_of": lambda *_: [],
         "engine_map": trace,
         "PlannedBridge": plan,
         "world_group": lambda: None,
