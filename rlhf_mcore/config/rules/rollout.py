@@ -114,7 +114,7 @@ def _speculative_problems(cfg: Config) -> Iterator[str]:
     for key, size in {"pp": layout.pp, "dp": layout.dp, "ep": layout.ep}.items():
         if size > 1:
             yield (
-                f"rollout.speculative.method={method} is not supported with rollout.layout.{key}={size}; set that to 1, or set it to off"
+                f"rollout.speculative.method={method} is not supported with rollout.layout.{key}={size}; set that to 1, or it to off"
             )
 
 

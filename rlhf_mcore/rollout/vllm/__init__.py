@@ -28,7 +28,7 @@ class _VLLM(EngineKind):
         return adapter_problems(cfg, geometry)
 
     def preload(self) -> None:
-        from rlhf_mcore.rollout.vllm.engine import preload
+        from rlhf_mcore.rollout.vllm.environment import preload
 
         preload()
 

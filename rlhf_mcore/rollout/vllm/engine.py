@@ -442,13 +442,6 @@ def _renew_sinks(model: Any) -> None:
                 module.attn.impl.sinks = module.sinks
 
 
-def preload() -> None:
-    """Import vLLM as an engine on a CPU will, in a process that ranks are to be forks of."""
-    with engine_start(0, 1, eager=True):
-        from vllm import LLM, SamplingParams  # noqa: F401
-        from vllm.v1.worker import cpu_worker  # noqa: F401
-
-
 def _import_vllm() -> Any:
     from vllm import LLM
 

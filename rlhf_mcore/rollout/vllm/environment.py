@@ -207,3 +207,10 @@ def rank_and_world_size() -> tuple[int, int]:
             "initialise torch.distributed before the rollout engine: vLLM joins the trainer's process group"
         )
     return dist.get_rank(), dist.get_world_size()
+
+
+def preload() -> None:
+    """Import vLLM as an engine on a CPU will, in a process that ranks are to be forks of."""
+    with engine_start(0, 1, eager=True):
+        from vllm import LLM, SamplingParams  # noqa: F401
+        from vllm.v1.worker import cpu_worker  # noqa: F401
