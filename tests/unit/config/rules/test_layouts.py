@@ -365,7 +365,10 @@ def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) 
     ("overrides", "words"),
     [
         *(
-            (["rollout.speculative.method=ngram", f"rollout.layout.{key}=2"], [f"rollout.layout.{key}=2; set that to 1"])
+            (
+                ["rollout.speculative.method=ngram", f"rollout.layout.{key}=2"],
+                [f"rollout.layout.{key}=2; set that to 1"],
+            )
             for key in ("pp", "dp", "ep")
         ),
         (["rollout.speculative.method=ngram", "rollout.engine=hf"], ["no effect with rollout.engine=hf"]),
