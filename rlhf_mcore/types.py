@@ -137,7 +137,7 @@ class Completion:
 # The field with the experts that predicted a token: those, plus one, that the token before it went to, [N, layers with experts,
 # experts per token] int16. Zero where they are not known.
 ROUTES = "routes"
-# The field with the drafts of the pass that begins with a token: how many there were, and how many were taken, [N, 2] int16.
+# The field with the drafts of the pass that begins with a token: how many there were and how many were taken, [N, 2] int16.
 DRAFTS = "drafts"
 LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of turns of the policy, of time
 

@@ -72,8 +72,7 @@ def build_colocated(
     sharing = record.memory or DeviceSharing(run.platform)
     sharing.settle()
     record.progress(f"{cfg.rollout.engine}: its libraries, the model, the cache")
-    geometry, adapters = sent_geometry(cfg, actor.model.spec.geometry), None
-    sent_shapes = hf_shapes(geometry)
+    sent_shapes, adapters = hf_shapes(geometry := sent_geometry(cfg, actor.model.spec.geometry)), None
     if cfg.actor.lora.rank is not None:
         from rlhf_mcore.cli.adapter_sync import engine_adapters
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,11 +73,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
                 f"rollout.layout: an engine's {size} ranks do not divide the world size {world_size}; use a divisor of it"
             )
         super().__init__(model, EngineRank.of(rank, world_size, size), cfg.at_publish)
-        self._expected = (
-            ExpectedTensors.of_directory(model.model_dir)
-            if model.shapes is None
-            else ExpectedTensors.of_shapes(model.shapes)
-        )
+        shapes, expected = model.shapes, ExpectedTensors
+        self._expected = expected.of_directory(model.model_dir) if shapes is None else expected.of_shapes(shapes)
         self._on_cuda = current_platform().name == "cuda"
         self._can_sleep = self._on_cuda and cfg.sleep
         self._asleep: set[str] = set()  # of MEMORY
@@ -442,12 +440,6 @@ def _renew_sinks(model: Any) -> None:
                 module.attn.impl.sinks = module.sinks
 
 
-def _import_vllm() -> Any:
-    from vllm import LLM
-
-    return LLM
-
-
 def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any:
     """Start a vllm.LLM that leaves the trainer's process group alone.
 
@@ -461,7 +453,7 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
     # A module of vLLM keeps an exception of its own import, and so every frame that has led there, models included: a thread
     # has no others.
     with ThreadPoolExecutor(1) as thread:
-        llm_class = thread.submit(_import_vllm).result()
+        llm_class = thread.submit(lambda: import_module("vllm").LLM).result()
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     try:
