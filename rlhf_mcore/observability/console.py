@@ -56,11 +56,8 @@ class Console:
         if mode == "auto":
             mode = "rich" if sys.stdout.isatty() and not rich.console.Console().is_dumb_terminal else "plain"
         self.mode = mode
-        self._output = output or (
-            rich.console.Console(force_terminal=True)
-            if self.mode == "rich"
-            else rich.console.Console(force_terminal=False, no_color=True)
-        )
+        is_rich = self.mode == "rich"
+        self._output = output or rich.console.Console(force_terminal=is_rich, no_color=None if is_rich else True)
         self._clock = clock
         self._step_ended = clock()
         self.display: LiveDisplay | None = None

@@ -204,7 +204,6 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             for prompt in tokens:
                 prompt["cache_salt"] = f"weights {self.policy_version}"
         first = self._llm.request_counter.counter  # vLLM numbers its requests from here, and returns these numbers
-        handles: list[str]
         if self._images is not None:
             handles = self._images.enqueue(
                 self._llm, zip(requests, tokens, params, strict=True), self.policy_version, self._named
