@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import Piece
@@ -19,6 +20,7 @@ from rlhf_mcore.bridge.run.endpoints import Destinations, KeptSources
 from rlhf_mcore.bridge.run.execute import copy_parts, views_of_packet
 from rlhf_mcore.bridge.run.transports import Exchange, Links, Packet, Parcel, Wait, wait_for
 from rlhf_mcore.bridge.run.verify import piece_digest
+from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import current_platform
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -116,6 +118,10 @@ class Changes:
         self.moved.sent += sum(flat.nbytes for flat, _ in sends)
         self.moved.received += sum(flat.nbytes for flat, _ in receives)
         return list(self._links.exchange(sends, receives, 4 * bucket + part))  # a second phase has 4 * bucket + 2
+
+    def are_other(self, group: dist.ProcessGroup) -> bool:
+        """Return whether a message of changes has come out other than its sender's at any rank. Collective over the group."""
+        return not self.is_full and any(all_gather_json(self.num_wrong, group))
 
     def restore(self, bucket: int, packet: Packet) -> None:
         """Fill a message with what its receiver had of it before."""

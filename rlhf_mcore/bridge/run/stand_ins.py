@@ -72,8 +72,22 @@ class ChangedOnlyBridge:
         return self.sync_some(version, None if self.target.policy_version < 0 else self.changed)
 
 
-def matching(only: Sequence[str], known: Collection[str], aliases: Mapping[str, str]) -> frozenset[str]:
-    """Resolve names and patterns to tensors of the model. ``aliases``: of tied tensors."""
+def matching(
+    only: Sequence[str],
+    known: Collection[str],
+    aliases: Mapping[str, str],
+    together: Sequence[frozenset[str]] = (),
+    verify: str = "off",
+) -> frozenset[str]:
+    """Resolve names and patterns to tensors of the model, and to those that come together with them.
+
+    ``aliases``: of tied tensors. ``verify`` is the bridge's.
+
+    Raises:
+        ValueError: a pattern matches no tensor, or all tensors are to be compared.
+    """
+    if verify == "full":
+        raise ValueError("verify='full' compares all weights: sync all of them, or set verify to digest")
     names: set[str] = set()
     every = {*known, *aliases}
     for pattern in only:  # thousands of plain names are no patterns
@@ -84,4 +98,6 @@ def matching(only: Sequence[str], known: Collection[str], aliases: Mapping[str, 
         names |= matched
     if not names:
         raise ValueError("sync(only=[]) names no tensor; None means all")
+    while more := {name for layer in together if layer & names for name in layer} - names:
+        names |= more
     return frozenset(names)

@@ -51,9 +51,6 @@ class _Names:
     def shapes(self) -> Shapes:
         return {name: shape for geometry in self._geometries for name, shape in hf_shapes(geometry).items()}
 
-    def sent(self, parameters: Sequence[LocalParameter]) -> Sequence[LocalParameter]:
-        return parameters
-
     def pieces(self, parameter: LocalParameter) -> Sequence[Piece]:
         geometry = self._geometries[-1 if ".lora_" in parameter.name else 0]
         return pieces(parameter.name, geometry, parameter.shard)
@@ -170,7 +167,7 @@ class PlannedBridge:
         self._landing: type[EngineDestinations] = EngineDestinations
         self._last: _Transfer | None = None  # the receivers' copies are of what it has brought
         self._digest_every, self._num_syncs = digest_every, 0
-        sent = names.sent(parameters)
+        sent = parameters if quantisation is None else of_8_bits.sent(parameters)
         self._dtypes = wire_dtypes(sent, pieces_of, group)
         self._described = _Descriptions(
             describe_sources(sent, pieces_of, group),
@@ -294,7 +291,7 @@ class PlannedBridge:
         except BaseException:
             destinations.abandon()
             raise
-        if self._has_other_parts(transfer):
+        if transfer.changes is not None and transfer.changes.are_other(self._group):
             return None
         if verify == "digest":
             compare(self._source_digests(transfer), written.digests())
@@ -302,24 +299,14 @@ class PlannedBridge:
             self._compare_samples(transfer, drawn, version)
         return written
 
-    def _has_other_parts(self, transfer: _Transfer) -> bool:
-        """Return whether a message of changes has come out other than its sender's at any rank. Collective over the group."""
-        if transfer.changes is None or transfer.changes.is_full:
-            return False
-        return any(all_gather_json(transfer.changes.num_wrong, self._group))
-
     def _part(self, only: Sequence[str]) -> _Transfer:
         if min(all_gather_json(self._target.policy_version, self._group)) < 0:
             raise RuntimeError(
                 "the engine has no whole weights that a sync of some tensors could add to: sync all first"
             )
-        if self._verify == "full":
-            raise ValueError("verify='full' compares all weights: sync all of them, or set verify to digest")
         from rlhf_mcore.bridge.run.stand_ins import matching  # most runs bring all
 
-        names = matching(only, self._described.shapes, self._aliases)
-        while more := {name for layer in self._together if layer & names for name in layer} - names:
-            names |= more
+        names = matching(only, self._described.shapes, self._aliases, self._together, self._verify)
         if names not in self._parts:
             self._parts[names] = self._make_transfer(names)
         return self._parts[names]
