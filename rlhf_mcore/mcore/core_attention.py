@@ -115,7 +115,9 @@ class SDPACoreAttention(torch.nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, images: Tensor | None) -> Tensor:
         if images is not None:
-            return self._attend_masked(q, k, v, self._mask_with_images(images, q.size(2)))
+            from rlhf_mcore.mcore.image_features import mask_with_images
+
+            return self._attend_masked(q, k, v, mask_with_images(images, q.size(2), self._window, self._group))
         if self._group is None:
             return self._attend_last(q, k, v)
         from rlhf_mcore.parallel.context import chunks_of
@@ -135,19 +137,6 @@ class SDPACoreAttention(torch.nn.Module):
                 torch.ones(q.size(2), total, dtype=torch.bool, device=q.device).tril(before).triu(before + 1 - window)
             )
         return self._attend_masked(q, k, v, mask)
-
-    def _mask_with_images(self, images: Tensor, num_queries: int) -> Tensor:
-        """Return the mask [b, 1, this rank's queries, keys] of sequences with ``images`` [b, keys]."""
-        keys = queries = torch.arange(images.size(1), device=images.device)
-        if self._group is not None:
-            from rlhf_mcore.parallel.context import chunks_of
-
-            chunks = queries.split(num_queries // 2)
-            queries = torch.cat([chunks[number] for number in chunks_of(self._group.rank(), self._group.size())])
-        back = queries[:, None] - keys
-        own = images[:, queries, None]
-        mask = (back >= 0) | ((own == images[:, None]) & (own >= 0))
-        return (mask if self._window is None else mask & (back < self._window))[:, None]
 
     def _attend_masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend where ``mask`` is true; None: the causal one."""

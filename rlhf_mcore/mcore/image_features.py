@@ -1,4 +1,4 @@
-"""Features of images that frozen towers have made: once in a step, by one of the ranks that need them."""
+"""Features of images that frozen towers have made, once in a step, by one of the ranks that need them; and who sees them."""
 
 from __future__ import annotations
 
@@ -94,3 +94,20 @@ def needed_by_any(missing: Sequence[str], group: dist.ProcessGroup) -> list[str]
     if group.size() == 1:
         return list(missing)
     return list(dict.fromkeys(digest for of_rank in all_gather_json(list(missing), group) for digest in of_rank))
+
+
+def mask_with_images(images: Tensor, num_queries: int, window: int | None, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the mask [b, 1, queries of this context-parallel rank, keys] of sequences whose tokens are of ``images`` [b, keys].
+
+    Tokens see those before them, and those of their own image, no further back than ``window``; -1 is no image.
+    """
+    keys = queries = torch.arange(images.size(1), device=images.device)
+    if group is not None:
+        from rlhf_mcore.parallel.context import chunks_of
+
+        chunks = queries.split(num_queries // 2)
+        queries = torch.cat([chunks[number] for number in chunks_of(group.rank(), group.size())])
+    back = queries[:, None] - keys
+    own = images[:, queries, None]
+    mask = (back >= 0) | ((own == images[:, None]) & (own >= 0))
+    return (mask if window is None else mask & (back < window))[:, None]

@@ -11,8 +11,7 @@ import torch
 
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import VisionSizes
-from rlhf_mcore.mcore.core_attention import SDPACoreAttention
-from rlhf_mcore.mcore.image_features import StepFeatures
+from rlhf_mcore.mcore.image_features import StepFeatures, mask_with_images
 from rlhf_mcore.mcore.vision import Vision, image_positions
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.types import Microbatch
@@ -81,6 +80,5 @@ def test_a_token_of_images_that_a_policy_draws_is_a_word() -> None:
 )
 def test_tokens_of_an_image_see_each_other_as_far_back_as_a_window_reaches(window: int | None, rows: list[str]) -> None:
     """A word, an image of two tokens, an image of one, and a word."""
-    layer: Any = SimpleNamespace(_group=None, _window=window)
-    mask = SDPACoreAttention._mask_with_images(layer, torch.tensor([[-1, 0, 0, 1, -1]]), 5)
+    mask = mask_with_images(torch.tensor([[-1, 0, 0, 1, -1]]), 5, window, None)
     assert ["".join(".x"[seen] for seen in row) for row in mask[0, 0].tolist()] == rows
