@@ -68,6 +68,7 @@ def pair(directories: tuple[Path, Path]) -> Iterator[tuple[Fleet, list[str]]]:
         folder=str(folder),
         num_engines=2,
         max_total=MAX_MODEL_LEN,
+        make_reader=None,
         variables={},
     )
     made_of = {"timeout_s": 4.0, "max_num_seqs": SLOTS, "episodes": episodes.build}
@@ -127,43 +128,6 @@ def test_fault_18_and_19_and_25_every_request_is_answered_once_whatever_happens_
     assert len(publish(fleet, 0, *directories)) == 2
     with pytest.raises(ProcessLookupError):  # also where it was stopped
         os.kill(victim, 0)
-
-
-def test_fault_18_where_all_engines_are_killed_weights_come_first(
-    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], undisturbed: dict[int, list[int]]
-) -> None:
-    fleet, _ = pair
-    victims = pids(fleet, directories, "all")
-    fleet.submit(requests(6, 4, NEW_TOKENS))
-    for victim in victims:
-        kill(victim, directories[0])
-    generated = fleet.begin(requests(6, 4, NEW_TOKENS))  # an evaluation at the same time
-    drawn = collected(fleet, 24, *directories)
-    assert {number: found.token_ids.tolist() for number, found in drawn.items()} == undisturbed
-    assert {found.request_id: found.token_ids.tolist() for found in generated(300) or ()} == undisturbed
-
-
-def test_fault_33_engines_come_and_go_while_they_generate(
-    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], undisturbed: dict[int, list[int]]
-) -> None:
-    fleet, _ = pair
-    before = [found.name for found in fleet.status()]
-    while any(found.state != "serving" for found in fleet.status()):
-        fleet.collect(0.5)
-        publish(fleet, 0, *directories)
-    fleet.submit(requests(6, 4, NEW_TOKENS))
-    [added] = fleet.add(1)
-    fleet.drain(before[0])
-    first = collected(fleet, 12, *directories)
-    while next(found for found in fleet.status() if found.name == added).state == "starting":
-        first |= {found.request_id: found for found in fleet.collect(0.2)}
-    publish(fleet, 0, *directories)
-    fleet.submit(requests(6, 4, NEW_TOKENS, first_id=100))
-    fleet.remove(before[1])
-    drawn = first | collected(fleet, 48 - len(first), *directories)
-    tokens = {number: found.token_ids.tolist() for number, found in drawn.items()}
-    assert tokens == undisturbed | {100 + number: found for number, found in undisturbed.items()}
-    assert [found.name for found in fleet.status()] == [added]
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +197,43 @@ def logprobs_of(played: Trajectory, directory: Path) -> list[float]:
         logits = AutoModelForCausalLM.from_pretrained(directory).eval()(tokens[None]).logits[0, :-1]
     found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     return [float(value) for value in found[torch.tensor(played.loss_mask[1:])]]
+
+
+def test_fault_18_where_all_engines_are_killed_weights_come_first(
+    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], undisturbed: dict[int, list[int]]
+) -> None:
+    fleet, _ = pair
+    victims = pids(fleet, directories, "all")
+    fleet.submit(requests(6, 4, NEW_TOKENS))
+    for victim in victims:
+        kill(victim, directories[0])
+    generated = fleet.begin(requests(6, 4, NEW_TOKENS))  # an evaluation at the same time
+    drawn = collected(fleet, 24, *directories)
+    assert {number: found.token_ids.tolist() for number, found in drawn.items()} == undisturbed
+    assert {found.request_id: found.token_ids.tolist() for found in generated(300) or ()} == undisturbed
+
+
+def test_fault_33_engines_come_and_go_while_they_generate(
+    pair: tuple[Fleet, list[str]], directories: tuple[Path, Path], undisturbed: dict[int, list[int]]
+) -> None:
+    fleet, _ = pair
+    before = [found.name for found in fleet.status()]
+    while any(found.state != "serving" for found in fleet.status()):
+        fleet.collect(0.5)
+        publish(fleet, 0, *directories)
+    fleet.submit(requests(6, 4, NEW_TOKENS))
+    [added] = fleet.add(1)
+    fleet.drain(before[0])
+    first = collected(fleet, 12, *directories)
+    while next(found for found in fleet.status() if found.name == added).state == "starting":
+        first |= {found.request_id: found for found in fleet.collect(0.2)}
+    publish(fleet, 0, *directories)
+    fleet.submit(requests(6, 4, NEW_TOKENS, first_id=100))
+    fleet.remove(before[1])
+    drawn = first | collected(fleet, 48 - len(first), *directories)
+    tokens = {number: found.token_ids.tolist() for number, found in drawn.items()}
+    assert tokens == undisturbed | {100 + number: found for number, found in undisturbed.items()}
+    assert [found.name for found in fleet.status()] == [added]
 
 
 def test_fault_32_without_ray_there_is_one_message_and_no_wait(
