@@ -206,7 +206,8 @@ class AgentEpisodes:
         if each.limit and each.tree.nodes:
             self._finish(key, each.limit, Score(0.0, {PART: 0.0}))
             return
-        cause = f"{self._sessions.name} on {each.asked.name}, after {len(each.tree.nodes)} turns, {answer.error}"
+        count = len(each.tree.nodes)
+        cause = f"{self._sessions.name} on {each.asked.name}, after {count} turn{'s' * (count != 1)}, {answer.error}"
         if self._rules.fails:
             raise ConfigError(f"{cause}. Correct it, or set reward.on_error=zero to score such an episode 0")
         self._endpoint.close(key)
