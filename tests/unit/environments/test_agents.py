@@ -428,7 +428,7 @@ def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
         ({"max_turns": 2}, "turns", "limit"),
         ({"max_tokens": 12}, "length", "context_length_exceeded"),
         ({"max_total": 40}, "length", "context_length_exceeded"),
-        ({"max_seconds": 4.0}, "seconds", "limit"),
+        ({"max_seconds": 8.0}, "seconds", "limit"),
     ],
 )
 def test_an_episode_that_meets_a_limit_is_truncated(run: Any, limits: Any, reason: str, code: str) -> None:
