@@ -54,7 +54,7 @@ def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeomet
     hf_config = read_config(directory, str(directory))
     name = architecture(hf_config)
     if name not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
+        supported = ", ".join(name for name, (_, kind) in ARCHITECTURES.items() if kind == "lm")
         raise ConfigError(
             f"{hf_config.where}: architecture {shorten(name)} is not supported; supported are: {supported}"
         )

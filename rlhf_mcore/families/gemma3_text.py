@@ -15,8 +15,7 @@ FAMILY = Family(
     "gemma3_text",
     "Gemma3",
     SANDWICH_DECODER + QK_NORM,
-    # A norm multiplies by one plus its weight.
-    megatron={"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
+    megatron={"qk_layernorm": True, "layernorm_zero_centered_gamma": True},  # a norm multiplies by one plus its weight
     head_dim=256,
     flags={"attention_bias": False, "use_bidirectional_attention": False},
     norms="both",
@@ -26,4 +25,5 @@ FAMILY = Family(
     absent=("attn_logit_softcapping", "final_logit_softcapping"),
     settings=_settings,
     windows=Windows(every=6),
+    on_every_stage=("embedding", "norm", "output"),
 )

@@ -40,15 +40,6 @@ from rlhf_mcore.planning.weights import BYTES
 
 _VOCAB_MULTIPLE = 64
 SCALE_BYTES = 4  # fp32
-# What vLLM 0.32 holds on every stage, of models that do not leave it out where it is not computed.
-_ENDS = ("embedding", "norm", "output")
-_ON_EVERY_STAGE = {
-    **dict.fromkeys(("gemma3_text", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"), _ENDS),
-    "qwen3_next": ("embedding", "output"),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("embedding",)),
-}
-# Where groups attend to requests of their own, its models with a whole shared expert on each rank, for a part of the tokens.
-_SHARES_WHOLE = ("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +146,7 @@ def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iter
 
 def _ends(geometry: ModelGeometry, *, is_first: bool, is_last: bool) -> Iterator[Rule]:
     """List the rules of what a stage has beside layers."""
-    (first, last), everywhere = outer_rules(geometry), _ON_EVERY_STAGE.get(geometry.family, ())
+    (first, last), everywhere = outer_rules(geometry), FAMILIES[geometry.family].on_every_stage
     if is_first or "embedding" in everywhere or (is_last and geometry.tied_embeddings):
         yield first
     for rule in last:
@@ -193,7 +184,7 @@ def _plan_rule(rule: Rule, geometry: ModelGeometry, cut: _Cut, layer: int) -> Pl
         return _planned_stack(rule, geometry, cut, layer)
     is_expert = "{k}" in rule.mcore
     tp, rank = (cut.expert_tp, cut.expert_rank) if is_expert else (cut.tp, cut.rank)
-    if cut.shares_whole and geometry.family in _SHARES_WHOLE and "shared_experts" in rule.mcore:
+    if cut.shares_whole and FAMILIES[geometry.family].shares_whole and "shared_experts" in rule.mcore:
         tp, rank = 1, 0
     wholes = rule.shapes(geometry).values()
     shares = [_share(rule.kind, number, whole, geometry, tp, rank) for number, whole in enumerate(wholes)]

@@ -51,6 +51,7 @@ class Lookup:
     aux_loss_coef: float = 0.0
     mtp: None = None
     routing: None = None
+    vision: None = None
     overrides: Overrides = field(default_factory=Overrides)
     rule: Callable[[Lookup, float], bool] = stay
     table: Tensor = field(init=False)
