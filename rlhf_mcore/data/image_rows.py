@@ -11,7 +11,6 @@ import binascii
 import io
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 MARK = "<image>"  # the place of an image in a text
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+_SHOWN = 200  # characters of a path in messages; a longer one is hardly a path
 _TEXT_PARTS, _IMAGE_PARTS = ("text", "input_text"), ("image", "image_url", "input_image")
 
 
@@ -72,9 +72,10 @@ def take_images(content: Any, column: Any, place: str) -> RowImages:
         asked.append({**message, "content": parts if has_image else text})
     if (unused := len(list(waiting))) or len(sources) > sum(source is not None for source in sources):
         there = len([source for source in sources if source is not None]) + unused
-        raise ConfigError(
-            f"{place}: {len(sources)} x {MARK} in the prompt, and images: {there}; write {MARK} once where each image belongs"
-        )
+        remedy = f"write {MARK} once where each image belongs"
+        if not there:
+            remedy = "name their column in data.image_key, or give the row its images"
+        raise ConfigError(f"{place}: {len(sources)} x {MARK} in the prompt, and images: {there}; {remedy}")
     return RowImages(asked, written if isinstance(content, list) else content, sources)
 
 
@@ -101,6 +102,12 @@ def parts_of(content: Any, place: str) -> tuple[list[str], list[Any]] | None:
             f"{place}: image {sources.index(None) + 1} has no source; give image_url, image, bytes or path"
         )
     return texts, sources
+
+
+def _has_places(content: Any) -> bool:
+    messages = content if isinstance(content, list) else [{"content": content}]
+    said = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    return any(isinstance(turn, list) or (isinstance(turn, str) and MARK in turn) for turn in said)
 
 
 def _listed(column: Any, place: str) -> list[Any]:
@@ -154,6 +161,8 @@ def images_of_row(
     Raises:
         ConfigError: the model sees none, or as ``take_images`` and ``ImageReader.take``.
     """
+    if not column and not _has_places(content):
+        return content, content, ()
     row = take_images(content, column, place)
     if images is not None:
         return row.messages, row.content, images.take(row.sources, folder, place)
@@ -249,8 +258,9 @@ class ImageReader:
         num_places = sum(token == self.tokens.token_id for token in token_ids)
         if num_places != len(images):
             raise ConfigError(
-                f"{place}: the chat template has written {num_places} tokens of images for {len(images)} images; texts must not "
-                "hold that token themselves, and the template of model.tokenizer_path has to write one for each image"
+                f"{place}: prompt and chat template have written {num_places} tokens of images for {len(images)} images; write "
+                f"{MARK} once where each image belongs and not that token too; the template of model.tokenizer_path has to write one "
+                "for each image"
             )
         for token in token_ids:
             found += [token] * (self._count(next(counts)) if token == self.tokens.token_id else 1)
@@ -281,44 +291,48 @@ class ImageReader:
     def _content(self, source: Any, folder: Path, place: str) -> bytes:
         """Return the bytes of an image: given, in a file, or in a data URL."""
         limit = self._data.max_row_bytes
+        longer = f"{place}: more than data.max_row_bytes={limit} bytes; make it smaller, or raise data.max_row_bytes"
         if isinstance(source, Mapping):
-            content = source.get("bytes")
-            source = content if content is not None else source.get("path", source.get("image"))
+            source = _source_in(source)
         if isinstance(source, str):
             if match := _DATA_URL.match(source):
                 try:
                     source = base64.b64decode(source[match.end() :], validate=True)
                 except (binascii.Error, ValueError) as error:
                     raise ConfigError(f"{place}: its data URL is not base64 ({error}); encode it again") from error
+            elif source.startswith("data:"):
+                raise ConfigError(
+                    f"{place}: {source:.40} is no data URL of an image; it begins with data:image/png;base64,"
+                )
             elif "://" in source and not source.startswith("file://"):
                 raise ConfigError(
                     f"{place}: {source:.80} is not fetched; download the images, and name files in the data"
                 )
             elif source:
                 path = folder / source.removeprefix("file://")
-                return read_bytes(
-                    path,
-                    limit=limit,
-                    where=f"{place}: {path}",
-                    remedy="correct the path; it is relative to the data file",
-                )
+                if os.path.isfile(path) and os.path.getsize(path) > limit:
+                    raise ConfigError(longer)
+                remedy = "correct the path; it is relative to the data file"
+                if len(source) > _SHOWN:
+                    remedy = "where it is base64, write data:image/png;base64, before it"
+                return read_bytes(path, limit=limit, where=f"{place}: {path!s:.{_SHOWN}}", remedy=remedy)
         if not isinstance(source, bytes) or not source:
             raise ConfigError(
                 f"{place}: an image is bytes, a path or a data URL, found {type(source).__name__} {source!r:.40}"
             )
         if len(source) > limit:
-            raise ConfigError(
-                f"{place}: more than data.max_row_bytes={limit} bytes; make it smaller, or raise data.max_row_bytes"
-            )
+            raise ConfigError(longer)
         return source
 
     def _open(self, content: bytes, place: str) -> Image:
         """Read the header of an image, and check its size before anything is decoded."""
         from PIL import Image
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound is below
+        bound, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the run's own is below
+        try:
             image = self._refused(lambda: Image.open(io.BytesIO(content), formats=_FORMATS), place)
+        finally:
+            Image.MAX_IMAGE_PIXELS = bound
         width, height = image.size
         if width * height > self._data.max_image_pixels:
             raise ConfigError(
@@ -401,6 +415,9 @@ def _rgb(image: Image) -> Image:
     from PIL import ImageOps
 
     image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        # 16 bits of grey: the upper half, as Pillow reads colours of 16 bits. Its convert() clips to 255, which is white.
+        image = images.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = images.new("RGBA", image.size, (255, 255, 255, 255))

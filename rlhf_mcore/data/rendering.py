@@ -192,7 +192,8 @@ def _render_one(apply: Any, item: Any) -> dict[str, str]:
 
 
 def shown(text: str, num_tokens: int) -> str:
-    """Return the beginning of a prompt for the terminal, on a few lines."""
+    """Return the beginning of a prompt for the terminal, on a few lines: the tokens of an image as one with their number."""
+    text = re.sub(r"(<[^<>\s]{1,60}>)\1{3,}", lambda run: f"{run[1]} x {len(run[0]) // len(run[1])} ", text)
     lines = [line[:160] + ("..." if len(line) > 160 else "") for line in text[:1200].splitlines()]
     printable = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines[:10]]
     if len(lines) > 10 or len(text) > 1200:

@@ -147,7 +147,8 @@ def taken_images(
         ConfigError: an image cannot be used, or the model sees none.
     """
     column, messages = row.get(key or ""), content if isinstance(content, list) else []
-    if not column and not any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages):
+    has_parts = any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
+    if not column and not has_parts and (images is None or key is None):
         return content, content, ()
     from rlhf_mcore.data.image_rows import images_of_row
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,21 @@ def test_the_tower_gets_what_the_processor_of_transformers_makes(mode: str, tmp_
     assert ImageStore(tmp_path / "images" / "patches").content(digest) == content
 
 
+def test_grey_of_16_bits_keeps_its_upper_half(tmp_path: Path, model_dir: Path) -> None:
+    """Pillow's own conversion clips to 255, so that all above 255 of 65,535 would be white."""
+    content = io.BytesIO()
+    Image.fromarray(np.array([[0, 0x9C40], [0x00FF, 0xFFFF]], np.uint16).repeat(28, 0).repeat(28, 1)).save(
+        content, "PNG"
+    )
+    images = reader(tmp_path, model_dir)
+    (digest,) = images.take([content.getvalue()], tmp_path, "row 0")
+    expected = io.BytesIO()
+    Image.fromarray(np.array([[0, 0x9C], [0, 0xFF]], np.uint8).repeat(28, 0).repeat(28, 1)).save(expected, "PNG")
+    (same,) = images.take([expected.getvalue()], tmp_path, "row 1")
+    store = ImageStore(tmp_path / "images" / "patches")
+    assert torch.equal(store.features(digest).pixel_values, store.features(same).pixel_values)
+
+
 def test_pictures_are_scaled_to_the_range_of_the_configuration(tmp_path: Path, model_dir: Path) -> None:
     images = reader(tmp_path, model_dir, image_pixels=[28 * 28, 4 * 28 * 28])
     (digest,) = images.take([png(280, 280)], tmp_path, "row 0")
@@ -177,6 +194,19 @@ def test_the_ranks_of_a_machine_share_the_work(tmp_path: Path, model_dir: Path) 
     assert 0 < counts[0] < 8 and counts[1] == 8
 
 
+def header_of(width: int, height: int) -> bytes:
+    """Write the first two chunks of a PNG: Pillow reads its size, and knows no pixel of it."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+        + chunk(b"IDAT", b"")
+    )
+
+
 BOMB = io.BytesIO()  # 16 million pixels in 16 kilobytes
 Image.new("L", (4000, 4000)).save(BOMB, "PNG")
 
@@ -192,15 +222,21 @@ Image.new("L", (4000, 4000)).save(BOMB, "PNG")
         ("absent.png", "absent.png: no such file"),
         ("https://example.org/a.png", "is not fetched; download the images"),
         ("data:image/png;base64,%%%", "its data URL is not base64"),
+        ("data:application/pdf;base64,iVBO", "data:application/pdf;base64,iVBO is no data URL of an image"),
+        ("iVBO" * 100, "write data:image/png;base64, before it"),
+        ("iVBO" * 10_000, "write data:image/png;base64, before it"),
         (BOMB.getvalue(), "4000 by 4000 pixels, more than data.max_image_pixels=1000000"),
+        (header_of(30_000, 30_000), "30000 by 30000 pixels, more than data.max_image_pixels=1000000"),
         (b"\x00" * 300_000, "more than data.max_row_bytes=200000 bytes"),
+        ("large.png", "more than data.max_row_bytes=200000 bytes"),
         (png(2800, 12), "aspect ratio"),
     ],
 )
 def test_a_bad_image_is_refused_by_its_row(source: Any, expected: str, tmp_path: Path, model_dir: Path) -> None:
     images = reader(tmp_path, model_dir, max_image_pixels=1_000_000, max_row_bytes=200_000)
+    (tmp_path / "large.png").write_bytes(b"\x00" * 300_000)
     message = message_of(lambda: images.take([png(), source], tmp_path, "a.parquet, row 3"))
-    assert message.startswith("a.parquet, row 3, image 2: ") and expected in message
+    assert message.startswith("a.parquet, row 3, image 2: ") and expected in message and len(message) < 500
 
 
 def test_more_images_than_allowed_are_refused_before_any_is_read(tmp_path: Path, model_dir: Path) -> None:
@@ -215,6 +251,7 @@ def test_more_images_than_allowed_are_refused_before_any_is_read(tmp_path: Path,
         (ask("<image><image>"), [b"1"], "2 x <image> in the prompt, and images: 1"),
         (ask([{"type": "video"}]), None, "parts of the types"),
         (ask("a<image>"), 5, "holds int 5, not images"),
+        (ask("a<image>"), None, "images: 0; name their column in data.image_key, or give the row its images"),
     ],
 )
 def test_places_and_images_must_agree(content: Any, column: Any, expected: str) -> None:
@@ -229,6 +266,33 @@ def test_a_model_that_sees_nothing_is_not_given_images(tmp_path: Path, tokenizer
     )
     (prompt,) = load_prompts(files, tokenizer, DataConfig(image_key=None))
     assert "<image>a" in prompt.text and prompt.images == ()
+
+
+@pytest.mark.parametrize("prompt", ["<image>a", ask("<image>a")])
+def test_a_place_without_an_image_is_refused_where_the_column_has_another_name(
+    prompt: Any, tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "image": ["b.png"], "response": "c"}) + "\n")
+    files, images = [str(tmp_path / "a.jsonl")], reader(tmp_path, model_dir)
+    expected = "a.jsonl, line 1: 1 x <image> in the prompt, and images: 0; name their column in data.image_key"
+    assert expected in message_of(lambda: load_prompts(files, picture_tokenizer, DataConfig(), images=images))
+    given = {"max_tokens": 99, "drop_longer": False, "images": images}
+    assert expected in message_of(lambda: load_examples(files, picture_tokenizer, CONVERSATIONS, **given))
+    (text,) = load_prompts(files, picture_tokenizer, DataConfig(image_key=None), images=images)
+    assert "<image>a" in text.text and text.images == ()
+
+
+def test_a_prompt_without_a_place_for_its_image_is_told_to_have_one(
+    tmp_path: Path, model_dir: Path, picture_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    message = message_of(lambda: load(tmp_path, model_dir, picture_tokenizer, [{"prompt": "a", "images": [png()]}]))
+    assert "written 0 tokens of images for 1 images; write <image> once where each image belongs" in message
+
+
+def test_objects_of_a_column_may_have_the_keys_of_parts(tmp_path: Path, model_dir: Path) -> None:
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    objects = [{"bytes": png(), "path": "a"}, {"image": png()}, {"image_url": {"url": url}}, {"url": url}]
+    assert len(set(reader(tmp_path, model_dir).take(objects, tmp_path, "row 0"))) == 1
 
 
 def test_a_prompt_that_holds_the_token_itself_is_refused(

@@ -278,5 +278,6 @@ def test_the_first_prompt_is_shown_within_bounds() -> None:
     assert rendering.shown("<s>a\nb\x1b[0m", 4) == (
         "first prompt, as the model reads it (4 tokens):\n  | <s>a\n  | b\\x1b[0m"
     )
+    assert rendering.shown("a" + "<|pad|>" * 512 + "b", 514).endswith("  | a<|pad|> x 512 b")
     long = rendering.shown("\n".join(["x" * 500] * 50), 9).splitlines()
     assert len(long) <= 12 and max(map(len, long)) <= 170 and long[-1] == "  | ..."
