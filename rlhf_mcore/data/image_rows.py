@@ -345,7 +345,7 @@ class ImageReader:
         file = self._store.patches / f"{digest}.npy"
         if file.exists() and (self._store.directory / digest).exists():
             return
-        patches = self._refused(lambda: self._patches(_rgb(image)), place)
+        patches = self._refused(lambda: self._patches(upright_rgb(image)), place)
         self._store.patches.mkdir(parents=True, exist_ok=True)
         if not (self._store.patches / LEVELS).exists():
             _save(self._store.patches / LEVELS, _levels(self._processor))
@@ -409,7 +409,7 @@ def _levels(processor: Any) -> np.ndarray:
     return np.ascontiguousarray(image[:, 0], dtype=np.float32)
 
 
-def _rgb(image: Image) -> Image:
+def upright_rgb(image: Image) -> Image:
     """Decode an image, upright, its transparent parts on white, as Qwen's own tools do."""
     from PIL import Image as images
     from PIL import ImageOps

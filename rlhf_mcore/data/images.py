@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import PROCESSOR_FILES, read_config
 from rlhf_mcore.families.siglip import IMAGE_TOKEN, square_merge
 
@@ -111,7 +112,13 @@ class ImageStore:
 
         if self._levels is None:
             self._levels = np.load(self.patches / LEVELS)  # [channels, 256] fp32
-        patches = np.load(self.patches / f"{digest}.npy")  # [rows, columns, channels * frames * patch * patch] uint8
+        file = self.patches / f"{digest}.npy"
+        try:
+            patches = np.load(file)  # [rows, columns, channels * frames * patch * patch] uint8
+        except ValueError as error:
+            raise ConfigError(
+                f"{file}: damaged ({error}); remove its folder, which the same command makes again"
+            ) from error
         rows, columns, size = patches.shape
         channels = len(self._levels)
         by_channel = patches.reshape(rows * columns, channels, size // channels)

@@ -52,19 +52,19 @@ def _digests(groups: Sequence[Mapping[str, Any]]) -> Iterable[str]:
 @lru_cache(maxsize=2 * MAX_IMAGES)  # a page that is served is made again and again; a file of a digest stays what it is
 def _small(path: Path) -> bytes | None:
     """Return an image, upright and scaled down, as PNG where it has few pixels and as JPEG else; None: it cannot be read."""
-    from PIL import Image, ImageOps
+    from PIL import Image
+
+    from rlhf_mcore.data.image_rows import upright_rgb
 
     try:
         file = Image.open(io.BytesIO(read_bytes(path, limit=_MAX_FILE_BYTES)), formats=_FORMATS)
         if file.width * file.height > _MAX_PIXELS:
             return None
         file.draft("RGB", (SIDE, SIDE))
-        image = ImageOps.exif_transpose(file).convert("RGBA")
+        image = upright_rgb(file)
     except Exception:  # whatever a decoder raises of a file that nobody trusts
         return None
     image.thumbnail((SIDE, SIDE))
-    white = Image.new("RGBA", image.size, "white")
-    white.alpha_composite(image)
     content = io.BytesIO()
-    white.convert("RGB").save(content, "PNG" if image.width * image.height <= SIDE**2 // 4 else "JPEG", quality=80)
+    image.save(content, "PNG" if image.width * image.height <= SIDE**2 // 4 else "JPEG", quality=80)
     return content.getvalue()

@@ -62,6 +62,13 @@ def test_a_prompt_has_its_images_in_the_page(tmp_path: Path) -> None:
     assert all(url in html for url in run.images.values()) and "img-src data:" in html
 
 
+def test_grey_of_16_bits_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    Image.new("I;16", (8, 8), 0x9C40).save(content, "PNG")
+    run = read_run(write_run(tmp_path / "run", {digest(1): content.getvalue()}, [digest(1)]), 100)
+    assert opened(run.images[digest(1)]).getpixel((4, 4)) == (0x9C, 0x9C, 0x9C)
+
+
 @pytest.mark.parametrize("named", [ABSENT, "../secret", "/etc/passwd", 7, None, "A" * 32])
 def test_what_names_no_image_of_the_run_is_left_out(named: Any, tmp_path: Path) -> None:
     directory = write_run(

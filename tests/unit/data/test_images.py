@@ -184,6 +184,14 @@ def test_an_image_of_several_rows_is_kept_once(tmp_path: Path, model_dir: Path) 
     assert len(list((tmp_path / "images" / "patches").glob("[0-9a-f]*.npy"))) == 1
 
 
+def test_a_damaged_file_of_patches_is_named(tmp_path: Path, model_dir: Path) -> None:
+    (digest,) = reader(tmp_path, model_dir).take([png()], tmp_path, "row 0")
+    file = tmp_path / "images" / "patches" / f"{digest}.npy"
+    file.write_bytes(file.read_bytes()[:100])
+    message = message_of(lambda: ImageStore(file.parent).features(digest))
+    assert message.startswith(f"{file}: damaged") and "remove its folder" in message
+
+
 def test_the_ranks_of_a_machine_share_the_work(tmp_path: Path, model_dir: Path) -> None:
     store, folder = ImageStore(tmp_path / "images" / "patches"), str(model_dir)
     sources = [png(seed=seed) for seed in range(8)]
