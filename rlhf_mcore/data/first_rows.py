@@ -68,7 +68,10 @@ def _count_least_tokens(tokenizer: Any, prompt: Any) -> int:
     is_text = isinstance(prompt, str)
     messages = [] if is_text else [message for message in prompt if isinstance(message, Mapping)]
     said = [prompt] if is_text else [message.get("content") for message in messages if message.get("role") == "user"]
-    texts = [text.strip() for text in said if isinstance(text, str) and len(text) <= _MAX_CHARACTERS]
+    # The place of an image may have fewer tokens than its mark has characters.
+    texts = [
+        text.replace("<image>", "").strip() for text in said if isinstance(text, str) and len(text) <= _MAX_CHARACTERS
+    ]
     try:
         return sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
     except BaseException as error:

@@ -73,6 +73,12 @@ def test_nothing_is_refused_that_the_ranks_take(
     assert problem(f"data.max_prompt_tokens={longest}") is None
 
 
+def test_the_marks_of_images_are_not_counted_as_text(workspace: Any, model: Path) -> None:
+    write(workspace, f"<image>{TEXT}<image>")
+    assert problem("data.max_prompt_tokens=12") is None
+    assert "has 12 tokens or more" in str(problem("data.max_prompt_tokens=11"))
+
+
 def test_padding_and_truncation_of_the_file_do_not_count(workspace: Any, model: Path) -> None:
     content = json.loads((model / "tokenizer.json").read_text())
     padding = {
