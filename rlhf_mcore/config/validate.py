@@ -128,7 +128,8 @@ def choice_problems(cfg: Config) -> Iterator[str]:
         if allowed.or_function and is_file_spec(value):
             yield from function_problems(value, key)
         else:
-            yield f"{key}={value!r} is not a choice; choose one of: {allowed}"
+            null = ", or null" * bool(DESCRIPTIONS[key].null)
+            yield f"{key}={value!r} is not a choice; choose one of: {allowed}{null}"
 
 
 def range_problems(cfg: Config) -> Iterator[str]:

@@ -32,7 +32,8 @@ def lora_problems(cfg: Config) -> Iterator[str]:
     if cfg.actor.mtp.mode in MTP_TRAINED:
         yield f"{name} is not supported with actor.mtp.mode={cfg.actor.mtp.mode}; set that to keep"
     if run_kind(cfg).generates and cfg.bridge.method == "gather":
-        yield f"{name}: bridge.method=gather sends the weights without adapters; set bridge.method=planned"
+        remedy = "bridge.method=planned" if engine_kind(cfg.rollout.engine).has_live_weights else "it to null"
+        yield f"{name}: bridge.method=gather sends the weights without adapters; set {remedy}"
     if run_kind(cfg).generates and cfg.bridge.verify == "full":
         yield f"{name}: bridge.verify=full compares with the weights without adapters; set bridge.verify=digest"
     if needs_reference(cfg):

@@ -93,7 +93,7 @@ def sharding_problems(cfg: Config) -> Iterator[str]:
     if layout.ep not in (1, size := layout.tp * layout.dp):
         yield (
             f"rollout.layout.ep={layout.ep} is neither 1 nor rollout.layout.tp*dp={layout.tp}*{layout.dp}={size}: all ranks of a "
-            f"stage share the experts out, or none; set it to 1 or {size}"
+            f"stage share the experts out, or none; set it to 1{f' or {size}' * (size > 1)}"
         )
 
 
@@ -123,7 +123,7 @@ def _apart_problems(cfg: Config) -> Iterator[str]:
     port = re.fullmatch(r"[^:]+:(\d{1,5})", address or "")
     if address is not None and (port is None or not 1 <= int(port[1]) <= 65535):
         yield f"rollout.ray.address={address!r} is no address; give host:port, as ray start --head prints it, or null"
-    if cfg.bridge.method != "planned" or cfg.bridge.verify == "full":
+    if engine_kind(cfg.rollout.engine).runs_apart and (cfg.bridge.method != "planned" or cfg.bridge.verify == "full"):
         yield (
             f"rollout.placement=disaggregated: full tensors do not travel to engines of their own (bridge.method={cfg.bridge.method}, "
             f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify sample, digest or off"

@@ -231,7 +231,7 @@ class MTPConfig(Group):
     )
     loss_coef: float = key(
         0.1,
-        "factor of the loss of MTP layers, which is a mean over them",
+        "`joint`: factor of the loss of MTP layers, which is a mean over them",
         ABOVE_0,
         more="Megatron's `mtp_loss_scaling_factor`.",
         only_with="actor.mtp.mode=joint",

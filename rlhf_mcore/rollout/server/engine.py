@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -70,6 +71,7 @@ class ServerEngine(Engine):
     def _meet(self, token_env: str | None) -> None:
         if not self.rank.is_lead:
             return
+        self._check_folder()
         self._client = Client(token_of(token_env), self._timeout_s)
         try:
             for url in self._urls:
@@ -78,6 +80,18 @@ class ServerEngine(Engine):
             self._client.close()
             self._client = None
             raise
+
+    def _check_folder(self) -> None:
+        """Check that weights can be written where servers read them."""
+        place = self._folder.parent
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.server.weights_dir={place}: {error.strerror}; name a directory that the trainer can write and "
+                "servers can read"
+            ) from error
 
     async def _check(self, url: str) -> None:
         """Check that a server is well, takes weights, and draws as this run needs it to."""
@@ -200,7 +214,10 @@ class ServerEngine(Engine):
         self._well = {url: 0 for url, problem in problems.items() if problem is None}
         shutil.rmtree(writer.folder)
         if not self._well:
-            raise RuntimeError(f"no server has taken the weights: {'; '.join(map(str, problems.values()))}")
+            raise RuntimeError(
+                f"no server has taken the weights: {'; '.join(map(str, problems.values()))}; are they weights of the model "
+                "that it was started with? If not, start it again with the configuration of model.path"
+            )
 
     async def _replace_all(self, folder: str, label: str) -> dict[str, Exception | None]:
         results = await asyncio.gather(

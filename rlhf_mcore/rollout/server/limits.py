@@ -20,6 +20,8 @@ def model_problems(cfg: Config) -> Iterator[str]:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             yield f"rollout.server.urls has {url!r}, which is no address of a server; give http://host:port"
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield f"rollout.server.urls has {url!r} more than once; list each server once"
     if cfg.rollout.server.weights_dir is None:
         yield (
             "rollout.engine=server needs rollout.server.weights_dir; name a directory that trainer and servers see at one path"

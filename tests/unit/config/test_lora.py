@@ -94,6 +94,8 @@ def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale
         ({"algorithm__advantage": "gae", "critic__lora__dropout": 0.1}, "critic.lora.dropout"),
         ({"actor__freeze": ["model.norm.weight"]}, "actor.freeze"),
         ({"actor__mtp__mode": "train"}, "actor.mtp.mode"),
+        ({"bridge__method": "gather"}, "set bridge.method=planned"),
+        ({"bridge__method": "gather", "rollout__engine": "server"}, "set it to null"),
         ({"actor__moe__expert_bias_rate": 0.001}, "actor.moe.expert_bias_rate"),
         ({"actor__optimizer__name": "muon"}, "actor.optimizer.name"),
         ({"algorithm__kl__coef": 0.1, "reference__path": "other"}, "reference.path"),

@@ -372,6 +372,7 @@ def test_every_choice_is_checked_and_listed(workspace: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(cfg)
     functions = ", or path/to/file.py:name" if key in ("algorithm.advantage", "algorithm.policy_loss") else ""
+    functions += ", or null" if NoneType in get_args(KEYS[key]) else ""
     assert caught.value.problems == [
         f"{key}='nonsense' is not a choice; choose one of: {', '.join(choices_of(key))}{functions}"
     ]

@@ -240,6 +240,12 @@ def test_a_server_without_the_routes_is_refused(build: Any, servers: list[Server
         build(Server(url="http://127.0.0.1:9"))
 
 
+def test_a_place_that_cannot_hold_weights_is_refused(build: Any, servers: list[Server], tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("a file")
+    with pytest.raises(ConfigError, match=r"rollout\.server\.weights_dir=.*/weights: File exists; name a directory"):
+        build(servers[0])
+
+
 def test_the_key_is_sent_from_its_variable(build: Any, servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     servers[0].token = "s3cret"
     with pytest.raises(ConfigError, match="answers 401"):
@@ -266,6 +272,10 @@ def test_weights_go_to_files_of_a_bounded_size(tmp_path: Path) -> None:
         (["rollout.server.urls=[10.0.0.7:8000]"], "has '10.0.0.7:8000', which is no address"),
         (["rollout.server.urls=[http://a:1]"], "needs rollout.server.weights_dir"),
         (
+            ["rollout.server.urls=[http://a:1,http://a:1]", "rollout.server.weights_dir=/w"],
+            "'http://a:1' more than once",
+        ),
+        (
             ["rollout.server.urls=[http://a:1]", "rollout.server.weights_dir=/w", "rollout.server.token_env=NO_SUCH"],
             "is not set",
         ),
@@ -283,6 +293,10 @@ def test_what_is_missing_is_told_before_the_run(overrides: list[str], told: str)
         owner: Any = cfg
         for part in path:
             owner = getattr(owner, part)
-        setattr(owner, name, [value.strip("[]")] if value.startswith("[") else int(value) if value.isdigit() else value)
+        setattr(
+            owner,
+            name,
+            value.strip("[]").split(",") if value.startswith("[") else int(value) if value.isdigit() else value,
+        )
     problems = list(engine_kind("server").model_problems(cfg, None))  # type: ignore[arg-type]
     assert any(told in problem for problem in problems), problems

@@ -134,6 +134,11 @@ def test_models_and_layouts_with_experts_that_are_refused(
     assert all(word in problem for word in words), problem
 
 
+def test_where_one_size_is_left_no_choice_is_offered(workspace: Any) -> None:
+    workspace.write_hf_config(**QWEN_MOE)
+    assert only(check("rollout.layout.ep=2", world_size=2)).endswith("or none; set it to 1")
+
+
 def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -> None:
     workspace.write_hf_config(**QWEN_MOE)
     workspace.write_hf_config("dense")
