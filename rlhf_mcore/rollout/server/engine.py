@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
@@ -65,6 +66,7 @@ class ServerEngine(Engine):
         self._answers: SimpleQueue[Completion | Exception] = SimpleQueue()
         self._under_way: dict[int, Future[None]] = {}
         self._client: Client | None = None
+        self._model_dir = model.model_dir
         self._needed = {"logprobs_mode": "processed_logprobs", "dtype": _DTYPES[model.dtype]}
         on_every_rank(partial(self._meet, cfg.server.token_env))
 
@@ -105,6 +107,7 @@ class ServerEngine(Engine):
                 f"rollout.server.urls: {error}; start the server with VLLM_SERVER_DEV_MODE=1 and the options of docs/servers.md"
             ) from error
         declared = info["vllm_config"]["model_config"]
+        self._check_sizes(url, Path(str(declared.get("model"))))
         for name, value in self._needed.items():
             if declared.get(name) != value:
                 raise ConfigError(
@@ -115,6 +118,14 @@ class ServerEngine(Engine):
             raise ConfigError(
                 f"rollout.server.urls: {url} has max_model_len={declared.get('max_model_len')}, less than "
                 f"rollout.max_model_len={self._max_model_len}; start the server with --max-model-len {self._max_model_len}"
+            )
+
+    def _check_sizes(self, url: str, served: Path) -> None:
+        """Check that a server has this run's model, where its directory is here too: other weights would spoil it."""
+        if (served / "config.json").is_file() and read_geometry(served) != read_geometry(self._model_dir):
+            raise ConfigError(
+                f"rollout.server.urls: {url} serves {served}, whose sizes are not those of model.path={self._model_dir}; start the "
+                "server with the configuration of model.path"
             )
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -24,6 +24,7 @@ from rlhf_mcore.config.schema.rollout import ServerConfig
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.server.engine import ServerEngine, ShardWriter
 from rlhf_mcore.types import Request, Sampling
+from tests.messages import refused
 from tests.unit.parallel.world import world
 
 __all__ = ["world"]
@@ -190,6 +191,20 @@ def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: 
         engine.load_weights(weights(1.0), version=1)
     with pytest.raises(RuntimeError, match="cannot generate"):
         engine.generate(requests(1))
+
+
+def test_a_server_of_another_model_is_sent_nothing(build: Any, servers: list[Server], tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **sizes}
+    (served := tmp_path / "served").mkdir()
+    servers[0].declared["model"] = str(served)
+    for name, layers in (("config.json", 2), ("served/config.json", 3)):
+        (tmp_path / name).write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    with refused(ConfigError, field="rollout.server.urls", value=str(served), remedy="start the server with"):
+        build(servers[0])
+    assert not {"/pause", "/collective_rpc"} & set(servers[0].asked)
+    (served / "config.json").write_text(json.dumps(config))
+    build(servers[0])
 
 
 @pytest.mark.parametrize(
