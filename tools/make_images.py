@@ -1,6 +1,6 @@
 """Make a small world of pictures and a tiny model that looks at them carelessly.
 
-    python tools/make_images.py --out images [--family qwen2_5_vl | qwen3_vl | qwen3_5] [--seed 0]
+    python tools/make_images.py --out images [--family qwen2_5_vl | qwen3_vl] [--seed 0]
 
 writes ``OUT/model`` (a Hugging Face directory: a vision tower and a language model, fp32, with the quickstart's tokenizer, an image
 processor and a chat template), ``OUT/train.parquet`` and ``OUT/eval.parquet``, whose column ``images`` has the pictures.
@@ -170,12 +170,6 @@ def make_model(tokenizer: PreTrainedTokenizerFast, family: str, seed: int, num_l
     if family == "qwen2_5_vl":
         tower |= {"fullatt_block_indexes": [1], "window_size": 4 * PATCH}
         config_class, model_class = transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration
-    elif family == "qwen3_5":
-        tower |= {"num_position_embeddings": 64}
-        text |= {"head_dim": 32, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-        text |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # for which vLLM has kernels on a CPU
-        text["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
-        config_class, model_class = transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration
     else:
         tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
         text |= {"head_dim": 32}
@@ -377,7 +371,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. The defaults are the quickstart; the sizes are for tests and experiments."""
     parser = argparse.ArgumentParser(description="Make a small world of pictures and a model that looks at them.")
     parser.add_argument("--out", type=Path, default=Path("images"), help="directory to write to")
-    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl", "qwen3_5"), default="qwen2_5_vl")
+    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="compute threads; part of what makes a run repeatable")
     parser.add_argument("--fit-steps", type=int, default=800, help="updates of the supervised fit")
