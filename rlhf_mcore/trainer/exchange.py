@@ -158,12 +158,9 @@ def exchange_rows(
         from rlhf_mcore.data.token_fields import turn_rewards
 
         sent["turn_rewards"] = turn_rewards(trajectories)
-    sequences: dict[int, Sequence[int]] = {}
-    if (optional & _SEVERAL).any():
-        sequences = _of_all_rows(numbers, [t.sequences for t in trajectories])
-    images: dict[int, Sequence[str]] = {}
-    if (optional & _SEEING).any():
-        images = _of_all_rows(numbers, [t.prompt.images for t in trajectories])
+    are_several, see = bool((optional & _SEVERAL).any()), bool((optional & _SEEING).any())
+    sequences = _of_all_rows(numbers, [t.sequences for t in trajectories]) if are_several else {}
+    images = _of_all_rows(numbers, [t.prompt.images for t in trajectories]) if see else {}
     owners = owners_of(lengths.numpy(), dist.get_world_size())
     owned = rows_by_rank(owners, dist.get_world_size())
     rows = torch.from_numpy(owned[dist.get_rank()])

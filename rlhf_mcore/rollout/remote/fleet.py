@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
 from rlhf_mcore.rollout.remote.backlog import FreeBacklog, OpenRequests, SharedBacklog
-from rlhf_mcore.rollout.remote.fleet_state import (
-    REMEDY,
-    STARTING,
-    EnginesLost,
-    EngineStatus,
-    FleetEngine,
-    FleetPlan,
-)
+from rlhf_mcore.rollout.remote.fleet_state import REMEDY, STARTING, EnginesLost, EngineStatus, FleetEngine, FleetPlan
 from rlhf_mcore.rollout.remote.host import Meeting, Report
 from rlhf_mcore.rollout.remote.lending import Lending
 from rlhf_mcore.types import EngineWork
@@ -444,7 +437,7 @@ class Fleet:
             return [EngineStatus.of(engine) for engine in self._engines]
 
     def add(self, number: int) -> list[str]:
-        """Start further engines; they draw after the next sync. Their names.
+        """Start further engines, which draw after the next sync, and return their names.
 
         Raises:
             ConfigError: Ray has no room for them.
