@@ -95,7 +95,7 @@ class WeightTarget(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that it holds; -1 where there are none that may be used."""
+        """Return the version of the weights that it holds; -1 where there are none that may be used."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -289,7 +289,7 @@ class ValueModel(TrainableModel, Protocol):
 
 
 class Source(Protocol):
-    """Where the rows of a step come from."""
+    """Make the rows of a step."""
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """Make the rows of a step, and metrics of them. Collective."""
@@ -297,7 +297,7 @@ class Source(Protocol):
 
 
 class Learner(Protocol):
-    """What learns from the rows of a step."""
+    """Learn from the rows of a step."""
 
     def learn(self, step: int, batch: TrainBatch) -> tuple[Sequence[UpdateResult], Mapping[str, float]]:
         """Make all updates of a step. Returns their results, and metrics beside those of the results. Collective."""

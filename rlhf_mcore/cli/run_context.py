@@ -44,7 +44,7 @@ class RunContext:
 
     @property
     def dtype(self) -> str:
-        """Of models that do not have their own: fp32, bf16 or fp16."""
+        """Return the dtype of models that do not have their own: fp32, bf16 or fp16."""
         return self.platform.dtype(self.cfg.model.dtype)
 
     @property

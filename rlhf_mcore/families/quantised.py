@@ -17,7 +17,7 @@ _WHOLE_ROW = 1 << 40  # columns; more than any tensor has
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How weights are quantised: a block of ``block`` = (rows, columns) has one scale, in fp32.
+    """Describe how weights are quantised: a block of ``block`` = (rows, columns) has one scale, in fp32.
 
     ``suffix`` makes the name of the scales of a Hugging Face tensor's.
     """

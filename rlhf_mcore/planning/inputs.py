@@ -205,7 +205,7 @@ def num_engines(cfg: Config, world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineGrid:
-    """How an engine cuts a model. Its ranks are counted as vLLM counts them: tensor parallel, then stages, then data parallel.
+    """Cut an engine into ranks, counted as vLLM counts them: tensor parallel, then stages, then data parallel.
 
     Data-parallel ranks have the same attention, and share the experts. With ``ep`` each has whole ones, else a part of all.
     """

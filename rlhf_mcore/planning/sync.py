@@ -156,7 +156,7 @@ def _ends(geometry: ModelGeometry, *, is_first: bool, is_last: bool) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What a rank of an engine has: a part of each matrix, and of experts another, or whole ones."""
+    """Cut a model for a rank of an engine: a part of each matrix, and of experts another, or whole ones."""
 
     tp: int
     rank: int

@@ -35,7 +35,7 @@ class WorkerLost(Exception):
 
 
 class PoolEnded(RuntimeError):
-    """What a pool's workers run on is gone."""
+    """Tell that the machine or cluster of a pool's workers is gone."""
 
 
 class PoolWorker(Protocol):

@@ -253,7 +253,7 @@ class Engine(VersionedWeights, ABC):
 
     @property
     def tokens_drawn(self) -> int:
-        """By this engine since its start, but those of cancelled requests. It stands still where the engine makes no progress."""
+        """Count tokens drawn since the start, but those of cancelled requests. It stands still where the engine makes no progress."""
         return self._tokens_of_finished + sum(self._num_drawn().values())
 
     def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:

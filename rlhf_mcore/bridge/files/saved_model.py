@@ -1,4 +1,4 @@
-"""Whether a model of a checkpoint is one that a run could have saved: read before anything is built from it, by one process."""
+"""Check that a model of a checkpoint is one that a run could have saved: read before anything is built from it, by one process."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _REMEDY = "Resume from another checkpoint, or start from the weights alone (mode
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """What an index holds about one tensor: its kinds of state, and the rectangles, each with the number of its file."""
+    """Hold what an index knows of one tensor: its kinds of state, and the rectangles, each with the number of its file."""
 
     kinds: list[str]
     regions: list[tuple[int, Rectangle]]

@@ -1,1 +1,1 @@
-"""Where tensors are: rectangles in Hugging Face coordinates, and the places that hold them."""
+"""Describe where tensors are: rectangles in Hugging Face coordinates, and the places that hold them."""

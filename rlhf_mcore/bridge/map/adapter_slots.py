@@ -1,4 +1,4 @@
-"""What the adapters' buffers of a vLLM rank hold, in the coordinates of PEFT, learnt from vLLM's own layers.
+"""Map the adapters' buffers of a vLLM rank to the coordinates of PEFT, learnt from vLLM's own layers.
 
 A layer that adds adapters has a tensor of all As and one of all Bs for each Hugging Face matrix in it, with a slot for each adapter.
 Its ``set_lora`` is given meta tensors of whole matrices, and what it writes into its buffers is recorded instead of executed.

@@ -1,4 +1,4 @@
-"""What every rank of a group holds, made known to all of them: the inputs of a plan. Equal descriptions travel once."""
+"""Tell all ranks of a group what each holds: the inputs of a plan. Equal descriptions travel once."""
 
 from __future__ import annotations
 

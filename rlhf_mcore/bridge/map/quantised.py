@@ -1,4 +1,4 @@
-"""What travels, and what engines are brought, where weights are quantised on their way."""
+"""Map what is sent, and what engines hold, where weights are quantised on their way."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rlhf_mcore.geometry import LocalParameter
 
 
 class Names(Protocol):
-    """What travels, before it is quantised."""
+    """Name the tensors that are sent, before they are quantised."""
 
     def shapes(self) -> Shapes: ...
     def pieces(self, parameter: LocalParameter) -> Sequence[Piece]: ...
 
 
 class QuantisedNames:
-    """What travels where some tensors are quantised: these in 8 bits, and their scales as further tensors."""
+    """Name the tensors that are sent where some are quantised: these in 8 bits, and their scales beside them."""
 
     def __init__(self, names: Names, quantisation: str) -> None:
         self.kind = QUANTISATIONS[quantisation]

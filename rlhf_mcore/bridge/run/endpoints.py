@@ -23,7 +23,7 @@ _ALIGNMENT = 64  # bytes, of tensors in one buffer
 
 
 class Sources(ABC):
-    """What is sent: the tensors of a model as this rank holds them, or what is made of them (merged, averaged, cast).
+    """Read what is sent: the tensors of a model as this rank holds them, or what is made of them (merged, averaged, cast).
 
     ``device`` is where the tensors are. ``is_static``: ``open`` always gives the same memory, so each bucket is opened once, for all
     runs, and not closed.
@@ -108,7 +108,7 @@ class TransientBuffers:
 
 
 class Destinations(ABC):
-    """Where received elements go."""
+    """Take received elements."""
 
     @abstractmethod
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:

@@ -43,7 +43,7 @@ class Staging:
 
     @property
     def send_bytes(self) -> int:
-        """Of all slots."""
+        """Return the bytes of all slots."""
         return sum(self._send_bytes)
 
     @property

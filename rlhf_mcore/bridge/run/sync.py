@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What travels: tensors of the model, and, with ``adapter``, those of its adapters."""
+    """Name what is sent: tensors of the model, and, with ``adapter``, those of its adapters."""
 
     geometry: ModelGeometry
     adapter: AdapterSizes | None
@@ -58,7 +58,7 @@ class _Names:
 
 @dataclass(slots=True)
 class _Descriptions:
-    """What all ranks hold and need, the same on every rank."""
+    """Hold what all ranks have and need, the same on every rank."""
 
     sources: list[Place]
     destinations: list[Place]

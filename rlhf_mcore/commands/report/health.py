@@ -17,7 +17,7 @@ Column = Sequence["float | None"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a rule finds in a run. ``value`` is for people."""
+    """Hold what a rule finds in a run. ``value`` is for people."""
 
     rule: str
     metric: str

@@ -71,7 +71,7 @@ class Scenario:
 
     @property
     def responses(self) -> int:
-        """Of a step."""
+        """Return the responses of a step."""
         return self.prompts * self.samples
 
 

@@ -30,7 +30,7 @@ def learned_names(cfg: RolloutConfig, model: EngineModel) -> frozenset[str]:
 
 
 class Drafts:
-    """How an engine drafts: the arguments of vllm.LLM, the MTP layers where these learn, and a record of what was taken.
+    """Let an engine draft: the arguments of vllm.LLM, the MTP layers where these learn, and a record of what was taken.
 
     MTP layers that learn start as dummies and are sent with the model. Others are loaded from the model's directory when the engine
     starts, and stay as they are. The embedding and the output layer of both are the model's own modules.
@@ -94,7 +94,7 @@ class DraftedModel(nn.Module):
 
 
 class DraftRecord:
-    """How many drafts of each pass were taken, by the number of response tokens that a request had before the pass."""
+    """Count the drafts that were taken in each pass, by the number of response tokens that a request had before the pass."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler, self._count = scheduler, scheduler.make_spec_decoding_stats
