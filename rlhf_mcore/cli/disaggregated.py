@@ -154,7 +154,7 @@ def start(run: RunContext) -> Fleet:
         rollout.engine_timeout_s,
         rollout.engine_restarts,
         rollout.deterministic_order,
-        rollout.max_num_seqs,
+        rollout.slots,
     )
     fleet = Fleet(cluster, plan, run.record.note)
     count = "an engine" if plan.num_engines == 1 else f"{plan.num_engines} engines"

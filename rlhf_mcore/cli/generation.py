@@ -95,7 +95,7 @@ def build_colocated(
         from rlhf_mcore.parallel.claims import StoreClaims
 
         claims = StoreClaims(engine.rank)
-    worker = replace(worker, dealer=Dealer(cfg.rollout.order, cfg.rollout.max_num_seqs, claims=claims))
+    worker = replace(worker, dealer=Dealer(cfg.rollout.order, cfg.rollout.slots, claims=claims))
     sampling = training_sampling(cfg)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(

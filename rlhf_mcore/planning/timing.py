@@ -57,7 +57,7 @@ def _generate(inputs: PlanInputs) -> float:
 def most_running(inputs: PlanInputs) -> float:
     """Count the sequences that an engine decodes at a time: its cache limits them."""
     length = inputs.work.prompt_tokens + inputs.work.response_tokens + state_tokens(inputs)
-    return max(1.0, min(inputs.cfg.rollout.max_num_seqs, kv_tokens(inputs) / length))
+    return max(1.0, min(inputs.cfg.rollout.slots, kv_tokens(inputs) / length))
 
 
 def prefill_token_s(inputs: PlanInputs) -> float:

@@ -203,7 +203,7 @@ def _step(cfg: Config, line: Fields, lengths: Lengths) -> _Step:
         if name.startswith("timing/") and name.endswith("_s") and name != "timing/tokens_per_s"
     }
     return _Step(
-        decode_steps=max(decode_steps(lengths.tolist(), cfg.rollout.max_num_seqs) for lengths in dealt),
+        decode_steps=max(decode_steps(lengths.tolist(), cfg.rollout.slots) for lengths in dealt),
         engine_tokens=float(lengths.sum()) / engines,
         engine_requests=len(lengths) / engines,
         device_tokens=float(lengths.sum()) / world_size,

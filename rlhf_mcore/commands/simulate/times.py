@@ -112,7 +112,7 @@ def measured_times(cfg: Config, fit: PhaseFit, runs: Sequence[str]) -> Times:
     if (both := fit.contention) is not None:
         source += f"; while both compute training takes {both.train:.2f} times as long, decoding {both.decode:.2f}"
     prefix_token_s = fit.prompt_s / cfg.data.max_prompt_tokens
-    engine = EngineTimes(fit.step_s, fit.sequence_s, fit.prompt_s, prefix_token_s, cfg.rollout.max_num_seqs)
+    engine = EngineTimes(fit.step_s, fit.sequence_s, fit.prompt_s, prefix_token_s, cfg.rollout.slots)
 
     def scenario(split: Split) -> Scenario:
         return Scenario(

@@ -158,7 +158,9 @@ class RolloutConfig(Group):
         AT_LEAST_1,
         null="`data.max_prompt_tokens` plus the longest response",
     )
-    max_num_seqs: int = key(256, "most responses that an engine decodes at a time", AT_LEAST_1)
+    max_num_seqs: int = key(
+        256, "most responses that an engine decodes at a time; of `rollout.layout.dp` groups each", AT_LEAST_1
+    )
     max_num_batched_tokens: Optional[int] = key(
         None,
         "`vllm`: most tokens of one forward pass of an engine, those of prompts included",
@@ -249,6 +251,11 @@ class RolloutConfig(Group):
         only_with=_APART,
     )
     ray: RayConfig = group(RayConfig)
+
+    @property
+    def slots(self) -> int:
+        """Responses that an engine decodes at a time, in all its groups."""
+        return self.max_num_seqs * self.layout.dp
 
 
 @dataclass

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,19 +198,13 @@ class Cluster:
         import ray
 
         end = time.monotonic() + (0.0 if self.address is None else wait_s)
+        needed = {"CPU": self.cores * size} | ({"GPU": self.gpus * size} if self.gpus else {})
         while True:
-            resources, ranks = ray.cluster_resources(), engines * size
-            short = [
-                f"{needed} {name}s, and Ray has {resources.get(name, 0):g}"
-                for name, needed in (("CPU", ranks * self.cores), ("GPU", ranks * self.gpus))
-                if resources.get(name, 0) < needed
-            ]
-            if not short or time.monotonic() > end:
-                break
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            problem = _room_problem(engines, size, needed, nodes)
+            if problem is None or time.monotonic() > end:
+                return problem
             time.sleep(1.0)
-        if not short:
-            return None
-        return f"rollout.num_engines={engines}: engines of {size} ranks (rollout.layout) need {short[0]}; lower it, or give Ray more"
 
     def spawn(self, name: str, size: int) -> list[RayProcess]:
         """Start processes for the ranks of an engine, on one machine. They start when Ray has room for them. ``name`` is used once."""
@@ -263,6 +257,29 @@ class Cluster:
         if self._line is not None and self._head is not None:
             self._line.close()
             self._head.wait()
+
+
+def _room_problem(
+    engines: int, size: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]
+) -> str | None:
+    """Explain why machines lack room for so many engines, or return None.
+
+    Each has ``size`` ranks, which are on one machine and need ``needed`` of what ``nodes`` have.
+    """
+    room = sum(min(int(node.get(name, 0) // count) for name, count in needed.items()) for node in nodes)
+    if room >= engines:
+        return None
+    for name, count in needed.items():
+        if (there := sum(node.get(name, 0) for node in nodes)) < engines * count:
+            return (
+                f"rollout.num_engines={engines}: engines of {size} ranks (rollout.layout) need {engines * count} {name}s, and Ray has "
+                f"{there:g}; lower it, or give Ray more"
+            )
+    wanted = " and ".join(f"{count} {name}s" for name, count in needed.items())
+    return (
+        f"rollout.num_engines={engines}: the {size} ranks of an engine (rollout.layout) need {wanted} of one machine, and those of "
+        f"Ray have room for {room} such engines; lower it or rollout.layout, or give Ray larger machines"
+    )
 
 
 def _refuse_unless_listening(address: str, key: str) -> None:

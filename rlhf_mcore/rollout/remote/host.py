@@ -188,7 +188,7 @@ class EngineHost:
         self._receiver = order.receiver(self._engine)
         if self._is_lead and order.episodes is not None:
             self._episodes = order.episodes()
-            self._episodes.watch(engine.drawn, None if order.deterministic else order.cfg.max_num_seqs)
+            self._episodes.watch(engine.drawn, None if order.deterministic else order.cfg.slots)
 
     # ------------------------------------------------------------------------------------------ generation
     def submit(self, requests: Sequence[Request], afresh: bool = False) -> None:

@@ -17,7 +17,7 @@ from rlhf_mcore.planning.inputs import GIB, GPUS, Assumptions, PlanInputs, roles
 from rlhf_mcore.planning.memory import GENERATE
 from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
 from rlhf_mcore.planning.report import as_text, refusal
-from rlhf_mcore.planning.timing import FORWARD, TRAIN, TRAIN_RECOMPUTED, _pass
+from rlhf_mcore.planning.timing import FORWARD, TRAIN, TRAIN_RECOMPUTED, _pass, most_running
 
 ROOT = Path(__file__).resolve().parents[3]
 H100 = GPUS["H100"]
@@ -423,3 +423,10 @@ def test_mtp_layers_that_learn_take_their_time_in_updates_alone() -> None:
     assert added == pytest.approx(
         _pass(inputs, roles[0], TRAIN_RECOMPUTED) - TRAIN_RECOMPUTED * _pass(inputs, role, FORWARD)
     )
+
+
+@pytest.mark.parametrize(("layout", "running"), [((), 16), (("rollout.layout.dp=4", "rollout.layout.ep=4"), 4 * 16)])
+def test_each_group_of_an_engine_decodes_as_many_responses(layout: tuple[str, ...], running: int) -> None:
+    cfg, assumed = config("Qwen3-30B-A3B", "rollout.max_num_seqs=16", *layout), Assumptions()
+    inputs = PlanInputs(cfg, roles_of(cfg, 8, "bf16"), "bf16", GPUS["B200"], assumed, workload(cfg, assumed), 8)
+    assert most_running(inputs) == running

@@ -29,3 +29,45 @@ def test_the_head_is_lost_after_looks_that_fail_for_a_while_and_not_after_one(mo
         assert joined.problem() is None
     clock[0] += 3
     assert joined.problem() == f"Ray's head at 127.0.0.1:{port} does not answer"
+
+
+@pytest.mark.parametrize(
+    ("engines", "size", "gpus", "nodes", "expected"),
+    [
+        (2, 2, 0, [{"CPU": 8.0}], None),
+        (3, 2, 0, [{"CPU": 4.0}, {"CPU": 4.0}], "engines of 2 ranks (rollout.layout) need 12 CPUs, and Ray has 8"),
+        (
+            1,
+            4,
+            0,
+            [{"CPU": 4.0}, {"CPU": 4.0}],
+            "need 8 CPUs of one machine, and those of Ray have room for 0 such engines",
+        ),
+        (
+            3,
+            2,
+            1,
+            [{"CPU": 16.0, "GPU": 3.0}] * 2,
+            "need 4 CPUs and 2 GPUs of one machine, and those of Ray have room for 2",
+        ),
+        (1, 2, 1, [{"CPU": 16.0}], "engines of 2 ranks (rollout.layout) need 2 GPUs, and Ray has 0"),
+        (4, 2, 1, [{"CPU": 9.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 8.0}], None),
+    ],
+)
+def test_ranks_of_an_engine_need_room_on_one_machine(
+    monkeypatch: pytest.MonkeyPatch,
+    engines: int,
+    size: int,
+    gpus: int,
+    nodes: list[dict[str, float]],
+    expected: str | None,
+) -> None:
+    """Each rank has two cores; a machine that is lost has none."""
+    ray = pytest.importorskip("ray")
+    found = [{"Resources": node, "Alive": True} for node in nodes] + [{"Resources": {"CPU": 99.0}, "Alive": False}]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    problem = Cluster(None, 2, gpus=gpus).capacity_problem(engines, size)
+    if expected is None:
+        assert problem is None
+    else:
+        assert problem is not None and problem.startswith(f"rollout.num_engines={engines}: ") and expected in problem
