@@ -204,6 +204,7 @@ class Trajectory:
     support: Ragged[NDArray[np.int32]] | None = None
     fields: Mapping[str, Recorded] = field(default_factory=dict)  # those of completions; zeros, or no values, elsewhere
     sequences: tuple[int, ...] = ()  # tokens of each of several sequences; none: it is one
+    sequence_images: tuple[tuple[str, ...], ...] = ()  # and the digests of each one's images, where any has some
     # Its turns as a tree with times, as environments/episode_log.py has them; JSON values
     record: Mapping[str, Any] | None = None
 
@@ -272,7 +273,8 @@ class TrainBatch:
     rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
     # By row, on every rank: tokens of each sequence of a row that is several
     sequences: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    images: Mapping[int, Sequence[str]] = field(default_factory=dict)  # and the digests of those that have images
+    # And the digests of those that have images; of a row of several sequences those of each
+    images: Mapping[int, Sequence[Any]] = field(default_factory=dict)
     # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
     turn_rewards: Tensor | None = None
     # [N] int32: version of the policy that sampled a token, zero outside loss_mask; None in a synchronous run, whose is policy_version
@@ -314,7 +316,7 @@ class TrainBatch:
         lengths = self.lengths.tolist()
         return [self.sequences.get(row) or (lengths[row],) for row in rows]
 
-    def images_of(self, rows: Sequence[int]) -> list[tuple[str, ...]] | None:
+    def images_of(self, rows: Sequence[int]) -> list[tuple[Any, ...]] | None:
         """Return the digests of each row's images; None where no row has any."""
         return [tuple(self.images.get(row, ())) for row in rows] if self.images else None
 

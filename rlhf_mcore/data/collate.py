@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ class RowTokens:
     fields: Mapping[str, Tensor]
     ragged: Mapping[str, Ragged[Tensor]] = field(default_factory=dict)
     sequences: Sequence[Sequence[int]] | None = None  # tokens of each sequence of each row; None: a row is one
-    # Digests of each row's, which each of its sequences begins with; None: no row has any
-    images: Sequence[tuple[str, ...]] | None = None
+    # Digests of each row's, of several sequences those of each, or (); None: no row has any
+    images: Sequence[tuple[Any, ...]] | None = None
 
     @property
     def sequence_lengths(self) -> list[int]:
@@ -85,7 +86,9 @@ def make_microbatches(
         assert rows_per_unit == 1, "units are of rows"
         lengths_of = tokens.sequence_lengths
         images = tokens.images and [
-            own for own, sizes in zip(tokens.images, tokens.sequences, strict=True) for _ in sizes
+            own
+            for row, sizes in zip(tokens.images, tokens.sequences, strict=True)
+            for own in ([row] if len(sizes) == 1 else row or [()] * len(sizes))
         ]
         tokens = RowTokens(list(range(len(lengths_of))), lengths_of, tokens.fields, tokens.ragged, None, images)
     units = in_units(range(len(tokens.rows)), rows_per_unit)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_mcore.config.choices import ASKING
+from rlhf_mcore.config.choices import VERIFIERS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.images import LEVELS, ImageStore, ImageTokens
 from rlhf_mcore.data.square_images import SquareProcessor
@@ -184,7 +184,7 @@ class ImageReader:
         Raises:
             ConfigError: as the constructor.
         """
-        return cls(ImageStore.of(cfg), cfg.model.path, cfg.data, asks=cfg.environment.function in ASKING)
+        return cls(ImageStore.of(cfg), cfg.model.path, cfg.data, asks=cfg.environment.function == VERIFIERS)
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class ImageReader:
 
         Args:
             deal: this rank's number among those of its machine, and how many there are; None: as torchrun has told it.
-            asks: prompts are given to an environment that asks for turns at an endpoint, which images are refused for.
+            asks: the tasks of the environment are its own, and images of prompts would not be seen.
 
         Raises:
             ConfigError: the model has no image processor that transformers knows.
@@ -228,8 +228,8 @@ class ImageReader:
         """
         if sources and self._asks:
             raise ConfigError(
-                f"{place}: the prompt has images, and environment.function is one of {', '.join(ASKING)}, which ask with texts; "
-                "set another one, or data.image_key=null"
+                f"{place}: the prompt has images, and environment.function={VERIFIERS} asks with tasks of its own; set another "
+                "one, or data.image_key=null"
             )
         if (count := seen + len(sources)) > self._data.max_images:
             raise ConfigError(

@@ -38,6 +38,7 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             **({"prompt": t.prompt.text} if t.score else {}),
             **({"images": t.prompt.images} if t.prompt.images else {}),
             **({"sequences": t.sequences} if t.sequences else {}),
+            **({"sequence_images": t.sequence_images} if t.sequence_images else {}),
             **({"record": t.record} if t.record else {}),
         }
         for number, t in rows
@@ -90,6 +91,7 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
                 support=supports[number] if supports else None,
                 fields={name: parts[number] for name, parts in recorded.items()},
                 sequences=tuple(record.get("sequences", ())),
+                sequence_images=tuple(map(tuple, record.get("sequence_images", ()))),
                 record=record.get("record"),
             )
             groups.setdefault(record["group"], []).append(trajectory)

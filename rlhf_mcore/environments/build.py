@@ -108,12 +108,17 @@ class EpisodeOrder:
             def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 return dict(parser_of(json.dumps(tools))(text))
 
+        images = None
+        if self.make_reader is not None:
+            from rlhf_mcore.environments.agents.images import RequestImages
+
+            images = RequestImages(self.make_reader())
         limits = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
         rules = AgentRules(limits, self.max_total, self.fails, own.score != "reward", own.branches)
         os.environ.update(self.variables)
         sessions = sessions_of(own, self.num_engines, self.folder)
         endpoint = Endpoint(own.agent.host)
-        episodes = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, self.chat_template, parse), rules)
+        episodes = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, parse, images), rules)
         weakref.finalize(episodes, endpoint.close_all)
         return episodes
 

@@ -160,7 +160,7 @@ def exchange_rows(
         sent["turn_rewards"] = turn_rewards(trajectories)
     are_several, see = bool((optional & _SEVERAL).any()), bool((optional & _SEEING).any())
     sequences = _of_all_rows(numbers, [t.sequences for t in trajectories]) if are_several else {}
-    images = _of_all_rows(numbers, [t.prompt.images for t in trajectories]) if see else {}
+    images = _of_all_rows(numbers, [t.sequence_images or t.prompt.images for t in trajectories]) if see else {}
     owners = owners_of(lengths.numpy(), dist.get_world_size())
     owned = rows_by_rank(owners, dist.get_world_size())
     rows = torch.from_numpy(owned[dist.get_rank()])

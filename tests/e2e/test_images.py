@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_mcore.commands.report.run_data import read_run
+from tests.beside import link, needs
 from tests.commands import ROOT, environment, finished, started
 
 CONFIG = str(ROOT / "configs" / "quickstart" / "images.yaml")
@@ -27,6 +29,50 @@ def score(data_source, solution_str, ground_truth, extra_info):
         open("held", "w").close()
         time.sleep(600)
     return (sum(map(ord, solution_str)) % 17) / 16
+"""
+# Shows the picture of the prompt in a mirror, then as it is, and then ends.
+GALLERY = """
+import io
+
+from PIL import Image, ImageOps
+
+
+class Gallery:
+    def reset(self, row, seed):
+        self.file, self.turn = row["images"][0], 0
+
+    def step(self, action):
+        self.turn += 1
+        picture, shown = Image.open(self.file), io.BytesIO()
+        (ImageOps.mirror(picture) if self.turn == 1 else picture).save(shown, "PNG")
+        parts = [{"type": "text", "text": "and here?"}, {"type": "image", "image": shown.getvalue()}]
+        return [{"role": "user", "content": parts}], 0.0, self.turn == 3
+"""
+# Asks of the picture of its task, asks the same of its mirror image, and there once more with the first picture.
+AGENT = """
+import base64
+import io
+import json
+from urllib.request import Request, urlopen
+
+from PIL import Image, ImageOps
+
+
+def play(task, base_url, api_key):
+    def ask(*messages):
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        body = json.dumps({"messages": messages}).encode()
+        with urlopen(Request(base_url + "/chat/completions", body, headers)) as answer:
+            return json.load(answer)["choices"][0]["message"]
+
+    [asked], mirrored = task["messages"], io.BytesIO()
+    ImageOps.mirror(Image.open(task["images"][0])).save(mirrored, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(mirrored.getvalue()).decode()
+    picture, question = asked["content"]
+    other = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, question]}
+    ask(asked)
+    said = ask(other)
+    ask(other, said, {"role": "user", "content": [{"type": "text", "text": "and here?"}, picture]})
 """
 SMALL = [
     "trainer.prompts_per_step=2",
@@ -48,7 +94,10 @@ def command(*arguments: str) -> list[str]:
 
 
 def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = finished(command(*arguments), directory, environment(directory), 240)
+    """Run a command, which finds the packages in the folder ``packages``."""
+    own = environment(directory)
+    own["PYTHONPATH"] += f"{os.pathsep}{directory / 'packages'}"
+    done = finished(command(*arguments), directory, own, 240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -57,6 +106,10 @@ def train(directory: Path, name: str, steps: int, *overrides: str) -> Path:
     """Train, and return the run directory."""
     rlhf_mcore(directory, "train", CONFIG, *SMALL, f"experiment={name}", f"trainer.num_steps={steps}", *overrides)
     return directory / "outputs" / "quickstart" / name
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(run.glob("rollouts/step-*.jsonl")) for line in file.open()]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -80,6 +133,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = finished([*tool, *sizes], directory, environment(directory))
     assert made.returncode == 0, made.stderr[-3000:]
     (directory / "reward.py").write_text(REWARD)
+    (directory / "packages").mkdir()
+    link(directory / "packages", "torchvision")
     return directory
 
 
@@ -147,6 +202,33 @@ def test_the_report_has_the_images_of_the_rollouts(calm: Path) -> None:
     run = read_run(calm, 100)
     named = [digest for group in run.groups for digest in group["images"]]
     assert len(run.groups) == len(named) == 4 and set(named) == set(run.images)
+
+
+@needs("torchvision")
+def test_an_engine_of_vllm_and_the_trainer_see_the_images_of_later_turns(workspace: Path) -> None:
+    """What the policy says of them has the logprobs of both, and the tokens of images are learned from by none."""
+    (workspace / "gallery.py").write_text(GALLERY)
+    turns = ["environment.function=gallery.py:Gallery", "environment.max_turns=3", "environment.max_tokens=80"]
+    turns += ["environment.score=reward"]
+    run = train(workspace, "shown", 1, *turns, "rollout.engine=vllm", "rollout.kv_cache_gib=0.0625")
+    episodes = [row for row in rollouts(run) if len(row["images"]) == 3]
+    assert episodes
+    for row in episodes:
+        first, mirrored, again = row["images"]
+        assert first == again != mirrored
+    assert metrics(run)[-1]["rollout/logprob_diff_max"] < 1e-5 and metrics(run)[-1]["actor/grad_norm"] > 0
+
+
+@needs("torchvision")
+def test_an_agent_shows_images_in_its_requests(workspace: Path) -> None:
+    """Two conversations have the same tokens, and see other pictures: in the engine's cache, and in the trainer."""
+    (workspace / "agent.py").write_text(AGENT)
+    turns = ["environment.function=agent", "environment.agent.function=agent.py:play", "environment.max_turns=3"]
+    turns += ["environment.max_tokens=80", "environment.score=reward"]
+    run = train(workspace, "asking", 1, *turns, "rollout.engine=vllm", "rollout.kv_cache_gib=0.0625")
+    episodes = [row for row in rollouts(run) if [turn["writer"] for turn in row["turns"]].count("policy") == 3]
+    assert episodes and all(row["branches"] == 2 and len(row["images"]) == 2 for row in episodes)
+    assert metrics(run)[-1]["rollout/logprob_diff_max"] < 1e-5 and metrics(run)[-1]["actor/grad_norm"] > 0
 
 
 def test_adapters_learn_with_images(workspace: Path) -> None:

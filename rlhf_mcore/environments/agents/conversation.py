@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.rendering import in_child
 from rlhf_mcore.environments.agents.channels import CHANNEL, Channels, unmark
 from rlhf_mcore.environments.agents.tree import Node, TokenTree, after
@@ -16,8 +17,11 @@ from rlhf_mcore.environments.control_tokens import CUT, ControlTokens, Unreadabl
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf_mcore.environments.agents.images import RequestImages
     from rlhf_mcore.types import Completion, Prompt
 
+STRAY = "a token of an image is there without an image, and behind it no image is shown"
+_NO_TEMPLATE = "the tokenizer has no chat template, and nothing else writes messages: ask /v1/completions with a text"
 _THOUGHT = "<think>"  # some templates ask for an answer behind it
 # Text of a turn with special tokens, schemas of the request's tools -> message.
 Parse = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Any]]
@@ -25,7 +29,10 @@ Parse = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Hold what a request continues: messages as a chat template takes them, or a text or tokens as they are."""
+    """Hold what a request continues: messages as a chat template takes them, or a text or tokens as they are.
+
+    A message with images has the ``texts`` around them and ``images``, their digests, beside its ``content``.
+    """
 
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
@@ -36,7 +43,8 @@ class Asked:
 class Place:
     """Hold the place of a request's answer in a tree: behind ``parent``, after the tokens of ``context``, which ``text`` tells.
 
-    ``text`` is as a template has written it, marks included; ``shown`` is for people.
+    ``text`` is as a template has written it, marks included; ``shown`` is for people. ``images`` are the digests of those in
+    ``context``. ``is_confused``: the policy has drawn the token of an image, from which those of ``images`` would not be told.
     """
 
     parent: Node | None
@@ -44,23 +52,28 @@ class Place:
     context: list[int]
     num_messages: int = 0
     shown: str | None = None
+    images: tuple[str, ...] = ()
+    is_confused: bool = False
 
     def tokens(self) -> list[int]:
         """Return all tokens before the answer."""
         return [*(self.parent.tokens() if self.parent is not None else ()), *self.context]
+
+    def seen(self) -> tuple[str, ...]:
+        """Return the digests of all images before the answer."""
+        return (*(self.parent.seen() if self.parent is not None else ()), *self.images)
 
 
 @dataclass(slots=True)
 class Conversation:
     """The chat template and the tokenizer of a model, for the endpoint of agents.
 
-    ``mode`` is ``data.apply_chat_template``: with "false", or without a template, messages are plain texts one after the other.
-    ``parse`` finds calls of tools in a turn; None: a turn is all text.
+    ``parse`` finds calls of tools in a turn; None: a turn is all text. ``images`` takes those of requests; None: the model sees none.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    mode: str = "auto"
     parse: Parse | None = None
+    images: RequestImages | None = None
     control: ControlTokens = field(init=False)
     _mark: str = field(init=False, default_factory=lambda: f"said-{secrets.token_hex(8)}-")  # nobody else writes it
 
@@ -70,23 +83,24 @@ class Conversation:
         self._has_channels = CHANNEL in self.tokenizer.get_vocab()
         self.control = ControlTokens(self.tokenizer)
 
-    @property
-    def _is_plain(self) -> bool:
-        return self.mode == "false" or self.tokenizer.chat_template is None
-
-    def messages_of(self, prompt: Prompt) -> list[dict[str, Any]] | None:
-        """Return a prompt as messages, a text as one of the user; None where it came with the template applied."""
+    @staticmethod
+    def messages_of(prompt: Prompt) -> list[dict[str, Any]] | None:
+        """Return a prompt as messages, a text as one of the user; None where it is a text that no template is applied to."""
         if prompt.messages is not None:
             return prompt.messages
-        question = prompt.text if self._is_plain else prompt.question
-        return None if question is None else [{"role": "user", "content": question}]
+        return None if prompt.question is None else [{"role": "user", "content": prompt.question}]
 
     def find(self, requests: Sequence[tuple[TokenTree, Asked]]) -> list[Place | str]:
         """Find the place of each request in its tree, or tell what is wrong with it. One call of the template's process for all."""
         followed = [tree.follow(_replies(asked)) for tree, asked in requests]
         chats = [k for k, (_, asked) in enumerate(requests) if asked.prompt is None]
+        if chats and self.tokenizer.chat_template is None:
+            return [
+                _NO_TEMPLATE if asked.prompt is None else self._continued(tree, asked.prompt)
+                for tree, asked in requests
+            ]
         items = [self._told(requests[k][1], followed[k]) for k in chats]
-        rendered = iter(in_child(_plain_text if self._is_plain else self._apply, items) if items else ())
+        rendered = iter(in_child(self._apply, items) if items else ())
         places: list[Place | str] = []
         broken = ""
         for (tree, asked), nodes in zip(requests, followed, strict=True):
@@ -100,7 +114,8 @@ class Conversation:
                 continue
             node, start = tree.shared(answer["text"], nodes, self._end_of)
             channels = {self._mark_of(each): Channels.read(each.said) for each in nodes if CHANNEL in each.said}
-            places.append(self._place(node, answer["text"][start:], len(asked.messages), channels))
+            place = Place(node, answer["text"][start:], [], len(asked.messages))
+            places.append(self._placed(place, channels, tree))
         return places
 
     def _mark_of(self, node: Node) -> str:
@@ -123,15 +138,28 @@ class Conversation:
         except UnreadableText as error:
             return str(error)
 
-    def _place(self, node: Node | None, text: str, num_messages: int, channels: Mapping[str, Channels]) -> Place | str:
-        told = unmark(text, channels)
+    def _placed(self, place: Place, channels: Mapping[str, Channels], tree: TokenTree) -> Place | str:
+        """Return a place with the tokens of its text, or what is wrong with that."""
+        told, node = unmark(place.text, channels), place.parent
+        images: tuple[str, ...] = ()
+        if self.images is not None:
+            told, images = self.images.unmark(told)
         try:
             context = self.control.encode_cut(told)
         except UnreadableText as error:
             return str(error)
         if node is not None and node.end and context[:1] == [int(node.turn.token_ids[-1])]:
             context = context[1:]  # it was sampled
-        return Place(node, text, context, num_messages, told.replace(CUT, ""))
+        place = replace(place, context=context, shown=told.replace(CUT, ""), images=images)
+        if self.images is None or not images:
+            return place
+        try:
+            if node is None or self.images.are_of(node.tokens(), node.seen()):
+                return replace(place, context=self.images.expand(context, images))
+            problem = STRAY
+        except ConfigError as error:
+            problem = str(error)
+        return replace(place, is_confused=True) if self.images.are_drawn(tree) else problem
 
     def _told(self, asked: Asked, nodes: Sequence[Node]) -> dict[str, Any]:
         """Write into the messages what was sampled, where they tell it, and mark names of control tokens in what others wrote."""
@@ -147,6 +175,9 @@ class Conversation:
                 messages.append({"role": "assistant", "content": thought + node.said})
             elif message["role"] in ("assistant", "system"):
                 messages.append(dict(message))
+            elif self.images is not None and "images" in message:
+                own = {key: value for key, value in message.items() if key not in ("texts", "images")}
+                messages.append({**own, "content": self.images.parts(message, self.control.cut)})
             else:
                 messages.append({**message, "content": self.control.cut(message["content"])})
         return {"messages": messages, "tools": list(asked.tools)}
@@ -177,10 +208,6 @@ class Conversation:
             return said, end, self.parse(said, tools)
         content = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         return said, end, {"role": "assistant", "content": content, "tool_calls": []}
-
-
-def _plain_text(item: Mapping[str, Any]) -> str:
-    return "".join(message["content"] or "" for message in item["messages"])
 
 
 def _replies(asked: Asked) -> list[tuple[int, object]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mcore.environments.agents.calls import MODEL, Refused, Said
+from rlhf_mcore.environments.agents.contents import content_of, message_of, text_of
 from rlhf_mcore.environments.agents.conversation import Asked
 
 MAX_N, MAX_STOPS = 64, 16
@@ -77,24 +78,6 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def text_of(content: Any, where: str) -> str:
-    """Return the text of a content: a text, None, or a list of parts that are texts.
-
-    Raises:
-        Refused: it holds anything else.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content if isinstance(content, list) else [None]:
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise _bad(f"the content of {where} has a part of type {kind!r:.40}: the policy reads text")
-        texts.append(text)
-    return "".join(texts)
-
-
 def _schemas(tools: Any) -> list[dict[str, Any]]:
     schemas = [] if tools is None else tools
     if not isinstance(schemas, list) or not all(
@@ -135,7 +118,7 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise _bad(f"{where} has no role, or none of {', '.join(_ROLES)}")
         role = "system" if message["role"] == "developer" else message["role"]
-        own: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), where)}
+        own = message_of(role, message.get("content"), where)
         own |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         calls = message.get("tool_calls") or []
         if calls:
@@ -358,22 +341,22 @@ def _schema(name: str, description: Any, parameters: Any) -> dict[str, Any]:
 def _from_blocks(role: str, content: Any, where: str) -> list[dict[str, Any]]:
     """Return the messages of a template that are one of Anthropic's: results of tools are messages of their own."""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    words, calls, results = "", [], []
+    said, calls, results = list[Any](), list[Any](), list[Any]()
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text" and isinstance(block.get("text"), str):
-            words += block["text"]
+        if (kind == "text" and isinstance(block.get("text"), str)) or (kind == "image" and role == "user"):
+            said.append(block)
         elif kind == "tool_use" and role == "assistant" and isinstance(block.get("name"), str):
             calls.append(_call(block.get("id"), block["name"], json.dumps(block.get("input") or {})))
         elif kind == "tool_result" and role == "user":
-            result = text_of(block.get("content"), where)
-            results.append({"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id") or "")})
+            result = content_of(block.get("content"), where)
+            results.append({"role": "tool", **result, "tool_call_id": str(block.get("tool_use_id") or "")})
         else:
             raise _bad(
-                f"the content of {where} has a part of type {kind!r:.40}: the policy reads text and results of tools"
+                f"the content of {where} has a part of type {kind!r:.40}: the policy reads text, images and results of tools"
             )
-    message = {"role": role, "content": words} | ({"tool_calls": calls} if calls else {})
-    return results + ([message] if words or calls or not results else [])
+    message = {"role": role, **content_of(said, where)} | ({"tool_calls": calls} if calls else {})
+    return results + ([message] if message["content"] or calls or not results else [])
 
 
 # ------------------------------------------------------------------------------------------------------ OpenAI's responses
@@ -454,15 +437,15 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and item.get("role") in _ROLES:
         role = "system" if item["role"] == "developer" else item["role"]
-        messages.append({"role": role, "content": text_of(item.get("content"), where)})
+        messages.append(message_of(role, item.get("content"), where))
     elif kind == "function_call" and isinstance(item.get("name"), str):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         call = _call(item.get("call_id"), item["name"], item.get("arguments"))
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        result = text_of(item.get("output"), where)
-        messages.append({"role": "tool", "content": result, "tool_call_id": str(item.get("call_id") or "")})
+        result = content_of(item.get("output"), where)
+        messages.append({"role": "tool", **result, "tool_call_id": str(item.get("call_id") or "")})
     elif kind != "reasoning":
         raise _bad(f"{where} is of type {kind!r:.40}: the policy reads messages, calls and their results")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.agents.calls import NO_PARSER, Call, Refused, Said
-from rlhf_mcore.environments.agents.conversation import Asked, Conversation, Place, comparable
+from rlhf_mcore.environments.agents.conversation import STRAY, Asked, Conversation, Place, comparable
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
 from rlhf_mcore.environments.agents.tree import TokenTree
@@ -134,7 +134,10 @@ class AgentEpisodes:
                 self._open[request.request_id] = _Episode(request, time.monotonic())
                 prompt, seed = request.prompt, request.sampling.seed
                 task_seed = request_seed(seed, request.step, prompt.index, -1 - prompt.occurrence)
-                row = {**row_of(prompt), "messages": self._talk.messages_of(prompt), "seed": task_seed}
+                messages, images = self._talk.messages_of(prompt), self._talk.images
+                row = {**row_of(prompt), "messages": messages, "seed": task_seed}
+                if images is not None and prompt.images:
+                    row |= images.task(prompt, messages)
                 self._sessions.open(request.request_id, row, task_seed)
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
@@ -213,7 +216,8 @@ class AgentEpisodes:
         self._endpoint.close(key)
         if not each.tree.nodes:  # a row needs a turn of the policy
             each.failure = answer
-            self._ask(key, each, Place(None, each.asked.prompt.text, list(each.asked.prompt.prompt_ids)), None)
+            prompt = each.asked.prompt
+            self._ask(key, each, Place(None, prompt.text, list(prompt.prompt_ids), images=prompt.images), None)
             return
         kind = "timeout" if answer.timed_out else "error"
         self._finish(key, "environment", Score(0.0, failure=kind, cause=cause))
@@ -250,7 +254,7 @@ class AgentEpisodes:
                 self._drop_turns(each.tree)
                 self._open[call.key] = _Episode(each.asked, each.started)
                 calls = [other for other in calls if other.key != call.key]
-            elif not call.gone:
+            elif not call.gone and self._take_images(call, call.asked):
                 calls.append(call)
                 each.log.answer_calls(answered_calls(call.asked), call.asked_at)
         asked = [(self._open[call.key].tree, call.asked) for call in calls if call.asked is not None]
@@ -266,8 +270,23 @@ class AgentEpisodes:
                 for _ in range(call.n):
                     self._ask(call.key, each, place, call)
 
+    def _take_images(self, call: Call, asked: Asked) -> bool:
+        """Take the images of a request, and tell whether it can be answered: else it is refused."""
+        if any("images" in message for message in asked.messages):
+            from rlhf_mcore.environments.agents.images import take_images
+
+            try:
+                call.asked = take_images(asked, self._talk.images)
+            except Refused as refusal:
+                call.answer(refusal)
+                return False
+        return True
+
     def _refuse(self, each: _Episode, place: Place, num_turns: int) -> Refused | None:
         limits = self._rules.limits
+        if place.is_confused:
+            each.limit = "length"
+            return Refused(400, STRAY, "limit")
         if each.num_turns + num_turns > limits.max_turns:
             each.limit = "turns"
         elif limits.max_seconds is not None and time.monotonic() - each.started >= limits.max_seconds:
@@ -298,6 +317,7 @@ class AgentEpisodes:
         most = max(min(limit for limit in limits if limit is not None), 1)
         sampling = replace(asked.sampling, max_new_tokens=most)
         request = replace(first, name=name, prompt_ids=place.tokens(), seed=seed, sampling=sampling)
+        request = replace(request, images=place.seen())
         self._turns[number] = _Turn(key, request, each.tree, place, call, len(call.turns) if call is not None else 0)
         each.log.begin_turn(number, call.asked_at if call is not None else None)
         if call is not None:
@@ -330,7 +350,8 @@ class AgentEpisodes:
         if call is None:
             assert each.failure is not None
             said, end, _ = self._talk.read(drawn, ())
-            each.log.add_node(each.tree.add(None, place.text, place.context, drawn, said, end).place, drawn.request_id)
+            node = each.tree.add(None, place.text, place.context, drawn, said, end, images=place.images)
+            each.log.add_node(node.place, drawn.request_id)
             self._fail(turn.key, each, each.failure)
             return
         call.turns[drawn.request_id] = drawn
@@ -350,6 +371,7 @@ class AgentEpisodes:
             message = {**message, "tool_calls": [{**call, "id": f"call_{secrets.token_hex(8)}"} for call in calls]}
         reply = comparable(message)
         more: dict[str, Any] = {"reply": reply, "num_messages": place.num_messages, "shown": place.shown}
+        more["images"] = place.images
         node = each.tree.add(place.parent, place.text, place.context, cut, said, end, **more)
         each.log.add_node(node.place, drawn.request_id, message.get("tool_calls") or ())
         decode = self._talk.tokenizer.decode

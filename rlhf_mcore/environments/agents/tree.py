@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ class Node:
     reply: object = None
     num_messages: int = 0
     shown: str = ""  # ``text`` for people
+    images: tuple[str, ...] = ()  # the digests of those in ``context``
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
@@ -50,6 +52,10 @@ class Node:
     def tokens(self) -> list[int]:
         """Return all tokens up to the end of this turn."""
         return [int(token) for node in self.path() for part in (node.context, node.turn.token_ids) for token in part]
+
+    def seen(self) -> tuple[str, ...]:
+        """Return the digests of all images up to this turn."""
+        return tuple(digest for node in self.path() for digest in node.images)
 
 
 class TokenTree:
@@ -76,11 +82,12 @@ class TokenTree:
         reply: object = None,
         num_messages: int = 0,
         shown: str | None = None,
+        images: tuple[str, ...] = (),
     ) -> Node:
         """Add a turn that was sampled after ``context``, which continues ``parent``."""
         tokens = np.array(context, np.int32)
         node = Node(len(self.nodes), parent, text, tokens, turn, said, end, reply, num_messages)
-        node.shown = text if shown is None else shown
+        node.shown, node.images = text if shown is None else shown, images
         self.nodes.append(node)
         self.children_of(parent).append(node)
         self._by_messages.setdefault(num_messages, []).append(node)
@@ -167,7 +174,7 @@ class TokenTree:
 
     def _sequence(self, prompt: Prompt, sample: int, leaf: Node, learned: set[int]) -> Trajectory:
         nodes = leaf.path()
-        first = replace(prompt, prompt_ids=nodes[0].context.tolist(), text=nodes[0].shown)
+        first = replace(prompt, prompt_ids=nodes[0].context.tolist(), text=nodes[0].shown, images=leaf.seen())
         written: list[Completion | NDArray[np.int32]] = []
         texts, repeated = [""], 1  # the prompt, and what an earlier branch has shown
         for number, node in enumerate(nodes):
@@ -214,9 +221,10 @@ def join_sequences(parts: Sequence[Trajectory]) -> Trajectory:
     supports = [part.support for part in parts if part.support is not None]
     support: Recorded | None = join_recorded(supports) if len(supports) == len(parts) else None
     assert support is None or isinstance(support, Ragged)
+    seen = tuple(part.prompt.images for part in parts)
     return replace(
         parts[-1],
-        prompt=parts[0].prompt,
+        prompt=replace(parts[0].prompt, images=tuple(dict.fromkeys(chain(*seen)))),
         token_ids=np.concatenate([part.token_ids for part in parts]),
         loss_mask=np.concatenate([part.loss_mask for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
@@ -227,4 +235,5 @@ def join_sequences(parts: Sequence[Trajectory]) -> Trajectory:
         support=support,
         fields={name: join_recorded([part.fields[name] for part in parts]) for name in parts[0].fields},
         sequences=tuple(len(part.token_ids) for part in parts),
+        sequence_images=seen if any(seen) else (),
     )

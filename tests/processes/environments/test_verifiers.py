@@ -141,7 +141,7 @@ class Played:
         own.agent.timeout_s = 60.0
         self.sessions, endpoint = sessions_of(own, 1, str(Path.cwd())), Endpoint("127.0.0.1")
         rules = AgentRules(EpisodeLimits(max_turns=8), 4000, fails=False)
-        driver = AgentEpisodes(self.sessions, endpoint, Conversation(tokenizer, "auto", parse), rules)
+        driver = AgentEpisodes(self.sessions, endpoint, Conversation(tokenizer, parse), rules)
         self.engine = Scripted(tokenizer, says)
         self.plays = EpisodeGenerator(self.engine, driver)
 

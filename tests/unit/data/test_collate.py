@@ -258,11 +258,12 @@ def test_values_of_tokens_stay_with_their_rows(packing: bool) -> None:
 
 
 def test_microbatches_have_the_images_of_their_sequences_in_order() -> None:
-    """Row 1 has two sequences, each of which begins with its prompt."""
-    fields = {"token_ids": torch.arange(1, 11, dtype=torch.int32)}
-    tokens = RowTokens([4, 7, 9], [2, 6, 2], fields, sequences=[[2], [3, 3], [2]], images=[("a",), ("b", "c"), ()])
+    """Row 1 has two sequences, with images of their own; row 3 has two that see none."""
+    fields = {"token_ids": torch.arange(1, 15, dtype=torch.int32)}
+    images = [("a",), (("b", "c"), ("d",)), (), ()]
+    tokens = RowTokens([4, 7, 9, 10], [2, 6, 2, 4], fields, sequences=[[2], [3, 3], [2], [2, 2]], images=images)
     microbatches = make_microbatches(tokens, max_tokens=4, packing=True)
     found = {place: own for m in microbatches for place, own in zip(m.rows, m.images, strict=True)}
-    assert found == {0: ("a",), 1: ("b", "c"), 2: ("b", "c"), 3: ()}
+    assert found == {0: ("a",), 1: ("b", "c"), 2: ("d",), 3: (), 4: (), 5: ()}
     plain = make_microbatches(RowTokens([0], [2], {"token_ids": torch.tensor([1, 2])}), max_tokens=4, packing=True)
     assert plain[0].images == []

@@ -109,7 +109,7 @@ def run(tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint) -> Iterator[Call
         rules = AgentRules(EpisodeLimits(**{"max_turns": 8, **limits}), total, fails=fails, branches=branches)
         sessions: Any = Clients(play)
         run.sessions = sessions  # type: ignore[attr-defined]
-        driver = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, "auto", parse), rules)
+        driver = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, parse), rules)
         plays = EpisodeGenerator(engine, driver)
         if slots is not None:
             driver.watch(lambda numbers: {}, slots)
@@ -463,6 +463,7 @@ HOSTILE = [
     ("chat/completions", {"messages": [7]}, 400, "messages[0] has no role"),
     ("chat/completions", {"messages": [{"role": "root", "content": "x"}]}, 400, "messages[0] has no role"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url'"),
+    ("chat/completions", {"messages": [{"role": "system", "content": [{"type": "image_url"}]}]}, 400, "reads text"),
     ("chat/completions", {"messages": [{"role": "user", "content": "\0"}]}, 400, "NUL"),
     ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "refuses these messages"),
     ("chat/completions", {"messages": HI, "n": 10**9}, 400, "n is 1000000000"),
@@ -510,7 +511,6 @@ def test_a_prompt_that_is_a_text_is_a_message_of_the_user(tokenizer: PreTrainedT
     rendered = Prompt("p", 0, [1], "<user>q<end><assistant>", question="q")
     assert Conversation(tokenizer).messages_of(rendered) == HI and Conversation(tokenizer).messages_of(PROMPT) == HI
     assert Conversation(tokenizer).messages_of(Prompt("p", 0, [1], "<user>q<end><assistant>")) is None
-    assert Conversation(tokenizer, "false").messages_of(Prompt("p", 0, [1], "q")) == HI
 
 
 def test_the_key_of_an_episode_that_has_ended_is_refused(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,12 +1,14 @@
-"""Images of a prompt in an environment, and those that it answers with: tokens, digests, what a turn is asked with."""
+"""Images of prompts in environments, those that these answer with, and those of agents: tokens, digests, what a turn is asked with."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -17,6 +19,10 @@ from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.image_rows import ImageReader
 from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
+from rlhf_mcore.environments.agents.conversation import Conversation
+from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
+from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.agents.images import RequestImages
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import Sessions
@@ -28,6 +34,7 @@ from rlhf_mcore.rewards.items import WorkerLimits
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import SPECIAL, Scripted, character_tokenizer
+from tests.unit.environments.test_agents import Clients, post
 
 # An image is "(" one token for each of its 28 by 28 pixels ")".
 TEMPLATE = (
@@ -201,3 +208,238 @@ def test_parts_of_observations_and_of_tools() -> None:
     tools._tools = {"look": lambda where: shown if where == "up" else [1, 2]}
     messages, _, done = tools.step("<tool>look up</tool><tool>look down</tool>")
     assert [message["content"] for message in messages] == [shown, "[1, 2]"] and not done
+
+
+# ---------------------------------------------------------------------------------------------------------------- agents
+def data_url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def shows(*parts: str | bytes, role: str = "user") -> dict[str, Any]:
+    """A message of OpenAI's chat API: texts, and pictures as data URLs."""
+    return {
+        "role": role,
+        "content": [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image_url", "image_url": {"url": data_url(part), "detail": "high"}}
+            for part in parts
+        ],
+    }
+
+
+SMALL, WIDE = png(56, 28), png(84, 28)  # of two and of three tokens
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    served = Endpoint("127.0.0.1")
+    yield served
+    served.close_all()
+
+
+class Asking:
+    """An agent, and an engine whose turns are letters of ``says``. ``play`` gets a way to ask and the task."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        tokenizer: PreTrainedTokenizerBase,
+        reader: ImageReader | None,
+        play: Callable[[Callable[..., Any], dict[str, Any]], Any],
+        says: str = "abcdef",
+        prompt: Prompt | None = None,
+    ) -> None:
+        turns = iter({"#": "x<pad>y"}.get(letter, letter) for letter in says)
+        self.engine, self.answers = Scripted(tokenizer, lambda text, seed: next(turns)), list[tuple[int, Any]]()
+
+        def agent(base_url: str, api_key: str) -> float:
+            def ask(*messages: dict[str, Any], path: str = "chat/completions", **body: Any) -> Any:
+                asked = body or {"messages": list(messages)}
+                self.answers.append(post(base_url, path, json.dumps(asked).encode(), api_key))
+                return self.answers[-1][1].get("choices", [{}])[0].get("message")
+
+            play(ask, sessions.row)
+            return 1.0
+
+        sessions: Any = Clients(agent)
+        talk = Conversation(tokenizer, images=None if reader is None else RequestImages(reader))
+        self.driver = AgentEpisodes(sessions, endpoint, talk, AgentRules(EpisodeLimits(9), 400))
+        plays = EpisodeGenerator(self.engine, self.driver)
+        plays.submit(
+            [episode_request(0, prompt or Prompt("p", 0, [1], "q"), 0, Sampling(max_new_tokens=20, seed=5), 1)]
+        )
+        ended: list[Any] = []
+        while plays.num_in_flight:
+            ended += plays.collect(math.inf)
+        self.found: Trajectory = ended[0].trajectory
+
+    @property
+    def refusals(self) -> list[str]:
+        return [answer["error"]["message"] for status, answer in self.answers if status == 400]
+
+
+def test_images_of_a_conversation_are_one_sequence_and_each_is_shown_to_the_turns_behind_it(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
+) -> None:
+    """The history tells the same images, so its tokens are continued as they were; the name of a token in a text is text."""
+
+    def play(ask: Callable[..., Any], task: Any) -> None:
+        first = shows("see <pad>", SMALL, "?")
+        said = ask(first)
+        ask(first, said, shows(WIDE, SMALL, role="tool"))
+
+    played = Asking(endpoint, tokenizer, reader, play)
+    [small] = reader.take([SMALL], Path(), "here")
+    [wide] = reader.take([WIDE], Path(), "here")
+    shown = tokenizer.decode(played.found.token_ids)
+    assert shown == (
+        "<user>see <pad>(<pad><pad>)?<end>\n<assistant>a<end>\n<tool>(<pad><pad><pad>)(<pad><pad>)<end>\n<assistant>b<end>"
+    )
+    assert (played.found.token_ids == PAD).sum() == 7 and not played.found.sequences  # of the images alone
+    assert [request.images for request in played.engine.requests] == [(small,), (small, wide, small)]
+    assert played.found.prompt.images == (small, wide, small) and not played.found.sequence_images
+    first, second = (list(request.prompt_ids) for request in played.engine.requests)
+    assert second[: len(first)] == first
+    assert played.found.prompt.text == "<user>see <pad>(<pad>)?<end>\n<assistant>"
+    assert [turn.text for turn in played.found.turns[1:]] == ["a", "<end>\n<tool>(<pad>)(<pad>)<end>\n<assistant>", "b"]
+    assert reader._store.content(wide) == WIDE
+
+
+def test_the_same_words_of_another_image_are_a_branch_with_images_of_its_own(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
+) -> None:
+    """Both pictures have as many tokens, so nothing in the tokens tells them apart."""
+    other = png(56, 29)
+
+    def play(ask: Callable[..., Any], task: Any) -> None:
+        for picture in (SMALL, other):
+            said = ask(shows(picture, "?"))
+        ask(shows(other, "?"), said, {"role": "user", "content": "and?"})
+
+    played = Asking(endpoint, tokenizer, reader, play)
+    [small] = reader.take([SMALL], Path(), "here")
+    [second] = reader.take([other], Path(), "here")
+    assert [request.images for request in played.engine.requests] == [(small,), (second,), (second,)]
+    assert played.found.sequence_images == ((small,), (second,)) and played.found.prompt.images == (small, second)
+    assert len(played.found.sequences) == 2 and played.found.num_sampled == 6
+    again = decode_trajectories(encode_trajectories({0: [played.found]}), {0: played.found.prompt})[0][0]
+    assert again.sequence_images == ((small,), (second,))
+
+
+def test_anthropics_parts_and_those_of_responses_are_images_too(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
+) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(WIDE).decode()}
+    image = {"type": "image", "source": source}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [image]}
+
+    def play(ask: Callable[..., Any], task: Any) -> None:
+        ask(path="messages", messages=[{"role": "user", "content": [result, image, {"type": "text", "text": "?"}]}])
+        ask(
+            path="responses",
+            input=[{"role": "user", "content": [{"type": "input_image", "image_url": data_url(WIDE)}]}],
+        )
+
+    played = Asking(endpoint, tokenizer, reader, play)
+    [wide] = reader.take([WIDE], Path(), "here")
+    assert [status for status, _ in played.answers] == [200, 200]
+    assert [request.images for request in played.engine.requests] == [(wide, wide), (wide,)]
+    first = tokenizer.decode(played.engine.requests[0].prompt_ids)
+    assert first == "<tool>(<pad><pad><pad>)<end>\n<user>(<pad><pad><pad>)?<end>\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://example.com/a.png", "'http://example.com/a.png': nothing is fetched"),
+        ("https://example.com/a.png", "nothing is fetched"),
+        ("file:///etc/hostname", "'file:///etc/hostname': nothing is fetched and no file is read"),
+        ("wide.png", "'wide.png': nothing is fetched and no file is read"),
+        ("data:text/plain;base64,AA==", "nothing is fetched"),
+        ("data:image/png,AA", "no data URL of an image"),
+        ("data:image/png;base64,!", "is not base64"),
+        (data_url(b"no picture"), "the messages, image 1: it cannot be read"),
+        (data_url(WIDE[:60]), "the messages, image 1: it cannot be read"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_refused_by_name(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader, url: str, reason: str
+) -> None:
+    def play(ask: Callable[..., Any], task: Any) -> None:
+        ask({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
+        ask(*[shows("x")])
+
+    played = Asking(endpoint, tokenizer, reader, play)
+    [message] = played.refusals
+    assert reason in message and "\n" not in message
+    assert len(played.engine.requests) == 1 and not played.found.prompt.images
+
+
+def test_too_many_images_and_those_of_a_model_that_sees_none_are_refused(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
+) -> None:
+    def play(ask: Callable[..., Any], task: Any) -> None:
+        ask(shows(*[SMALL] * 4))
+        ask(shows("x"))
+
+    [message] = Asking(endpoint, tokenizer, reader, play).refusals
+    assert "4 images, more than data.max_images=3" in message
+    [message] = Asking(endpoint, tokenizer, None, play).refusals
+    assert message == "messages have images, and the model sees none"
+
+
+def test_behind_a_token_that_the_policy_has_drawn_an_agent_is_shown_no_image(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
+) -> None:
+    """The policy has met a limit, whatever the agent does with the refusal: this one gives its reward."""
+
+    def play(ask: Callable[..., Any], task: Any) -> None:
+        said = ask(shows(SMALL))
+        ask(shows(SMALL), said, shows("go on"))
+        ask(shows(SMALL), said, shows(WIDE))
+
+    played = Asking(endpoint, tokenizer, reader, play, says="#a")
+    [message] = played.refusals
+    assert message == "a token of an image is there without an image, and behind it no image is shown"
+    assert played.found.finish_reason == "length" and len(played.engine.requests) == 2
+    assert [len(request.images) for request in played.engine.requests] == [1, 1]
+
+
+def test_a_task_shows_the_images_of_its_prompt_as_a_client_sends_them(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
+) -> None:
+    tasks = list[dict[str, Any]]()
+
+    def play(ask: Callable[..., Any], task: Any) -> None:
+        tasks.append(task)
+        ask(*task["messages"])
+
+    digests = reader.take([SMALL, WIDE], Path(), "row 0")
+    messages = [{"role": "user", "content": "a<image><image>b"}, {"role": "user", "content": "c"}]
+    prompt = Prompt("p", 0, [1], "text", messages=messages, images=digests)
+    played = Asking(endpoint, tokenizer, reader, play, prompt=prompt)
+    assert [request.images for request in played.engine.requests] == [digests]
+    [task] = tasks
+    assert [part["type"] for part in task["messages"][0]["content"]] == ["text", "image_url", "image_url", "text"]
+    assert (
+        task["messages"][0]["content"][1]["image_url"]["url"] == data_url(SMALL) and task["messages"][1] == messages[1]
+    )
+    assert [Path(file).read_bytes() for file in task["images"]] == [SMALL, WIDE]
+
+
+def test_without_a_template_messages_are_refused_and_texts_are_continued(endpoint: Endpoint) -> None:
+    def play(ask: Callable[..., Any], task: Any) -> None:
+        assert task["messages"] is None
+        ask(shows("x"))
+        ask(path="completions", prompt=task["prompt"])
+
+    plain = character_tokenizer([*SPECIAL, "<pad>"], "<end>", "")
+    plain.chat_template = None
+    played = Asking(endpoint, plain, None, play)
+    [message] = played.refusals
+    assert (
+        message
+        == "the tokenizer has no chat template, and nothing else writes messages: ask /v1/completions with a text"
+    )
+    assert plain.decode(played.found.token_ids) == "qa<end>"

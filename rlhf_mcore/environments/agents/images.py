@@ -1,0 +1,124 @@
+"""Images in requests of agents: data URLs become digests of the run's store, then marks in a rendered text, then tokens.
+
+A template writes the same token for every image, so the mark before it is what tells two conversations apart whose words are the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.image_rows import MARK
+from rlhf_mcore.environments.agents.calls import Refused
+
+if TYPE_CHECKING:
+    from rlhf_mcore.data.image_rows import ImageReader
+    from rlhf_mcore.environments.agents.conversation import Asked
+    from rlhf_mcore.environments.agents.tree import TokenTree
+    from rlhf_mcore.types import Prompt
+
+
+def take_images(asked: Asked, images: RequestImages | None) -> Asked:
+    """Return a request with digests in the place of data URLs. ``images``: None for a model that sees none.
+
+    Raises:
+        Refused: the model sees none, there are too many, or one cannot be used.
+    """
+    urls = [url for message in asked.messages for url in message.get("images", ())]
+    if not urls:
+        return asked
+    if images is None:
+        raise Refused(400, "messages have images, and the model sees none")
+    digests = iter(images.take(urls))
+    messages = [
+        {**message, "images": [next(digests) for _ in message["images"]]} if "images" in message else message
+        for message in asked.messages
+    ]
+    return replace(asked, messages=messages)
+
+
+@dataclass(slots=True)
+class RequestImages:
+    """The images of requests to one engine, in the store of the run."""
+
+    reader: ImageReader
+    _mark: str = field(init=False, default_factory=lambda: f"image-{secrets.token_hex(8)}-")  # nobody else writes it
+
+    def take(self, urls: Sequence[str]) -> tuple[str, ...]:
+        """Read data URLs into the store. Returns their digests.
+
+        Raises:
+            Refused: there are too many, one cannot be used, or the model's images are supported in prompts only.
+        """
+        assert all(url.startswith("data:") for url in urls), "nothing else is read from requests"
+        if self.reader.writes_around:
+            raise Refused(400, "messages have images, and those of this model are supported in prompts only")
+        try:
+            return self.reader.take(urls, Path(), "the messages")
+        except ConfigError as error:
+            raise Refused(400, str(error)) from error
+
+    def parts(self, message: Mapping[str, Any], cut: Callable[[str], str]) -> list[dict[str, str]]:
+        """Return the content of a message with images as a template takes it, a mark before each image. ``cut``: of its texts."""
+        texts = [cut(text) for text in message["texts"]]
+        parts = []
+        for text, digest in zip(texts, message["images"], strict=False):
+            parts += [{"type": "text", "text": f"{text}{self._mark}{digest};"}, {"type": "image"}]
+        return [*parts, {"type": "text", "text": texts[-1]}] if texts[-1] else parts
+
+    def unmark(self, text: str) -> tuple[str, tuple[str, ...]]:
+        """Return a rendered text without marks, and the digests that they were of."""
+        pieces = re.split(f"{self._mark}([0-9a-f]+);", text)
+        return "".join(pieces[::2]), tuple(pieces[1::2])
+
+    def expand(self, tokens: list[int], images: Sequence[str]) -> list[int]:
+        """Return the tokens of a text with those of each of its images.
+
+        Raises:
+            ConfigError: the text has not one token of an image for each.
+        """
+        return self.reader.expand(tokens, images, "the messages") if images else tokens
+
+    def are_of(self, tokens: Sequence[int], images: Sequence[str]) -> bool:
+        """Tell whether all tokens of images among ``tokens`` are those of ``images``."""
+        token_id = self.reader.tokens.token_id
+        return tokens.count(token_id) == len(self.reader.expand([token_id] * len(images), images, "the messages"))
+
+    def are_drawn(self, tree: TokenTree) -> bool:
+        """Tell whether the policy has drawn the token of an image in an episode."""
+        return any((node.turn.token_ids == self.reader.tokens.token_id).any() for node in tree.nodes)
+
+    def task(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        """Return what an agent gets of a prompt with images: their files, and messages in which they are data URLs."""
+        files = self.reader.files(prompt.images)
+        if messages is None:
+            return {"images": files}
+        urls = iter([_data_url(Path(file).read_bytes()) for file in files])
+        shown = [{**message, "content": _shown(message["content"], urls)} for message in messages]
+        return {"images": files, "messages": shown}
+
+
+def _shown(content: str, urls: Iterator[str]) -> Any:
+    """Return a text with places of images as parts, as OpenAI's interface has them."""
+    first, *others = content.split(MARK)
+    if not others:
+        return content
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image_url", "image_url": {"url": next(urls)}}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def _data_url(content: bytes) -> str:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as image:
+        kind = Image.MIME[str(image.format)]
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
