@@ -240,15 +240,35 @@ class ServerEngine(Engine):
         return dict(zip(self._urls, results, strict=True))  # type: ignore[arg-type]
 
     async def _replace(self, url: str, folder: str, label: str) -> None:
-        """Replace the weights of a server. It answers nobody meanwhile."""
+        """Replace the weights of a server. It answers nobody meanwhile, and everybody again where it has not taken them.
+
+        Raises:
+            ServerFailed: it has not.
+        """
         assert self._client is not None
         ask = self._client.ask
         await ask("POST", f"{url}/pause?mode=abort")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        await ask("POST", f"{url}/collective_rpc", reload)
-        await ask("POST", f"{url}/update_weight_version", {"new_version": label})
-        await ask("POST", f"{url}/reset_prefix_cache")
-        await ask("POST", f"{url}/resume")
+        try:
+            await ask("POST", f"{url}/collective_rpc", reload)
+            await ask("POST", f"{url}/update_weight_version", {"new_version": label})
+            await ask("POST", f"{url}/reset_prefix_cache")
+            await ask("POST", f"{url}/resume")
+        except ServerFailed as error:
+            raise ServerFailed(f"{error}; {await self._resume(url, f'{label}-incomplete')}") from error
+
+    async def _resume(self, url: str, label: str) -> str:
+        """Resume a server that has not taken weights, but perhaps some of them. Returns how it was left."""
+        assert self._client is not None
+        ask = self._client.ask
+        try:
+            with suppress(ServerFailed):
+                await ask("POST", f"{url}/update_weight_version", {"new_version": label})
+                await ask("POST", f"{url}/reset_prefix_cache")
+            await ask("POST", f"{url}/resume")
+        except ServerFailed:
+            return f"it is still paused, until POST {url}/resume"
+        return f"it is resumed, and its weights, some of which may be replaced, are called {label}"
 
     def close(self) -> None:
         """Leave the servers as they are, with the last weights."""
