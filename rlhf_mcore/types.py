@@ -273,8 +273,7 @@ class TrainBatch:
     rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
     # By row, on every rank: tokens of each sequence of a row that is several
     sequences: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # And the digests of those that have images; of a row of several sequences those of each
-    images: Mapping[int, Sequence[Any]] = field(default_factory=dict)
+    images: Mapping[int, Sequence[Sequence[str]]] = field(default_factory=dict)  # digests of each sequence's, where any has some
     # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
     turn_rewards: Tensor | None = None
     # [N] int32: version of the policy that sampled a token, zero outside loss_mask; None in a synchronous run, whose is policy_version
@@ -316,9 +315,10 @@ class TrainBatch:
         lengths = self.lengths.tolist()
         return [self.sequences.get(row) or (lengths[row],) for row in rows]
 
-    def images_of(self, rows: Sequence[int]) -> list[tuple[Any, ...]] | None:
-        """Return the digests of each row's images; None where no row has any."""
-        return [tuple(self.images.get(row, ())) for row in rows] if self.images else None
+    def images_of(self, rows: Sequence[int]) -> list[tuple[str, ...]] | None:
+        """Return the digests of the images of each sequence of these rows; None where no row has any."""
+        held = [self.images.get(row) or [()] * len(self.sequences.get(row) or [0]) for row in rows]
+        return [tuple(own) for of_row in held for own in of_row] if self.images else None
 
     def field_of_tokens(self, name: str) -> Field:
         """Return a field by its name: one of ``fields``, or of the optional ones above.

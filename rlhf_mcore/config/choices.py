@@ -145,8 +145,7 @@ TRACKERS = {
 }
 
 AGENT = "agent"
-VERIFIERS = "verifiers"
-ASKING = (AGENT, VERIFIERS)  # environments that ask for turns at an endpoint
+ASKING = (AGENT, "verifiers")  # environments that ask for turns at an endpoint
 ENVIRONMENTS = ("tools", "gymnasium", "openenv", *ASKING)  # that need no file of the user's
 
 # What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +36,7 @@ class RowTokens:
     fields: Mapping[str, Tensor]
     ragged: Mapping[str, Ragged[Tensor]] = field(default_factory=dict)
     sequences: Sequence[Sequence[int]] | None = None  # tokens of each sequence of each row; None: a row is one
-    # Digests of each row's, of several sequences those of each, or (); None: no row has any
-    images: Sequence[tuple[Any, ...]] | None = None
+    images: Sequence[tuple[str, ...]] | None = None  # digests of each sequence's, of all rows; None: no row has any
 
     @property
     def sequence_lengths(self) -> list[int]:
@@ -85,12 +83,7 @@ def make_microbatches(
     if tokens.sequences is not None:
         assert rows_per_unit == 1, "units are of rows"
         lengths_of = tokens.sequence_lengths
-        images = tokens.images and [
-            own
-            for row, sizes in zip(tokens.images, tokens.sequences, strict=True)
-            for own in ([row] if len(sizes) == 1 else row or [()] * len(sizes))
-        ]
-        tokens = RowTokens(list(range(len(lengths_of))), lengths_of, tokens.fields, tokens.ragged, None, images)
+        tokens = RowTokens(list(range(len(lengths_of))), lengths_of, tokens.fields, tokens.ragged, None, tokens.images)
     units = in_units(range(len(tokens.rows)), rows_per_unit)
     lengths = [[round_up(tokens.lengths[place], sequence_multiple) for place in unit] for unit in units]
     assign, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)

@@ -168,7 +168,7 @@ def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
         token_ids=flat_ids,
         loss_mask=torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks])),
         rollout_logprobs=torch.zeros(len(flat_ids)),
-        images={row: digests for row, digests in enumerate(seen) if digests},
+        images={row: [digests] for row, digests in enumerate(seen) if digests},
         ref_logprobs=_at_last_tokens([known[row] for row in rows], lengths[rows]) if known else None,
     )
 

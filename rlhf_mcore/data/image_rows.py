@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_mcore.config.choices import VERIFIERS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.images import LEVELS, ImageStore, ImageTokens
 from rlhf_mcore.data.square_images import SquareProcessor
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config, DataConfig
 
 MARK = "<image>"  # the place of an image in a text
+_OWN_TASKS = "verifiers"  # an environment that does not show prompts
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 _SHOWN = 200  # characters of a path in messages; a longer one is hardly a path
@@ -184,7 +184,7 @@ class ImageReader:
         Raises:
             ConfigError: as the constructor.
         """
-        return cls(ImageStore.of(cfg), cfg.model.path, cfg.data, asks=cfg.environment.function == VERIFIERS)
+        return cls(ImageStore.of(cfg), cfg.model.path, cfg.data, asks=cfg.environment.function == _OWN_TASKS)
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class ImageReader:
         """
         if sources and self._asks:
             raise ConfigError(
-                f"{place}: the prompt has images, and environment.function={VERIFIERS} asks with tasks of its own; set another "
+                f"{place}: the prompt has images, and environment.function={_OWN_TASKS} asks with tasks of its own; set another "
                 "one, or data.image_key=null"
             )
         if (count := seen + len(sources)) > self._data.max_images:

@@ -160,7 +160,7 @@ def exchange_rows(
         sent["turn_rewards"] = turn_rewards(trajectories)
     are_several, see = bool((optional & _SEVERAL).any()), bool((optional & _SEEING).any())
     sequences = _of_all_rows(numbers, [t.sequences for t in trajectories]) if are_several else {}
-    images = _of_all_rows(numbers, [t.sequence_images or t.prompt.images for t in trajectories]) if see else {}
+    images = _of_all_rows(numbers, [t.sequence_images or (t.prompt.images,) for t in trajectories]) if see else {}
     owners = owners_of(lengths.numpy(), dist.get_world_size())
     owned = rows_by_rank(owners, dist.get_world_size())
     rows = torch.from_numpy(owned[dist.get_rank()])
@@ -228,7 +228,7 @@ def _refuse_changed(changed: list[int], name: Callable[[int], str]) -> None:
 
 def _of_all_rows(numbers: np.ndarray, values: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
     """Return what rows of all ranks have, by their numbers; rows with nothing are not there. Collective."""
-    own = [(int(number), value) for number, value in zip(numbers, values, strict=True) if value]
+    own = [(int(number), value) for number, value in zip(numbers, values, strict=True) if any(value)]
     return {number: tuple(value) for of_rank in all_gather_json(own) for number, value in of_rank}
 
 

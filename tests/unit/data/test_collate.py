@@ -260,7 +260,7 @@ def test_values_of_tokens_stay_with_their_rows(packing: bool) -> None:
 def test_microbatches_have_the_images_of_their_sequences_in_order() -> None:
     """Row 1 has two sequences, with images of their own; row 3 has two that see none."""
     fields = {"token_ids": torch.arange(1, 15, dtype=torch.int32)}
-    images = [("a",), (("b", "c"), ("d",)), (), ()]
+    images = [("a",), ("b", "c"), ("d",), (), (), ()]
     tokens = RowTokens([4, 7, 9, 10], [2, 6, 2, 4], fields, sequences=[[2], [3, 3], [2], [2, 2]], images=images)
     microbatches = make_microbatches(tokens, max_tokens=4, packing=True)
     found = {place: own for m in microbatches for place, own in zip(m.rows, m.images, strict=True)}

@@ -369,6 +369,8 @@ def test_a_pair_of_responses_shares_the_images_of_its_prompt(
     batch = example_batch([plain, seen], with_mismatched=True)
     for found in (batch, batch.mismatched):
         assert found is not None and found.images_of([0, 1, 2, 3]) == [(), (), seen.images, seen.images]
+        found.sequences, found.images = {1: (1, 1), 2: (1, 2)}, {2: [["a"], []], 3: [["b"]]}
+        assert found.images_of([0, 1, 2, 3]) == [(), (), (), ("a",), (), ("b",)]
     assert example_batch([plain]).images_of([0, 1]) is None
 
 
