@@ -35,7 +35,9 @@ HEADS = {
     "sequence": Head("ForSequenceClassification", (_SCORE,)),
 }
 WITH_IMAGES = "ForConditionalGeneration"  # how architectures of language models with a tower end
-_SEEING = "WithImages"  # stands before the suffix of a scalar head beside a tower: the language model alone may have one too
+_SEEING = (
+    "WithImages"  # stands before the suffix of a scalar head beside a tower: the language model alone may have one too
+)
 # Stands for an architecture that is not supported, where only sizes under the usual keys are asked for.
 UNSUPPORTED = Family("unsupported", "", DECODER)
 

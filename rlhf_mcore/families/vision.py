@@ -93,7 +93,9 @@ class Vision:
         if len(sizes.sections) != 3 or min(sizes.sections) < 0 or sum(sizes.sections) != pairs:
             given = list(sizes.sections)[:8]
             yield f"mrope_section={given} is no division of {pairs} pairs of channels into three; export the model again"
-        out = hf_config.object("vision_config").integer("out_hidden_size", 1, MAX_WIDTH, default=size(text, "hidden_size"))
+        out = hf_config.object("vision_config").integer(
+            "out_hidden_size", 1, MAX_WIDTH, default=size(text, "hidden_size")
+        )
         if out != size(text, "hidden_size"):
             yield f"vision_config.out_hidden_size={out} is not hidden_size={size(text, 'hidden_size')}; export the model again"
 
@@ -162,9 +164,7 @@ def gated_tower(v: VisionSizes, hidden_size: int) -> Tensors:
     for layer in range(v.depth):
         block = f"blocks.{layer}."
         tensors |= {f"{block}norm1.weight": (width,), f"{block}norm2.weight": (width,)} | _attention(block, width)
-        tensors |= linear(block + "mlp.gate_proj", v.ffn_size, width) | linear(
-            block + "mlp.up_proj", v.ffn_size, width
-        )
+        tensors |= linear(block + "mlp.gate_proj", v.ffn_size, width) | linear(block + "mlp.up_proj", v.ffn_size, width)
         tensors |= linear(block + "mlp.down_proj", width, v.ffn_size)
     tensors |= {"merger.ln_q.weight": (width,)}
     return tensors | linear("merger.mlp.0", merged, merged) | linear("merger.mlp.2", hidden_size, merged)

@@ -147,7 +147,7 @@ def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iter
 def _ends(geometry: ModelGeometry, *, is_first: bool, is_last: bool) -> Iterator[Rule]:
     """List the rules of what a stage has beside layers."""
     (first, last), everywhere = outer_rules(geometry), FAMILIES[geometry.family].on_every_stage
-    if is_first or "embedding" in everywhere or (is_last and geometry.tied_embeddings):
+    if is_first or "embedding" in everywhere or (is_last and (geometry.tied_embeddings or geometry.mtp_layers)):
         yield first
     for rule in last:
         if is_last or ("norm" if "layernorm" in rule.mcore else "output") in everywhere:

@@ -126,7 +126,9 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
             weight = hf.get_parameter(f"{key.removeprefix('base_model.model.').partition('.lora_')[0]}.weight")
             values[key] = weight.detach().norm(dim=1) * (1 + scale * values[key])
     save_file(values, path / f"{beginning}.safetensors")
-    learns, run = (with_peft if name in OF_PEFT and beside.is_there("peft", "accelerate") else written_out)(hf, name, values)
+    learns, run = (with_peft if name in OF_PEFT and beside.is_there("peft", "accelerate") else written_out)(
+        hf, name, values
+    )
     logprobs = [row_logprobs(run, row) for row in rows()]
     save_file({str(n): value.detach() for n, value in enumerate(logprobs)}, path / f"{beginning}_logprobs.safetensors")
     if SIZES[name].use_dora:
@@ -202,7 +204,9 @@ def merged_by_hand(hf: Any, name: str, values: dict[str, Tensor]) -> dict[str, T
 def with_peft(hf: Any, name: str, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
     peft, sizes = beside.peft(), SIZES[name]
     targets = sizes.targets[0] if len(sizes.targets) == 1 else list(sizes.targets)
-    cfg = peft.LoraConfig(r=sizes.rank, lora_alpha=int(sizes.alpha), target_modules=targets, use_rslora=sizes.use_rslora)
+    cfg = peft.LoraConfig(
+        r=sizes.rank, lora_alpha=int(sizes.alpha), target_modules=targets, use_rslora=sizes.use_rslora
+    )
     cfg.use_dora = sizes.use_dora
     if sizes.fixed:  # PEFT has the residual in the place of the weight
         cfg.r, cfg.lora_alpha, cfg.init_lora_weights = 3, 12, "pissa"

@@ -386,7 +386,9 @@ def as_published(directory: Path) -> None:
     for name, tensor in tensors.items():
         if ".mlp.experts." in name and tensor.size(1) != inputs[name.rpartition(".")[2]]:
             tensors[name] = tensor.mT.contiguous()
-    tensors = {re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): t for name, t in tensors.items()}
+    tensors = {
+        re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): t for name, t in tensors.items()
+    }
     save_file(tensors, file, {"format": "pt"})
 
 

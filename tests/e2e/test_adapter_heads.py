@@ -108,7 +108,12 @@ def test_what_is_merged_is_what_peft_merges(reward: Path) -> None:
     base: Any = AutoModelForSequenceClassification.from_pretrained(
         workspace / "model", num_labels=1, dtype=torch.float32
     )
-    merged = beside.peft().PeftModel.from_pretrained(base, str(reward / "checkpoint-4/reward")).merge_and_unload().state_dict()
+    merged = (
+        beside.peft()
+        .PeftModel.from_pretrained(base, str(reward / "checkpoint-4/reward"))
+        .merge_and_unload()
+        .state_dict()
+    )
     ours = load_file(workspace / "merged" / "model.safetensors")
     assert ours.keys() == merged.keys() and all(torch.equal(ours[name], merged[name]) for name in ours)
     assert json.loads((workspace / "merged/config.json").read_text())["architectures"] == [

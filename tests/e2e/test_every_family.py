@@ -113,7 +113,9 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
         of = tensor.removeprefix("model.layers.4.")
         if of in REPEATED:
             assert torch.equal(saved[tensor], saved[REPEATED[of]])
-        elif "experts" not in tensor and name not in IN_BF16:  # an expert may have had no token, bf16 rounds small steps away
+        elif (
+            "experts" not in tensor and name not in IN_BF16
+        ):  # an expert may have had no token, bf16 rounds small steps away
             is_same = torch.equal(saved[tensor].float(), before.float())
             assert saved[tensor].isfinite().all() and is_same == of.endswith("e_score_correction_bias"), tensor
 

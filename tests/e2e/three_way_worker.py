@@ -170,7 +170,9 @@ def measure(world: World, name: str, tp: Width, names: list[str]) -> dict[str, A
     if name in LIVE:
         keep_loading_layout(engine.model)
     # vLLM joins two projections of latent attention, which the planner counts one by one.
-    if name in DELTA_NETS or (tp in GRIDS and name != "deepseek_v3_heads"):  # of the others bridge/test_trace.py has modules
+    if name in DELTA_NETS or (
+        tp in GRIDS and name != "deepseek_v3_heads"
+    ):  # of the others bridge/test_trace.py has modules
         findings[f"{name}/{tp}"] = any_rank(
             all_gather_json(difference_from_plan(engine, path, shapes, EngineGrid(**vars(grid))))
         )

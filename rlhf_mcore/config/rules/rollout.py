@@ -51,7 +51,6 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
                 f"{group}.temperature={temperature:g}: rollout.engine={engine.name} draws at {least:g} to {most:g}; "
                 "choose one of these"
             )
-    yield from _speculative_problems(cfg)
     if cfg.rollout.placement == "disaggregated":
         yield from _apart_problems(cfg)
     elif cfg.rollout.placement == "colocated" and cfg.trainer.max_staleness:  # a misspelled one is named as such
@@ -105,17 +104,6 @@ def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
             f"bridge.method={cfg.bridge.method}: rollout.engine={engine.name} takes full tensors, its parameters are in processes of "
             "its own; set it to gather"
         )
-
-
-def _speculative_problems(cfg: Config) -> Iterator[str]:
-    method, layout = cfg.rollout.speculative.method, cfg.rollout.layout
-    if method == "off" or not engine_kind(cfg.rollout.engine).reads("rollout.speculative"):
-        return
-    for key, size in {"pp": layout.pp, "dp": layout.dp, "ep": layout.ep}.items():
-        if size > 1:
-            yield (
-                f"rollout.speculative.method={method} is not supported with rollout.layout.{key}={size}; set that to 1, or it to off"
-            )
 
 
 def _apart_problems(cfg: Config) -> Iterator[str]:

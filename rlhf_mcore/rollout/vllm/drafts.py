@@ -42,6 +42,7 @@ class Drafts:
     def __init__(self, cfg: RolloutConfig, model: EngineModel, *, on_cuda: bool) -> None:
         self.model: DraftedModel | None = None  # once it is attached, if MTP layers learn
         self._method, self._on_cuda, self._learned = cfg.speculative.method, on_cuda, learned_names(cfg, model)
+        self._in_stages = cfg.layout.pp > 1
         sleeps = on_cuda and cfg.placement == "colocated" and cfg.sleep and cfg.sleep_level == 2
         if self._method == "mtp" and sleeps and not self._learned:
             raise ConfigError(
@@ -50,17 +51,21 @@ class Drafts:
             )
         self.options = {"speculative_config": _options(cfg.speculative, self._learned)}
 
-    def attach(self, worker: Any, scheduler: Any) -> None:
-        """Take up with vLLM's worker and scheduler, which have started."""
+    def attach(self, worker: Any, core: Any) -> None:
+        """Take up with vLLM's worker and the core of its engine, which have started."""
         if self._method == "ngram":
             import numba
 
             numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
-        elif self._learned:
-            self.model = DraftedModel(worker.get_model(), worker.get_draft_model(), self._learned)
+        if self._in_stages:
+            from rlhf_mcore.rollout.vllm.stages import share_drafts
+
+            share_drafts(worker.model_runner, core)
+        if self._learned and (draft := worker.get_draft_model()) is not None:  # on the last stage
+            self.model = DraftedModel(worker.get_model(), draft, self._learned)
         if not self._on_cuda:
             verify_drafts_at_their_temperature()
-        self.record = DraftRecord(scheduler)
+        self.record = DraftRecord(core.scheduler)
 
 
 def _options(cfg: SpeculativeConfig, learned: Collection[str]) -> dict[str, Any]:

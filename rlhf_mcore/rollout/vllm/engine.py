@@ -96,7 +96,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory(), self._counted():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
             if self._drafts is not None:
-                self._drafts.attach(self._worker(), self._scheduler)
+                self._drafts.attach(self._worker(), self._llm.llm_engine.engine_core.engine_core)
         if model.adapters:
             self._open_slots()
             self.use_adapter(0)
@@ -464,6 +464,10 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
                     from rlhf_mcore.rollout.vllm import images
 
                     around.enter_context(images.inspected_here())
+            if cfg.layout.pp > 1:
+                from rlhf_mcore.rollout.vllm import stages
+
+                around.enter_context(stages.completed(cfg))
             if "enable_lora" in options:
                 from rlhf_mcore.rollout.vllm import adapters
 

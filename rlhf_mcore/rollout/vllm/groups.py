@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
 from rlhf_mcore.rollout.vllm.environment import rank_and_world_size
-from rlhf_mcore.types import Completion, Request
+from rlhf_mcore.types import DRAFTS, Completion, Recorded, Request
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
@@ -117,7 +117,8 @@ class GroupedVLLMEngine(VLLMEngine):
 
 
 def _plain(completion: Completion) -> list[Any]:
-    """Write a completion as JSON values. It has neither the tokens that were drawn from nor further fields: they are refused."""
+    """Write a completion as JSON values. Of further fields it has drafts alone: others are refused, as are tokens drawn from."""
+    drafts = completion.fields.get(DRAFTS)
     return [
         completion.request_id,
         completion.token_ids.tolist(),
@@ -125,10 +126,12 @@ def _plain(completion: Completion) -> list[Any]:
         completion.versions,
         completion.finish_reason,
         completion.num_cached,
+        None if drafts is None else np.asarray(drafts).tolist(),
     ]
 
 
 def _completion(fields: Sequence[Any]) -> Completion:
-    number, token_ids, logprobs, versions, reason, num_cached = fields
+    number, token_ids, logprobs, versions, reason, num_cached, drafts = fields
     ids, values = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
-    return Completion(number, ids, values, tuple(map(tuple, versions)), reason, num_cached=num_cached)
+    recorded: dict[str, Recorded] = {} if drafts is None else {DRAFTS: np.array(drafts, np.int16)}
+    return Completion(number, ids, values, tuple(map(tuple, versions)), reason, num_cached=num_cached, fields=recorded)

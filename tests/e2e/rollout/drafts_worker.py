@@ -1,12 +1,13 @@
-"""A vLLM engine that drafts with MTP layers that learn, over both ranks of a trainer; run by torchrun, judged by test_drafts.py.
+"""vLLM engines that draft with MTP layers that learn, over both ranks of a trainer; run by torchrun, judged by test_drafts.py.
 
-The model is GLM-4.5 with an MTP layer, whose layers add nothing to what they are given: both predict from the last token alone. The
-MTP layer predicts as the model does, so with greedy decoding all of its drafts are taken.
+The model is GLM-4.5 with an MTP layer, whose layers add next to nothing to what they are given: both predict from the last token
+alone. The MTP layer predicts as the model does, so with greedy decoding all of its drafts are taken. Layers that have grown say
+something of their own, and how many drafts are taken depends on all of attention and experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import trace
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
+from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
@@ -33,9 +34,16 @@ from tests.distributed import models
 from tests.distributed.setting import Settings, build, finish, gatherer, load_hf, moe_groups_of, start
 from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
+from tests.unit.bridge.eight_bits import slow_values
 
+ENGINES = {
+    "tp2": RolloutLayoutConfig(tp=2),
+    "dp2 ep2": RolloutLayoutConfig(dp=2, ep=2),
+    "pp2": RolloutLayoutConfig(pp=2),
+}
 LAYOUT, DEPTH, NEW_TOKENS, TEMPERATURE = "tp2_sp_ep2_etp1_dp2", 2, 16, 0.8
 MTP = "model.layers.4."
+TINY, GROWN = 2.0**-20, 2.0**16  # exact in fp32
 NORM, MTP_NORM = "model.norm.weight", f"{MTP}shared_head.norm.weight"  # before the output layer, of both
 
 
@@ -47,7 +55,7 @@ def make(path: Path) -> None:
     hidden = tensors[NORM].numel()
     for name in tensors:
         if "o_proj" in name or "down_proj" in name:
-            tensors[name].zero_()
+            tensors[name] *= TINY
     tensors[f"{MTP}eh_proj.weight"] = torch.eye(hidden, 2 * hidden)  # of an embedding and a hidden state the former
     tensors |= {name: torch.ones(hidden) for name in (f"{MTP}enorm.weight", f"{MTP}hnorm.weight", NORM, MTP_NORM)}
     generator = torch.Generator().manual_seed(1)
@@ -55,16 +63,32 @@ def make(path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-def move(model: MegatronModel, seed: int) -> Tensor:
-    """Let the policy predict other tokens, and its MTP layer too: the same numbers come with other signs. Returns these."""
-    signs = (
-        torch.randint(0, 2, (model.spec.geometry.hidden_size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
-    )
-    with torch.no_grad():
-        for parameter in model.local_parameters():
-            if pieces(parameter.name, model.spec.geometry, parameter.shard)[0].hf_name in (NORM, MTP_NORM):
-                parameter.tensor.mul_(signs)
-    return signs
+class Policy:
+    """A trainer's model and that of transformers, which move together. ``signs``: those of the norms before the output layer."""
+
+    def __init__(self, path: Path, model: MegatronModel) -> None:
+        self.path, self.model, self.hf = path, model, load_hf(path)
+        self.geometry = model.spec.geometry
+        self.signs = torch.ones(self.geometry.hidden_size)
+
+    def _scale(self, by: Any, is_meant: Callable[[str], bool]) -> None:
+        tensors = [
+            parameter.tensor
+            for parameter in self.model.local_parameters()
+            if is_meant(pieces(parameter.name, self.geometry, parameter.shard)[0].hf_name)
+        ]
+        with torch.no_grad():
+            for tensor in [*tensors, *(tensor for name, tensor in self.hf.named_parameters() if is_meant(name))]:
+                tensor.mul_(by)
+
+    def move(self, seed: int) -> None:
+        """Predict other tokens, and let the MTP layer do so too: the same numbers come with other signs."""
+        signs = torch.randint(0, 2, self.signs.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+        self._scale(signs, (NORM, MTP_NORM).__contains__)
+        self.signs = self.signs * signs
+
+    def grow(self, by: float) -> None:
+        self._scale(by, lambda name: "o_proj" in name or "down_proj" in name)
 
 
 def drawn(engine: Any, hf: torch.nn.Module) -> dict[str, Any]:
@@ -111,46 +135,78 @@ def held(tensors: Any) -> set[str]:
     return {f"{prod(t.shape)} {sorted((p.hf_name, p.start, p.shape) for p in t.pieces)}" for t in tensors}
 
 
-def of_draft(engine: Any, signs: Tensor, path: Path) -> dict[str, bool]:
-    """Whether tensors of MTP layers are in the engine, to the bit, where vLLM has them as files do."""
-    held, layer = load_file(path / "model.safetensors"), engine.model.draft.model.layers["4"]
+def of_draft(engine: Any, policy: Policy) -> dict[str, bool] | None:
+    """Whether tensors of MTP layers are in the engine, to the bit, where vLLM has them as files do. None where no draft is."""
+    if engine._drafts.model is None:
+        return None
+    held, layer = load_file(policy.path / "model.safetensors"), engine.model.draft.model.layers["4"]
     return {
         "eh_proj": torch.equal(layer.eh_proj.weight, held[f"{MTP}eh_proj.weight"]),
-        "norm": torch.equal(layer.shared_head.norm.weight, held[MTP_NORM] * signs),
+        "norm": torch.equal(layer.shared_head.norm.weight, held[MTP_NORM] * policy.signs),
         "layer": torch.equal(layer.mtp_block.input_layernorm.weight, held[f"{MTP}input_layernorm.weight"]),
     }
 
 
+def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
+    """What an engine of this layout draws, and holds, as the policy moves with and without its drafts."""
+    geometry, parameters = policy.geometry, policy.model.local_parameters()
+    speculative = SpeculativeConfig("mtp", num_tokens=DEPTH)
+    cfg = RolloutConfig(layout=layout, kv_cache_gib=0.02, max_num_seqs=16, speculative=speculative)
+    model = EngineModel(str(policy.path), str(policy.path), "fp32", 64, seed=0, shapes=hf_shapes(geometry))
+    engine: Any = build_engine(cfg, model)
+    engine._stops = []  # all responses get to their whole length
+    traced = trace(engine.model, hf_shapes(geometry)).parameters
+    grid = EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep)
+    planned = engine_tensors(geometry, grid, dist.get_rank())
+    found: dict[str, Any] = {
+        "unplanned": all_gather_json(sorted(held(traced) ^ held(planned))),
+        "num_drafts": sum(all_gather_json(engine._drafts.model is not None)),
+        "num_blocks": all_gather_json(engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks),
+    }
+    common: dict[str, Any] = {"bucket_bytes": 20_000, "poison": True}
+    whole = gatherer(policy.model)
+    full = PlannedBridge(parameters, geometry, engine, world_group(), verify="full", gatherer=whole, **common)
+    full.sync(0)  # every parameter is compared with that of a plain load, to the bit
+    found["first"] = drawn(engine, policy.hf)
+    bridge = PlannedBridge(parameters, geometry, engine, world_group(), verify="digest", **common)
+    changes: dict[str, tuple[Callable[[], None], list[str] | None]] = {
+        "synced": (lambda: policy.move(1), None),
+        "stale": (lambda: policy.move(2), list(hf_shapes(geometry.trunk))),
+        "synced again": (lambda: None, None),
+        "grown": (lambda: policy.grow(GROWN), None),
+    }
+    for version, (name, (change, only)) in enumerate(changes.items(), 1):
+        change()
+        bridge.sync(version, only)
+        found[name] = drawn(engine, policy.hf) | {"bits": [*filter(None, all_gather_json(of_draft(engine, policy)))]}
+    if layout.num_ranks == layout.tp:
+        found["8 bits"] = of_8_bits(policy, engine)
+    policy.grow(1 / GROWN)
+    for seed in (1, 2):
+        policy.move(seed)  # back again
+    engine.close()
+    return found
+
+
+def of_8_bits(policy: Policy, engine: Any) -> list[Any]:
+    """What is drawn when weights have come in 8 bits, and when the values of these were loaded: slow versions' of whole tensors."""
+    geometry, parameters, found = policy.geometry, policy.model.local_parameters(), []
+    for number, kind in enumerate(QUANTISATIONS.values()):
+        options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "quantisation": kind.name}
+        PlannedBridge(parameters, geometry, engine, world_group(), **options).sync(20 + 2 * number)
+        brought = drawn(engine, policy.hf)
+        whole = gatherer(policy.model)
+        values = ((name, slow_values(w, kind) if kind.applies(name) else w) for name, w in whole)
+        engine.load_weights(values, version=21 + 2 * number)
+        found.append([brought, drawn(engine, policy.hf)])
+    return found
+
+
 def main(directory: Path) -> None:
-    platform, path, findings = start(), directory / "model", dict[str, Any]()
+    platform, path = start(), directory / "model"
     if dist.get_rank() == 0:
         make(path)
     dist.barrier()
     model, _ = build(path, moe_groups_of(LAYOUT, {}), platform, Settings(mtp=MTPLearning()))
-    geometry, parameters, hf = model.spec.geometry, model.local_parameters(), load_hf(path)
-    cfg = RolloutConfig(
-        layout=RolloutLayoutConfig(tp=dist.get_world_size()),
-        kv_cache_gib=0.02,
-        max_num_seqs=16,
-        speculative=SpeculativeConfig("mtp", num_tokens=DEPTH),
-    )
-    engine: Any = build_engine(cfg, EngineModel(str(path), str(path), "fp32", 64, seed=0, shapes=hf_shapes(geometry)))
-    engine._stops = []  # all responses get to their whole length
-    traced = trace(engine.model, hf_shapes(geometry)).parameters
-    planned = engine_tensors(geometry, EngineGrid(tp=dist.get_world_size()), dist.get_rank())
-    findings["unplanned"] = all_gather_json(sorted(held(traced) ^ held(planned)))
-    common: dict[str, Any] = {"bucket_bytes": 20_000, "poison": True}
-    full = PlannedBridge(parameters, geometry, engine, world_group(), verify="full", gatherer=gatherer(model), **common)
-    full.sync(0)  # every parameter is compared with that of a plain load, to the bit
-    findings["first"] = drawn(engine, hf)
-    bridge = PlannedBridge(parameters, geometry, engine, world_group(), verify="digest", **common)
-    trunk, signs = list(hf_shapes(geometry.trunk)), torch.ones(geometry.hidden_size)
-    for version, (name, only) in enumerate({"synced": None, "stale": trunk, "synced again": None}.items(), 1):
-        moved = move(model, version) if name != "synced again" else torch.ones(geometry.hidden_size)
-        signs = signs * moved
-        with torch.no_grad():
-            hf.model.norm.weight.mul_(moved)
-        bridge.sync(version, only)
-        findings[name] = drawn(engine, hf) | {"bits": of_draft(engine, signs, path)}
-    engine.close()
-    finish(findings, directory)
+    policy = Policy(path, model)
+    finish({name: states_of(policy, layout) for name, layout in ENGINES.items()}, directory)

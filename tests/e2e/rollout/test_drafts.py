@@ -1,4 +1,4 @@
-"""MTP layers that learn, in a vLLM engine over two ranks: drafts follow the policy where they are synced, and only there."""
+"""MTP layers that learn, in vLLM engines over two ranks: drafts follow the policy where they are synced, and only there."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import Any
 import pytest
 
 from tests.distributed.world import run_world
-from tests.e2e.rollout.drafts_worker import DEPTH, NEW_TOKENS
+from tests.e2e.rollout.drafts_worker import DEPTH, ENGINES, NEW_TOKENS
 
 SYNCED = ("first", "synced", "synced again")
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_world("e2e.rollout.drafts_worker", 2, tmp_path_factory.mktemp("drafts"))
 
 
-@pytest.mark.parametrize("state", [*SYNCED, "stale"])
+@pytest.fixture(params=ENGINES)
+def findings(of_layouts: Any, request: pytest.FixtureRequest) -> Any:
+    return of_layouts[request.param]
+
+
+@pytest.mark.parametrize("state", [*SYNCED, "stale", "grown"])
 def test_what_is_drawn_follows_the_policy_whatever_the_drafts_are(findings: Any, state: str) -> None:
     greedy, sampled = findings[state]["greedy"], findings[state]["sampled"]
     assert greedy["ids"] == greedy["expected"] and {*map(len, greedy["ids"])} == {NEW_TOKENS}
@@ -40,10 +45,37 @@ def test_passes_are_longer_where_drafts_are_taken(findings: Any) -> None:
     assert findings["stale"]["greedy"]["rollout/draft_pass_tokens"] < 1.5
 
 
+def test_a_layer_that_drafts_computes_the_same_however_the_engine_is_cut(of_layouts: Any) -> None:
+    shares = [
+        [found["grown"]["greedy"][f"rollout/draft_acceptance/{depth}"] for depth in range(1, DEPTH + 1)]
+        for found in of_layouts.values()
+    ]
+    assert 0.1 < shares[0][0] < 0.9, "of attention and experts something is heard"
+    assert shares == [shares[0]] * len(ENGINES)
+
+
 def test_the_draft_holds_the_trainers_bits_after_a_sync(findings: Any) -> None:
     whole = {"eh_proj": True, "norm": True, "layer": True}
-    assert findings["synced"]["bits"] == findings["synced again"]["bits"] == whole
-    assert findings["stale"]["bits"] == whole | {"norm": False}
+    assert findings["synced"]["bits"] == findings["synced again"]["bits"] == [whole] * findings["num_drafts"]
+    assert findings["stale"]["bits"] == [whole | {"norm": False}] * findings["num_drafts"]
+
+
+def test_layers_that_draft_travel_in_8_bits_as_the_model_does(of_layouts: Any) -> None:
+    """An engine on a CPU computes with the values of the 8 bits: as if it had loaded them, drafts too."""
+    found, plain = of_layouts["tp2"]["8 bits"], of_layouts["tp2"]["grown"]
+    assert len(found) == 2
+    for brought, loaded in found:
+        assert brought == loaded
+        assert brought["greedy"]["gap"] > 10 * plain["greedy"]["gap"], "8 bits are no other ones"
+
+
+def test_stages_have_equally_many_blocks_though_the_last_has_more_layers(of_layouts: Any) -> None:
+    counts = of_layouts["pp2"]["num_blocks"]
+    assert counts[0] == counts[1] > 0
+
+
+def test_each_rank_drafts_but_those_of_earlier_stages(of_layouts: Any) -> None:
+    assert [found["num_drafts"] for found in of_layouts.values()] == [2, 2, 1]
 
 
 def test_the_planner_describes_the_draft_without_an_engine(findings: Any) -> None:

@@ -85,7 +85,11 @@ def test_tokens_and_pixels_are_those_of_the_models_processor(tmp_path: Path, mod
     text = "one\n<image> or\n\n<image>two?"
     row = {"prompt": [{"role": "user", "content": text}], "images": [*map(png, images)], "answer": "1"}
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
-    store, data, tokenizer = ImageStore(tmp_path / "images" / "patches"), DataConfig(answer_key="answer"), make_tokenizer()
+    store, data, tokenizer = (
+        ImageStore(tmp_path / "images" / "patches"),
+        DataConfig(answer_key="answer"),
+        make_tokenizer(),
+    )
     reader = ImageReader(store, str(model_dir), data)
     [prompt] = load_prompts([str(tmp_path / "rows.parquet")], tokenizer, data, images=reader)
     own = AutoImageProcessor.from_pretrained(model_dir, backend="pil")

@@ -97,8 +97,18 @@ def test_sizes_beside_a_tower_are_those_of_the_language_model_wherever_they_stan
 def test_a_quarter_of_a_head_of_qwen3_5_is_divided(tmp_path: Path, sections: list[int] | None) -> None:
     """Of 256 elements, as published, 32 pairs; config.json need not say so."""
     rope = {"rope_type": "default", "rope_theta": 1e7, **({} if sections is None else {"mrope_section": sections})}
-    text = {**SIZES, "max_position_embeddings": 512, "head_dim": 256, "rope_parameters": rope, "full_attention_interval": 2}
-    config = {"text_config": text, "image_token_id": 9, "vision_config": {**TOWER, "out_hidden_size": SIZES["hidden_size"]}}
+    text = {
+        **SIZES,
+        "max_position_embeddings": 512,
+        "head_dim": 256,
+        "rope_parameters": rope,
+        "full_attention_interval": 2,
+    }
+    config = {
+        "text_config": text,
+        "image_token_id": 9,
+        "vision_config": {**TOWER, "out_hidden_size": SIZES["hidden_size"]},
+    }
     write(tmp_path, **config, architectures=["Qwen3_5ForConditionalGeneration"])
     geometry, problems = inspect_model(str(tmp_path), "model.path")
     told = [problem for problem in problems if "mrope_section" in problem]

@@ -145,7 +145,9 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
     assert largest.numel == chunk * vocab == 8192 > top.numel()
 
 
-@pytest.mark.parametrize("logits", [(0.0, -300.0, -200.0, 100.0), (-200.0, 100.0, 95.0, -300.0)], ids=["others", "theirs"])
+@pytest.mark.parametrize(
+    "logits", [(0.0, -300.0, -200.0, 100.0), (-200.0, 100.0, 95.0, -300.0)], ids=["others", "theirs"]
+)
 def test_a_student_that_is_certain_has_finite_gradients(logits: tuple[float, ...]) -> None:
     """Its probabilities of the teacher's tokens underflow, or those of all other tokens."""
     alone: Any = ThreadGroup(Meeting(1), 0)

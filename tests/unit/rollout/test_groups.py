@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.vllm import cpu_grids, groups
-from rlhf_mcore.types import Completion, Request, Sampling
+from rlhf_mcore.types import DRAFTS, Completion, Request, Sampling
 from tests.unit.rollout.test_vllm_states import LLM, engine
 
 
@@ -121,6 +123,18 @@ def test_every_rank_sees_every_completion_and_how_far_the_others_are() -> None:
     for rank in range(2):
         found = {c.request_id: (c.token_ids.tolist(), c.logprobs.tolist(), c.versions) for c in drawn[rank]}
         assert found == {0: ([5], [-0.5], ((0, 3),)), 1: ([6, 6, 6], [-0.5] * 3, ((0, 3),))}
+
+
+def test_the_drafts_of_a_response_are_known_in_all_groups() -> None:
+    drafts = np.array([[2, 2], [0, 0], [0, 0]], np.int16)
+    for fields in ({}, {DRAFTS: drafts}):
+        ids, logprobs = np.array([5, 6, 7], np.int32), np.array([-0.5, -0.25, -1], np.float32)
+        given = Completion(4, ids, logprobs, ((0, 3),), "length", num_cached=2, fields=fields)
+        found = groups._completion(json.loads(json.dumps(groups._plain(given))))
+        assert (found.request_id, found.versions, found.num_cached) == (4, ((0, 3),), 2)
+        assert found.fields.keys() == fields.keys()
+        assert all(np.array_equal(found.fields[name], fields[name]) for name in fields)
+    assert found.fields[DRAFTS].dtype == np.int16
 
 
 def test_a_cancelled_request_is_dropped_by_its_group() -> None:

@@ -198,7 +198,13 @@ def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: 
 
 
 def test_a_server_of_another_model_is_sent_nothing(build: Any, servers: list[Server], tmp_path: Path) -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **sizes}
     (served := tmp_path / "served").mkdir()
     servers[0].declared["model"] = str(served)

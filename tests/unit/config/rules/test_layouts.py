@@ -369,13 +369,6 @@ def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        *(
-            (
-                ["rollout.speculative.method=ngram", f"rollout.layout.{key}=2"],
-                [f"rollout.layout.{key}=2; set that to 1"],
-            )
-            for key in ("pp", "dp", "ep")
-        ),
         (["rollout.speculative.method=ngram", "rollout.engine=hf"], ["no effect with rollout.engine=hf"]),
         (
             ["rollout.speculative.method=mtp", "rollout.speculative.ngram_tokens=2"],
@@ -397,3 +390,26 @@ def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) 
 def test_what_drafts_do_not_go_together_with(workspace: Any, overrides: list[str], words: list[str]) -> None:
     problems = check(*overrides)
     assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+@pytest.mark.parametrize("mode", ["keep", "train"])
+def test_layers_that_draft_have_8_bits_where_they_are_sent(workspace: Any, mode: str) -> None:
+    write_mtp_model(workspace)
+    found = check("rollout.quantization=int8", "rollout.speculative.method=mtp", f"actor.mtp.mode={mode}")
+    named = [problem for problem in found if problem.startswith("rollout.quantization=int8")]
+    if mode == "keep":
+        assert (
+            "MTP layers of actor.mtp.mode=keep from files, where they have no 8 bits; set actor.mtp.mode=train"
+            in only(named)
+        )
+    else:
+        assert named == []
+
+
+@pytest.mark.parametrize("layout", [["dp=2"], ["tp=2", "ep=2"], ["dp=2", "ep=2"], ["pp=2"]])
+def test_drafts_go_with_engines_that_are_cut_in_other_ways(workspace: Any, layout: list[str]) -> None:
+    write_mtp_model(workspace)
+    for method in ("ngram", "mtp"):
+        keys = [f"rollout.layout.{key}" for key in layout]
+        problems = check(f"rollout.speculative.method={method}", "actor.mtp.mode=train", *keys, world_size=2)
+        assert not [problem for problem in problems if "rollout.layout" in problem], problems
