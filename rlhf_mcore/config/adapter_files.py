@@ -59,7 +59,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """What adapter_config.json says. ``modules``: names of ``target_modules``, None where they are a pattern."""
+    """Hold what adapter_config.json says. ``modules``: names of ``target_modules``, None where they are a pattern."""
 
     rank: int
     alpha: float

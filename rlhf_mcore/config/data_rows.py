@@ -27,7 +27,7 @@ BAD_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """How much is read, by the keys of ``data`` with these names. Every rank holds all rows in memory."""
+    """Bound how much is read, by the keys of ``data`` with these names. Every rank holds all rows in memory."""
 
     max_row_bytes: int = DataConfig.max_row_bytes
     max_rows: int = DataConfig.max_rows

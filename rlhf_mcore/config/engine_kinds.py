@@ -28,7 +28,7 @@ ENTRY_POINTS = "rlhf_mcore.engines"
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What an engine can do, and how a rank gets one."""
+    """Declare what an engine can do, and how a rank gets one."""
 
     name: str  # of rollout.engine
     purpose: str = ""  # for the documentation

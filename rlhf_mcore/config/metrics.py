@@ -26,12 +26,12 @@ class Metric:
 
     @property
     def rule(self) -> Rule | None:
-        """What judges it, in the report and by default as an alarm."""
+        """Return what judges it, in the report and by default as an alarm."""
         return next((rule for rule in RULES if rule.metric == self.name), None)
 
     @property
     def range(self) -> str:
-        """What is healthy, in words; "" where every value may be."""
+        """Return what is healthy, in words; "" where every value may be."""
         rule = self.rule
         if rule is None:
             return self.healthy
@@ -42,7 +42,7 @@ class Metric:
 
     @property
     def what_to_do(self) -> str:
-        """Where it is not healthy."""
+        """Return where it is not healthy."""
         return self.rule.remedy if self.rule is not None else self.remedy
 
 

@@ -269,7 +269,7 @@ _MIGRATE = "`rlhf-mcore migrate` carries a whole configuration of {} over"
 
 
 class OtherName(NamedTuple):
-    """What another trainer's key is here: ``keys`` of ours, or none with the ``reason``. ``trainer`` is its name if it is known."""
+    """Name another trainer's key here: ``keys`` of ours, or none with the ``reason``. ``trainer`` is its name if it is known."""
 
     keys: tuple[str, ...]
     reason: str = ""

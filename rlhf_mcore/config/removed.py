@@ -15,7 +15,7 @@ from rlhf_mcore.foreign import shorten
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What holds in the place of a key."""
+    """Tell what holds in the place of a key."""
 
     value: Any
     instead: str  # what a user does who wants another value

@@ -24,7 +24,7 @@ _GENERATION = (
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
-    """What a kind of run reads, trains and saves."""
+    """Declare what a kind of run reads, trains and saves."""
 
     name: str  # of algorithm.kind
     purpose: str  # for the documentation
@@ -42,7 +42,7 @@ class RunKind:
 
     @property
     def reads_conversations(self) -> bool:
-        """Whether a column of messages may stand for the prompt and its only response."""
+        """Tell whether a column of messages may stand for the prompt and its only response."""
         return len(self.response_keys) == 1
 
     def reads(self, key: str) -> bool:

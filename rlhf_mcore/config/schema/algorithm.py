@@ -25,7 +25,7 @@ from rlhf_mcore.config.schema.key import (
 
 @dataclass
 class KLControllerConfig(Group):
-    """How the weight of the KL changes over a run; it starts at ``kl.coef``."""
+    """Set how the weight of the KL changes over a run; it starts at ``kl.coef``."""
 
     name: str = key("fixed", "", one_of(fixed="", adaptive="towards `target`", linear="to `final` over `steps` steps"))
     target: Optional[float] = key(
@@ -112,7 +112,7 @@ class RolloutCorrectionConfig(Group):
 
 @dataclass
 class SapoConfig(Group):
-    """How fast a token's gradient fades out with the distance of its ratio from 1."""
+    """Set how fast a token's gradient fades out with the distance of its ratio from 1."""
 
     tau_positive: float = key(1.0, "where the advantage is positive", ABOVE_0)
     tau_negative: float = key(1.05, "where it is negative", ABOVE_0)
@@ -120,7 +120,7 @@ class SapoConfig(Group):
 
 @dataclass
 class CovarianceConfig(Group):
-    """Which tokens `kl_cov` and `clip_cov` hold back for their covariance of logprob and advantage."""
+    """Set which tokens `kl_cov` and `clip_cov` hold back for their covariance of logprob and advantage."""
 
     share: float = key(
         2e-4,
@@ -135,7 +135,7 @@ class CovarianceConfig(Group):
 
 @dataclass
 class DpoConfig(Group):
-    """How a policy learns from pairs of responses."""
+    """Set how a policy learns from pairs of responses."""
 
     loss: str = key(
         "dpo",
@@ -199,7 +199,7 @@ class DynamicSamplingConfig(Group):
 
 @dataclass
 class AlgorithmConfig(Group):
-    """What is optimised. A preset only fills in keys that are not set."""
+    """Set what is optimised. A preset only fills in keys that are not set."""
 
     preset: str = key(
         "grpo",

@@ -69,7 +69,7 @@ class ContainerConfig(Group):
 
 @dataclass
 class EnvironmentConfig(Group):
-    """What answers the policy between its turns. Without ``function`` a response is a single turn."""
+    """Set what answers the policy between its turns. Without ``function`` a response is a single turn."""
 
     function: Optional[str] = key(
         None,

@@ -72,7 +72,7 @@ def function_or(names: Iterable[str]) -> Choices:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What is known of a key or a group."""
+    """Describe a key or a group."""
 
     help: str = ""
     allowed: Range | Choices | None = None

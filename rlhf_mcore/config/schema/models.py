@@ -28,7 +28,7 @@ _RANKS = "`[first, end)`: the ranks of the world that hold it"
 
 @dataclass
 class LayoutConfig(Group):
-    """How a trained model is cut. The data-parallel size follows from the world size."""
+    """Set how a trained model is cut. The data-parallel size follows from the world size."""
 
     tp: int = key(1, "tensor-parallel size", _PARTS)
     pp: int = key(1, "pipeline stages", _PARTS)

@@ -30,7 +30,7 @@ _SIZE = Range(1, 4096)
 
 @dataclass
 class RolloutLayoutConfig(Group):
-    """How an engine is cut."""
+    """Set how an engine is cut."""
 
     tp: int = key(
         1, "tensor-parallel size of an engine; `colocated`: world size / (tp · pp · dp) engines run side by side", _SIZE
@@ -47,7 +47,7 @@ class RolloutLayoutConfig(Group):
 
 @dataclass
 class SamplingConfig(Group):
-    """How responses are drawn."""
+    """Set how responses are drawn."""
 
     n: int = key(8, "responses per prompt; group-relative advantages need 2 or more", AT_LEAST_1)
     # A greedy rollout has nothing to learn from.
@@ -69,7 +69,7 @@ class SamplingConfig(Group):
 
 @dataclass
 class RayConfig(Group):
-    """Where engines on devices of their own run."""
+    """Set where engines on devices of their own run."""
 
     address: Optional[str] = key(
         None,
@@ -260,7 +260,7 @@ class RolloutConfig(Group):
 
 @dataclass
 class BridgeConfig(Group):
-    """How the actor's weights reach the engines."""
+    """Set how the actor's weights reach the engines."""
 
     method: str = key(
         "planned",
@@ -361,7 +361,7 @@ class FunctionConfig(Item):
 
 @dataclass
 class SandboxConfig(Group):
-    """Where programs of the model run."""
+    """Set where programs of the model run."""
 
     minimum: str = key(
         "filters",
@@ -381,7 +381,7 @@ class SandboxConfig(Group):
 
 @dataclass
 class RewardConfig(Group):
-    """Where scores come from: a weighted sum of rules, or a function of your own, and a reward model."""
+    """Set where scores come from: a weighted sum of rules, or a function of your own, and a reward model."""
 
     rules: list[RuleConfig] = key(
         [RuleConfig(name="final_number")],

@@ -110,7 +110,7 @@ class DataConfig(Group):
 
 @dataclass
 class ProfileConfig(Group):
-    """Which steps are profiled."""
+    """Set which steps are profiled."""
 
     steps: list[int] = key(
         [],
@@ -198,7 +198,7 @@ class TrainerConfig(Group):
 
 @dataclass
 class CheckpointConfig(Group):
-    """When checkpoints are saved, which of them stay, and how a run resumes."""
+    """Set when checkpoints are saved, which of them stay, and how a run resumes."""
 
     save_steps: int = key(20, "save every so many steps; 0: not by steps", AT_LEAST_0)
     save_epochs: float = key(

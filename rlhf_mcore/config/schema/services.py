@@ -55,7 +55,7 @@ class JudgeConfig(Group):
 
 @dataclass
 class RewardRayConfig(Group):
-    """Where the workers of ``reward.pool: ray`` run."""
+    """Set where the workers of ``reward.pool: ray`` run."""
 
     address: Optional[str] = key(
         None,
