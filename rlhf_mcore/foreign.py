@@ -45,7 +45,7 @@ class MissingFile(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a JSON document may be. The defaults are for a model's small files: ten times the largest that is published."""
+    """Bound what a JSON document may be. The defaults are for a model's small files: ten times the largest that is published."""
 
     num_bytes: int = 16 * 2**20
     num_values: int = 500_000

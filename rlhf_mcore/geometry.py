@@ -193,7 +193,7 @@ class ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of a tensor a rank holds, and of an expert's tensor: which of the experts.
+    """Name the part of a tensor that a rank holds, and of an expert's tensor the experts.
 
     ``rank`` of ``size`` is the split of the tensor itself: tensor parallel, for experts expert tensor parallel. Experts are given to
     expert-parallel ranks in equal contiguous runs; ``expert_rank`` of ``expert_size`` is the run of this rank.
@@ -216,7 +216,7 @@ class LocalParameter:
 
 @dataclass(slots=True)
 class StateShard:
-    """What the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted in flat order.
+    """Hold what the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted in flat order.
 
     ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, or ``momentum``, and ``master`` where the
     weights that the optimizer steps are not the parameter itself.

@@ -50,7 +50,7 @@ class WeightBridge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
-    """Which of the world's rollout engines a rank is part of. Only the lead rank of an engine returns completions."""
+    """Name the rollout engine of the world that a rank is part of. Only the lead rank of an engine returns completions."""
 
     engine_index: int = 0
     num_engines: int = 1
@@ -91,7 +91,7 @@ class Generator(Protocol):
 
 
 class WeightTarget(Protocol):
-    """Where a bridge brings weights to: those of a model, replaced as one transaction, wherever it is."""
+    """Take the weights that a bridge brings: those of a model, replaced as one transaction, wherever it is."""
 
     @property
     def policy_version(self) -> int:
@@ -125,7 +125,7 @@ class LiveWeights(WeightTarget, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """How a process joins a process group whose members have no world in common.
+    """Join a process to a process group whose members have no world in common.
 
     ``name`` is used once in a run. The store listens on ``address`` and ``port``, in the process with ``rank`` 0. ``timeout_s`` limits
     how long joining may take, and how long an operation may wait for other ranks.
@@ -215,7 +215,7 @@ class WeightReceiver(Protocol):
 
 
 class Sleeper(Protocol):
-    """What gives its device memory to others for a while."""
+    """Give device memory to others for a while."""
 
     def sleep(self, level: int = 2) -> None:
         """Free the caches, and the weights: level 1 keeps a copy of them on the host, level 2 discards them."""
@@ -274,7 +274,7 @@ class TrainablePolicy(LogprobModel, TrainableModel, Protocol):
     """A policy that is updated."""
 
     def makes_one_update(self, batch: TrainBatch) -> bool:
-        """Whether a step learns from these rows in one update: the policy before it is then that of the update's forward pass."""
+        """Tell whether a step learns from these rows in one update: the policy before it is then that of the update's forward pass."""
         ...
 
     def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
@@ -305,7 +305,7 @@ class Learner(Protocol):
 
 
 class Publisher(Protocol):
-    """Who uses the weights of a step beside the checkpoints."""
+    """Use the weights of a step beside the checkpoints."""
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Bring the weights of version ``version`` there; returns metrics. Collective."""

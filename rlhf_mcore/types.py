@@ -57,7 +57,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Sampling:
-    """How a response is drawn. ``temperature == 0`` is greedy; ``top_k == -1`` and ``top_p == 1.0`` are off.
+    """Set how a response is drawn. ``temperature == 0`` is greedy; ``top_k == -1`` and ``top_p == 1.0`` are off.
 
     ``records_support``: completions have the tokens that each of theirs was drawn from. ``records_routes``: they have the experts
     that every token went to, in the field ``ROUTES``. ``records_drafts``: they have the field ``DRAFTS``. ``baseline``: beside the
@@ -114,7 +114,7 @@ class EpisodeRequest(Request):
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """What an engine drew for a request: N tokens, the last one the end-of-sequence token if ``finish_reason`` is "stop".
+    """Hold what an engine drew for a request: N tokens, the last one the end-of-sequence token if ``finish_reason`` is "stop".
 
     ``logprobs`` are of the distribution that was sampled from. ``versions`` as those of a ``Trajectory``. To an ``EpisodeRequest``
     the last turn of the policy is the answer, and the whole episode its ``trajectory``. ``num_cached``: tokens before it whose keys
@@ -144,7 +144,7 @@ LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of tu
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """What engines have done: ``steps`` of decoding, the tokens that these drew, and the seconds that they took.
+    """Count what engines have done: ``steps`` of decoding, the tokens that these drew, and the seconds that they took.
 
     ``lent``: turns of episodes that another engine has drawn than the one that plays them.
     """
@@ -230,7 +230,7 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit ended it, and neither the policy nor the environment."""
+        """Tell whether a limit ended it, and neither the policy nor the environment."""
         return self.finish_reason in LIMITS
 
 
@@ -239,7 +239,7 @@ FAILURES = ("error", "timeout")  # why a response may have got no score
 
 @dataclass(slots=True)
 class Score:
-    """What a grader gives a trajectory: the scalar reward, and named parts for the metrics."""
+    """Hold what a grader gives a trajectory: the scalar reward, and named parts for the metrics."""
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -353,7 +353,7 @@ TOKEN_FIELDS = (
 
 @dataclass(slots=True)
 class UpdateResult:
-    """What the updates of a step have made of a model. ``metrics`` are for the record only: nothing is decided by their names."""
+    """Hold what the updates of a step have made of a model. ``metrics`` are for the record only: nothing is decided by their names."""
 
     model: str  # name of its role
     metrics: dict[str, float]

@@ -96,7 +96,7 @@ class Problem:
 
     @property
     def is_damage(self) -> bool:
-        """Whether the checkpoint cannot be trusted. Extra files are no damage: they are not loaded."""
+        """Tell whether the checkpoint cannot be trusted. Extra files are no damage: they are not loaded."""
         return self.kind not in ("extra", "unchecked")
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from rlhf_mcore.roles.model import RoleModel
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a rank sends, see :class:`PlannedBridge`. ``kept`` is the same as it was when it was last taken."""
+    """Name what a rank sends, see :class:`PlannedBridge`. ``kept`` is the same as it was when it was last taken."""
 
     parameters: Sequence[LocalParameter]
     sources: MergedSources | AdaptersAside

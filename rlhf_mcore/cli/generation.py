@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Who scores: ``graders`` as responses finish, then a reward model, for all ranks together."""
+    """Hold who scores: ``graders`` as responses finish, then a reward model, for all ranks together."""
 
     graders: RewardFunction
     add_model: AddScores

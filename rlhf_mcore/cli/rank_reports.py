@@ -36,7 +36,7 @@ class Reporter:
 
     @property
     def is_heard(self) -> bool:
-        """Whether a command of ours started this rank. It reports errors, and watches the rank's progress."""
+        """Tell whether a command of ours started this rank. It reports errors, and watches the rank's progress."""
         return self._socket is not None
 
     def started(self) -> None:

@@ -22,7 +22,7 @@ _GONE_S = 45.0  # torchrun ends the others within 30 s of a failure; what it has
 
 @dataclass(slots=True)
 class Rank:
-    """What is known of a rank. Seconds are those during which the listener itself was running."""
+    """Hold what is known of a rank. Seconds are those during which the listener itself was running."""
 
     pid: int
     local_rank: int

@@ -172,7 +172,7 @@ def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) ->
 
 
 class _Housekeeping:
-    """What is done on the first rank after a commit, and at the end of a run."""
+    """Do what is to be done on the first rank after a commit, and at the end of a run."""
 
     def __init__(self, cfg: Config, run: Path, record: RunRecord):
         self._run, self._record, self._disk = run, record, Disk()

@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Agent:
-    """What this process knows of its ranks, and reports about them."""
+    """Hold what this process knows of its ranks, and reports about them."""
 
     def __init__(self, reports: RankReports) -> None:
         self.reports = reports

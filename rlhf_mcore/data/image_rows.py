@@ -241,7 +241,7 @@ class ImageReader:
 
     @property
     def writes_around(self) -> bool:
-        """Whether the model's processor writes more of an image than its tokens."""
+        """Tell whether the model's processor writes more of an image than its tokens."""
         return isinstance(self._processor, SquareProcessor)
 
     def written(self, text: str) -> str:

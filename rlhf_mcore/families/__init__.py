@@ -23,7 +23,7 @@ _SCORE = Rule("output_layer.weight", "replicated", {"score.weight": (ONE, HIDDEN
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands after the last layer: how architectures with it end, and its parameters."""
+    """Describe what stands after the last layer: how architectures with it end, and its parameters."""
 
     suffix: str
     rules: tuple[Rule, ...]

@@ -76,7 +76,7 @@ Spec = Literal["any", "local", "te"]  # layer specs that have it under a name: b
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Where one Megatron parameter's elements are among Hugging Face tensors. Where a dimension is 0 there is no such parameter.
+    """Place one Megatron parameter's elements among Hugging Face tensors. Where a dimension is 0 there is no such parameter.
 
     ``trained``: false of a buffer, which no optimizer steps. ``in_memory``: the name of the same rows in a live transformers model,
     where it differs from that of files (since version 5 the experts of a layer are one stack).
@@ -277,7 +277,7 @@ class Family:
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether files have the experts of a layer in one tensor; their gates and linear parts then take turns."""
+        """Tell whether files have the experts of a layer in one tensor; their gates and linear parts then take turns."""
         return any(rule.kind == "stacked" for rule in self.rules)
 
     def layer_rules(self, geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:

@@ -107,7 +107,7 @@ class Mixture:
 
     @property
     def replaces_mlp(self) -> bool:
-        """Whether config.json has no size of another MLP."""
+        """Tell whether config.json has no size of another MLP."""
         return bool(self.shared_ffn) and not self.has_dense_layers
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:

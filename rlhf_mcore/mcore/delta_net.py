@@ -83,7 +83,7 @@ class DeltaKernels:
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """What stands in the place of attention: convolution over the last tokens, a state per head that decays and is corrected, a gate.
+    """Mix tokens in the place of attention: convolution over the last tokens, a state per head that decays and is corrected, a gate.
 
     A tensor-parallel rank has some of the heads of keys, and the heads of values that go with them. ``in_proj`` gives queries, keys,
     values, output gates, and of each head of values how much it corrects (beta) and how fast it forgets (alpha).

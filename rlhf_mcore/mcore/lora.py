@@ -181,7 +181,7 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """How a layer's input and A x pass between ranks. This one: every rank has the layer whole, and its own tokens or all."""
+    """Pass a layer's input and A x between ranks. This one: every rank has the layer whole, and its own tokens or all."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool  # ranks have different tokens in front of the layer, or behind it
@@ -189,7 +189,7 @@ class _Path:
 
     @property
     def inputs_differ(self) -> bool:
-        """Whether tensor-parallel ranks have different inputs."""
+        """Tell whether tensor-parallel ranks have different inputs."""
         return self.sequence_parallel
 
     def entered(self, x: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None, list[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What is asked of a layer of one class."""
+    """Hold what is asked of a layer of one class."""
 
     path: _Path
     parts_of: Callable[[Any, tuple[Any, ...], Any], _Parts]  # of the layer, its inputs and its output

@@ -64,7 +64,7 @@ class Router(TopKRouter):
 
 
 class _BestExpertOfGroups:
-    """Where Megatron asks a replayed routing for experts: those of the groups with the best expert each.
+    """Answer Megatron where it asks a replayed routing for experts: those of the groups with the best expert each.
 
     Megatron's own adds up the scores of as many experts of a group as are taken of one.
     """

@@ -85,7 +85,7 @@ class Overrides:
 
     @property
     def needs_one_shape(self) -> bool:
-        """Whether all passes must be over equally many tokens."""
+        """Tell whether all passes must be over equally many tokens."""
         return self.wants("tp_comm_overlap")
 
     def make_buffers(self, platform: Platform, layout: ParallelLayout, tokens: int, hidden_size: int) -> None:

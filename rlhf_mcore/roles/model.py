@@ -213,7 +213,7 @@ class RoleModel:
 
     @property
     def keeps_outputs(self) -> bool:
-        """Whether this rank sends the outputs of its data-parallel rank to the owners."""
+        """Tell whether this rank sends the outputs of its data-parallel rank to the owners."""
         if self.model is None or not self.model.is_last_stage:
             return False
         return self.model.groups.tp_rank == 0 and self.model.groups.cp_rank == 0

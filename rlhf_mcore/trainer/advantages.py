@@ -95,7 +95,7 @@ class AdvantageComputer:
         return metrics
 
     def needs_old_logprobs(self, batch: TrainBatch) -> bool:
-        """Whether ``old_logprobs`` are needed before an update: for a teacher, a KL in the reward, the loss, the user, rows."""
+        """Tell whether ``old_logprobs`` are needed before an update: for a teacher, a KL in the reward, the loss, the user, rows."""
         kl, loss, correction = self.cfg.kl, POLICY_LOSSES.get(self.cfg.policy_loss), self.cfg.rollout_correction
         in_reward = bool(kl.coef) and kl.placement == "reward"
         whole = correction.mode in ("sequence", "geometric") or correction.veto is not None

@@ -35,7 +35,7 @@ BeginScores = Callable[["Sequence[Trajectory]"], "Callable[[], list[Score]]"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How far sampling may run ahead of training.
+    """Bound how far sampling may run ahead of training.
 
     ``max_staleness``: versions between the policy that sampled a token and the one that learns from it. ``oversample``: prompts that
     are started for each that a step takes. ``in_order``: a step takes prompts in their order, not in that in which they finish.
@@ -51,7 +51,7 @@ class Schedule:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether each step has prompts of its own, and a run is that of colocated engines bit for bit."""
+        """Tell whether each step has prompts of its own, and a run is that of colocated engines bit for bit."""
         return not self.max_staleness and self.oversample == 1
 
     def limit(self, step: int) -> int:

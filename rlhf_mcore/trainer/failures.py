@@ -17,7 +17,7 @@ REMEDY = "Correct the reward, or raise reward.max_error_share"
 
 @dataclass(frozen=True, slots=True)
 class OnError:
-    """What a step makes of responses without a score: they count as 0, or with ``drop`` their prompts leave the step.
+    """Choose what a step makes of responses without a score: they count as 0, or with ``drop`` their prompts leave the step.
 
     ``max_share``: of the responses of a step, over all ranks. A reward that fails by ``reward.on_error: fail`` never comes so far.
     """

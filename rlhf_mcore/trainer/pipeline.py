@@ -37,7 +37,7 @@ Wait = Callable[[float], "list[Completion] | None"]
 
 @dataclass(frozen=True, slots=True)
 class FirstRank:
-    """What only the first rank has: it alone talks to the engines."""
+    """Hold what only the first rank has: it alone talks to the engines."""
 
     ahead: SamplingAhead
     needs_weights: Callable[[], bool]  # whether engines wait for weights, and none has any
