@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOrder:
-    """What an engine's episodes are built from, in the process of its first rank.
+    """Hold what an engine's episodes are built from, in the process of its first rank.
 
     ``make_parser`` makes what finds calls of tools in a turn, of ``environment.tool_parser``.
     ``folder`` is where the run was started: files are named from there. ``num_engines`` may share the cores of a machine.

@@ -33,7 +33,7 @@ MAX_CONCURRENT = 256  # calls at a time in a process whose environments are asyn
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a reset or of a step: ``messages`` of {"role", "content"}; or an error, with the cause in words.
+    """Hold what came of a reset or of a step: ``messages`` of {"role", "content"}; or an error, with the cause in words.
 
     ``special``: the environment writes special tokens into its messages.
     """

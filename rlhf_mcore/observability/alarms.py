@@ -142,7 +142,7 @@ def _default(rule: Rule, actions: tuple[str, ...]) -> _Watch:
 
 
 class AlarmBell:
-    """What is done where an alarm is given: ``cfg`` tells where messages go. On the first rank.
+    """Do what a run wants done about alarms: ``cfg`` tells where messages go. On the first rank.
 
     ``note`` shows a line; ``save`` and ``stop`` ask for a checkpoint after the step, and for the end of the run.
     """

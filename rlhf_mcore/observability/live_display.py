@@ -85,7 +85,7 @@ class LiveDisplay:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is drawn now."""
+        """Tell whether it is drawn now."""
         return self._live is not None
 
     def start(self) -> None:

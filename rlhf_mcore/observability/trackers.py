@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker knows of its run.
+    """Hold what a tracker knows of its run.
 
     ``directory`` is the tracker's own, inside the run's. ``id``: the same after a restart. ``last_step``: of a resumed run, the step
     that it continues after; None: of a new one. ``config``: key with dots -> value, without secrets.

@@ -54,7 +54,7 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What cannot be computed. The defaults err on the side of caution for memory."""
+    """Assume what cannot be computed. The defaults err on the side of caution for memory."""
 
     reserve_bytes: int = int(2.5 * GIB)  # CUDA context, NCCL's and cuBLAS's buffers
     usable_memory: float = 0.95  # the allocator's holes

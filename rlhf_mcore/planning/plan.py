@@ -47,7 +47,7 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What ``rlhf-mcore plan`` reports. ``sync`` is None where it was only estimated (while comparing layouts) or there is none."""
+    """Report as ``rlhf-mcore plan``. ``sync`` is None where it was only estimated (while comparing layouts) or there is none."""
 
     world_size: int
     gpu: GpuType

@@ -78,7 +78,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """What a model takes on one rank all the time. ``masters`` and ``moments`` are those of the rank's shard."""
+    """Hold the bytes that a model takes on one rank all the time. ``masters`` and ``moments`` are those of the rank's shard."""
 
     weights: int
     gradients: int = 0

@@ -150,7 +150,7 @@ def _as_list(value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------- in a worker process
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """How programs are judged. Seconds are of the processor; of the clock there are three times as many and a few more."""
+    """Set how programs are judged. Seconds are of the processor; of the clock there are three times as many and a few more."""
 
     minimum: str  # isolation that the worker's machine has to give
     level: str | None  # what it gives; None: the worker finds out

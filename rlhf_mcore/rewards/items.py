@@ -29,7 +29,7 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a pool returns for an item: an answer, or in ``lost`` the cause why there is none."""
+    """Hold what a pool returns for an item: an answer, or in ``lost`` the cause why there is none."""
 
     answer: dict[str, Any] = field(default_factory=dict)
     lost: str = ""
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def problem(self) -> str:
-        """Why there is no result; empty where there is one."""
+        """Return why there is no result; empty where there is one."""
         return self.lost or self.answer.get("error", "")
 
 

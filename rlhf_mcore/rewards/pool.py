@@ -39,7 +39,7 @@ class PoolEnded(RuntimeError):
 
 
 class PoolWorker(Protocol):
-    """What a thread of a pool gives its items to."""
+    """Take the items of a thread of a pool."""
 
     interrupted: bool  # by another thread: what it is at raises ``Interrupted``
 

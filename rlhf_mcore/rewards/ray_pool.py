@@ -51,7 +51,7 @@ class RayPools:
 
 
 class Host:
-    """What an actor holds. It starts where Ray puts it, in the trainer's working directory if that is there."""
+    """Hold what an actor has. It starts where Ray puts it, in the trainer's working directory if that is there."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What an engine generates with, and how long it may get.
+    """Hold what an engine generates with, and how long it may get.
 
     ``model_dir`` and ``tokenizer_dir`` are Hugging Face directories; of the model's only the configuration is read. ``dtype`` is
     "fp32", "bf16" or "fp16". ``max_model_len`` limits the tokens of a prompt and its response together. ``seed`` is for what the

@@ -121,7 +121,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a machine gives: one of ``LEVELS`` or ``NONE``, the walls in words, and what is missing for more."""
+    """Hold what a machine gives: one of ``LEVELS`` or ``NONE``, the walls in words, and what is missing for more."""
 
     name: str
     walls: tuple[str, ...]

@@ -20,7 +20,7 @@ _SKEW_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DiskProbe:
-    """What writing a file showed. ``skew_s`` is the file system's clock minus ours."""
+    """Hold what writing a file showed. ``skew_s`` is the file system's clock minus ours."""
 
     free_bytes: int
     bytes_per_s: float

@@ -100,7 +100,7 @@ _HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s", "deadline_
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What the evaluation of a checkpoint has come to, on the first rank."""
+    """Hold what the evaluation of a checkpoint has come to, on the first rank."""
 
     directory: Path  # with samples.jsonl and results.json
     content: dict[str, Any]  # of results.json

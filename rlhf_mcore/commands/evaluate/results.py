@@ -101,7 +101,7 @@ class EvaluationDirectory:
 
 
 class PartFile:
-    """Where one engine's scored prompts go. An fsync per batch: what was reported is on the disk."""
+    """Write one engine's scored prompts. An fsync per batch: what was reported is on the disk."""
 
     def __init__(self, directory: Path, engine: int, num_engines: int) -> None:
         path = directory / "parts" / f"engine-{engine:05d}-of-{num_engines:05d}.jsonl"

@@ -54,7 +54,7 @@ _OTHERWISE = (
 
 @dataclass(slots=True)
 class Script:
-    """What a script would start, and what had to be decided to know it."""
+    """Hold what a script would start, and what had to be decided to know it."""
 
     commands: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

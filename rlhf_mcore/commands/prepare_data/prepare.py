@@ -35,7 +35,7 @@ SHOWN = 5  # bad rows in a message
 
 @dataclass(slots=True)
 class Options:
-    """What is wanted of the data."""
+    """Hold what is wanted of the data."""
 
     task: str = "rl"  # rl | sft | preference
     format: str = "auto"  # a recipe, or auto: by the first row
@@ -49,7 +49,7 @@ class Options:
 
 @dataclass(slots=True)
 class Report:
-    """What became of the rows."""
+    """Hold what became of the rows."""
 
     counts: Counter[str] = field(default_factory=Counter)  # in order: read, unusable, incomplete, duplicates, ...
     sources: Counter[str] = field(default_factory=Counter)

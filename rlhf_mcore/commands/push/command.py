@@ -66,7 +66,7 @@ _OF_THIS_MACHINE = ("_name_or_path", "name_or_path")  # in JSON files of a model
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What is uploaded: files of ``model``, some of them changed, and the card."""
+    """Name what is uploaded: files of ``model``, some of them changed, and the card."""
 
     model: Path
     files: dict[str, Path | bytes]

@@ -48,7 +48,7 @@ class TrainTimes:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long training takes while all engines compute, and their work while the trainer learns.
+    """Tell how many times as long training takes while all engines compute, and their work while the trainer learns.
 
     Both share a machine's memory, and the trainer's first rank takes in what engines draw; 1: they do not slow each other.
     """
@@ -77,7 +77,7 @@ class Scenario:
 
 @dataclass(slots=True)
 class Trace:
-    """What was when, from ``begin`` on. ``running`` are (seconds, sequences in all engines from then on), spans (start, end)."""
+    """Hold what was when, from ``begin`` on. ``running`` are (seconds, sequences in all engines from then on), spans (start, end)."""
 
     begin: float = 0.0
     running: list[tuple[float, int]] = field(default_factory=list)
@@ -120,7 +120,7 @@ def simulate(scenario: Scenario, schedule: Schedule, draw: DrawLengths, steps: i
 
 @dataclass(slots=True)
 class _Totals:
-    """What is counted from the beginning, to take differences of."""
+    """Hold what is counted from the beginning, to take differences of."""
 
     now: float
     busy_s: float

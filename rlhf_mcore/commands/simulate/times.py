@@ -37,7 +37,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Where times come from: a name for the user, and a step's work on the devices of a split.
+    """Tell where times come from: a name for the user, and a step's work on the devices of a split.
 
     ``scenario`` raises ConfigError where that cannot be done there.
     """

@@ -33,7 +33,7 @@ exit codes:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """What was found in one checkpoint."""
+    """Hold what was found in one checkpoint."""
 
     path: Path
     problems: list[Problem]

@@ -55,7 +55,7 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class AgentRules:
-    """How episodes of agents count. ``max_total``: tokens of a sequence, its first prompt included.
+    """Set how episodes of agents count. ``max_total``: tokens of a sequence, its first prompt included.
 
     ``fails``: an agent without a result ends the run. ``needs_reward``: an agent gives the score.
     """

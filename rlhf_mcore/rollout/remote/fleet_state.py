@@ -22,7 +22,7 @@ REMEDY = "The run has ended; the same command continues it after its newest chec
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """How many engines there are to be, what each is, and when it is given up."""
+    """Hold how many engines there are to be, what each is, and when it is given up."""
 
     order: EngineOrder
     num_engines: int

@@ -40,7 +40,7 @@ _FOREVER = timedelta(
 
 @dataclass(frozen=True, slots=True)
 class EngineOrder:
-    """What a rank of an engine is built from. ``receiver`` makes the other end of the bridge; it is found by its name.
+    """Hold what a rank of an engine is built from. ``receiver`` makes the other end of the bridge; it is found by its name.
 
     ``episodes`` makes, in the engine's first rank, what plays episodes in an environment.
     """
@@ -55,7 +55,7 @@ class EngineOrder:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where Ray has placed a rank of an engine. ``devices`` are those that Ray gave it, as CUDA_VISIBLE_DEVICES names them."""
+    """Hold where Ray has placed a rank of an engine. ``devices`` are those that Ray gave it, as CUDA_VISIBLE_DEVICES names them."""
 
     address: str
     port: int  # on which a lead listens; 0 of other ranks
@@ -64,7 +64,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of an engine meet: the lead (rank 0) listens. ``devices`` are those of all ranks, in the order of ranks."""
+    """Hold where the ranks of an engine meet: the lead (rank 0) listens. ``devices`` are those of all ranks, in the order of ranks."""
 
     address: str
     port: int
@@ -76,7 +76,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank has to tell: completions since the last report, and how far it is. Only the lead has completions.
+    """Report what a rank has to tell: completions since the last report, and how far it is. Only the lead has completions.
 
     ``work`` counts since its start, cancelled requests too. ``num_held``: turns of episodes that wait for room in the engine.
     ``lent``: turns that another engine is to draw.
