@@ -67,10 +67,11 @@ def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
         yield f"{geometry.family} has gated delta nets"
 
 
-def cut_problems(geometry: ModelGeometry, tp: int) -> Iterator[str]:
-    """Name the blocks of 128x128 that engines of ``tp`` ranks would cut, or that two matrices of one layer would share.
+def cut_problems(geometry: ModelGeometry, tp: int, dp: int = 1, ep: int = 1) -> Iterator[str]:
+    """Name the blocks of 128x128 that engines of this layout would cut, or that two matrices of one layer would share.
 
-    vLLM refuses these (``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe`` of its ``fp8_utils``).
+    Stages have whole matrices. An expert is whole with ``ep``, and cut by all groups without. vLLM refuses these blocks
+    (``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe`` of its ``fp8_utils``).
     """
     attention, experts = geometry.attention, geometry.experts
     queries, heads = geometry.num_heads * geometry.head_dim // tp, max(geometry.num_kv_heads // tp, 1)
@@ -83,7 +84,7 @@ def cut_problems(geometry: ModelGeometry, tp: int) -> Iterator[str]:
     if geometry.has_dense_mlp:
         parts["rows of gate_proj"] = geometry.ffn_size // tp
     if experts is not None:
-        parts["rows of an expert's gate_proj"] = experts.ffn_size // tp
+        parts["rows of an expert's gate_proj"] = experts.ffn_size // (1 if ep > 1 else tp * dp)
         if experts.shared_ffn_size:
             parts["rows of the shared expert's gate_proj"] = experts.shared_ffn_size // tp
     for what, count in parts.items():

@@ -98,11 +98,12 @@ def test_a_sync_of_some_tensors_brings_these_alone(findings: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["fp8", "int8"])
-def test_weights_that_came_in_8_bits_are_their_values(findings: Any, kind: int) -> None:
-    """Of a model whose blocks and rows are cut by both sides, in layers that vLLM keeps packed."""
-    brought, loaded = findings["faults"]["8 bits"][kind]
+@pytest.mark.parametrize("engine", ["qwen3_seven/2", *(f"{model}/{tp}" for model, tp in ENGINES if tp in GRIDS)])
+def test_weights_that_came_in_8_bits_are_their_values(findings: Any, kind: int, engine: str) -> None:
+    """Of models whose blocks and rows are cut by both sides, in layers that vLLM keeps packed."""
+    brought, loaded = findings[f"{engine}/8 bits"][kind]
     assert brought == loaded
-    assert brought != findings["faults"]["outputs"][0]
+    assert brought != findings[f"{engine}/8 bits"][1 - kind][0]
 
 
 def test_the_canary_notices_a_sync_that_brought_nothing(findings: Any) -> None:

@@ -23,7 +23,7 @@ from rlhf_mcore.bridge.run.stand_ins import GatherBridge
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import SharedMemory
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
-from rlhf_mcore.families.quantised import QUANTISATIONS
+from rlhf_mcore.families.quantised import QUANTISATIONS, quantisation_problems
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
@@ -192,6 +192,8 @@ def measure(world: World, name: str, tp: Width, names: list[str]) -> dict[str, A
         findings[f"{name}/{tp}/{layout}"] = found
     if name == "qwen3_seven" and len(names) < 5 and tp == 2:
         findings["faults"] = faults(world, engine)
+    if (tp in GRIDS and not any(quantisation_problems(model.spec.geometry))) or "faults" in findings:
+        findings[f"{name}/{tp}/8 bits"] = eight_bits(world, path, model, engine)
     engine.close()
     return findings
 
@@ -270,14 +272,12 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
     found["tampered"] = tampered(bridge)
     bridge.sync(9)
     found |= some_tensors(world, groups, engine)
-    found["8 bits"] = eight_bits(world, groups, engine)
     return found
 
 
-def eight_bits(world: World, groups: ModelGroups, engine: Any) -> list[Any]:
+def eight_bits(world: World, path: Path, model: Any, engine: Any) -> list[Any]:
     """What engines say whose weights have come in 8 bits, and when they have loaded the values of these: slow versions' of files."""
-    path, said = world.directory / "qwen3_seven", []
-    model, _ = build(path, groups, world.platform, Settings())
+    said = []
     options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
     for number, kind in enumerate(QUANTISATIONS.values()):
         bridge = PlannedBridge(

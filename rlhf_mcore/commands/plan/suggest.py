@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlhf_mcore.config.derive import balanced_stages
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.config.validate import validate
+from rlhf_mcore.families.quantised import cut_problems
 from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
 from rlhf_mcore.planning.inputs import Assumptions, GpuType
 from rlhf_mcore.planning.memory import GENERATE, SYNC
@@ -22,6 +24,7 @@ from rlhf_mcore.planning.plan import RunPlan, make_plan
 SIZES = (1, 2, 4, 8, 16)
 CONTEXTS = (1, 2, 4, 8)  # tried where microbatches, which hold whole sequences, are longer than:
 LONG_TOKENS = 16384
+FP8_ROWS = 128  # of a block, which engines do not cut
 SHARES = (0.3, 0.5, 0.7, 0.85)
 _ENGINE_PHASES = (GENERATE, SYNC)
 ADAPTER_RANK = 8  # where adapters are suggested; see docs/lora.md
@@ -143,9 +146,12 @@ def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
     """Yield sizes of the engines, and their shares of a device."""
     own = cfg.rollout.layout
     geometry = read_geometry(cfg.model.path)
-    layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), geometry.experts)]
+    in_blocks = cfg.rollout.quantization == "fp8" and engine_kind(cfg.rollout.engine).holds_8_bits
+    layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), geometry.experts, FP8_ROWS if in_blocks else 1)]
     if _wants_plain_engines(cfg, geometry):
         layouts = [own, *(each for each in layouts if each.num_ranks == each.tp and each.ep == 1)]
+    if in_blocks:
+        layouts = [each for each in layouts if not any(cut_problems(geometry, each.tp, each.dp, each.ep))]
     grids = dict.fromkeys((each.tp, each.pp, each.dp, each.ep) for each in layouts if each.num_ranks <= world_size)
     for grid, share in product(grids, (cfg.rollout.gpu_memory_utilization, *SHARES)):
         layout = RolloutLayoutConfig(*grid)
@@ -155,18 +161,16 @@ def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
 def _wants_plain_engines(cfg: Config, geometry: ModelGeometry) -> bool:
     """Tell whether engines are cut by tensor parallelism alone, see docs/layouts.md."""
     replays = cfg.actor.router_replay == "rollout"
-    narrow = cfg.rollout.quantization is not None
-    return replays or narrow or truncates(cfg.rollout.sampling) or geometry.vision is not None
+    return replays or truncates(cfg.rollout.sampling) or geometry.vision is not None
 
 
-def _engine_layouts(node: int, experts: ExpertSizes | None) -> Iterator[RolloutLayoutConfig]:
+def _engine_layouts(node: int, experts: ExpertSizes | None, block: int) -> Iterator[RolloutLayoutConfig]:
     """Yield layouts of an engine: matrices in parts, over nodes too, slowly; stages of a node each; whole attention.
 
-    Experts are whole where they cannot be cut: it takes as long.
+    Experts are whole where they cannot be cut into blocks of so many rows: it takes as long.
     """
-    for tp in (*SIZES, 32):
-        yield RolloutLayoutConfig(tp=tp, ep=tp if experts is not None and experts.ffn_size % tp else 1)
-    yield from (RolloutLayoutConfig(tp=node, pp=pp) for pp in (2, 4))
+    for tp, pp in (*product((*SIZES, 32), (1,)), (node, 2), (node, 4)):
+        yield RolloutLayoutConfig(tp, pp, ep=tp if experts is not None and experts.ffn_size % (tp * block) else 1)
     if experts is not None and node > 1:
         yield from (RolloutLayoutConfig(dp=dp, ep=dp) for dp in (node, 2 * node))
 

@@ -40,17 +40,15 @@ def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 
 def _grid_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Name what was not tried with engines that are cut in other ways than by tensor parallelism."""
-    quantization = cfg.rollout.quantization
     others = {
         "rollout.sampling.top_p below 1 or top_k": truncates(cfg.rollout.sampling),
         "actor.router_replay=rollout": cfg.actor.router_replay == "rollout",
         "models that see images": geometry.vision is not None,
     }
     of_records = [other for other, is_asked in others.items() if is_asked]
-    of_all = [] if quantization is None else [f"rollout.quantization={quantization}"]
-    for key, excluded in {"pp": of_all + of_records, "dp": of_all + of_records, "ep": of_all}.items():
+    for key in ("pp", "dp"):
         size = getattr(cfg.rollout.layout, key)
-        for other in excluded if size > 1 else ():
+        for other in of_records if size > 1 else ():
             yield f"rollout.layout.{key}={size} is not supported with {other}; set it to 1"
 
 
@@ -84,13 +82,17 @@ def _quantised_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Name what keeps vLLM from multiplying with 8 bits on a GPU."""
     from rlhf_mcore.families.quantised import cut_problems
 
-    name, tp = f"rollout.quantization={cfg.rollout.quantization}", cfg.rollout.layout.tp
+    name, layout = f"rollout.quantization={cfg.rollout.quantization}", cfg.rollout.layout
     if cfg.model.dtype == "fp32":
         yield f"{name}: vLLM's layers of 8 bits have no fp32, found model.dtype=fp32; set it to bf16"
-    for problem in cut_problems(geometry, tp) if cfg.rollout.quantization == "fp8" else ():
+    problems = cut_problems(geometry, layout.tp, layout.dp, layout.ep) if cfg.rollout.quantization == "fp8" else ()
+    keys, sharers = f"rollout.layout.tp={layout.tp}" + f" and dp={layout.dp}" * (layout.dp > 1), layout.tp * layout.dp
+    is_cured = sharers > 1 and not any(cut_problems(geometry, layout.tp, layout.dp, sharers))
+    choice = "choose another rollout.layout.tp" + f", whole experts (rollout.layout.ep={sharers})" * is_cured
+    for problem in problems:
         yield (
-            f"{name}: engines of rollout.layout.tp={tp} cut blocks of 128x128 of model.path={cfg.model.path} ({problem}), which "
-            "vLLM's layers do not take; choose another rollout.layout.tp, or rollout.quantization=int8"
+            f"{name}: engines of {keys} cut blocks of 128x128 of model.path={cfg.model.path} ({problem}), which "
+            f"vLLM's layers do not take; {choice}, or rollout.quantization=int8"
         )
 
 

@@ -23,6 +23,15 @@ from tests.e2e.bridge.models import Case, build, vllm_config
 KINDS = tuple(QUANTISATIONS.values())
 HEADS, KV_HEADS, WIDTH, SIZE, EXPERTS = 8, 4, 64, 256, 4
 CASE = Case("qwen3_moe", False, KV_HEADS, "bfloat16")
+# Layouts of engines: experts are whole with ep, cut without, by both groups of dp2.
+GRIDS: dict[str, dict[str, int]] = {
+    "tp1": {"tp": 1},
+    "tp2": {"tp": 2},
+    "ep2": {"tp": 2, "ep": 2},
+    "pp2": {"tp": 1, "pp": 2},
+    "dp2_ep2": {"tp": 1, "dp": 2, "ep": 2},
+    "dp2": {"tp": 1, "dp": 2},
+}
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -89,7 +98,7 @@ def fill(parameter: EngineParameter, flat: Tensor, sent: Mapping[str, Tensor]) -
 
 
 @torch.no_grad()
-def check_8_bits(kind: Quantisation, directory: Path, tp: int) -> dict[str, Any]:
+def check_8_bits(kind: Quantisation, directory: Path, grid: Mapping[str, int]) -> dict[str, Any]:
     """Names of what differs; how far kernels are from products with the values of 8 bits, where the processor has them."""
     generator = torch.Generator().manual_seed(5)
     weights = {name: (torch.randn(shape, generator=generator) / 8).bfloat16() for name, shape in shapes().items()}
@@ -97,7 +106,7 @@ def check_8_bits(kind: Quantisation, directory: Path, tp: int) -> dict[str, Any]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(models, "hf_config", lambda case: hf_config(kind)))
         stack.enter_context(mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True))  # layers as with AMX
-        config = stack.enter_context(vllm_config(CASE, directory / kind.name, tp))
+        config = stack.enter_context(vllm_config(CASE, directory / kind.name, **grid))
         plain = build(config, is_processed=False)
         engine = trace(plain, kind.with_scales(shapes()), probe=False)
         written = {p.name: torch.zeros(p.shape, dtype=p.dtype) for p in engine.parameters if p.pieces}
@@ -108,12 +117,12 @@ def check_8_bits(kind: Quantisation, directory: Path, tp: int) -> dict[str, Any]
         live = dict(plain.named_parameters())
         seen["other than vLLM loads"] = [name for name, tensor in written.items() if not equal(tensor, live[name])]
         seen["8 bits"] = sorted(name for name, tensor in written.items() if tensor.itemsize == 1)
-        seen["unused"] = engine.unused
+        seen["unused"], seen["bytes"] = engine.unused, sum(tensor.nbytes for tensor in written.values())
         if kind.name == "int8" or has_amx:
             seen["gaps"] = kernel_gaps(build(config, is_processed=True), kind, sent, written)
     with (
         mock.patch.object(models, "hf_config", lambda case: hf_config(None)),
-        vllm_config(CASE, directory / f"{kind.name}-plain", tp) as config,
+        vllm_config(CASE, directory / f"{kind.name}-plain", **grid) as config,
     ):
         plain = build(config, is_processed=False)
         plain.load_weights(iter(weights.items()))

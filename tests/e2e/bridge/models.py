@@ -127,7 +127,7 @@ def random_weights(case: Case, seed: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def vllm_config(case: Case, directory: Path, tp: int) -> Iterator[Any]:
+def vllm_config(case: Case, directory: Path, tp: int, pp: int = 1, dp: int = 1, ep: int = 1) -> Iterator[Any]:
     """vLLM's configuration of a case, as the current one, with its process groups."""
     import torch.distributed as dist
     from vllm.config import set_current_vllm_config
@@ -144,13 +144,16 @@ def vllm_config(case: Case, directory: Path, tp: int) -> Iterator[Any]:
         max_model_len=64,
         enforce_eager=True,
         tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        enable_expert_parallel=ep > 1,
         distributed_executor_backend="external_launcher",
         kv_cache_memory_bytes=1 << 22,
     ).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(dist.get_world_size(), dist.get_rank(), "env://", 0, "gloo")
         with private_shared_memory():  # that of a killed run may still be there under vLLM's own name
-            ensure_model_parallel_initialized(tp, 1)
+            ensure_model_parallel_initialized(tp, pp)
         yield config
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
+from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import broadcast_json, world_group
@@ -17,11 +19,13 @@ from tests.distributed import models
 from tests.distributed.engine_processes import EngineProcesses, started
 from tests.distributed.setting import Settings, build, finish, groups_of, moe_groups_of, start
 from tests.e2e.rollout.tiny import save_tokenizer
+from tests.unit.bridge.eight_bits import slow_values
 
 # Names of layouts of four ranks: two ranks have half of the data-parallel size. The last one finds live weights in the engines.
+# Behind a slash: the 8 bits in which weights travel.
 LAYOUTS = {
     "qwen3_tied": ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2"),
-    "qwen3_moe": ("ep2_dp4", "tp2_sp_ep2_etp1_dp2"),
+    "qwen3_moe": ("ep2_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_ep2_etp1_dp2/fp8", "ep2_dp4/int8"),
     "glm4_moe": ("tp2_sp_ep2_etp1_dp2",),
 }
 ENGINES = {
@@ -47,6 +51,15 @@ def engines_of(name: str, path: Path) -> EngineProcesses:
     return engines
 
 
+def file_of(path: Path, kind: str) -> Path:
+    """The weights of a model, or a file of the values of their 8 bits, by slow versions."""
+    if kind:
+        weights, quantisation = load_file(path / "model.safetensors"), QUANTISATIONS[kind]
+        values = {n: slow_values(w, quantisation) if quantisation.applies(n) else w for n, w in weights.items()}
+        save_file(values, path / f"{kind}.safetensors")
+    return path / f"{kind or 'model'}.safetensors"
+
+
 def measure(directory: Path, name: str) -> dict[str, Any]:
     platform, path, groups, found = start(), directory / name, {}, {}
     if dist.get_rank() == 0:
@@ -56,18 +69,19 @@ def measure(directory: Path, name: str) -> dict[str, Any]:
         save_tokenizer(path)
     dist.barrier()
     engines = engines_of(name, path) if dist.get_rank() == 0 else None
-    file = str(path / "model.safetensors")
     for version, layout in enumerate(LAYOUTS[name]):
-        made = (moe_groups_of if "moe" in name else groups_of)(layout, groups)
+        trained, _, kind = layout.partition("/")
+        made = (moe_groups_of if "moe" in name else groups_of)(trained, groups)
         model, _ = build(path, made, platform, Settings(mtp=MTPLearning() if name in WITH_MTP else None))
         is_live = layout == LAYOUTS[name][-1]
-        job = BridgeJob(model.spec.geometry, 30_000, "digest", live_cpu_weights=is_live, poison=True)
+        options: dict[str, Any] = {"live_cpu_weights": is_live, "poison": True, "quantisation": kind or None}
+        job = BridgeJob(model.spec.geometry, 30_000, "digest", **options)
         side = Side(model.local_parameters(), NoTarget())
         bridge = RemoteBridge(side, job, world_group(), engines, address=LOOPBACK, timeout_s=120)
         bridge.sync(version)
         if engines is not None:
             answers, synced = engines.answers, engines.ask_all(engines.names, "seen")
-            engines.ask_all(engines.names, "load", path=file)
+            engines.ask_all(engines.names, "load", path=str(file_of(path, kind)))
             loaded = engines.ask_all(engines.names, "seen")
             found[layout] = {"names": engines.names, "answers": answers, "synced": synced, "loaded": loaded}
         dist.barrier()

@@ -11,8 +11,10 @@ import pytest
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.planning.inputs import EngineGrid
-from rlhf_mcore.planning.sync import engine_tensors
+from rlhf_mcore.planning.sync import engine_tensors, weight_bytes
 from tests.distributed.world import run_world
+from tests.e2e.bridge.eight_bits import GRIDS
+from tests.e2e.bridge.eight_bits import hf_config as eight_bits_config
 from tests.e2e.bridge.models import CASES, HIDDEN, MIXTURES, VOCABULARY, Case, hf_config
 from tests.e2e.rollout.tiny import save_model
 
@@ -217,11 +219,12 @@ def test_an_engine_updated_through_the_map_answers_as_after_its_own_load(ranks: 
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, kind: str, tp: int) -> None:
+@pytest.mark.parametrize("name", GRIDS)
+def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, kind: str, name: str) -> None:
     """vLLM's own layers, loaders and quantisers; and its kernels where the processor has them (fp8: AMX)."""
+    num_layers = 2 // GRIDS[name].get("pp", 1)
     for rank in ranks:
-        seen = rank[f"8 bits-tp{tp}"][kind]
+        seen = rank[f"8 bits-{name}"][kind]
         assert [seen[what] for what in seen if what.startswith("other than")] == [[], [], []]
         matrices = (
             "self_attn.qkv_proj",
@@ -229,7 +232,13 @@ def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, 
             "mlp.experts.routed_experts.w13",
             "mlp.experts.routed_experts.w2",
         )
-        assert len(seen["8 bits"]) == 2 * len(matrices) and seen["unused"] == []
-        assert seen["compared"] == (2 * 8 if kind == "fp8" else 2 * 2 * (4 + 3 * 4))
+        assert len(seen["8 bits"]) == num_layers * len(matrices)
+        # Of other ranks: two of four experts in two layers; or a layer, with 16 matrices. Matrices have scales.
+        elsewhere = {"ep2": 2 * 2 * 3 * 2, "dp2_ep2": 2 * 2 * 3 * 2, "pp2": 16 * 2 + 5}
+        assert len(seen["unused"]) == elsewhere.get(name, 0)
+        assert seen["compared"] == (2 * len(seen["8 bits"]) if kind == "fp8" else 2 * 2 * (4 + 3 * 4))
         # Products in bf16; with int8 the inputs are rounded to 8 bits too.
         assert max(seen.get("gaps", {"": 0.0}).values()) < (0.005 if kind == "fp8" else 0.02)
+    geometry = FAMILIES["qwen3_moe"].geometry(Fields(eight_bits_config(None).to_dict(), "config.json", ""))
+    grid = EngineGrid(**GRIDS[name])
+    assert weight_bytes(geometry, grid, 2, kind) == max(rank[f"8 bits-{name}"][kind]["bytes"] for rank in ranks)

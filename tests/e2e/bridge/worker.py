@@ -23,7 +23,7 @@ from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Prompt, Sampling
 from tests.difference import first_difference
-from tests.e2e.bridge.eight_bits import KINDS, check_8_bits
+from tests.e2e.bridge.eight_bits import GRIDS, KINDS, check_8_bits
 from tests.e2e.bridge.models import CASES, MIXTURES, Case, build, checkpoint_shapes, random_weights, vllm_config
 from tests.e2e.rollout.drawing import generate
 
@@ -262,9 +262,11 @@ def main(directory: Path) -> None:
     for tp in (1, 2):
         for case in CASES:
             seen[f"{case.key}-tp{tp}"] = check_case(case, directory, tp)
-        seen[f"8 bits-tp{tp}"] = {kind.name: check_8_bits(kind, directory, tp) for kind in KINDS}
         if tp == 1:
             seen["without packing"] = {case.key: check_without_packing(case, directory) for case in CASES}
+        destroy_model_parallel()
+    for name, grid in GRIDS.items():
+        seen[f"8 bits-{name}"] = {kind.name: check_8_bits(kind, directory, grid) for kind in KINDS}
         destroy_model_parallel()
     (directory / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

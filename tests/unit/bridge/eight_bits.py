@@ -37,7 +37,7 @@ def slow(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:
             largest = np.abs(matrix[at]).max()
             if kind.name == "int8":
                 scale = np.float32(largest / np.float32(127.5)) or np.float32(2.0**-23)
-                values[at] = np.rint(np.clip(matrix[at] / scale, -128, 127))
+                values[at] = np.rint(np.clip(matrix[at] / scale, -128, 127)) + np.float32(0)  # integers have no -0
             else:
                 scale = np.float32(max(largest, np.float32(1e-4)) / np.float32(448))
                 values[at] = nearest(matrix[at] * (np.float32(1) / scale), finite)

@@ -89,9 +89,10 @@ def test_what_engines_of_stages_or_groups_do_not_record_is_named(workspace: Any,
     for other, named in (
         ("rollout.sampling.top_k=5", "rollout.sampling.top_p below 1 or top_k"),
         ("actor.router_replay=rollout", "actor.router_replay=rollout"),
-        ("rollout.quantization=int8", "rollout.quantization=int8"),
     ):
         assert f"{layout} is not supported with {named}; set it to 1" in str(problem(layout, other))
+    for quantization in ("fp8", "int8"):
+        assert problem(layout, f"rollout.quantization={quantization}") is None
 
 
 def test_layers_with_windows_need_less(workspace: Any) -> None:

@@ -320,7 +320,12 @@ def test_layouts_of_engines_that_are_tried() -> None:
     by_tensor = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 1), (16, 1, 1, 1)]
     assert tried() == [*by_tensor, (8, 2, 1, 1), (1, 1, 8, 8), (1, 1, 16, 16)]
     assert tried("rollout.sampling.top_k=20") == by_tensor
-    assert list(_engine_layouts(1, ExpertSizes(8, 6, per_token=2)))[2] == RolloutLayoutConfig(tp=4, ep=4)
+    assert tried("rollout.quantization=int8") == tried()
+    # An expert of 768 rows has blocks of 128 for two ranks; with whole experts 16 ranks have two heads each.
+    whole = [(tp, 1, 1, tp) for tp in (4, 8, 16)]
+    assert tried("rollout.quantization=fp8") == [*by_tensor[:2], *whole, (8, 2, 1, 8), (1, 1, 8, 8), (1, 1, 16, 16)]
+    assert tried("rollout.quantization=fp8", "rollout.engine=hf") == tried("rollout.engine=hf")
+    assert list(_engine_layouts(1, ExpertSizes(8, 6, per_token=2), 1))[2] == RolloutLayoutConfig(tp=4, ep=4)
 
 
 def test_suggestions_change_the_critic_too() -> None:

@@ -26,6 +26,7 @@ from rlhf_mcore.planning.sync import (
     plan_sync,
     sent_bytes,
     state_bytes_per_sequence,
+    weight_bytes,
 )
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
@@ -211,6 +212,29 @@ def test_8_bits_of_a_llama_by_hand(engine: str, held: int) -> None:
     cfg.rollout.quantization = "int8"
     rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
     assert sent_bytes(cfg, geometry, "bf16") == moved + 4 * (rows - 425_984)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    "grid", [EngineGrid(4, ep=4), EngineGrid(dp=4, ep=4), EngineGrid(dp=2), EngineGrid(pp=2)], ids=str
+)
+def test_8_bits_of_whole_and_of_cut_experts_by_hand(grid: EngineGrid, quantization: str) -> None:
+    """Qwen3-30B-A3B: 48 layers of 32 heads and 4 of keys, each with 128 numbers, and of 128 experts of 768 rows.
+
+    Both stages have the embeddings.
+    """
+    geometry = read_geometry(MODELS / "Qwen3-30B-A3B", "lm")
+    sharers, rows = grid.tp * grid.dp, grid.tp
+    attention = {(4096 // rows, 2048): 1, (512 // rows, 2048): 2, (2048, 4096 // rows): 1}
+    cut = 1 if grid.ep > 1 else sharers
+    experts = {(768 // cut, 2048): 2 * 128 // (sharers // cut), (2048, 768 // cut): 128 // (sharers // cut)}
+    matrices = [*attention.items(), *experts.items()]
+    elements = sum(n * height * width for (height, width), n in matrices)
+    scales = elements // 128**2 if quantization == "fp8" else sum(n * height for (height, _), n in matrices)
+    others = 128 * 2048 + 2 * 2048 + 2 * 128
+    ends = 2 * 151936 * 2048 // rows + 2048
+    expected = 48 // grid.pp * (elements + 4 * scales + 2 * others) + 2 * ends
+    assert weight_bytes(geometry, grid, 2, quantization) == expected
 
 
 def plan_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Assumptions) -> float:

@@ -86,6 +86,37 @@ def test_cut_blocks_are_named(geometry: ModelGeometry, tp: int, cut: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("sizes", "cut"),
+    [
+        ((4, 1, 4), ""),  # whole experts
+        ((1, 2, 1), ""),  # 384 rows
+        ((1, 4, 1), "an expert's gate_proj: 192 on a rank"),
+        ((2, 2, 1), "an expert's gate_proj: 192 on a rank"),
+        ((2, 2, 4), ""),
+        ((8, 1, 8), ""),  # a head of 128 keys is on two ranks
+        ((64, 1, 64), "queries: 64 on a rank"),
+    ],
+)
+def test_experts_are_cut_by_all_groups_or_whole(sizes: tuple[int, int, int], cut: str) -> None:
+    """Qwen3-30B-A3B: experts of 768 rows, 32 heads of 128, 4 of keys."""
+    mixture = ModelGeometry(
+        "qwen3_moe", 48, 2048, GroupedSizes(32, 4, 128), 6144, 151936, False, experts=ExpertSizes(128, 768, 8)
+    )
+    problems = list(cut_problems(mixture, *sizes))
+    assert cut in " ".join(problems) and bool(problems) == bool(cut), problems
+
+
+def test_a_group_that_cuts_a_block_is_named_with_whole_experts_as_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "has_gpu", lambda: True)
+    cfg, mixture = Config(), replace(LLAMA, family="qwen3_moe", experts=ExpertSizes(128, 768, 8))
+    cfg.rollout.quantization, cfg.rollout.layout.dp, cfg.model.dtype = "fp8", 4, "bf16"
+    (problem,) = limits.model_problems(cfg, mixture)
+    assert "rollout.layout.tp=1 and dp=4 cut blocks" in problem and "whole experts (rollout.layout.ep=4)" in problem
+    cfg.rollout.layout.ep = 4
+    assert list(limits.model_problems(cfg, mixture)) == []
+
+
+@pytest.mark.parametrize(
     ("quantization", "dtype", "tp", "words"),
     [
         ("fp8", "bf16", 8, []),
