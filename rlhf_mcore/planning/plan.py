@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import ModelGeometry
@@ -64,6 +65,7 @@ class RunPlan:
     samples_ahead: bool = False  # trainer.max_staleness: responses are drawn while the trainer learns
     route_bytes: int = 0  # of a token's routes, where they are replayed: on the host, and from an engine to the models
     later_sync_bytes: int | None = None  # that each engine needs at every sync but the first; None: all are alike
+    engine_problem: str = ""  # why no machine takes an engine of its own
 
     @property
     def step_s(self) -> float:
@@ -74,7 +76,7 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        return all(phase.fits for phase in self.phases)
+        return all(phase.fits for phase in self.phases) and not self.engine_problem
 
 
 def make_plan(
@@ -112,6 +114,18 @@ def make_plan(
         generates and cfg.trainer.max_staleness > 0,
         _route_bytes(cfg, roles[0].geometry),
         later_bytes(cfg, roles[0]) if generates else None,
+        _engine_problem(cfg, gpu) if generates else "",
+    )
+
+
+def _engine_problem(cfg: Config, gpu: GpuType) -> str:
+    """Explain why Ray has no machine for an engine, whose ranks are on one; empty: it has."""
+    ranks = cfg.rollout.layout.num_ranks
+    if not engines_apart(cfg) or ranks <= gpu.per_node:
+        return ""
+    return (
+        f"{engine_keys(cfg.rollout.layout)}={ranks}: under Ray an engine is on one node, and a node has {gpu.per_node} devices "
+        "(--set per_node); lower it, and have more engines (rollout.num_engines)"
     )
 
 

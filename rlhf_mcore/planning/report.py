@@ -26,6 +26,8 @@ def refusal(plan: RunPlan) -> str:
             lines.append(f"{needed}; its biggest parts: {parts}")
         if phase.problem:
             lines.append(f"{phase.phase}: {phase.problem}")
+    if plan.engine_problem:
+        lines.append(plan.engine_problem)
     return "\n".join(lines)
 
 

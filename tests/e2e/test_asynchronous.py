@@ -283,6 +283,21 @@ def engine_to_lose(directory: Path, experiment: str, job: Started, records: int)
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 ep=2", "pp=2", "tp=2 pp=2 ep=2", "tp=2 dp=2 ep=4"])
+def test_engines_that_are_cut_otherwise_are_colocated_or_not_bit_for_bit(workspace: Path, layout: str) -> None:
+    keys = [f"rollout.layout.{size}" for size in layout.split()]
+    world = f"trainer.world_size={4 if 'tp=2' in layout else 2}"
+    both = ["model.path=mixture", "trainer.num_steps=3", "bridge.verify=digest", world, *keys]
+    names = [f"{placement} {layout}" for placement in ("together", "apart")]
+    assert run(workspace, "grpo.yaml", f"experiment={names[0]}", "actor.layout.tp=1", *both).returncode == 0
+    ended = run(workspace, "async.yaml", f"experiment={names[1]}", "trainer.max_staleness=0", *both)
+    assert ended.returncode == 0, ended.stderr
+    assert metrics(workspace, names[1]) == metrics(workspace, names[0]) and len(metrics(workspace, names[1])) == 4
+    assert all(record["rollout/logprob_diff_max"] < 1e-5 for record in metrics(workspace, names[1])[1:])
+    assert processes_of(workspace) == [] and left_behind(workspace) == []
+
+
+@pytest.mark.matrix
 @pytest.mark.timeout(3600)
 def test_fault_18_ten_random_kills_of_engines(workspace: Path) -> None:
     arguments = ["experiment=ten", "rollout.num_engines=2", "trainer.num_steps=120", "rollout.engine_restarts=10"]

@@ -143,8 +143,9 @@ def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Confi
 
 
 def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
-    """Yield sizes of the engines, and their shares of a device."""
-    own = cfg.rollout.layout
+    """Yield sizes of the engines, and their shares of a device. Engines of their own keep their number of devices."""
+    own, num_engines = cfg.rollout.layout, cfg.rollout.num_engines
+    devices = num_engines * own.num_ranks if cfg.rollout.placement == "disaggregated" else 0
     geometry = read_geometry(cfg.model.path)
     in_blocks = cfg.rollout.quantization == "fp8" and engine_kind(cfg.rollout.engine).holds_8_bits
     layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), geometry.experts, FP8_ROWS if in_blocks else 1)]
@@ -155,7 +156,10 @@ def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
     grids = dict.fromkeys((each.tp, each.pp, each.dp, each.ep) for each in layouts if each.num_ranks <= world_size)
     for grid, share in product(grids, (cfg.rollout.gpu_memory_utilization, *SHARES)):
         layout = RolloutLayoutConfig(*grid)
-        yield replace(cfg, rollout=replace(cfg.rollout, layout=layout, gpu_memory_utilization=share))
+        engines, left = divmod(devices, layout.num_ranks) if devices else (num_engines, 0)
+        if not left:
+            made = {"layout": layout, "num_engines": engines, "gpu_memory_utilization": share}
+            yield replace(cfg, rollout=replace(cfg.rollout, **made))
 
 
 def _wants_plain_engines(cfg: Config, geometry: ModelGeometry) -> bool:
@@ -200,6 +204,8 @@ def changes(old: Config, new: Config) -> tuple[str, ...]:
                 overrides.append(
                     f"{group}.{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
                 )
+    if old.rollout.num_engines != new.rollout.num_engines:
+        overrides.append(f"rollout.num_engines={new.rollout.num_engines}")
     if old.rollout.gpu_memory_utilization != new.rollout.gpu_memory_utilization:
         overrides.append(f"rollout.gpu_memory_utilization={new.rollout.gpu_memory_utilization:g}")
     return tuple(overrides)

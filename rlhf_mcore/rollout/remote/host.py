@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.own_processes import STARTED_BY, end_with_parent
 from rlhf_mcore.parallel.addresses import interface_of, listener
+from rlhf_mcore.protocols import PeersLost
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
@@ -264,7 +266,7 @@ class EngineHost:
                 if self._paused.is_set():
                     self._take_call()
                 else:
-                    self._serve_once()
+                    self._serve_with_peers()
         except BaseException as error:  # the trainer is told, and ends this process
             with self._news:
                 self._error = error
@@ -280,6 +282,17 @@ class EngineHost:
             call.error = error  # the caller's: what is left of the engine's weights is the receiver's to decide
         finally:
             call.done.set()
+
+    def _serve_with_peers(self) -> None:
+        """Make one step, and say in a few words where another rank of the engine is lost: gloo's are about its source."""
+        from rlhf_mcore.parallel.joint_group import connections
+
+        try:
+            with connections():
+                self._serve_once()
+        except PeersLost as error:
+            cause = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
+            raise PeersLost(f"one of its ranks is lost to the others ({cause})") from error
 
     def _serve_once(self) -> None:
         """Make one step. A lead first tells the others the orders since the last one."""

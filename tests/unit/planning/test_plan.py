@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.commands.plan.suggest import _engine_layouts, _engines, smallest_world, suggest
+from rlhf_mcore.commands.plan.suggest import _engine_layouts, _engines, changes, smallest_world, suggest
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config, RolloutLayoutConfig
@@ -435,3 +435,16 @@ def test_each_group_of_an_engine_decodes_as_many_responses(layout: tuple[str, ..
     cfg, assumed = config("Qwen3-30B-A3B", "rollout.max_num_seqs=16", *layout), Assumptions()
     inputs = PlanInputs(cfg, roles_of(cfg, 8, "bf16"), "bf16", GPUS["B200"], assumed, workload(cfg, assumed), 8)
     assert most_running(inputs) == running
+
+
+def test_an_engine_under_ray_is_on_one_node_and_suggestions_keep_its_devices() -> None:
+    apart = ["rollout.placement=disaggregated", "rollout.num_engines=4", "trainer.max_staleness=1"]
+    wide = config("Qwen3-30B-A3B", *apart, "rollout.layout.dp=16", "rollout.layout.ep=16")
+    refused = make_plan(wide, 32, H100, exact_sync=False)
+    assert not refused.fits and "rollout.layout.tp*dp=16: under Ray an engine is on one node" in refusal(refused)
+    tried = list(_engines(config("Qwen3-30B-A3B", *apart, "rollout.layout.tp=4"), 32, H100))  # 16 devices
+    layouts = {tuple(vars(each.rollout.layout).values()): each.rollout.num_engines for each in tried}
+    assert layouts == {(4, 1, 1, 1): 4, (1, 1, 1, 1): 16, (2, 1, 1, 1): 8, (8, 1, 1, 1): 2, (16, 1, 1, 1): 1} | {
+        (8, 2, 1, 1): 1, (1, 1, 8, 8): 2, (1, 1, 16, 16): 1,
+    }  # fmt: skip
+    assert "rollout.num_engines=2" in changes(wide, next(each for each in tried if each.rollout.layout.dp == 8))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_mcore.protocols import PeersLost
 from rlhf_mcore.rollout.remote import host as module
 from rlhf_mcore.rollout.remote.host import EngineHost, Meeting
 from rlhf_mcore.types import Completion, Request, Sampling
@@ -253,3 +254,20 @@ def test_a_lead_lends_turns_and_takes_them_back(started: tuple[EngineHost, Engin
     assert back.request_id == 2 and not host.report(0).lent
     host.submit([request(4, 1)])
     assert [each.request_id for each in host.report(20).completions] == [4] and host.report(0).num_held == 3
+
+
+def test_a_rank_that_is_lost_is_told_without_the_source_of_gloo(
+    started: tuple[EngineHost, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, engine = started
+    text = "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:56724: Connection reset by peer. Check the logs. GLHF!"
+
+    def lose() -> list[Completion]:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(engine, "step", lose)
+    host.submit([request(1, 1)])
+    with pytest.raises(PeersLost) as raised:
+        host.report(20)
+    told = "one of its ranks is lost to the others (Read error [127.0.0.1]:56724: Connection reset by peer)"
+    assert str(raised.value) == told
