@@ -26,6 +26,7 @@ from rlhf_mcore.geometry import LocalParameter, Shard, StateShard
 from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.protocols import EngineRank, SyncMismatch
+from tests.distributed import eight_bit_engines
 from tests.distributed.setting import finish, start
 from tests.unit.bridge.eight_bits import slow_values
 from tests.unit.bridge.engine import Engine
@@ -243,5 +244,6 @@ def main(directory: Path) -> None:
     findings["samples"] = all_gather_json(sample(world))
     findings["8 bits"] = {tp: all_gather_json(quantised(world, tp)) for tp in (2, 4)}
     findings["changes of 8 bits"] = all_gather_json(changes_of_8_bits(world))
+    findings["engines of 8 bits"] = all_gather_json(eight_bit_engines.measure_all(world))
     findings["claims"] = all_gather_json(claims(rank))
     finish(findings, directory)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.bridge_groups_worker import PAIRS
+from tests.distributed.eight_bit_engines import GRIDS
 from tests.distributed.world import World
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
@@ -67,6 +69,21 @@ def test_weights_travel_in_8_bits_whatever_cuts_their_blocks(findings: Any, tp: 
         for count, scales in zip(narrow, (2 * 30, 2 * 1536), strict=True):
             assert lacking - 4 * scales <= wide - count <= lacking
             assert 0.5 < count / wide < 0.53
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_engines_of_every_layout_hold_the_8_bits_of_slow_versions(findings: Any, name: str, kind: str) -> None:
+    """As does the last rank until a bit of it changes: then the digests of all ranks tell."""
+    found = [rank[f"{name} {kind}"] for rank in findings["engines of 8 bits"]]
+    for rank in found:
+        assert rank["wrong"] == [] and rank["8 bits"] == 4 * 2 // GRIDS[name].pp
+        matrix, scale = rank["tampered"]
+        suffix = {"fp8": "_scale_inv", "int8": "_scale"}[kind]
+        assert re.search(r"_proj\.weight( at|$)", matrix) and f"_proj.weight{suffix}" in scale
+    grid = GRIDS[name]  # the first rank of each stage: where blocks are cut others may have a scale more
+    firsts = found[: grid.tp * grid.pp : grid.tp]
+    assert max(rank["bytes"][0] for rank in firsts) == found[0]["bytes"][1]
 
 
 def test_changes_of_8_bits_travel_alone(findings: Any) -> None:

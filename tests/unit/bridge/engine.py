@@ -12,9 +12,11 @@ from rlhf_mcore.rollout.engine import VersionedWeights
 
 
 class Engine(VersionedWeights):
-    """An engine whose model holds every Hugging Face tensor as it is."""
+    """An engine whose model holds every Hugging Face tensor as it is; or tensors of other names, each in a dtype of its own."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float64):
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | Mapping[str, torch.dtype] = torch.float64
+    ):
         super().__init__()
         self.model = nn.Module()
         for name, shape in shapes.items():
@@ -24,7 +26,8 @@ class Engine(VersionedWeights):
                 if not hasattr(owner, part):
                     owner.add_module(part, nn.Module())
                 owner = getattr(owner, part)
-            owner.register_parameter(last, nn.Parameter(torch.zeros(tuple(shape), dtype=dtype), requires_grad=False))
+            own = dtype if isinstance(dtype, torch.dtype) else dtype[name]
+            owner.register_parameter(last, nn.Parameter(torch.zeros(tuple(shape), dtype=own), requires_grad=False))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
