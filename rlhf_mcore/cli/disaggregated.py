@@ -23,7 +23,7 @@ from rlhf_mcore.cli.generation import (
 )
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import sent_geometry
+from rlhf_mcore.config.implied import sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.families.mtp import MTP_KEY
@@ -82,7 +82,7 @@ def build_disaggregated(
             adapter=adapter,
             full_every=cfg.bridge.full_every,
             transport=cfg.bridge.transport,
-            quantisation=rollout.quantization,
+            quantisation=sent_quantisation(cfg),
         ),
         world_group(),
         fleet,

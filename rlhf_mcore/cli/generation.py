@@ -15,7 +15,7 @@ from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.bridge.run.sync import PlannedBridge, engine_map
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import draws_greedy, sent_geometry
+from rlhf_mcore.config.implied import draws_greedy, sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler
@@ -221,7 +221,7 @@ def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap |
         nodes=nodes(),
         sources=None if sent is None else sent.sources,
         adapter=None if sent is None else sent.adapter,
-        quantisation=cfg.rollout.quantization,
+        quantisation=sent_quantisation(cfg),
     )
     return bridge if cfg.bridge.verify == "full" else changed_only(cfg, actor, bridge, engine)
 

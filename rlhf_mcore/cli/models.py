@@ -125,7 +125,7 @@ class ModelBuilder:
         spec = load_spec(path, field="reference.path")
         layout = ParallelLayout.of(actor.layout, actor.ranks, dist.get_world_size())
         saved_as = "reference" if cfg.refresh_steps else None
-        overrides = Overrides("actor.megatron", actor.megatron or {})
+        overrides = Overrides.of("actor", actor)
         model = self.frozen(spec, path, layout, overrides, cfg, name="reference", saved_as=saved_as)
         return Reference(model, self._temperature)
 
@@ -136,7 +136,7 @@ class ModelBuilder:
         assert cfg.path is not None
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
-        overrides = Overrides("reward.model.megatron", cfg.megatron or {})
+        overrides = Overrides.of("reward.model", cfg)
         model = self.frozen(spec, cfg.path, layout, overrides, cfg, name="reward", dtype=cfg.dtype)
         return RewardModel(model)
 
@@ -167,7 +167,7 @@ class ModelBuilder:
             recompute=cfg.recompute,
             trainable=True,
             aux_loss_coef=cfg.moe.aux_loss_coef,
-            overrides=Overrides(f"{'critic' if cfg is self.cfg.critic else 'actor'}.megatron", cfg.megatron or {}),
+            overrides=Overrides.of("critic" if cfg is self.cfg.critic else "actor", cfg),
             expert_bias_rate=cfg.moe.expert_bias_rate,
             trains_tower=isinstance(cfg, ActorConfig) and cfg.vision.train != "none",
         )

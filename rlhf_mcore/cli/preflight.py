@@ -55,6 +55,11 @@ def check_packages(cfg: Config) -> None:
     Raises:
         ConfigError: naming the key, the package and the command that installs it.
     """
+    if cfg.actor.fp8 is not None:
+        from rlhf_mcore.config.rules.fp8 import machine_problem
+
+        if (problem := machine_problem(cfg)) is not None:
+            raise ConfigError(problem)
     rollout, stack = cfg.rollout, "gpu" if has_gpu() else "cpu"
     without = next(f"rollout.engine={kind.name}" for kind in ENGINES.values() if not kind.packages)
     requirements = [

@@ -90,6 +90,8 @@ def in_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     from rlhf_mcore.parallel.connecting import connect_device
     from rlhf_mcore.platform import current_platform
 
+    if cfg.actor.fp8 is not None:  # Transformer Engine reads it where it is imported
+        os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank, cfg.deterministic)
     if cfg.deterministic and os.environ["RANK"] == "0" and (reason := platform.varying()):

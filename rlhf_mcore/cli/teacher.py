@@ -52,7 +52,7 @@ def build_teacher(models: ModelBuilder, actor: Actor, tokenizer: PreTrainedToken
 def _of_path(models: ModelBuilder, path: str, source: str) -> RoleModel:
     cfg, field = models.cfg.teacher, "teacher.path" if source == OTHERS else f"teacher.sources[{source}]"
     layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
-    overrides = Overrides("teacher.megatron", cfg.megatron or {})
+    overrides = Overrides.of("teacher", cfg)
     name = SAVED_AS if source == OTHERS else f"{SAVED_AS}[{source}]"
     return models.frozen(load_spec(path, field=field), path, layout, overrides, cfg, name=name, dtype=cfg.dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.choices import ADVANTAGES, MTP_TRAINED, PREFERENCE_LOSSES, Estimator, PreferenceLoss
 from rlhf_mcore.config.engine_kinds import engine_kind
@@ -37,12 +37,21 @@ def longest_example(cfg: Config) -> int:
     if cfg.data.max_tokens is not None:
         return cfg.data.max_tokens
     room = cfg.trainer.max_tokens_per_microbatch // run_kind(cfg).rows_per_example
-    return room // padded_to(cfg.actor.layout) * padded_to(cfg.actor.layout)
+    multiple = padded_to(cfg.actor.layout, in_fp8(cfg.actor))
+    return room // multiple * multiple
 
 
-def padded_to(layout: LayoutConfig) -> int:
+FP8_TOKENS = 32  # Transformer Engine takes tokens of products in 8 bits by 16, with MXFP8 by 32
+
+
+def in_fp8(group: Any) -> bool:
+    """Tell whether the model of a group of the configuration multiplies in 8 bits."""
+    return bool(getattr(group, "fp8", None) or (group.megatron or {}).get("fp8"))
+
+
+def padded_to(layout: LayoutConfig, in_fp8: bool) -> int:
     """Return the number that the tokens of a microbatch are a multiple of."""
-    return token_multiple(layout.tp, layout.cp, layout.sequence_parallel)
+    return token_multiple(layout.tp, layout.cp, layout.sequence_parallel) * (FP8_TOKENS if in_fp8 else 1)
 
 
 def token_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
@@ -138,6 +147,15 @@ def sent_geometry(cfg: Config, geometry: ModelGeometry) -> ModelGeometry:
     """Return the geometry of what engines are sent of a model: MTP layers where they are trained, and engines draft with them."""
     drafts = engine_kind(cfg.rollout.engine).reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
     return geometry if drafts and cfg.actor.mtp.mode in MTP_TRAINED else geometry.trunk
+
+
+def sent_quantisation(cfg: Config) -> str | None:
+    """Name how weights are quantised for engines: where the policy is trained with those of 8 bits, as it computes them."""
+    if cfg.rollout.quantization != "fp8" or cfg.actor.fp8 is None:
+        return cfg.rollout.quantization
+    from rlhf_mcore.families.quantised import FP8_OF_TRAINING
+
+    return FP8_OF_TRAINING
 
 
 def sends_adapters(cfg: Config, geometry: ModelGeometry) -> bool:

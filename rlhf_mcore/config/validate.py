@@ -85,6 +85,10 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         from rlhf_mcore.config.rules.quantisation import quantised_problems
 
         problems += quantised_problems(cfg, geometry)
+    if cfg.actor.fp8 == "blockwise":
+        from rlhf_mcore.config.rules.fp8 import fp8_problems
+
+        problems += fp8_problems(cfg, geometry if in_range else None)
     if cfg.actor.router_replay != "off":
         from rlhf_mcore.config.rules.routes import route_problems
 

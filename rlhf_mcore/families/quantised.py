@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 
@@ -26,6 +26,7 @@ class Quantisation:
     dtype: str
     block: tuple[int, int]
     suffix: str
+    of_training: bool = False  # computed as Transformer Engine does, which trains by it (``actor.fp8``)
 
     def applies(self, name: str) -> bool:
         """Tell whether a Hugging Face tensor has 8 bits."""
@@ -51,6 +52,12 @@ QUANTISATIONS = {
     "fp8": Quantisation("fp8", "float8_e4m3fn", (128, 128), "_scale_inv"),
     "int8": Quantisation("int8", "int8", (1, _WHOLE_ROW), "_scale"),
 }
+FP8_OF_TRAINING = "fp8 of training"  # the name of fp8 where it is computed so
+
+
+def quantisation(name: str) -> Quantisation:
+    """Return a kind by the name that a bridge has for it: one of ``QUANTISATIONS``, or ``FP8_OF_TRAINING``."""
+    return replace(QUANTISATIONS["fp8"], of_training=True) if name == FP8_OF_TRAINING else QUANTISATIONS[name]
 
 
 def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
@@ -67,10 +74,12 @@ def quantisation_problems(geometry: ModelGeometry) -> Iterator[str]:
         yield f"{geometry.family} has gated delta nets"
 
 
-def cut_problems(geometry: ModelGeometry, tp: int, dp: int = 1, ep: int = 1) -> Iterator[str]:
-    """Name the blocks of 128x128 that engines of this layout would cut, or that two matrices of one layer would share.
+def cut_problems(
+    geometry: ModelGeometry, tp: int, dp: int = 1, ep: int = 1, *, etp: int | None = None
+) -> Iterator[str]:
+    """Name the blocks of 128x128 that engines, or models, of this layout would cut, or that two matrices of one layer would share.
 
-    Stages have whole matrices. An expert is whole with ``ep``, and cut by all groups without. vLLM refuses these blocks
+    Stages have whole matrices. An expert is whole with ``ep``, and cut by all groups without; ``etp``: by so many ranks. vLLM refuses these blocks
     (``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe`` of its ``fp8_utils``).
     """
     attention, experts = geometry.attention, geometry.experts
@@ -84,7 +93,7 @@ def cut_problems(geometry: ModelGeometry, tp: int, dp: int = 1, ep: int = 1) -> 
     if geometry.has_dense_mlp:
         parts["rows of gate_proj"] = geometry.ffn_size // tp
     if experts is not None:
-        parts["rows of an expert's gate_proj"] = experts.ffn_size // (1 if ep > 1 else tp * dp)
+        parts["rows of an expert's gate_proj"] = experts.ffn_size // (etp or (1 if ep > 1 else tp * dp))
         if experts.shared_ffn_size:
             parts["rows of the shared expert's gate_proj"] = experts.shared_ffn_size // tp
     for what, count in parts.items():

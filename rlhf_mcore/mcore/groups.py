@@ -113,7 +113,7 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
 
 
 # Globals that Megatron-core still reads where a collection is passed in: GQA with more TP ranks than KV groups gathers over
-# the default TP group (attention.py), layers (of experts too) built without a tp_group, the tied embedding's replica id.
+# the default TP group (attention.py), layers (of experts too) built without a tp_group, the tied embedding's replica id, fp8.
 _GLOBALS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -121,6 +121,8 @@ _GLOBALS = {
     "_CONTEXT_PARALLEL_GROUP": "cp",
     "_DATA_PARALLEL_GROUP": "dp",
     "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
     "_EMBEDDING_GROUP": "embd",
     "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
     "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",

@@ -30,6 +30,8 @@ def live_kernels(model: MegatronModel) -> dict[str, str]:
         "gradient accumulation": "fused" if config.gradient_accumulation_fusion else TORCH,
         "cross entropy": OURS if model.spec.geometry.head == "lm" else "none",
     }
+    if config.fp8:
+        kernels["products"] = f"{TE}, {config.fp8} ({config.fp8_recipe})"
     if config.linear_attention_freq:
         from rlhf_mcore.mcore.delta_net import GatedDeltaNet
 

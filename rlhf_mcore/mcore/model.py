@@ -332,7 +332,12 @@ class MegatronModel:
         if self.routing is not None:
             step = self.routing.steps(step, microbatches, self._inputs, learns=not forward_only)
         reading = nullcontext() if self.vision is None else self.vision.reading(microbatches)
-        with self._inputs.place(microbatches), use_groups(self.groups, self.platform), reading:
+        copies: AbstractContextManager[None] = nullcontext()
+        if self.overrides.wants("fp8"):
+            from rlhf_mcore.mcore.fp8 import copies_of_pass
+
+            copies = copies_of_pass(self.chunks)
+        with self._inputs.place(microbatches), use_groups(self.groups, self.platform), reading, copies:
             return schedule(
                 forward_step_func=step,
                 data_iterator=[iter(microbatches) for _ in self.chunks],

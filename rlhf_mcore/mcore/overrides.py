@@ -1,51 +1,23 @@
-"""Apply a user's fields of Megatron's configuration classes (``actor.megatron``), and check their needs of the machine."""
+"""Apply a user's fields of Megatron's configuration classes (``actor.megatron``, ``actor.fp8``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib.util import find_spec
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from megatron.core.transformer.enums import AttnBackend
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.expected_kernels import APEX
+from rlhf_mcore.config.implied import FP8_TOKENS
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import DTYPES, Platform
 
 T = TypeVar("T")
 
-TE = "transformer_engine"
-_PACKAGES = {TE: "Transformer Engine", APEX: "NVIDIA's apex with --cuda_ext", "deep_ep": "DeepEP", "": ""}
-# Fields whose kernels are CUDA's: the module they are in, "" for Megatron or torch itself. False, null and 0 ask for nothing.
-_KERNELS = {
-    "gradient_accumulation_fusion": APEX,
-    "apply_rope_fusion": TE,
-    "fused_single_qkv_rope": TE,
-    "persist_layer_norm": TE,
-    "use_te_activation_func": TE,
-    "use_te_rng_tracker": TE,
-    "moe_permute_fusion": TE,
-    "moe_router_fusion": TE,
-    "moe_enable_deepep": "deep_ep",
-    "moe_shared_expert_overlap": "",
-    "overlap_moe_expert_parallel_comm": "",
-    "delay_wgrad_compute": TE,
-    "cpu_offloading": TE,
-    "fine_grained_activation_offloading": "",
-    "fp8": TE,
-    "fp4": TE,
-    "use_kitchen": TE,
-    "nccl_ub": "",
-    "cp_comm_type": TE,
-    "symmetric_ar_type": TE,
-    "tp_comm_overlap": TE,
-    "bias_dropout_fusion": "",
-    "bias_activation_fusion": "",
-    "batch_invariant_mode": "",
-}
+# Fields of TransformerConfig that ``fp8`` of a group stands for.
+_FP8 = {"blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +26,14 @@ class Overrides:
 
     key: str = "megatron"
     values: Mapping[str, Any] = field(default_factory=dict)
+    fp8: str = ""  # the key that fields of 8 bits follow from, and its value
+
+    @classmethod
+    def of(cls, role: str, group: Any) -> Overrides:
+        """Make those of a group of the configuration: its ``megatron``, and what its ``fp8`` stands for."""
+        fp8 = getattr(group, "fp8", None)
+        values = {**(group.megatron or {}), **(_FP8[fp8] if fp8 is not None else {})}
+        return cls(f"{role}.megatron", values, "" if fp8 is None else f"{role}.fp8={fp8}")
 
     def build(self, kind: type[T], **ours: Any) -> T:
         """Build an instance of one of Megatron's classes: our fields, then those of the user that it has.
@@ -94,7 +74,8 @@ class Overrides:
         Raises:
             ConfigError: another model of this process has ones of another shape.
         """
-        rows = tokens // layout.token_multiple * layout.token_multiple // layout.cp
+        multiple = layout.token_multiple * (FP8_TOKENS if self.wants("fp8") else 1)
+        rows = tokens // multiple * multiple // layout.cp
         backend = self.values.get("tp_comm_bootstrap_backend", "nccl")
         try:
             platform.overlap_tensor_parallel((rows, hidden_size), layout.tp, self.wants("fp8"), backend)
@@ -107,21 +88,12 @@ class Overrides:
         Raises:
             ConfigError: a field asks for kernels that are not here.
         """
-        if problems := list(self._problems(platform)):
-            raise ConfigError.many(problems)
+        if not self.values:
+            return
+        from rlhf_mcore.mcore.needs import problems
 
-    def _problems(self, platform: Platform) -> Iterator[str]:
-        needed = {name: module for name, module in _KERNELS.items() if self.wants(name)}
-        if self.values.get("moe_token_dispatcher_type") == "flex":
-            needed["moe_token_dispatcher_type"] = "deep_ep"
-        if self.values.get("attention_backend", "auto") != "auto":
-            needed["attention_backend"] = TE
-        for name, module in needed.items():
-            shown = f"{self.key}.{name}={self.values[name]}"
-            if platform.name == "cpu":
-                yield f"{shown} needs CUDA, and this run is on the CPU; remove it"
-            elif module and find_spec(module) is None:
-                yield f"{shown} needs {_PACKAGES[module]}, which is not installed; remove it, or install that"
+        if found := list(problems(self, platform)):
+            raise ConfigError.many(found)
 
 
 def _to_typed(hint: Any, value: Any) -> Any:

@@ -23,6 +23,7 @@ from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
 CHUNK_TOKENS = 2048
 CHUNK_BYTES = 512 * 2**20
 _FP32 = 4
+_FP8 = 1 + _FP32 / 128  # of an element, with a scale for each 128
 # Tensors of a gated delta net with an element for each number of a key, a value, a token of a chunk, and a state.
 _DELTA_KEYS, _DELTA_VALUES, _DELTA_CHUNKS, _DELTA_STATES = 11, 8, 6, 3
 
@@ -173,7 +174,31 @@ def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions
         width * (norms + _attention(geometry, layer) / layout.tp + rotation)
         + _FP32 * geometry.num_heads / layout.tp
         + mlp(role, width, assumed)
+        + (_change_by_fp8(role, layer, width, assumed) if role.fp8 else 0.0)
     )
+
+
+def _change_by_fp8(role: PlannedRole, layer: int, width: int, assumed: Assumptions) -> float:
+    """Count the bytes a token that a layer keeps more, or less: of inputs of products only their 8 bits and scales are kept.
+
+    What attention returns it keeps itself, so that its 8 bits are more. In a mixture the router and the copying of tokens keep the
+    norm's output as it is. What selective recomputation drops is not counted as less once more.
+    """
+    geometry, layout, recompute = role.geometry, role.layout, role.recompute
+    dropped = set(recompute.modules) if recompute.granularity == "selective" else set()
+    normed, less = geometry.hidden_size / _sequence_share(layout), _FP8 - width
+    attended = _FP8 * geometry.num_heads * geometry.attention.value_dim / layout.tp
+    of_norm, experts = 0.0 if "layernorm" in dropped else less * normed, geometry.experts
+    if experts is None or not geometry.is_moe_layer(layer):
+        of_mlp = 0.0 if "mlp" in dropped else less * geometry.ffn_size / layout.tp
+        return 2 * of_norm + of_mlp + attended
+    of_shared, per_copy = 0.0, geometry.hidden_size + experts.ffn_size / layout.expert_tp
+    if experts.shared_ffn_size:
+        of_shared = _FP8 * normed + less * experts.shared_ffn_size / layout.tp
+    of_mlp = (
+        0.0 if dropped & {"moe", "moe_act", "shared_experts"} else less * _copies(role, assumed) * per_copy + of_shared
+    )
+    return of_norm + of_mlp + attended
 
 
 def _dropped_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions) -> float:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, fields, replace
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import adapter_sizes, longest_example, needs_critic, needs_reference, offloaded_parts
+from rlhf_mcore.config.implied import (
+    adapter_sizes,
+    in_fp8,
+    longest_example,
+    needs_critic,
+    needs_reference,
+    offloaded_parts,
+)
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import (
@@ -71,8 +78,8 @@ class PlannedRole:
     """One model of a run.
 
     ``offload``: the parts that are on the device only while they are used; ``by_layer``: layers of them come one by one.
-    ``frozen`` are Megatron's tensors that do not learn, those of a tower. ``epochs`` and ``updates`` are those of a step. A
-    reference of a model with adapters is that model, and no role.
+    ``frozen`` are Megatron's tensors that do not learn, those of a tower. ``fp8``: layers multiply in 8 bits. ``epochs`` and
+    ``updates`` are those of a step. A reference of a model with adapters is that model, and no role.
     """
 
     name: str
@@ -88,6 +95,7 @@ class PlannedRole:
     optimizer: str = "adamw"
     adapters: ModelGeometry | None = None  # what learns in the place of the weights
     frozen: frozenset[str] = frozenset()
+    fp8: bool = False
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
@@ -106,13 +114,14 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         needs_reference(cfg) and adapters is None and not cfg.reference.precompute
     ):  # else it is gone before the actor is there
         compared = read_geometry(cfg.reference.path or cfg.model.path, "lm")
-        frozen = [_frozen("reference", compared, layout, dtype, cfg.reference)]
+        reference = _frozen("reference", compared, layout, dtype, cfg.reference)
+        frozen = [replace(reference, fp8=in_fp8(cfg.actor))]
     if not run_kind(cfg).generates:  # a step is one update of one model
         how = cfg.actor.recompute
         learned = PlannedRole(
             "actor", geometry, layout, True, dtype, how, optimizer=name, adapters=adapters, frozen=still
         )
-        return [learned, *frozen]
+        return [replace(learned, fp8=in_fp8(cfg.actor)), *frozen]
     updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
     roles = [
         PlannedRole(
@@ -128,6 +137,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
             optimizer=name,
             adapters=adapters,
             frozen=still,
+            fp8=in_fp8(cfg.actor),
         ),
         *frozen,
     ]
@@ -142,12 +152,13 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         critic_sizes = adapter_sizes(critic.lora)
         learns = None if critic_sizes is None else replace(geometry, adapter=critic_sizes)
         role = PlannedRole("critic", geometry, own, True, own_dtype, how, parts, epochs, updates, optimizer=name)
-        roles.append(replace(role, adapters=learns, frozen=_frozen_of_tower(geometry, "none")))
+        still = _frozen_of_tower(geometry, "none")
+        roles.append(replace(role, adapters=learns, frozen=still, fp8=in_fp8(critic)))
     if reward.path is not None:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
         geometry = read_geometry(reward.path, "sequence")
         own_dtype = _dtype(reward.dtype, dtype)
-        roles.append(_frozen("reward", geometry, own, own_dtype, reward))
+        roles.append(replace(_frozen("reward", geometry, own, own_dtype, reward), fp8=in_fp8(reward)))
     return [*roles, *_teachers(cfg, roles[0], world_size, dtype)]
 
 
@@ -161,7 +172,9 @@ def _teachers(cfg: Config, actor: PlannedRole, world_size: int, dtype: str) -> l
     own = parallel_layout(teacher.layout, teacher.ranks, world_size, "teacher.layout")
     paths = {"teacher": teacher.path, **{f"teacher[{name}]": path for name, path in (teacher.sources or {}).items()}}
     return [
-        _frozen(name, read_geometry(path, "lm"), own, _dtype(teacher.dtype, dtype), teacher)
+        replace(
+            _frozen(name, read_geometry(path, "lm"), own, _dtype(teacher.dtype, dtype), teacher), fp8=in_fp8(teacher)
+        )
         for name, path in paths.items()
     ]
 

@@ -22,7 +22,7 @@ from rlhf_mcore.planning.inputs import (
     rank_share,
 )
 from rlhf_mcore.planning.sync import engine_bytes, kv_bytes_per_token, state_bytes_per_sequence
-from rlhf_mcore.planning.weights import BYTES, state_bytes, weights_of_pass
+from rlhf_mcore.planning.weights import BYTES, copies_in_8_bits, state_bytes, weights_of_pass
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 
 _STATE = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("masters", OPTIMIZER), ("moments", OPTIMIZER))
@@ -218,6 +218,8 @@ def _pass(
     parts = resident(inputs, rank, role.name, kinds) | _engine(inputs, SCORE if role.name == "reward" else "")
     if activations is not None:
         parts |= {f"{role.name} activations": activations.layers, f"{role.name} logits": activations.logits}
+        if copies := copies_in_8_bits(role, rank, training=kinds is KINDS):
+            parts[f"{role.name} weights in 8 bits"] = copies
         if images := tower_bytes(role, _stage(role, rank), BYTES[role.dtype]):
             parts[f"{role.name} images"] = images
     return PhaseMemory(name, rank, parts, inputs.available)

@@ -114,6 +114,16 @@ def _frozen_bytes(role: PlannedRole, rank: int, names: Collection[str] | None = 
     return sum(one.nbytes(role.dtype) for chunk in chunks for one in chunk if names is None or one.name in names)
 
 
+def copies_in_8_bits(role: PlannedRole, rank: int, *, training: bool) -> int:
+    """Count what products in 8 bits keep of a rank's matrices for a pass: each once, and transposed where there are gradients."""
+    if not role.fp8 or rank not in role.layout.ranks:
+        return 0
+    chunks = chunk_tensors(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
+    names = (one for chunk in chunks for one in chunk if ".linear_" in one.name and one.name.endswith(".weight"))
+    blocks = 128 * 128  # with a scale each
+    return sum(one.numel + _FP32 * -(-one.numel // blocks) for one in names) * (1 + training)
+
+
 def _num_moments(role: PlannedRole, numel: int, matrices: int) -> int:
     """Count the numbers that the optimizer keeps beside the masters of so many elements, some of which are in matrices."""
     return {"adamw": 2 * numel, "muon": 2 * numel - matrices, "sgd": numel}[role.optimizer]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.algorithms.masking import row_weights
+from rlhf_mcore.config.implied import FP8_TOKENS
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.data.packing import balance
@@ -141,6 +142,7 @@ class RoleModel:
         """
         assert self.model is not None
         limit, multiple = self.trainer.max_tokens_per_microbatch, self.layout.token_multiple
+        multiple *= FP8_TOKENS if self.model.overrides.wants("fp8") else 1
         if self.model.overrides.needs_one_shape:
             limit = multiple = limit // multiple * multiple
         elif forward_only:

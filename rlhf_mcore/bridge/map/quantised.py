@@ -17,6 +17,7 @@ from rlhf_mcore.bridge.map.rules import Shapes
 from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, num_scales, scale_pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
+from rlhf_mcore.families.quantised import quantisation as quantisation_of
 from rlhf_mcore.geometry import LocalParameter
 
 
@@ -31,7 +32,7 @@ class QuantisedNames:
     """Name the tensors that are sent where some are quantised: these in 8 bits, and their scales beside them."""
 
     def __init__(self, names: Names, quantisation: str) -> None:
-        self.kind = QUANTISATIONS[quantisation]
+        self.kind = quantisation_of(quantisation)
         self._names, self._shapes = names, names.shapes()
 
     def shapes(self) -> Shapes:

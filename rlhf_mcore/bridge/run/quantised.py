@@ -2,7 +2,9 @@
 
 fp8: blocks of 128x128 with a scale each, as DeepSeek-V3 is stored (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3) and as vLLM's
 ``per_block_cast_to_fp8`` computes it. int8: rows with a scale each, as compressed-tensors computes it (strategy "channel", symmetric).
-Products, quotients and roundings are those of the two, operation by operation, so results are equal bit for bit.
+Products, quotients and roundings are those of the two, operation by operation, so results are equal bit for bit. What the trainer
+computes with itself (``actor.fp8``) is sent as Transformer Engine makes it of the same blocks: values times 448 / amax, rounded once,
+and the reciprocal of that factor for a scale (Float8BlockQuantizer with fp32 scales, of its releases from 2.3 to 2.17).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, scale_tables
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, recorded_layout
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, Sources
-from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
+from rlhf_mcore.families.quantised import Quantisation, quantisation
 from rlhf_mcore.geometry import LocalParameter
 
 ELEMENTS = 1 << 24  # of a weight at a time: in fp32 64 MiB
@@ -34,10 +36,20 @@ _INT8_STEPS = 127.5  # half of the range from -128 to 127
 
 def scales_of(amax: Tensor, kind: Quantisation) -> Tensor:
     """Compute the scales of blocks from the largest magnitude in each, fp32 of any shape."""
+    if kind.of_training:
+        return 1.0 / _factors(amax, kind)
     if kind.name == "fp8":
         return amax.clamp(_LEAST_AMAX) / _FP8_MAX
     scales = amax / _INT8_STEPS
     return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
+
+
+def _factors(amax: Tensor, kind: Quantisation) -> Tensor:
+    """Compute what values of fp8 are multiplied by, from the largest magnitude in each block."""
+    if not kind.of_training:
+        return 1.0 / scales_of(amax, kind)
+    factors = (_FP8_MAX / amax).clamp(max=torch.finfo(torch.bfloat16).max)
+    return torch.where(amax > 0, factors, 1.0)  # a block of zeros
 
 
 @torch.no_grad()
@@ -70,13 +82,13 @@ def _grouped(part: Tensor, start: Sequence[int], kind: Quantisation) -> Tensor:
 
 
 @torch.no_grad()
-def quantise(part: Tensor, start: Sequence[int], scales: Tensor, kind: Quantisation, out: Tensor) -> None:
+def quantise(part: Tensor, start: Sequence[int], amax: Tensor, kind: Quantisation, out: Tensor) -> None:
     """Write a rectangle [n, m] of a tensor, which begins at ``start`` of it, into ``out`` in 8 bits.
 
-    ``scales``: those of the blocks that it reaches into.
+    ``amax``: the largest magnitudes in the blocks that it reaches into.
     """
     is_fp8 = kind.name == "fp8"
-    factors = 1.0 / scales if is_fp8 else scales
+    factors = _factors(amax, kind) if is_fp8 else scales_of(amax, kind)
     for rows, chunk in _chunks(part, 1):
         of_rows = _spread(factors, (start[0] + rows, start[1]), chunk.shape, start, kind)
         values = chunk.float() * of_rows if is_fp8 else (chunk.float() / of_rows).clamp(-128, 127).round()
@@ -156,7 +168,7 @@ class QuantisedSources(KeptSources):
             shape = shapes[name + self._kind.suffix]
             self._cut[name] = self._cut_numel, shape
             self._cut_numel += prod(shape)
-        self._scales: Mapping[str, Tensor] = {}  # flat, by buffer
+        self._amax: Mapping[str, Tensor] = {}  # the largest magnitudes in blocks, flat, by buffer
         self._opened: dict[str, tuple[Tensor, int]] = {}  # 8 bits, and the number of open buckets that read them
         self.kept: QuantisedSources | None = None
         if kept is not None:
@@ -167,10 +179,10 @@ class QuantisedSources(KeptSources):
         self._sources.take()
 
     def prepare(self) -> None:
-        """Compute the scales. Collective over the group."""
+        """Compute what scales follow from. Collective over the group."""
         self._sources.prepare()
         if self.kept is not None:
-            self.kept._scales = self._scales
+            self.kept._amax = self._amax
         shared = torch.zeros(self._cut_numel, device=self.device)
         largest = {name: self._largest(name) for name in self._pieces}
         for piece, table in self._cut_tables(largest):
@@ -180,10 +192,7 @@ class QuantisedSources(KeptSources):
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
         for piece, table in self._cut_tables(largest):
             table.copy_(self._of_whole(shared, piece))
-        self._scales = {
-            name: scales_of(torch.cat([table.view(-1) for table in tables]), self._kind)
-            for name, tables in largest.items()
-        }
+        self._amax = {name: torch.cat([table.view(-1) for table in tables]) for name, tables in largest.items()}
 
     def _largest(self, name: str) -> list[Tensor]:
         """Compute the largest magnitudes in the blocks of each piece of a buffer."""
@@ -210,7 +219,7 @@ class QuantisedSources(KeptSources):
         flats = dict[str, Tensor]()
         for name in bucket.source_buffers:
             if name.endswith(SCALES):
-                flats[name] = self._scales[name.removesuffix(SCALES)]
+                flats[name] = scales_of(self._amax[name.removesuffix(SCALES)], self._kind)
             elif name in self._pieces:
                 flat, readers = self._opened.get(name) or (self._quantised(name), 0)
                 self._opened[name] = flat, readers + 1
@@ -234,11 +243,11 @@ class QuantisedSources(KeptSources):
 
     def _quantised(self, name: str) -> Tensor:
         """Make the 8 bits of a buffer, flat."""
-        bucket, scales, pieces = _Of({name}), self._scales[name], self._pieces[name]
+        bucket, amax, pieces = _Of({name}), self._amax[name], self._pieces[name]
         flat = self._sources.open(bucket)[name]
         eight = torch.empty(flat.shape, dtype=getattr(torch, self._kind.dtype), device=flat.device)
         for piece, table in zip(pieces, scale_tables(pieces, self._kind), strict=True):
-            quantise(view(flat, piece), piece.start, view(scales, table), self._kind, view(eight, piece))
+            quantise(view(flat, piece), piece.start, view(amax, table), self._kind, view(eight, piece))
         if not self._sources.is_static:
             self._sources.close(bucket)
         return eight
@@ -305,7 +314,7 @@ Read = Callable[[nn.Module, Shapes], EngineMap]
 
 def map_engine(model: nn.Module, shapes: Shapes, name: str, read: Read) -> EngineMap:
     """Map an engine that is sent 8 bits: as its parameters, or to get their values. ``read`` maps a model of given tensors."""
-    kind = QUANTISATIONS[name]
+    kind = quantisation(name)
     if hasattr(model, "load_weights") and _holds_8_bits(model, getattr(torch, kind.dtype)):
         return read(model, kind.with_scales(shapes))
     return dequantised_map(read(model, shapes), kind)

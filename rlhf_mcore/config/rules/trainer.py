@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from rlhf_mcore.config.derive import num_steps
 from rlhf_mcore.config.errors import shortened
-from rlhf_mcore.config.implied import longest_example, longest_response, max_new_tokens, padded_to, role_layouts
+from rlhf_mcore.config.implied import (
+    in_fp8,
+    longest_example,
+    longest_response,
+    max_new_tokens,
+    padded_to,
+    role_layouts,
+)
 from rlhf_mcore.config.keys import value_of
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, OptimizerConfig
@@ -55,11 +62,15 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
     longest, what = cfg.data.max_prompt_tokens + longest_response(cfg), _response_key(cfg)
     if cfg.reward.model.path is not None and max_new_tokens(cfg) > longest_response(cfg):
         longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate.max_new_tokens"
-    reasons = {
-        padded_to(role.layout): "context parallelism" if role.layout.cp > 1 else f"{role.name}.megatron.tp_comm_overlap"
-        for role in role_layouts(cfg)
-        if role.layout.cp > 1 or (value_of(cfg, f"{role.name}.megatron") or {}).get("tp_comm_overlap") is True
-    }
+    reasons = {}
+    for role in role_layouts(cfg):
+        group, size = value_of(cfg, role.name), padded_to(role.layout, in_fp8(value_of(cfg, role.name)))
+        if role.layout.cp > 1:
+            reasons[size] = "context parallelism"
+        elif (group.megatron or {}).get("tp_comm_overlap") is True:
+            reasons[size] = f"{role.name}.megatron.tp_comm_overlap"
+        elif in_fp8(group):
+            reasons[size] = f"products of 8 bits of {role.name}"
     needed, why = max([(-(-longest // size) * size, why) for size, why in reasons.items()], default=(longest, ""))
     if cfg.trainer.max_tokens_per_microbatch < needed:
         padded = "" if needed == longest else f", padded for {why} to {needed}"
@@ -110,7 +121,7 @@ def example_batch_problems(cfg: Config, geometry: ModelGeometry | None) -> Itera
         )
     if trainer.ppo_epochs != 1:
         yield f"trainer.ppo_epochs={trainer.ppo_epochs}: with algorithm.kind={kind.name} examples are not repeated; set it to 1"
-    multiple = padded_to(cfg.actor.layout)
+    multiple = padded_to(cfg.actor.layout, in_fp8(cfg.actor))
     needed = -(-longest_example(cfg) // multiple) * multiple * kind.rows_per_example
     if trainer.max_tokens_per_microbatch < max(needed, 2):
         yield (

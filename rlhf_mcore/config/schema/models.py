@@ -329,6 +329,14 @@ class ActorConfig(Group):
         "What Megatron has in one tensor (q, k and v; gate and up) is frozen together.",
         is_fixed=True,
     )
+    fp8: Optional[str] = key(
+        None,
+        "matrix products of layers in 8 bits, by Transformer Engine on Hopper GPUs",
+        one_of(blockwise="with weights as `rollout.quantization: fp8` sends them, to the bit, in all passes"),
+        null="in `model.dtype`",
+        more="Inputs and gradients have a scale for 128 values. Weights, masters and what is saved stay as they are. The reference "
+        "policy computes as the actor; a critic, a reward model and teachers do not. See [8 bits](performance.md#products-of-8-bits).",
+    )
     megatron: Optional[dict[str, Any]] = key(
         None,
         "fields of Megatron-core's own configuration classes, as `{overlap_grad_reduce: true}`",

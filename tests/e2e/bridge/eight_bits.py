@@ -83,10 +83,10 @@ def quantised(weights: Mapping[str, Tensor], kind: Quantisation) -> dict[str, Te
     for name, weight in weights.items():
         sent[name] = weight
         if kind.applies(name):
-            scales = scales_of(largest_magnitudes(weight, (0, 0), kind), kind)
+            largest = largest_magnitudes(weight, (0, 0), kind)
             sent[name] = torch.empty(weight.shape, dtype=getattr(torch, kind.dtype))
-            sent[name + kind.suffix] = scales
-            quantise(weight, (0, 0), scales, kind, sent[name])
+            sent[name + kind.suffix] = scales_of(largest, kind)
+            quantise(weight, (0, 0), largest, kind, sent[name])
     return sent
 
 

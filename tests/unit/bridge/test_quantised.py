@@ -26,10 +26,10 @@ KINDS = list(QUANTISATIONS.values())
 
 def whole(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:
     """The quantisers on a whole tensor."""
-    scales = scales_of(largest_magnitudes(weight, (0, 0), kind), kind)
+    largest = largest_magnitudes(weight, (0, 0), kind)
     eight = torch.empty(weight.shape, dtype=getattr(torch, kind.dtype))
-    quantise(weight, (0, 0), scales, kind, eight)
-    return eight, scales
+    quantise(weight, (0, 0), largest, kind, eight)
+    return eight, scales_of(largest, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -80,7 +80,7 @@ def test_parts_of_a_tensor_have_the_bits_of_the_whole(kind: Quantisation, cuts: 
     for part in parts:
         found = torch.empty(part.shape, dtype=eight.dtype)
         at = Rectangle(*kind.blocks(part.start, part.shape)).slices()
-        quantise(weight[part.slices()], part.start, scales[at], kind, found)
+        quantise(weight[part.slices()], part.start, largest[at], kind, found)
         assert torch.equal(found.view(torch.uint8), eight[part.slices()].view(torch.uint8))
 
 

@@ -1,0 +1,67 @@
+"""Rules of ``actor.fp8``: what it does not go with, of other keys and of models, and what this machine lacks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.families.quantised import cut_problems, quantisation_problems
+from rlhf_mcore.machine import has_gpu
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.geometry import ModelGeometry
+
+_PLAIN = "or, for products whose weights are not those of engines, actor.megatron={fp8: e4m3, fp8_recipe: blockwise}"
+
+
+def fp8_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
+    """Check what products of 8 bits ask of other keys and, where that is known, of the model's sizes on a rank."""
+    actor, name = cfg.actor, f"actor.fp8={cfg.actor.fp8}"
+    if cfg.model.layer_spec == "local":
+        yield f"{name}: Megatron's own layers (model.layer_spec=local) have no products of 8 bits; set model.layer_spec=te"
+    if cfg.model.dtype not in ("auto", "bf16"):
+        yield f"{name}: model.dtype={cfg.model.dtype} is not supported with it; set model.dtype=bf16, or actor.fp8=null"
+    for field in sorted(actor.megatron or {}):
+        if field.startswith("fp8"):
+            yield f"{name}: actor.megatron.{field} follows from it; remove one of the two"
+        elif field in ("fp4", "tp_comm_overlap", "first_last_layers_bf16") and (actor.megatron or {})[field]:
+            yield f"{name} is not supported with actor.megatron.{field}; remove that, or set it to null"
+    if actor.lora.rank is not None:
+        yield f"{name}: adapters (actor.lora.rank={actor.lora.rank}) would not be in what is multiplied; set one of them to null"
+    if actor.mtp.mode in MTP_TRAINED:
+        yield f"{name} is not supported with actor.mtp.mode={actor.mtp.mode}; set that to keep"
+    for problem in () if geometry is None else _size_problems(cfg, geometry):
+        yield f"{name}: {problem}; set it to null, {_PLAIN}"
+
+
+def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    """Name what a rank's blocks of 128x128 would not have in common with those of the Hugging Face tensors."""
+    layout, model = cfg.actor.layout, f"model.path={cfg.model.path}"
+    if unsupported := [f"{model}: {problem}, which is not quantised here" for problem in quantisation_problems(geometry)]:
+        yield from unsupported
+        return
+    if geometry.hidden_size % 16:
+        yield f"{model}: hidden_size={geometry.hidden_size} is not a multiple of 16, which Transformer Engine asks for"
+    if geometry.head_dim % 128:
+        yield (
+            f"{model}: heads of {geometry.head_dim} are not multiples of 128, so that blocks of Megatron's fused queries, keys and "
+            "values have others than those of engines"
+        )
+    elif geometry.num_kv_heads % layout.tp:
+        yield f"actor.layout.tp={layout.tp} cuts the {geometry.num_kv_heads} heads of keys"
+    for problem in cut_problems(geometry, layout.tp, etp=layout.etp or layout.tp):
+        yield f"actor.layout.tp={layout.tp}: {problem}"
+
+
+def machine_problem(cfg: Config) -> str | None:
+    """Say what this machine lacks to multiply in 8 bits, as far as that is told without a GPU's library. None: nothing."""
+    if not has_gpu():
+        lacks = "GPUs of compute capability 9.0 (H100, H200), and this machine has none"
+    elif find_spec("transformer_engine") is None:
+        lacks = "Transformer Engine, which is not installed: take NVIDIA's PyTorch container (Dockerfile)"
+    else:
+        return None
+    return f"actor.fp8={cfg.actor.fp8} needs {lacks}; or set it to null"

@@ -1,0 +1,94 @@
+"""What a user's fields of Megatron's configuration classes need of the machine: kernels, and for products in 8 bits a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf_mcore.expected_kernels import APEX
+from rlhf_mcore.platform import Platform
+
+if TYPE_CHECKING:
+    from rlhf_mcore.mcore.overrides import Overrides
+
+TE = "transformer_engine"
+_PACKAGES = {TE: "Transformer Engine", APEX: "NVIDIA's apex with --cuda_ext", "deep_ep": "DeepEP", "": ""}
+# Fields whose kernels are CUDA's: the module they are in, "" for Megatron or torch itself. False, null and 0 ask for nothing.
+_KERNELS = {
+    "gradient_accumulation_fusion": APEX,
+    "apply_rope_fusion": TE,
+    "fused_single_qkv_rope": TE,
+    "persist_layer_norm": TE,
+    "use_te_activation_func": TE,
+    "use_te_rng_tracker": TE,
+    "moe_permute_fusion": TE,
+    "moe_router_fusion": TE,
+    "moe_enable_deepep": "deep_ep",
+    "moe_shared_expert_overlap": "",
+    "overlap_moe_expert_parallel_comm": "",
+    "delay_wgrad_compute": TE,
+    "cpu_offloading": TE,
+    "fine_grained_activation_offloading": "",
+    "fp8": TE,
+    "fp4": TE,
+    "use_kitchen": TE,
+    "nccl_ub": "",
+    "cp_comm_type": TE,
+    "symmetric_ar_type": TE,
+    "tp_comm_overlap": TE,
+    "bias_dropout_fusion": "",
+    "bias_activation_fusion": "",
+    "batch_invariant_mode": "",
+}
+
+
+HOPPER, CUDA = 9, (12, 9)
+
+
+def problems(overrides: Overrides, platform: Platform) -> Iterator[str]:
+    """List what cannot work on this machine, naming the field."""
+    values = overrides.values
+    needed = {name: module for name, module in _KERNELS.items() if overrides.wants(name)}
+    if values.get("moe_token_dispatcher_type") == "flex":
+        needed["moe_token_dispatcher_type"] = "deep_ep"
+    if values.get("attention_backend", "auto") != "auto":
+        needed["attention_backend"] = TE
+    for name, module in needed.items():
+        is_key = name == "fp8" and overrides.fp8
+        shown = overrides.fp8 if is_key else f"{overrides.key}.{name}={values[name]}"
+        remove = "set it to null" if is_key else "remove it"
+        if platform.name == "cpu":
+            yield f"{shown} needs CUDA, and this run is on the CPU; {remove}"
+        elif module and find_spec(module) is None:
+            yield f"{shown} needs {_PACKAGES[module]}, which is not installed; {remove}, or install that"
+        elif is_key:
+            yield from _device_problems(shown)
+
+
+def _device_problems(shown: str) -> Iterator[str]:
+    """Name what keeps Transformer Engine from blocks of 128x128 with fp32 scales, which engines have.
+
+    On GPUs after Hopper it computes blocks by MXFP8's products, whose scales are powers of two.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    version = tuple(int(number) for number in (torch.version.cuda or "0").split(".")[:2])
+    if major != HOPPER:
+        instead = "; there it takes actor.megatron={fp8: e4m3, fp8_recipe: mxfp8}" if major > HOPPER else ""
+        yield f"{shown} needs GPUs of compute capability 9.0 (H100, H200), found {major}.{minor}; set it to null{instead}"
+    elif version < CUDA:
+        yield f"{shown} needs a torch of CUDA 12.9 or later, found {torch.version.cuda}; install that, or set it to null"
+    elif not has_fp32_scales():
+        yield (
+            f"{shown} needs NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 where Transformer Engine is imported, which was done before; set it "
+            "in the environment"
+        )
+
+
+def has_fp32_scales() -> bool:
+    """Tell whether blocks of Transformer Engine have scales of any value; it reads that from the environment where it is imported."""
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    return not Float8BlockScaling().fp8_quant_fwd_weight.power_2_scale
