@@ -88,6 +88,7 @@ _NAMES = {
     "trainer.max_staleness": (
         "max_trajectory_age_steps max_async_level async_training staleness max_policy_lag async_enable async_level"
     ),
+    "actor.fp8": "fp8 use_fp8 fp8_cfg fp8_training megatron_cfg.fp8_cfg fp8_recipe fp8_format enable_fp8 train_fp8",
     "rollout.quantization": "vllm_cfg.precision generation.vllm_cfg.precision rollout_quantization",
     "rollout.engine": "use_vllm rollout.name generation.backend inference_engine rollout_backend inference_backend",
     "rollout.placement": "vllm_mode colocate colocate_all colocate_all_models hybrid_engine colocated.enabled",
@@ -237,7 +238,7 @@ _IMAGES = "models see images and no videos: the processor is the model's own, an
 # Name, or beginning of a name where it ends with *: why there is no such key.
 _ABSENT = {
     "lora* qlora* peft* use_peft use_lora dora* adapter adapters adapter_* lora_rank": _LORA,
-    "load_in_4bit load_in_8bit bnb_* quantization quantize quantization_config fp8* use_fp8": _QUANTISED,
+    "load_in_4bit load_in_8bit bnb_* quantization quantize quantization_config": _QUANTISED,
     "deepspeed zero_stage zero zero3* ds_config fsdp* fsdp2 use_fsdp strategy dtensor_cfg accelerate*": _SHARDED,
     "min_p repetition_penalty presence_penalty frequency_penalty length_penalty num_beams logit_bias": _DISTRIBUTION,
     "stop stop_strings stop_words stop_token stop_token_ids stop_sequences eos_token_id": _ENDS,

@@ -79,8 +79,8 @@ def cut_problems(
 ) -> Iterator[str]:
     """Name the blocks of 128x128 that engines, or models, of this layout would cut, or that two matrices of one layer would share.
 
-    Stages have whole matrices. An expert is whole with ``ep``, and cut by all groups without; ``etp``: by so many ranks. vLLM refuses these blocks
-    (``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe`` of its ``fp8_utils``).
+    Stages have whole matrices. An expert is whole with ``ep``, and cut by all groups without; with ``etp`` by so many ranks. vLLM
+    refuses these blocks (``validate_fp8_block_shape`` and ``validate_fp8_block_shape_moe`` of its ``fp8_utils``).
     """
     attention, experts = geometry.attention, geometry.experts
     queries, heads = geometry.num_heads * geometry.head_dim // tp, max(geometry.num_kv_heads // tp, 1)

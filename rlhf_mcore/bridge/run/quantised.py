@@ -48,7 +48,8 @@ def _factors(amax: Tensor, kind: Quantisation) -> Tensor:
     """Compute what values of fp8 are multiplied by, from the largest magnitude in each block."""
     if not kind.of_training:
         return 1.0 / scales_of(amax, kind)
-    factors = (_FP8_MAX / amax).clamp(max=torch.finfo(torch.bfloat16).max)
+    # Of a number and a tensor torch makes a product with the reciprocal, which rounds twice.
+    factors = (torch.full_like(amax, _FP8_MAX) / amax).clamp(max=torch.finfo(torch.bfloat16).max)
     return torch.where(amax > 0, factors, 1.0)  # a block of zeros
 
 

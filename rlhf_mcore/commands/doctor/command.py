@@ -49,6 +49,7 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
     yield from software.check_kernels(bool(gpus))
     if gpus:
         yield from software.check_cudnn(software.cudnn_version())
+        yield software.check_fp8(software.compute_capability(), installed)
     yield software.check_expected(bool(gpus))
     if not args.quick:
         yield from software.check_imports(MODULES)

@@ -167,6 +167,25 @@ def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
             yield judge(f"import {name}", "ok", "works")
 
 
+def compute_capability() -> str:
+    """Ask nvidia-smi for the compute capability of the first GPU; "" where it does not tell."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S)
+        return next(iter(done.stdout.splitlines()), "").strip() if done.returncode == 0 else ""
+    return ""
+
+
+def check_fp8(capability: str, installed: Mapping[str, str]) -> Finding:
+    """Report whether ``actor.fp8=blockwise`` can be set here. ``capability``: of the GPUs."""
+    lacks = [
+        *([] if "transformer-engine" in installed else ["Transformer Engine"]),
+        *([] if capability.startswith("9.") else [f"GPUs of compute capability 9.0, found {capability or 'unknown'}"]),
+    ]
+    text = f"not here: it needs {' and '.join(lacks)}" if lacks else "can be set, with a torch of CUDA 12.9 or later"
+    return judge("actor.fp8", "note", text)
+
+
 def check_expected(has_gpu: bool) -> Finding:
     """Report which kernels a run here uses."""
     return judge("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))

@@ -40,7 +40,9 @@ def fp8_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
 def _size_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Name what a rank's blocks of 128x128 would not have in common with those of the Hugging Face tensors."""
     layout, model = cfg.actor.layout, f"model.path={cfg.model.path}"
-    if unsupported := [f"{model}: {problem}, which is not quantised here" for problem in quantisation_problems(geometry)]:
+    if unsupported := [
+        f"{model}: {problem}, which is not quantised here" for problem in quantisation_problems(geometry)
+    ]:
         yield from unsupported
         return
     if geometry.hidden_size % 16:

@@ -27,6 +27,8 @@ EACH_KIND = [
     "gemma3_text:world=4,tp=2,cp=2",
     "olmo2:world=2,tp=2",
     "qwen3_next:world=4,tp=2,ep=2,sequence_parallel=1",
+    "llama:world=4,tp=2,cp=2,fp8=1",
+    "qwen3_moe:world=4,tp=2,ep=2,sequence_parallel=1,fp8=1",
 ]
 
 

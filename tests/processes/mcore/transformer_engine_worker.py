@@ -66,7 +66,7 @@ class _Torch(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch")
-        self.cuda = _Device()
+        self.cuda, self.version = _Device(), types.SimpleNamespace(cuda="12.9")
         for name in ("empty", "zeros", "ones", "full", "tensor"):
             setattr(self, name, self._on_host(getattr(torch, name)))
 
@@ -105,17 +105,19 @@ def import_transformer_engine(folder: str) -> None:
             module.torch = seen  # type: ignore[attr-defined]
 
 
-def missed(directory: Path, layout: Any, with_mtp: bool) -> dict[str, int]:
+def missed(directory: Path, layout: Any, with_mtp: bool, fp8: bool) -> dict[str, int]:
     """Tensor of the checkpoint -> elements that no rank of the layout holds, by the map; ``parameter`` -> what is not in it."""
     from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-    from rlhf_mcore.config.schema import RecomputeConfig
+    from rlhf_mcore.config.schema import ActorConfig, RecomputeConfig
     from rlhf_mcore.mcore.build import BuildOptions, build_model
     from rlhf_mcore.mcore.dry_run import fake_world
     from rlhf_mcore.mcore.groups import build_groups
     from rlhf_mcore.mcore.latent import NORM_EPS
     from rlhf_mcore.mcore.model_spec import load_spec
     from rlhf_mcore.mcore.mtp import MTPLearning
+    from rlhf_mcore.mcore.overrides import Overrides
     from rlhf_mcore.platform import current_platform
+    from tests.processes.mcore.fp8_layers import computed_otherwise
 
     spec = load_spec(directory)
     if with_mtp:
@@ -128,7 +130,11 @@ def missed(directory: Path, layout: Any, with_mtp: bool) -> dict[str, int]:
             groups = build_groups(layout)
             assert groups is not None
             options = BuildOptions("fp32", "te", RecomputeConfig(), True, False, 0, mtp=mtp)
+            if fp8:
+                options = replace(options, overrides=Overrides.of("actor", ActorConfig(fp8="blockwise")))
             model = build_model(spec, groups, current_platform(), options)
+            if fp8:
+                outside |= {f"{name} of rank {rank}": 1 for name in computed_otherwise(model)}
             for chunk in model.chunks:
                 for name, module in chunk.named_modules():
                     if name.endswith(("linear_q_up_proj", "linear_kv_up_proj")) and module.eps != NORM_EPS:
@@ -145,25 +151,31 @@ def missed(directory: Path, layout: Any, with_mtp: bool) -> dict[str, int]:
 
 
 def main(folder: str, wanted: Sequence[str]) -> None:
-    """``wanted``: MODEL:KEY=SIZE,KEY=SIZE, of tests/distributed/models.py and its layout; ``mtp=1``: with a trained MTP layer."""
+    """``wanted``: MODEL:KEY=SIZE,KEY=SIZE, of tests/distributed/models.py and its layout.
+
+    ``mtp=1``: with a trained MTP layer; ``fp8=1``: with products in 8 bits, of which layers that compute otherwise are named too.
+    """
+    os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # as cli/rank.py
     import_transformer_engine(folder)
+    from rlhf_mcore.mcore import needs
     from rlhf_mcore.mcore.layers import HAVE_TE
     from rlhf_mcore.parallel.layout import ParallelLayout
     from tests.distributed import models
 
-    assert HAVE_TE
+    assert HAVE_TE and needs.has_fp32_scales()
+    needs.problems = lambda overrides, platform: iter(())  # the platform is the host's
     with TemporaryDirectory() as directory:
         for order in wanted:
             name, _, sizes = order.partition(":")
             axes = {key: int(size) for key, _, size in (each.partition("=") for each in sizes.split(",") if each)}
             world = axes.pop("world", 1)
-            with_mtp = bool(axes.pop("mtp", 0))
+            with_mtp, fp8 = bool(axes.pop("mtp", 0)), bool(axes.pop("fp8", 0))
             path = Path(directory) / f"{name}{with_mtp}"
             if not path.is_dir():
                 models.make(name, path)
                 if with_mtp:
                     models.add_mtp_layer(path)
-            print(json.dumps([order, missed(path, ParallelLayout(world, **axes), with_mtp)]), flush=True)
+            print(json.dumps([order, missed(path, ParallelLayout(world, **axes), with_mtp, fp8)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,27 @@ def slow(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(values), torch.from_numpy(scales)
 
 
+def amax_of_blocks(weight: Tensor) -> Tensor:
+    """The largest magnitudes in blocks of 128x128, one after the other."""
+    blocks = [[part.abs().max() for part in rows.split(128, 1)] for rows in weight.float().split(128)]
+    return torch.tensor(blocks)
+
+
+def of_training(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of fp8 before they are scaled, and the scales, as Transformer Engine's kernel for blocks makes them: in numpy.
+
+    The factor is 448 / amax in fp32, and 1 for zeros (its ``compute_scale_from_amax``); the scale is the reciprocal of that.
+    """
+    matrix, amax = weight.float().numpy(), amax_of_blocks(weight).numpy()
+    factors = np.where(amax > 0, np.float32(448) / np.where(amax > 0, amax, np.float32(1)), np.float32(1)).astype(
+        np.float32
+    )
+    grid = fp8_values()
+    spread = factors.repeat(128, 0).repeat(128, 1)[: matrix.shape[0], : matrix.shape[1]]
+    values = nearest(matrix * spread, np.sort(grid[np.isfinite(grid)])).astype(np.float32)
+    return torch.from_numpy(values), torch.from_numpy(np.float32(1) / factors)
+
+
 def nearest(numbers: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Round to the nearest value; of two, to the one with an even mantissa."""
     high = np.clip(np.searchsorted(values, numbers), 1, len(values) - 1)

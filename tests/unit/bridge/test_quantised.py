@@ -13,11 +13,11 @@ from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.quantised import dequantise, largest_magnitudes, quantise, scales_of
 from rlhf_mcore.bridge.run.sync import PlannedBridge
-from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
-from rlhf_mcore.geometry import LocalParameter, Shard
+from rlhf_mcore.families.quantised import FP8_OF_TRAINING, QUANTISATIONS, Quantisation, quantisation
+from rlhf_mcore.geometry import GroupedSizes, LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
-from tests.unit.bridge.eight_bits import slow, slow_values
+from tests.unit.bridge.eight_bits import amax_of_blocks, of_training, slow, slow_values
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import BLOCKS, hf_tensors, mcore_tensors
 
@@ -62,7 +62,66 @@ def test_the_values_of_a_small_row_by_hand() -> None:
     assert eight.float().tolist() == [[448.0, -1.0, 16.0, 20.0, 2.0**-9, 0.0]]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+OF_TRAINING = quantisation(FP8_OF_TRAINING)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 257), (300, 100)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_trained_with_is_what_transformer_engine_makes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Its kernel multiplies by 448 / amax, rounded to fp32, and stores the reciprocal of that: each is an operation of fp32."""
+    generator = torch.Generator().manual_seed(7)
+    weight = (torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)).to(dtype)
+    weight[:128, :100] = 0  # a block of zeros, in the narrow matrix
+    weight[128:, :] *= 1e-7  # blocks whose largest magnitude is below 1e-4
+    eight, scales = whole(weight, OF_TRAINING)
+    values, known = of_training(weight)
+    assert torch.equal(scales, known) and torch.equal(eight.float(), values)
+    exact = amax_of_blocks(weight).double() / 448  # the published formula, in float64
+    assert torch.where(exact > 0, (known.double() / exact - 1).abs(), 0).max() < 2**-23
+
+
+def test_the_two_ways_differ_by_roundings_alone() -> None:
+    """vLLM divides by 448 and multiplies by the reciprocal, Transformer Engine the other way around: ties fall otherwise."""
+    weight = (torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    (one, scales), (other, others) = whole(weight, QUANTISATIONS["fp8"]), whole(weight, OF_TRAINING)
+    assert ((scales / others - 1).abs() <= 2**-23).all() and not torch.equal(scales, others)
+    steps = (one.view(torch.uint8).int() - other.view(torch.uint8).int()).abs()
+    assert steps.max() == 1 and 0 < (steps > 0).float().mean() < 0.002
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("head_dim", "ffn_size", "equal"), [(128, 512, True), (64, 512, False), (128, 320, False)])
+def test_blocks_of_a_ranks_own_layers_are_those_that_are_sent(
+    tp: int, head_dim: int, ffn_size: int, equal: bool
+) -> None:
+    """Layers quantise what a rank has: queries, keys and values of a group after the other, gate before up, a part of the columns."""
+    sizes = ModelGeometry("llama", 1, 192, GroupedSizes(8, 4, head_dim), ffn_size, 13, False)
+    generator = torch.Generator().manual_seed(2)
+    hf = {
+        name: torch.randn(tensor.shape, generator=generator) * torch.rand(tensor.shape, generator=generator)
+        for name, tensor in hf_tensors(sizes).items()
+    }
+    sent = {name: whole(tensor, OF_TRAINING) for name, tensor in hf.items() if is_matrix(name)}
+    scales = {
+        name: scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(hf[name]), : hf[name].shape[1]]
+        for name, (_, scale) in sent.items()
+    }
+    differing = set()
+    for rank in range(tp):
+        held = mcore_tensors(sizes, hf, rank, tp)
+        of_sent = [
+            mcore_tensors(sizes, hf | given, rank, tp)
+            for given in ({n: e.float() for n, (e, _) in sent.items()}, scales)
+        ]
+        for name in (name for name in held if ".linear_" in name and name.endswith(".weight")):
+            values, own = of_training(held[name])
+            own = own.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(values), : values.shape[1]]
+            if not (torch.equal(values, of_sent[0][name]) and torch.equal(own, of_sent[1][name])):
+                differing.add(name.rpartition("linear_")[2])
+    assert (differing == set()) == equal, differing
+
+
+@pytest.mark.parametrize("kind", [*KINDS, OF_TRAINING], ids=lambda kind: kind.name + "-trained" * kind.of_training)
 @pytest.mark.parametrize("cuts", [(64, 100), (128, 128), (1, 257), (37, 300)], ids=str)
 def test_parts_of_a_tensor_have_the_bits_of_the_whole(kind: Quantisation, cuts: tuple[int, int]) -> None:
     weight = torch.randn(259, 300, generator=torch.Generator().manual_seed(1))
@@ -82,6 +141,20 @@ def test_parts_of_a_tensor_have_the_bits_of_the_whole(kind: Quantisation, cuts: 
         at = Rectangle(*kind.blocks(part.start, part.shape)).slices()
         quantise(weight[part.slices()], part.start, largest[at], kind, found)
         assert torch.equal(found.view(torch.uint8), eight[part.slices()].view(torch.uint8))
+
+
+def test_an_engine_has_the_weights_that_the_policy_computes_with(trainer: Trainer) -> None:
+    engine = engine_of(trainer)
+    bridge = trainer.bridge(engine, OF_TRAINING, verify="digest")
+    for version in (0, 1):
+        bridge.sync(version)
+        for name, tensor in trainer.hf.items():
+            assert torch.equal(engine.tensors[name], spread(*of_training(tensor)) if is_matrix(name) else tensor), name
+        trainer.update(version + 1)
+
+
+def spread(values: Tensor, scales: Tensor) -> Tensor:
+    return values * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(values), : values.shape[1]]
 
 
 class Trainer:
@@ -111,7 +184,7 @@ class Trainer:
             world_group(),
             bucket_bytes=50_000,
             poison=True,
-            quantisation=kind.name,
+            quantisation=FP8_OF_TRAINING if kind.of_training else kind.name,
             **options,
         )  # type: ignore[arg-type]
 

@@ -145,3 +145,28 @@ def test_cudnn_has_to_know_sinks_in_packed_sequences(
 
 def test_where_there_is_no_cudnn_nothing_is_said_of_it() -> None:
     assert list(software.check_cudnn(None)) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "found"),
+    [
+        ("9.0", {"transformer-engine": "2.11.0"}, "can be set, with a torch of CUDA 12.9 or later"),
+        ("8.0", {}, "not here: it needs Transformer Engine and GPUs of compute capability 9.0, found 8.0"),
+        ("10.0", {"transformer-engine": "2.11.0"}, "not here: it needs GPUs of compute capability 9.0, found 10.0"),
+        ("", {"transformer-engine": "2.11.0"}, "not here: it needs GPUs of compute capability 9.0, found unknown"),
+    ],
+)
+def test_whether_a_policy_can_compute_in_8_bits_is_a_note(
+    capability: str, installed: dict[str, str], found: str
+) -> None:
+    finding = software.check_fp8(capability, installed)
+    assert (finding.check, finding.severity, finding.found) == ("actor.fp8", "note", found)
+
+
+def test_the_capability_is_that_of_the_first_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert software.compute_capability() == ""  # without nvidia-smi
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 9.0\necho 9.0\n")
+    program.chmod(0o755)
+    assert software.compute_capability() == "9.0"

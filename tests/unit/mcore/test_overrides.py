@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import ActorConfig, CriticConfig
+from rlhf_mcore.mcore import needs
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cpu import CpuPlatform
@@ -49,6 +51,65 @@ def test_what_megatron_refuses_is_a_mistake_of_the_user() -> None:
 def test_kernels_of_cuda_are_refused_on_the_cpu_by_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"^critic\.megatron\.{name}={value} needs CUDA.*remove it"):
         Overrides("critic.megatron", {name: value}).check(CpuPlatform())
+
+
+def test_8_bits_of_a_policy_are_fields_of_megatron() -> None:
+    made = Overrides.of("actor", ActorConfig(fp8="blockwise", megatron={"moe_z_loss_coeff": 0.5}))
+    config = made.build(TransformerConfig, **SIZES)
+    assert (config.fp8, config.fp8_recipe, config.fp8_param, config.moe_z_loss_coeff) == (
+        "e4m3",
+        "blockwise",
+        False,
+        0.5,
+    )
+    assert TransformerConfig(**SIZES).fp8 is None
+    assert Overrides.of("actor", ActorConfig()) == Overrides("actor.megatron")
+    assert Overrides.of("critic", CriticConfig(megatron={"fp8": "hybrid"})) == Overrides(
+        "critic.megatron", {"fp8": "hybrid"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "power_of_two", "named"),
+    [
+        ((9, 0), "12.9", False, ""),
+        ((9, 0), "13.0", False, ""),
+        ((8, 9), "12.9", False, "8.9"),
+        ((10, 0), "12.9", False, "mxfp8"),
+        ((9, 0), "12.8", False, "12.8"),
+        ((9, 0), None, False, "12.9"),
+        ((9, 0), "12.9", True, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1"),
+    ],
+)
+def test_a_device_that_cannot_compute_so_is_named(
+    capability: tuple[int, int], cuda: str | None, power_of_two: bool, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Transformer Engine only the scales of its recipe are asked; tests/processes/mcore asks its own Python for them."""
+    recipe: Any = ModuleType("transformer_engine.common.recipe")
+    recipe.Float8BlockScaling = lambda: SimpleNamespace(
+        fp8_quant_fwd_weight=SimpleNamespace(power_2_scale=power_of_two)
+    )
+    for name in ("transformer_engine", "transformer_engine.common"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, recipe.__name__, recipe)
+    monkeypatch.setattr(needs, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    wanted, plain = Overrides.of("actor", ActorConfig(fp8="blockwise")), Overrides("actor.megatron", {"fp8": "hybrid"})
+    if not named:
+        wanted.check(CudaPlatform())
+    else:
+        with refused(ConfigError, field="actor.fp8=blockwise", value=named):
+            wanted.check(CudaPlatform())
+    plain.check(CudaPlatform())  # what is Megatron's own it checks itself
+
+
+def test_8_bits_of_a_policy_are_refused_by_their_key() -> None:
+    made = Overrides.of("actor", ActorConfig(fp8="blockwise"))
+    with refused(ConfigError, field="actor.fp8=blockwise", value="CUDA", remedy="null"):
+        made.check(CpuPlatform())
+    with refused(ConfigError, field="actor.fp8=blockwise", value="Transformer Engine", remedy="null"):
+        made.check(CudaPlatform())  # it is not installed
 
 
 def test_fields_that_need_no_kernel_and_those_switched_off_pass_on_the_cpu() -> None:

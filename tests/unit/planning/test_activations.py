@@ -50,6 +50,17 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_does_not() -> None
     assert layers(shared, 0, 1) == 8 * (ROTATION + (outside + inside) / 4) + INPUT / 4 + backward
 
 
+def test_inputs_of_products_in_8_bits_are_kept_in_8_bits() -> None:
+    element = 1 + 4 / 128  # a number, and a scale for 128 of them
+    # Both norms' outputs and the MLP's product lose 2 bytes for these; attention keeps its output beside them.
+    kept = LAYER + (element - 2) * (2 * 64 + 192) + element * 64
+    assert layers(role(ParallelLayout(1), fp8=True), 0, 5) == 8 * kept + INPUT + BACKWARD
+    mlp = role(ParallelLayout(1), fp8=True, recompute=RecomputeConfig("selective", modules=["mlp"]))
+    plain = role(ParallelLayout(1), recompute=RecomputeConfig("selective", modules=["mlp"]))
+    less = 8 * ((element - 2) * 2 * 64 + element * 64)  # of the MLP nothing is kept, in 8 bits or more
+    assert layers(mlp, 0, 5) == pytest.approx(layers(plain, 0, 5).expected + less, rel=1e-5)
+
+
 @pytest.mark.parametrize(("pp", "expected"), [(0, 4), (1, 3), (3, 1)])
 def test_early_stages_keep_more_microbatches(pp: int, expected: int) -> None:
     made = role(ParallelLayout(4, pp=4))

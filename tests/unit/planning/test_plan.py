@@ -448,3 +448,18 @@ def test_an_engine_under_ray_is_on_one_node_and_suggestions_keep_its_devices() -
         (8, 2, 1, 1): 1, (1, 1, 8, 8): 2, (1, 1, 16, 16): 1,
     }  # fmt: skip
     assert "rollout.num_engines=2" in changes(wide, next(each for each in tried if each.rollout.layout.dp == 8))
+
+
+def test_products_in_8_bits_are_counted_of_the_policy_and_its_reference() -> None:
+    overrides = ["algorithm=ppo", "algorithm.kl.coef=0.01", "actor.layout.tp=2"]
+    plain, plan = (planned("Llama-3-8B", 8, *overrides, *more) for more in ([], ["actor.fp8=blockwise"]))
+    before, after = ({phase.phase: phase.parts for phase in made.phases} for made in (plain, plan))
+    matrices = 32 * (3072 * 4096 + 4096 * 2048 + 14336 * 4096 + 4096 * 7168)  # of one of two ranks
+    with_scales = matrices + 4 * matrices // 128**2
+    assert after["actor update"]["actor weights in 8 bits"] == 2 * with_scales
+    assert after["actor forward"]["actor weights in 8 bits"] == with_scales
+    assert after["reference forward"]["reference weights in 8 bits"] == with_scales
+    assert after["actor update"]["actor activations"] < before["actor update"]["actor activations"]
+    for phase in ("generate", "sync", "critic update"):
+        assert after[phase] == before[phase]
+    assert after["actor update"]["actor weights"] == before["actor update"]["actor weights"]

@@ -16,7 +16,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import active_parameters, num_parameters
 from rlhf_mcore.planning.inputs import EngineGrid, PlannedRole
 from rlhf_mcore.planning.sync import destinations
-from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
+from rlhf_mcore.planning.weights import checkpoint_bytes, copies_in_8_bits, state_bytes
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 # Numbers of parameters as the models' pages on the Hugging Face hub count them in their safetensors files.
@@ -154,3 +154,15 @@ def test_the_bias_of_experts_has_no_gradient() -> None:
     state, numel = state_bytes(role, 0), num_parameters(geometry) - 45 * 128
     assert 4 * numel <= state.gradients < 4 * numel + 4 * 128 * 64 * 48  # what is beside them is padding
     assert state.masters == 4 * numel
+
+
+def test_products_in_8_bits_keep_copies_of_the_matrices_of_a_rank_for_a_pass() -> None:
+    """Llama-3-8B on two ranks: of each layer 2,048 + 2 * 512 rows of 4,096, 4,096 of 2,048, 14,336 of 4,096 and 4,096 of 7,168."""
+    matrices = 32 * (3072 * 4096 + 4096 * 2048 + 14336 * 4096 + 4096 * 7168)
+    llama = ModelGeometry("llama", 32, 4096, GroupedSizes(32, 8, 128), 14336, 128256, False)
+    role = PlannedRole("actor", llama, ParallelLayout(2, tp=2), True, fp8=True)
+    assert copies_in_8_bits(role, 0, training=False) == matrices + 4 * matrices // 128**2
+    assert copies_in_8_bits(role, 0, training=True) == 2 * (matrices + 4 * matrices // 128**2)
+    assert copies_in_8_bits(replace(role, fp8=False), 0, training=True) == 0
+    assert copies_in_8_bits(role, 2, training=True) == 0  # a rank of others
+    assert state_bytes(role, 0) == state_bytes(replace(role, fp8=False), 0)

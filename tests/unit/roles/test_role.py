@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.config.schema import TrainerConfig
+from rlhf_mcore.config.schema import ActorConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens
 from rlhf_mcore.mcore.model import scalar_outputs
 from rlhf_mcore.mcore.overrides import Overrides
@@ -175,6 +175,20 @@ def test_ranks_that_share_experts_run_equally_many_microbatches(model: Lookup, m
     parts = role(model, ParallelLayout(2, ep=2), max_tokens_per_microbatch=12).microbatches(held)
     assert len(parts) == 5 and counts == [2.0]
     assert sorted(row for part in parts for row in part.rows) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_tokens_of_products_in_8_bits_are_a_multiple_of_32_on_each_rank(
+    model: Lookup, packing: bool, forward_only: bool
+) -> None:
+    model.overrides = Overrides.of("actor", ActorConfig(fp8="blockwise"))
+    held = some_rows([2, 6, 8, 3, 5, 6])
+    for layout, multiple in ((ParallelLayout(1), 32), (ParallelLayout(4, tp=4, sequence_parallel=True), 128)):
+        placed = role(model, layout, max_tokens_per_microbatch=300, packing=packing)
+        parts = placed.microbatches(held, forward_only=forward_only)
+        assert all(part.token_ids.size(1) % multiple == 0 for part in parts)
+        assert sorted(row for part in parts for row in part.rows) == list(range(6))
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
