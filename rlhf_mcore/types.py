@@ -273,7 +273,9 @@ class TrainBatch:
     rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
     # By row, on every rank: tokens of each sequence of a row that is several
     sequences: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    images: Mapping[int, Sequence[Sequence[str]]] = field(default_factory=dict)  # digests of each sequence's, where any has some
+    images: Mapping[int, Sequence[Sequence[str]]] = field(
+        default_factory=dict
+    )  # digests of each sequence's, where any has some
     # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
     turn_rewards: Tensor | None = None
     # [N] int32: version of the policy that sampled a token, zero outside loss_mask; None in a synchronous run, whose is policy_version

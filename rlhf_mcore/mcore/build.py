@@ -75,7 +75,9 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         options = replace(options, overrides=options.overrides.overlapping())
     platform.prepare_megatron()
     if options.overrides.needs_one_shape:
-        options.overrides.make_buffers(platform, groups.layout, options.microbatch_tokens, spec.geometry.hidden_size)
+        from rlhf_mcore.mcore.needs import make_buffers
+
+        make_buffers(options.overrides, platform, groups.layout, options.microbatch_tokens, spec.geometry.hidden_size)
     rotate_packed()
     with use_groups(groups, platform):
         model_parallel_cuda_manual_seed(

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import FP8_TOKENS
 from rlhf_mcore.expected_kernels import APEX
+from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform
 
 if TYPE_CHECKING:
@@ -66,6 +69,23 @@ def problems(overrides: Overrides, platform: Platform) -> Iterator[str]:
             yield f"{shown} needs {_PACKAGES[module]}, which is not installed; {remove}, or install that"
         elif is_key:
             yield from _device_problems(shown)
+
+
+def make_buffers(
+    overrides: Overrides, platform: Platform, layout: ParallelLayout, tokens: int, hidden_size: int
+) -> None:
+    """Make those through which tensor-parallel ranks exchange rows while they compute (``tp_comm_overlap``), once a process.
+
+    Raises:
+        ConfigError: another model of this process has ones of another shape.
+    """
+    multiple = layout.token_multiple * (FP8_TOKENS if overrides.wants("fp8") else 1)
+    rows = tokens // multiple * multiple // layout.cp
+    backend = overrides.values.get("tp_comm_bootstrap_backend", "nccl")
+    try:
+        platform.overlap_tensor_parallel((rows, hidden_size), layout.tp, overrides.wants("fp8"), backend)
+    except ValueError as error:
+        raise ConfigError(f"{overrides.key}.tp_comm_overlap=True: {error}; remove it from one of the two") from error
 
 
 def _device_problems(shown: str) -> Iterator[str]:

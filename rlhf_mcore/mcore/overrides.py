@@ -9,9 +9,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 from megatron.core.transformer.enums import AttnBackend
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import FP8_TOKENS
 from rlhf_mcore.foreign import shorten
-from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import DTYPES, Platform
 
 T = TypeVar("T")
@@ -67,20 +65,6 @@ class Overrides:
     def needs_one_shape(self) -> bool:
         """Tell whether all passes must be over equally many tokens."""
         return self.wants("tp_comm_overlap")
-
-    def make_buffers(self, platform: Platform, layout: ParallelLayout, tokens: int, hidden_size: int) -> None:
-        """Make those through which tensor-parallel ranks exchange rows while they compute, once a process.
-
-        Raises:
-            ConfigError: another model of this process has ones of another shape.
-        """
-        multiple = layout.token_multiple * (FP8_TOKENS if self.wants("fp8") else 1)
-        rows = tokens // multiple * multiple // layout.cp
-        backend = self.values.get("tp_comm_bootstrap_backend", "nccl")
-        try:
-            platform.overlap_tensor_parallel((rows, hidden_size), layout.tp, self.wants("fp8"), backend)
-        except ValueError as error:
-            raise ConfigError(f"{self.key}.tp_comm_overlap=True: {error}; remove it from one of the two") from error
 
     def check(self, platform: Platform) -> None:
         """Refuse what cannot work on this machine.

@@ -142,7 +142,7 @@ def test_buffers_of_transformer_engine_are_made_once_and_have_the_shape_of_every
     platform, wanted = CudaPlatform(), Overrides("critic.megatron", {"tp_comm_overlap": True})
     layout = ParallelLayout(4, tp=2, cp=2, sequence_parallel=True)
     for _ in range(2):  # an actor and its reference
-        wanted.make_buffers(platform, layout, 1003, 64)
+        needs.make_buffers(wanted, platform, layout, 1003, 64)
     assert made == [{"shape": [500, 64], "tp_size": 2, "use_fp8": False, "bootstrap_backend": "nccl"}]
     with refused(ConfigError, field="critic.megatron.tp_comm_overlap", value=("True", "128"), remedy="remove"):
-        wanted.make_buffers(platform, layout, 1003, 128)
+        needs.make_buffers(wanted, platform, layout, 1003, 128)
