@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run import quantised
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.quantised import dequantise, largest_magnitudes, quantise, scales_of
 from rlhf_mcore.bridge.run.sync import PlannedBridge
@@ -155,6 +156,28 @@ def test_an_engine_has_the_weights_that_the_policy_computes_with(trainer: Traine
 
 def spread(values: Tensor, scales: Tensor) -> Tensor:
     return values * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(values), : values.shape[1]]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("first", [0, 37, 128])
+def test_rows_that_are_converted_at_a_time_have_the_bits_of_all(
+    kind: Quantisation, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large matrix: 64 of its 411 rows are quantised at a time, which begin within blocks."""
+    weight = torch.randn(first + 411, 300, generator=torch.Generator().manual_seed(2))
+    values, scales = slow(weight, kind)
+    part, start = weight[first:], (first, 0)
+    own = scales[Rectangle(*kind.blocks(start, tuple(part.shape))).slices()]
+    monkeypatch.setattr(quantised, "ELEMENTS", 64 * 300)
+    largest = largest_magnitudes(part, start, kind)
+    if first % kind.block[0] == 0:  # else the first block has rows before these
+        assert torch.equal(scales_of(largest, kind), own)
+    assert torch.equal(scales_of(largest, kind)[1:], own[1:])
+    eight, back = torch.empty(part.shape, dtype=getattr(torch, kind.dtype)), torch.empty(part.shape)
+    quantise(part, start, own, kind, eight)
+    assert torch.equal(eight.float(), values[first:])
+    dequantise(eight, start, own, kind, back)
+    assert torch.equal(back, slow_values(weight, kind)[first:])
 
 
 class Trainer:
