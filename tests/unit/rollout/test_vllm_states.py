@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, InFlight, VersionedWeights
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
@@ -179,6 +179,37 @@ def test_a_pass_has_room_for_a_token_of_every_sequence(
     cfg = RolloutConfig(max_num_seqs=sequences, max_num_batched_tokens=budget)
     options = made._options(cfg, EngineModel("model", "model", "fp32", 128, seed=0))
     assert (options["max_num_seqs"], options.get("max_num_batched_tokens")) == expected
+
+
+@pytest.mark.parametrize(
+    ("quantization", "on_cuda", "method", "left"),
+    [
+        ("fp8", True, "fp8", "modules_to_not_convert"),
+        ("int8", True, "compressed-tensors", "ignore"),
+        ("fp8", False, None, ""),
+        (None, True, None, ""),
+    ],
+)
+def test_engines_are_built_for_8_bits_where_they_multiply_with_them(
+    quantization: str | None, on_cuda: bool, method: str | None, left: str
+) -> None:
+    """Of whole experts, as vLLM reads it in config.json; what files say of their own quantisation counts nowhere."""
+    made = engine(LLM())
+    made._on_cuda = on_cuda
+    names = ("self_attn.q_proj", "self_attn.q_norm", "mlp.gate", "mlp.experts.0.down_proj")
+    layers = [f"model.layers.{layer}.{name}" for layer in range(2) for name in names]
+    made._expected = ExpectedTensors.of_shapes({f"{name}.weight": (128, 128) for name in [*layers, "lm_head"]})
+    cfg = RolloutConfig(quantization=quantization, layout=RolloutLayoutConfig(tp=2, pp=2, ep=2))
+    options = made._options(cfg, EngineModel("model", "model", "bf16", 128, seed=0))
+    told = options["hf_overrides"](SimpleNamespace(quantization_config={"quant_method": "mxfp4"}))
+    assert options["enable_expert_parallel"] and options["pipeline_parallel_size"] == 2
+    config = getattr(told, "quantization_config", None)
+    if method is None:
+        assert config is None
+    else:
+        ends = ("self_attn.q_norm", "mlp.gate")
+        others = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ends]
+        assert config["quant_method"] == method and config[left] == [*others, "lm_head"]
 
 
 @pytest.mark.parametrize("external", [0, 10 * 2**30])
