@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import Shapes
 from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, num_scales, scale_pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
@@ -60,20 +59,14 @@ class QuantisedNames:
 
     def cut(self, sources: Sequence[Place]) -> list[str]:
         """Name the tensors with blocks of which no place holds all, in the order of the network."""
-        held: dict[str, set[Rectangle]] = {}
-        for place in sources:
-            for piece in place.pieces:
-                held.setdefault(piece.hf_name, set()).add(piece.rectangle)
-        return [
-            name
-            for name, shape in self._shapes.items()
-            if self.kind.applies(name) and any(self._cuts(part, shape) for part in held.get(name, ()))
-        ]
+        # Pieces are whole together: where one ends within a block, another begins within it.
+        starts = {(piece.hf_name, piece.start) for place in sources for piece in place.pieces}
+        begun = {name for name, start in starts if self.kind.applies(name) and self._is_within(start)}
+        return [name for name in self._shapes if name in begun]
 
-    def _cuts(self, part: Rectangle, shape: tuple[int, ...]) -> bool:
-        """Tell whether a rectangle of a tensor begins or ends within a block."""
-        axes = zip(part.start, part.end, shape, self.kind.block, strict=True)
-        return any(begin % size or (end % size and end < full) for begin, end, full, size in axes)
+    def _is_within(self, start: tuple[int, ...]) -> bool:
+        """Tell whether a rectangle of a tensor begins within a block."""
+        return any(begin % size for begin, size in zip(start, self.kind.block, strict=True))
 
 
 @dataclass(frozen=True)
