@@ -221,12 +221,14 @@ class EngineGrid:
     """Cut an engine into ranks, counted as vLLM counts them: tensor parallel, then stages, then data parallel.
 
     Data-parallel ranks have the same attention, and share the experts. With ``ep`` each has whole ones, else a part of all.
+    ``drafts``: whether the last stage drafts by MTP layers, and so has an embedding.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    drafts: bool = False
 
     @property
     def size(self) -> int:
@@ -250,9 +252,9 @@ class EngineGrid:
 
 def engine_grid(cfg: Config) -> EngineGrid:
     """Return how engines are cut. One that is not sharded is whole on every rank."""
-    layout = cfg.rollout.layout
-    is_sharded = engine_kind(cfg.rollout.engine).is_sharded
-    return EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep) if is_sharded else EngineGrid()
+    layout, kind = cfg.rollout.layout, engine_kind(cfg.rollout.engine)
+    drafts = kind.reads("rollout.speculative") and cfg.rollout.speculative.method == "mtp"
+    return EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep, drafts) if kind.is_sharded else EngineGrid()
 
 
 def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: int, field: str) -> ParallelLayout:

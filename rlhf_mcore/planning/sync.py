@@ -128,12 +128,13 @@ def _most_layers(grid: EngineGrid, layers: Sequence[int], num_layers: int) -> in
 def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterator[PlannedTensor]:
     """Yield every parameter of a rank of an engine. What MTP layers have beside a layer is on all of the last stage."""
     family, cut, stage = FAMILIES[geometry.family], _Cut.of(grid, rank), grid.stage(rank)
-    for rule in _ends(geometry, is_first=stage == 0, is_last=stage == grid.pp - 1):
+    is_last = stage == grid.pp - 1
+    for rule in _ends(geometry, embeds=stage == 0 or (is_last and grid.drafts), is_last=is_last):
         yield _plan_rule(rule, geometry, cut, 0)
     for rule in family.vision.rules(geometry) if family.vision is not None else ():  # planned whole on every rank
         for name, shape in rule.shapes(geometry).items():
             yield PlannedTensor(name, shape, (Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape)),))
-    drafting = geometry.mtp_numbers if stage == grid.pp - 1 else ()
+    drafting = geometry.mtp_numbers if is_last else ()
     for layer in (*grid.layers(geometry.num_layers, stage), *drafting):
         for rule in family.layer_rules(geometry, layer):
             if rule.layers == "mtp":
@@ -144,10 +145,10 @@ def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iter
                 yield _plan_rule(rule, geometry, cut, layer)
 
 
-def _ends(geometry: ModelGeometry, *, is_first: bool, is_last: bool) -> Iterator[Rule]:
+def _ends(geometry: ModelGeometry, *, embeds: bool, is_last: bool) -> Iterator[Rule]:
     """List the rules of what a stage has beside layers."""
     (first, last), everywhere = outer_rules(geometry), FAMILIES[geometry.family].on_every_stage
-    if is_first or "embedding" in everywhere or (is_last and (geometry.tied_embeddings or geometry.mtp_layers)):
+    if embeds or "embedding" in everywhere or (is_last and geometry.tied_embeddings):
         yield first
     for rule in last:
         if is_last or ("norm" if "layernorm" in rule.mcore else "output") in everywhere:

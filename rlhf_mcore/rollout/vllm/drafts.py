@@ -23,10 +23,18 @@ if TYPE_CHECKING:
 
 
 def learned_names(cfg: RolloutConfig, model: EngineModel) -> frozenset[str]:
-    """Name the tensors of MTP layers that an engine is to be sent; none where it drafts with those of the model's directory."""
+    """Name the tensors of MTP layers that an engine is to be sent; none where it drafts with those of the model's directory.
+
+    Weights of 8 bits have their scales beside them.
+    """
     if cfg.speculative.method != "mtp" or model.shapes is None:
         return frozenset()
-    return frozenset(mtp_tensors(model.shapes, read_config(model.model_dir, model.model_dir)))
+    names = mtp_tensors(model.shapes, read_config(model.model_dir, model.model_dir))
+    if cfg.quantization is None:
+        return frozenset(names)
+    from rlhf_mcore.families.quantised import QUANTISATIONS
+
+    return frozenset(QUANTISATIONS[cfg.quantization].with_scales({name: model.shapes[name] for name in names}))
 
 
 class Drafts:

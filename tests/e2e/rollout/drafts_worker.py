@@ -20,7 +20,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import trace
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
-from rlhf_mcore.families.quantised import QUANTISATIONS
+from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
@@ -32,6 +32,7 @@ from rlhf_mcore.trainer.draft_metrics import draft_metrics
 from rlhf_mcore.types import DRAFTS, Prompt, Sampling, Trajectory
 from tests.distributed import models
 from tests.distributed.setting import Settings, build, finish, gatherer, load_hf, moe_groups_of, start
+from tests.e2e.rollout import drafts_of_8_bits
 from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
 from tests.unit.bridge.eight_bits import slow_values
@@ -156,7 +157,7 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     engine: Any = build_engine(cfg, model)
     engine._stops = []  # all responses get to their whole length
     traced = trace(engine.model, hf_shapes(geometry)).parameters
-    grid = EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep)
+    grid = EngineGrid(layout.tp, layout.pp, layout.dp, layout.ep, drafts=True)
     planned = engine_tensors(geometry, grid, dist.get_rank())
     found: dict[str, Any] = {
         "unplanned": all_gather_json(sorted(held(traced) ^ held(planned))),
@@ -179,8 +180,7 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
         change()
         bridge.sync(version, only)
         found[name] = drawn(engine, policy.hf) | {"bits": [*filter(None, all_gather_json(of_draft(engine, policy)))]}
-    if layout.num_ranks == layout.tp:
-        found["8 bits"] = of_8_bits(policy, engine)
+    found["8 bits"] = of_8_bits(policy, engine, QUANTISATIONS["fp8" if layout.dp > 1 else "int8"])
     policy.grow(1 / GROWN)
     for seed in (1, 2):
         policy.move(seed)  # back again
@@ -188,18 +188,15 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     return found
 
 
-def of_8_bits(policy: Policy, engine: Any) -> list[Any]:
+def of_8_bits(policy: Policy, engine: Any, kind: Quantisation) -> list[dict[str, Any]]:
     """What is drawn when weights have come in 8 bits, and when the values of these were loaded: slow versions' of whole tensors."""
-    geometry, parameters, found = policy.geometry, policy.model.local_parameters(), []
-    for number, kind in enumerate(QUANTISATIONS.values()):
-        options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "quantisation": kind.name}
-        PlannedBridge(parameters, geometry, engine, world_group(), **options).sync(20 + 2 * number)
-        brought = drawn(engine, policy.hf)
-        whole = gatherer(policy.model)
-        values = ((name, slow_values(w, kind) if kind.applies(name) else w) for name, w in whole)
-        engine.load_weights(values, version=21 + 2 * number)
-        found.append([brought, drawn(engine, policy.hf)])
-    return found
+    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "quantisation": kind.name}
+    PlannedBridge(policy.model.local_parameters(), policy.geometry, engine, world_group(), **options).sync(20)
+    brought = drawn(engine, policy.hf)
+    whole = gatherer(policy.model)
+    values = ((name, slow_values(w, kind) if kind.applies(name) else w) for name, w in whole)
+    engine.load_weights(values, version=21)
+    return [brought, drawn(engine, policy.hf)]
 
 
 def main(directory: Path) -> None:
@@ -209,4 +206,6 @@ def main(directory: Path) -> None:
     dist.barrier()
     model, _ = build(path, moe_groups_of(LAYOUT, {}), platform, Settings(mtp=MTPLearning()))
     policy = Policy(path, model)
-    finish({name: states_of(policy, layout) for name, layout in ENGINES.items()}, directory)
+    findings = {name: states_of(policy, layout) for name, layout in ENGINES.items()}
+    findings["modules"] = all_gather_json(drafts_of_8_bits.check(path, directory / "of_8_bits"))
+    finish(findings, directory)

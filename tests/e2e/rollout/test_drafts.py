@@ -48,7 +48,7 @@ def test_passes_are_longer_where_drafts_are_taken(findings: Any) -> None:
 def test_a_layer_that_drafts_computes_the_same_however_the_engine_is_cut(of_layouts: Any) -> None:
     shares = [
         [found["grown"]["greedy"][f"rollout/draft_acceptance/{depth}"] for depth in range(1, DEPTH + 1)]
-        for found in of_layouts.values()
+        for found in map(of_layouts.get, ENGINES)
     ]
     assert 0.1 < shares[0][0] < 0.9, "of attention and experts something is heard"
     assert shares == [shares[0]] * len(ENGINES)
@@ -60,13 +60,20 @@ def test_the_draft_holds_the_trainers_bits_after_a_sync(findings: Any) -> None:
     assert findings["stale"]["bits"] == [whole | {"norm": False}] * findings["num_drafts"]
 
 
-def test_layers_that_draft_travel_in_8_bits_as_the_model_does(of_layouts: Any) -> None:
+def test_layers_that_draft_travel_in_8_bits_as_the_model_does(findings: Any) -> None:
     """An engine on a CPU computes with the values of the 8 bits: as if it had loaded them, drafts too."""
-    found, plain = of_layouts["tp2"]["8 bits"], of_layouts["tp2"]["grown"]
-    assert len(found) == 2
-    for brought, loaded in found:
-        assert brought == loaded
-        assert brought["greedy"]["gap"] > 10 * plain["greedy"]["gap"], "8 bits are no other ones"
+    brought, loaded = findings["8 bits"]
+    assert brought == loaded
+    assert brought["greedy"]["gap"] > 10 * findings["grown"]["greedy"]["gap"], "8 bits are no other ones"
+
+
+def test_vllms_own_draft_of_8_bits_gets_what_its_loaders_write(of_layouts: Any) -> None:
+    matrices = ["mlp.experts.routed_experts.w13_weight", "mlp.experts.routed_experts.w2_weight"]
+    matrices += ["mlp.shared_experts.down_proj.weight", "mlp.shared_experts.gate_up_proj.weight"]
+    matrices += ["self_attn.o_proj.weight", "self_attn.qkv_proj.weight"]
+    for found in of_layouts["modules"]:
+        assert found["other than vLLM loads"] == found["unused"] == []
+        assert found["8 bits"] == [f"draft.model.layers.4.mtp_block.{matrix}" for matrix in matrices]
 
 
 def test_stages_have_equally_many_blocks_though_the_last_has_more_layers(of_layouts: Any) -> None:
@@ -75,7 +82,7 @@ def test_stages_have_equally_many_blocks_though_the_last_has_more_layers(of_layo
 
 
 def test_each_rank_drafts_but_those_of_earlier_stages(of_layouts: Any) -> None:
-    assert [found["num_drafts"] for found in of_layouts.values()] == [2, 2, 1]
+    assert [of_layouts[name]["num_drafts"] for name in ENGINES] == [2, 2, 1]
 
 
 def test_the_planner_describes_the_draft_without_an_engine(findings: Any) -> None:

@@ -11,15 +11,17 @@ import pytest
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.implied import sent_geometry
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import DeltaSizes, ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.inputs import GPUS, Assumptions, EngineGrid, GpuType, PlannedRole
+from rlhf_mcore.planning.inputs import GPUS, Assumptions, EngineGrid, GpuType, PlannedRole, engine_grid
 from rlhf_mcore.planning.sync import (
     destinations,
     engine_bytes,
     engine_numel,
+    engine_tensors,
     estimate_seconds,
     kv_bytes_per_token,
     num_devices,
@@ -155,6 +157,20 @@ def test_mtp_layers_that_learn_travel_to_engines_that_draft_with_them() -> None:
     layer = attention + experts + 2 * 64 + 64 * 128 + 3 * 64
     # To the engine on the first stage. The last one has a copy of the embedding, which its engine needs no longer receive.
     assert [each - received[0] for each in received] == [0, 0, 2 * (layer - 100 * 64)]
+
+
+@pytest.mark.parametrize("mode", ["keep", "train"])
+def test_the_last_stage_of_an_engine_that_drafts_has_an_embedding(mode: str) -> None:
+    cfg = Config()
+    cfg.rollout.layout.pp, cfg.actor.mtp.mode = 2, mode
+    for method, embed in {"ngram": [0], "mtp": [0, 1]}.items():
+        cfg.rollout.speculative.method = method
+        held = [
+            {t.name for t in engine_tensors(sent_geometry(cfg, WITH_MTP), engine_grid(cfg), rank)} for rank in range(2)
+        ]
+        assert [rank for rank in range(2) if "model.embed_tokens.weight" in held[rank]] == embed
+        with_norm = [rank for rank in range(2) if "model.layers.2.enorm.weight" in held[rank]]
+        assert with_norm == ([1] if (method, mode) == ("mtp", "train") else [])
 
 
 def test_nodes_receive_over_the_network() -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import RolloutConfig, SpeculativeConfig
+from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
 from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.rollout.vllm import stages
 from rlhf_mcore.rollout.vllm.cpu import _repeat
-from rlhf_mcore.rollout.vllm.drafts import DraftedModel, DraftRecord, Drafts
+from rlhf_mcore.rollout.vllm.drafts import DraftedModel, DraftRecord, Drafts, learned_names
 from tests.messages import refused
 
 OF_DRAFT = "model.layers.2.enorm.weight"
@@ -71,6 +74,16 @@ def test_a_sleep_on_cuda_does_not_discard_what_no_sync_brings_back(
         assert Drafts(cfg, model, on_cuda=True).options
 
 
+@pytest.mark.parametrize(("quantization", "suffix"), [("fp8", "_scale_inv"), ("int8", "_scale")])
+def test_scales_of_a_draft_go_where_its_weights_of_8_bits_go(tmp_path: Path, quantization: str, suffix: str) -> None:
+    matrices = {f"model.layers.{layer}.self_attn.o_proj.weight": (256, 256) for layer in (1, 2)}
+    model = engine_model(tmp_path, SHAPES | matrices)
+    cfg = RolloutConfig(speculative=SpeculativeConfig("mtp"), quantization=quantization)
+    weight = "model.layers.2.self_attn.o_proj.weight"
+    assert learned_names(cfg, model) == {OF_DRAFT, weight, weight + suffix}
+    assert learned_names(replace(cfg, quantization=None), model) == {OF_DRAFT, weight}
+
+
 class Loader(nn.Module):
     """A model that notes how it is loaded."""
 
@@ -100,6 +113,27 @@ def test_each_tensor_is_loaded_where_it_belongs_one_at_a_time() -> None:
     assert draft.calls == [["draft 1", "draft 2"]], "of DeepSeek vLLM refuses a part"
     names = {"model": ("first", "last"), "draft": ("draft 1", "draft 2")}
     assert found == {f"{part}.parameter of {name}" for part in names for name in names[part]}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("shapes", [SHAPES, None])
+@pytest.mark.parametrize("draft", [Loader(), None])
+def test_what_is_loaded_is_the_draft_too_where_one_is_and_learns(
+    tmp_path: Path, pp: int, shapes: Any, draft: Loader | None
+) -> None:
+    """A stage before the last has none. Of several all are told what is drafted."""
+    layout, drafts = RolloutLayoutConfig(pp=pp), SpeculativeConfig("mtp")
+    cfg = RolloutConfig(layout=layout, speculative=drafts, sleep_level=1)
+    made, model = Drafts(cfg, engine_model(tmp_path, shapes), on_cuda=True), Loader()
+    runner, core = object(), SimpleNamespace(scheduler=SimpleNamespace(make_spec_decoding_stats=None))
+    worker = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: draft, model_runner=runner)
+    with mock.patch.object(stages, "share_drafts") as share:
+        made.attach(worker, core)
+    assert share.mock_calls == ([mock.call(runner, core)] if pp == 2 else [])
+    if draft is None or shapes is None:
+        assert made.model is None
+    else:
+        assert made.model is not None and (made.model.model, made.model.draft) == (model, draft)
 
 
 def test_drafts_are_noted_at_the_token_that_their_pass_begins_with() -> None:

@@ -188,7 +188,9 @@ def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: 
     assert servers[1].bodies == [] and len(servers[0].bodies) == 4
     assert servers[1].asked[-1] == "/resume" and servers[1].label.endswith("-0-incomplete")  # it is not ours alone
     servers[0].fails_at = "/collective_rpc"
-    with pytest.raises(RuntimeError, match=r"has taken the weights: http.*/collective_rpc answers 500: .*no memory.*is resumed"):
+    with pytest.raises(
+        RuntimeError, match=r"has taken the weights: http.*/collective_rpc answers 500: .*no memory.*is resumed"
+    ):
         engine.load_weights(weights(1.0), version=1)
     servers[0].fails_at = servers[1].fails_at = "/resume"
     with pytest.raises(RuntimeError, match=f"it is still paused, until POST {servers[1].url}/resume"):
