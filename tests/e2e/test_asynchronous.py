@@ -247,28 +247,35 @@ def differences(directory: Path, *experiments: str) -> list[str]:
     return found + ["weights"] * (weights[0] != weights[1])
 
 
-def test_fault_36_in_order_an_engine_that_dies_or_stalls_changes_nothing(workspace: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [(), pytest.param(("rollout.layout.dp=2", "rollout.layout.ep=2"), marks=pytest.mark.matrix, id="two groups")],
+)
+def test_fault_36_in_order_an_engine_that_dies_or_stalls_changes_nothing(
+    workspace: Path, layout: tuple[str, ...]
+) -> None:
     """It is lost while it draws for the next step, whose policy the trainer has updated when another engine is there.
 
-    It has two ranks, which attend to requests of their own and share the experts; one of them is lost.
+    Of an engine of two ranks the one or the other is lost, which share the experts and attend to requests of their own.
     """
-    arguments = [*ONE_OFF, "trainer.num_steps=6", "rollout.engine_timeout_s=20"]
-    arguments += ["model.path=mixture", "rollout.layout.dp=2", "rollout.layout.ep=2"]
-    calm = run(workspace, "async.yaml", "experiment=calm", *arguments)
+    arguments = [*ONE_OFF, "trainer.num_steps=6", "rollout.engine_timeout_s=20", *layout]
+    arguments += ["model.path=mixture"] * bool(layout)
+    calm_name, name = f"calm-{len(layout)}", f"lost-{len(layout)}"
+    calm = run(workspace, "async.yaml", f"experiment={calm_name}", *arguments)
     assert calm.returncode == 0, calm.stderr
-    with running(workspace, "experiment=lost", *arguments) as job:
-        ranks = engine_to_lose(workspace, "lost", job, 2)
+    with running(workspace, f"experiment={name}", *arguments) as job:
+        ranks = engine_to_lose(workspace, name, job, 2)
         (workspace / "partial").write_text(str(ranks[0]))
         (workspace / "partial").rename(workspace / "victim")  # when the next response is scored
-        ranks = engine_to_lose(workspace, "lost", job, 4)
-        os.kill(ranks[1], signal.SIGSTOP)
+        ranks = engine_to_lose(workspace, name, job, 4)
+        os.kill(ranks[-1], signal.SIGSTOP)
         printed = job.end()
     assert job.process.returncode == 0 and "Traceback" not in printed, printed
-    assert differences(workspace, "calm", "lost") == []
+    assert differences(workspace, calm_name, name) == []
     assert printed.count("has failed and is started again") == 2, printed
     # The one that was killed may have had fewer, or none.
     assert re.search(r"its 8 requests are drawn again: 0\.1\.[01] has not answered", printed), printed
-    assert ages(workspace, "calm") == [(0, 0)] + [(1, 0)] * 5 and not (workspace / "victim").exists()
+    assert ages(workspace, calm_name) == [(0, 0)] + [(1, 0)] * 5 and not (workspace / "victim").exists()
 
 
 def engine_to_lose(directory: Path, experiment: str, job: Started, records: int) -> list[int]:
