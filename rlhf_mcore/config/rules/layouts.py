@@ -61,7 +61,8 @@ def _engine_expert_problems(layout: RolloutLayoutConfig, geometry: ModelGeometry
     if (experts := geometry.experts) is None:
         for key, size in {"ep": layout.ep, "dp": layout.dp}.items():
             if size > 1:
-                yield f"rollout.layout.{key}={size}, but {model} has no experts; set it to 1"
+                more = ", and have more engines" if key == "dp" else ""
+                yield f"rollout.layout.{key}={size}, but {model} has no experts; set it to 1{more}"
     elif layout.ep > 1 and experts.count % layout.ep:
         yield (
             f"rollout.layout.ep={layout.ep} does not divide the {experts.count} experts of {model}; "

@@ -104,6 +104,7 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
             2,
             ["rollout.layout.ep=2, but model.path has no experts; set it to 1"],
         ),
+        ({}, ["rollout.layout.dp=2"], 2, ["rollout.layout.dp=2, but model.path has no experts", "have more engines"]),
         (
             QWEN_MOE | {"moe_intermediate_size": 41},
             ["rollout.layout.tp=2"],
