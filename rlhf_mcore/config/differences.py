@@ -23,6 +23,12 @@ _BEFORE_THE_KEY = {
     "algorithm.bootstrap_truncated": True,
     "algorithm.kl.clip": None,
 }
+# Lengths that follow from that of the run unless they are set (``derive.resolve``).
+_LENGTHS = (
+    "actor.optimizer.schedule.total_updates",
+    "critic.optimizer.schedule.total_updates",
+    "algorithm.kl.controller.steps",
+)
 # How a run is saved, shown and resumed may change at any time.
 FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
@@ -49,9 +55,18 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
             ]
     free = FREE if _has_critic(before) or _has_critic(now) else (*FREE, "critic.")
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(free)]
+    changed = [key for key in changed if not _follows(key, before, now)]
     lines = {key: f"{key} was {_show(before, key)} and is {_show(now, key)}" for key in changed}
     fixed = [key for key in changed if key in FIXED and key not in by_content]
     return [lines[key] for key in fixed], [lines[key] for key in changed if key not in fixed]
+
+
+def _follows(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Tell whether a value has changed by the factor by which ``trainer.num_steps`` has, which is said already."""
+    try:
+        return key in _LENGTHS and before[key] * now["trainer.num_steps"] == now[key] * before["trainer.num_steps"]
+    except (KeyError, TypeError):  # one of them is not there, or no number
+        return False
 
 
 def _has_critic(tree: dict[str, Any]) -> bool:

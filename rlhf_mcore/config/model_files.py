@@ -179,6 +179,8 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
     if geometry.vision is None and (other := next(more, None)) is not None:
         yield f"{prefix}: the weights are those of more than a language model ({shorten(other)}): {_SAVE_ALONE}"
         return
+    for file in files:  # that each is whole
+        _header(folder, file, headers)
     number = geometry.num_layers + num_mtp_layers(hf_config)
     embedding = embedding_name(geometry)
     if f"{embedding.removesuffix(_EMBEDDING)}layers.{number}.post_attention_layernorm.weight" in names:
@@ -233,7 +235,14 @@ def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
                     f"{path}: not a readable safetensors file (a header of {length:,} bytes in a file of {num_bytes:,}); {_REMEDY}"
                 )
             data = file.read(length)
-        known[name] = parse_json(data, limits=INDEX, where=str(path), remedy=_REMEDY)
+        known[name] = header = parse_json(data, limits=INDEX, where=str(path), remedy=_REMEDY)
+        tensors = (header.object(tensor) for tensor in header.content if tensor != "__metadata__")
+        ends = (end for tensor in tensors for end in tensor.integers("data_offsets", default=[]))
+        needed = 8 + length + max(ends, default=0)
+        if num_bytes < needed:
+            raise ConfigError(
+                f"{path}: not a readable safetensors file (its tensors end at {needed:,} bytes of {num_bytes:,}); {_REMEDY}"
+            )
     return known[name]
 
 

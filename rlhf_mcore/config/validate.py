@@ -78,9 +78,12 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         problems += mtp_problems(cfg, geometry)
         problems += target_problems(cfg, geometry)
         if geometry.vision is not None or cfg.actor.vision.train in ("merger", "all"):
-            from rlhf_mcore.config.rules.vision import vision_problems  # few models read images
+            from rlhf_mcore.config.rules.vision import processor_problems, vision_problems  # few models read images
 
-            problems += vision_problems(cfg, geometry)
+            problems += [
+                *vision_problems(cfg, geometry),
+                *(processor_problems(cfg) if geometry.vision is not None else ()),
+            ]
     if kind.generates and cfg.rollout.quantization is not None:
         from rlhf_mcore.config.rules.quantisation import quantised_problems
 

@@ -27,8 +27,8 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         count = num_mtp_layers(read_config(cfg.model.path, cfg.model.path))
         if drafts.num_tokens > count > 0 and drafts.num_tokens % count:
             yield (
-                f"rollout.speculative.num_tokens={drafts.num_tokens} is neither at most the {count} MTP layers of model.path nor a "
-                f"multiple of {count}; set it to {count}"
+                f"rollout.speculative.num_tokens={drafts.num_tokens} is neither at most the {_layers(count)} of model.path nor "
+                f"a multiple of {count}; set it to {count}"
             )
     if mode not in MTP_TRAINED:
         return
@@ -46,6 +46,10 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if overrides.get("tp_comm_overlap"):
         yield f"{name} is not supported with actor.megatron.tp_comm_overlap; remove that"
     yield from _model_problems(cfg.model.path, geometry, f"{name}: model.path={cfg.model.path}", keep)
+
+
+def _layers(count: int) -> str:
+    return f"{count} MTP layer{'s' * (count != 1)}"
 
 
 def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) -> Iterator[str]:
@@ -74,6 +78,6 @@ def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) 
         }
         if missing := sorted(needed - names) if names is not None else []:
             yield FileProblem(
-                f"{prefix} names {count} MTP layers in config.json, but {len(missing)} of their tensors are not there "
+                f"{prefix} names {_layers(count)} in config.json, but {len(missing)} of their tensors are not there "
                 f"({shortened(missing, 2)}), as where transformers has saved it; use the directory of its authors, or {keep}"
             )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.derive import balanced_stages
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.implied import needs_critic, needs_reference
 from rlhf_mcore.config.model_files import PROCESSOR_FILES, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
@@ -22,6 +23,15 @@ from rlhf_mcore.geometry import ModelGeometry
 _CUTS = ("image_token_id", "patch_size", "temporal_patch_size", "channels", "merge_size")
 # Of a processor's file, what decides the numbers of patches. Its bounds of pixels do not: images come as the policy sees them.
 _SCALES = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+
+
+def processor_problems(cfg: Config) -> Iterator[str]:
+    """Name a missing file of the policy's directory, without which no image is read."""
+    if not any(isfile(Path(cfg.model.path) / name) for name in PROCESSOR_FILES[:2]):
+        yield FileProblem(
+            f"model.path={cfg.model.path} has no {PROCESSOR_FILES[0]}, which says how images are cut into patches; copy it from the "
+            "directory that the model comes from"
+        )
 
 
 def vision_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:

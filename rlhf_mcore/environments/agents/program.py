@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 KEY = "environment.agent"
 UNGRADED = "ungraded"  # role of a message in the place of an observation: the agent leaves the score to others
+_SCRIPTS = (".py", ".sh", ".js", ".ts", ".mjs", ".rb", ".pl", ".jar")  # that interpreters are given
 _PARAMETERS = ("task", "base_url", "api_key")
 NO_TURN = "ended without a turn of the policy"
 _THREADS = ThreadPoolExecutor(256)  # of agents that are no coroutines; each is started when it is needed
@@ -59,6 +61,12 @@ def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
     if said := messages[0]["content"]:
         how = f'its last line is {said!r}; let that be {{"reward": number}}'
     return f"ended without a reward; {how}, or set environment.score=reward"
+
+
+def _missing_script(command: Sequence[str]) -> str | None:
+    """Return the script that an interpreter is given, its first argument beside options, where there is no such file."""
+    first = next((argument for argument in command[1:] if not argument.startswith("-")), "")
+    return first if Path(first).suffix in _SCRIPTS and not Path(first).exists() else None
 
 
 def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:
@@ -127,6 +135,8 @@ class Agent:
                     f"{KEY}.command is one text, {first!r} and more; write it as a list, [{first}, agent.py]"
                 )
             raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; give its path")
+        if command and (script := _missing_script(command)) is not None:
+            raise ConfigError(f"{KEY}.command: there is no file {script!r} (looked from {Path.cwd()}); give its path")
         if function is not None:
             self._function, self._takes_container = _load(function, container is not None)
 

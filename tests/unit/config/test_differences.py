@@ -34,6 +34,20 @@ def test_what_follows_from_other_keys_for_a_critic_is_listed_only_where_there_is
     assert "critic.minibatch_size was None and is 16" in compare_configs(to_yaml(saved), to_yaml(current))[1]
 
 
+@pytest.mark.parametrize(("updates", "shown"), [(800, False), (801, True)])
+def test_lengths_that_follow_from_that_of_the_run_are_not_said_again(updates: int, shown: bool) -> None:
+    saved, current = Config(), Config()
+    for cfg, steps in ((saved, 100), (current, 200)):
+        cfg.algorithm.advantage = "gae"
+        cfg.trainer.num_steps = cfg.algorithm.kl.controller.steps = steps
+        for schedule in (cfg.actor.optimizer.schedule, cfg.critic.optimizer.schedule):
+            schedule.total_updates = 4 * steps
+    current.actor.optimizer.schedule.total_updates = updates
+    own = ["actor.optimizer.schedule.total_updates was 400 and is 801"] if shown else []
+    lines = compare_configs(to_yaml(saved), to_yaml(current))[1]
+    assert sorted(lines) == [*own, "trainer.num_steps was 100 and is 200"]
+
+
 def test_a_key_that_an_earlier_release_did_not_have_stands_for_what_it_did() -> None:
     """None of the keys that have come since is named but those by which the run is another one now."""
     sample = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2" / "config.yaml"

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from rlhf_mcore.environments.agents import endpoint as serving
 from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
+from rlhf_mcore.environments.agents.program import Agent
 from rlhf_mcore.environments.episodes import EpisodeLimits
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import Answer
@@ -585,3 +587,28 @@ def test_an_agent_that_fails_ends_the_run_or_leaves_a_row_without_a_score(run: A
 def test_an_address_that_is_not_ours_is_refused() -> None:
     with refused(ConfigError, field="environment.agent.host", value="203.0.113.1"):
         Endpoint("203.0.113.1")
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (["python3", "-u", "agent.py", "--to", "new.py"], "agent.py"),
+        (["sh", "tools/agent.sh"], "tools/agent.sh"),
+        (["python3", "there.py", "new.py"], ""),
+        (["python3", "-m", "agent"], ""),
+        (["env", "run"], ""),
+    ],
+)
+def test_a_script_that_is_not_there_is_found_where_the_agent_is_made(
+    command: list[str], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is done once before processes start (``sessions.check_loads``)."""
+    monkeypatch.chdir(tmp_path)
+    Path("there.py").touch()
+    if not missing:
+        Agent(command=command)
+        return
+    with refused(
+        ConfigError, field="environment.agent.command", value=(repr(missing), str(tmp_path)), remedy="give its path"
+    ):
+        Agent(command=command)

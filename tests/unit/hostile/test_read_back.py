@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions
 from rlhf_mcore.cli import preflight
@@ -22,6 +23,7 @@ from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.data.rendering import _render_one
 from rlhf_mcore.observability.run_directory import RunDirectory
+from tests.messages import assert_names
 from tests.unit.hostile.refusals import refusal
 from tests.unit.hostile.test_config_json import LLAMA, QWEN_MOE
 
@@ -154,6 +156,30 @@ def test_headers_that_cannot_be(tmp_path: Path, data: bytes) -> None:
     (folder / "model.safetensors").write_bytes(data)
     (problem,) = inspect_model(str(folder), "model.path")[1]
     assert f"{folder}/model.safetensors" in problem and "download or export the model again" in problem
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path, number: int) -> None:
+    """One file, or the second of two, of which no header is asked for shapes."""
+    shapes = {**DENSE, "model.layers.1.mlp.up_proj.weight": [128, 64]}
+    folder = Path(model(tmp_path / "m", LLAMA, DENSE))
+    names = list(shapes)
+    parts = [names] if number == 1 else [names[:-1], names[-1:]]
+    files = [f"model-{place}.safetensors" for place in range(2)] if number == 2 else ["model.safetensors"]
+    (folder / "model.safetensors").unlink()
+    for file, part in zip(files, parts, strict=True):
+        save_file({name: torch.zeros(shapes[name]) for name in part}, folder / file)
+    if number == 2:
+        places = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert inspect_model(str(folder), "model.path")[1] == []
+    last = folder / files[-1]
+    size = last.stat().st_size
+    os.truncate(last, size - 100)
+    (problem,) = inspect_model(str(folder), "model.path")[1]
+    assert_names(
+        problem, field=str(last), value=(f"{size:,}", f"{size - 100:,}"), remedy="download or export the model again"
+    )
 
 
 def test_names_of_a_file_with_many_tensors_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,7 +363,7 @@ def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) 
     write_mtp_model(workspace)
     save_file({"model.layers.4.enorm.weight": np.ones(4)}, workspace.root / "model" / "model.safetensors")
     found = [problem for problem in check("actor.mtp.mode=train") if "MTP" in problem]
-    assert "names 1 MTP layers in config.json, but 35 of their tensors are not there" in only(found)
+    assert "names 1 MTP layer in config.json, but 35 of their tensors are not there" in only(found)
     assert "model.layers.4.eh_proj.weight" in only(found)
 
 

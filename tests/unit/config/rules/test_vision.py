@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.model_files import read_geometry
-from rlhf_mcore.config.rules.vision import vision_problems
+from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
 from rlhf_mcore.config.schema import Config, DataConfig, LayoutConfig, RewardModelConfig
+from tests.messages import assert_names
 
 MODELS = Path(__file__).parents[4] / "configs" / "models"
 PROCESSOR = {"patch_size": 14, "image_mean": [0.5, 0.5, 0.5], "do_normalize": True, "max_pixels": 1000}
@@ -69,6 +71,18 @@ def test_one_that_sees_nothing_is_refused_unless_images_are_left_out(tmp_path: P
     (problem,) = problems_of(tmp_path, scorer)
     assert "reads no images" in problem and "data.image_key=null" in problem
     assert problems_of(tmp_path / "without", scorer, image_key=None) == []
+
+
+def test_a_directory_without_a_processor_is_named_with_the_remedy(tmp_path: Path) -> None:
+    cfg, policy = Config(), folder(tmp_path / "policy", {}, {})
+    cfg.model.path = str(policy)
+    assert list(processor_problems(cfg)) == []
+    (policy / "preprocessor_config.json").rename(policy / "processor_config.json")  # as transformers 5 saves it
+    assert list(processor_problems(cfg)) == []
+    (policy / "processor_config.json").unlink()
+    (problem,) = processor_problems(cfg)
+    assert_names(problem, field=f"model.path={policy}", value="preprocessor_config.json", remedy="copy")
+    assert isinstance(problem, FileProblem)  # a plan is made without
 
 
 def test_stages_of_models_beside_the_policy_are_checked(tmp_path: Path) -> None:
