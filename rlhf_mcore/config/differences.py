@@ -23,12 +23,8 @@ _BEFORE_THE_KEY = {
     "algorithm.bootstrap_truncated": True,
     "algorithm.kl.clip": None,
 }
-# Lengths that follow from that of the run unless they are set (``derive.resolve``).
-_LENGTHS = (
-    "actor.optimizer.schedule.total_updates",
-    "critic.optimizer.schedule.total_updates",
-    "algorithm.kl.controller.steps",
-)
+_STEPS = "trainer.num_steps"
+_LENGTHS = (".optimizer.schedule.total_updates", ".kl.controller.steps")  # they follow from it unless they are set
 # How a run is saved, shown and resumed may change at any time.
 FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
@@ -62,9 +58,9 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
 
 
 def _follows(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Tell whether a value has changed by the factor by which ``trainer.num_steps`` has, which is said already."""
+    """Tell whether a value has changed by the factor by which ``trainer.num_steps`` has."""
     try:
-        return key in _LENGTHS and before[key] * now["trainer.num_steps"] == now[key] * before["trainer.num_steps"]
+        return key.endswith(_LENGTHS) and before[key] * now[_STEPS] == now[key] * before[_STEPS]
     except (KeyError, TypeError):  # one of them is not there, or no number
         return False
 

@@ -179,8 +179,8 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
     if geometry.vision is None and (other := next(more, None)) is not None:
         yield f"{prefix}: the weights are those of more than a language model ({shorten(other)}): {_SAVE_ALONE}"
         return
-    for file in files:  # that each is whole
-        _header(folder, file, headers)
+    for each in files:  # is whole
+        _header(folder, each, headers)
     number = geometry.num_layers + num_mtp_layers(hf_config)
     embedding = embedding_name(geometry)
     if f"{embedding.removesuffix(_EMBEDDING)}layers.{number}.post_attention_layernorm.weight" in names:
