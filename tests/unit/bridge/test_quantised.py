@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_mcore.bridge.map.pieces import view
+from rlhf_mcore.bridge.map.quantised import dequantised_map
 from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run import quantised
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
@@ -17,6 +20,8 @@ from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.families.quantised import FP8_OF_TRAINING, QUANTISATIONS, Quantisation, quantisation
 from rlhf_mcore.geometry import GroupedSizes, LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.planning.inputs import EngineGrid
+from rlhf_mcore.planning.sync import engine_tensors
 from rlhf_mcore.protocols import SyncMismatch
 from tests.unit.bridge.eight_bits import amax_of_blocks, of_training, slow, slow_values
 from tests.unit.bridge.engine import Engine
@@ -259,6 +264,25 @@ def test_scales_travel_with_a_tensor_of_a_sync_of_some(trainer: Trainer, kind: Q
     for name, tensor in engine.tensors.items():
         is_new = name in ("model.layers.0.self_attn.k_proj.weight", "model.norm.weight")
         assert torch.equal(tensor, (new if is_new else old)[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_sync_of_some_tensors_leaves_the_others_of_a_fused_one(trainer: Trainer, kind: Quantisation) -> None:
+    """Queries and values are in one tensor of the engine with the keys that are brought."""
+    fused = engine_tensors(BLOCKS, EngineGrid(), 0)
+    live = [EngineParameter(t.name, t.shape, torch.float32, t.pieces, t.padding) for t in fused]
+    engine = Engine({parameter.name: parameter.shape for parameter in live}, torch.float32)
+    mapped = dequantised_map(EngineMap(tuple(live)), kind)
+    bridge = trainer.bridge(engine, kind, verify="digest", traced=mapped)
+    bridge.sync(0)
+    old, brought = trainer.values(kind), "model.layers.0.self_attn.k_proj.weight"
+    trainer.update(1)
+    bridge.sync(1, only=[brought])
+    expected, tensors = old | {brought: trainer.values(kind)[brought]}, engine.tensors
+    for parameter in live:
+        for piece in parameter.pieces:
+            found = view(tensors[parameter.name].view(-1), piece)
+            assert torch.equal(found, expected[piece.hf_name][piece.slices]), piece.hf_name
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
