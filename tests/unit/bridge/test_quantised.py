@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -268,10 +269,15 @@ def test_scales_travel_with_a_tensor_of_a_sync_of_some(trainer: Trainer, kind: Q
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_sync_of_some_tensors_leaves_the_others_of_a_fused_one(trainer: Trainer, kind: Quantisation) -> None:
-    """Queries and values are in one tensor of the engine with the keys that are brought."""
-    fused = engine_tensors(BLOCKS, EngineGrid(), 0)
-    live = [EngineParameter(t.name, t.shape, torch.float32, t.pieces, t.padding) for t in fused]
+    """Queries and values are in one tensor of the engine with the keys that are brought. Padding behind each becomes zero."""
+    live = []
+    for made in engine_tensors(BLOCKS, EngineGrid(), 0):
+        numel = prod(made.shape)
+        padding = min((begin for begin, _ in made.padding), default=numel), numel + 5
+        live.append(EngineParameter(made.name, (numel + 5,), torch.float32, made.pieces, (padding,)))
     engine = Engine({parameter.name: parameter.shape for parameter in live}, torch.float32)
+    for tensor in engine.model.parameters():
+        tensor.fill_(7)
     mapped = dequantised_map(EngineMap(tuple(live)), kind)
     bridge = trainer.bridge(engine, kind, verify="digest", traced=mapped)
     bridge.sync(0)
@@ -280,6 +286,7 @@ def test_a_sync_of_some_tensors_leaves_the_others_of_a_fused_one(trainer: Traine
     bridge.sync(1, only=[brought])
     expected, tensors = old | {brought: trainer.values(kind)[brought]}, engine.tensors
     for parameter in live:
+        assert tensors[parameter.name][-5:].tolist() == [0] * 5
         for piece in parameter.pieces:
             found = view(tensors[parameter.name].view(-1), piece)
             assert torch.equal(found, expected[piece.hf_name][piece.slices]), piece.hf_name
