@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from transformers import AutoModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES
@@ -347,8 +348,16 @@ def _new_tower(spec: ModelSpec, dtype: torch.dtype) -> torch.nn.Module:
     sizes = spec.geometry.vision
     assert sizes is not None and spec.vision_config is not None
     if sizes.sections:
-        tower: torch.nn.Module = AutoModel.from_config(spec.vision_config, dtype=dtype)
+        tower: torch.nn.Module = _tower_class(spec.vision_config)._from_config(spec.vision_config, dtype=dtype)
         return tower
     from rlhf_mcore.mcore.siglip import SquareTower
 
     return SquareTower(spec.vision_config, sizes, spec.geometry.hidden_size, dtype)
+
+
+def _tower_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class of such towers. ``AutoModel`` does not know all of them before transformers 5.19."""
+    modeling = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    kinds: list[Any] = [kind for kind in vars(modeling).values() if isinstance(kind, type)]
+    [tower] = [kind for kind in kinds if issubclass(kind, PreTrainedModel) and kind.config_class is type(config)]
+    return tower
