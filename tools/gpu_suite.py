@@ -199,6 +199,26 @@ def vllm(device: str, folder: Path) -> Table:
     return _trained(device, folder, "grpo", "rollout.sampling.n=4", "rollout.engine=vllm", "bridge.verify=digest")
 
 
+def engines(device: str, folder: Path) -> Table:
+    """Train with what vLLM does by other kernels or paths on CUDA: weights of 8 bits, drafts, adapters, truncated draws, no sleep."""
+    variants = {
+        "int8": ("rollout.quantization=int8",),
+        "drafts": ("rollout.speculative.method=ngram", "rollout.speculative.num_tokens=2"),
+        "adapters": ("actor.lora.rank=8",),
+        "top_p": ("rollout.sampling.top_p=0.9",),
+        "no sleep": ("rollout.sleep=false",),
+    }
+    shared, rows = (
+        ("rollout.sampling.n=4", "rollout.engine=vllm", "rollout.enforce_eager=true", "bridge.verify=digest"),
+        [],
+    )
+    for name, settings in variants.items():
+        (own := folder / name.replace(" ", "_")).mkdir()
+        limit = 0.5 if name == "int8" else None  # another policy than the trainer's
+        rows += _trained(device, own, "grpo", *shared, *settings, name=name, limit=limit)
+    return rows
+
+
 def resume(device: str, folder: Path) -> Table:
     """Train four steps in one go, and in two runs of two: the same metrics and weights, bit for bit."""
     _data(device, folder)
@@ -398,6 +418,7 @@ PARTS = (
     Part("parity", 90, parity, in_process=True),
     Part("vllm", 120, vllm, needs_vllm=True),
     Part("ppo", 120, ppo),
+    Part("engines", 300, engines, needs_vllm=True),
     Part("offload", 90, offload, in_process=True),
     Part("save", 90, save, in_process=True),
     Part("benchmarks", 210, benchmarks),
@@ -409,11 +430,12 @@ MEASURED = (
     "ppo",
     "vllm",
     "sleep",
+    "engines",
     "offload",
     "save",
     "benchmarks",
 )  # parts with rows for docs/performance.md
-TOTAL_S = 25 * 60
+TOTAL_S = 30 * 60
 
 
 # ------------------------------------------------------------------------------------------------------- what parts share
@@ -470,13 +492,18 @@ def _metrics(folder: Path, name: str) -> list[dict[str, Any]]:
     return [made for made in map(json.loads, lines) if made["step"] > 0]
 
 
-def _trained(device: str, folder: Path, algorithm: str, *settings: str, name: str = "") -> Table:
-    """Train and report the rows. ``name``: of the rows, where it is not that of the algorithm."""
+def _trained(
+    device: str, folder: Path, algorithm: str, *settings: str, name: str = "", limit: float | None = None
+) -> Table:
+    """Train and report the rows.
+
+    ``name``: of the rows, where it is not that of the algorithm. ``limit``: of the difference to the engine, if not that of the dtype.
+    """
     _data(device, folder)
     name = name or algorithm
     steps = 4 if device == "cuda" else 2
     seconds = _train(device, folder, algorithm, f"algorithm={algorithm}", f"trainer.num_steps={steps}", *settings)
-    made, limit = _metrics(folder, algorithm), 0.1 if device == "cuda" else 1e-3
+    made, limit = _metrics(folder, algorithm), limit or (0.1 if device == "cuda" else 1e-3)
     worst = max(line["rollout/logprob_diff_max"] for line in made)
     skipped = sum(line["actor/skipped_updates"] for line in made)
     step_s, sync_s, all_made = made[-1]["timing/step_s"], made[-1]["timing/sync_s"], len(made) == steps and not skipped

@@ -44,7 +44,7 @@ def test_parts_that_fail_or_take_too_long_or_cannot_run_hide_no_other(suite: Any
     unknown = suite.Part("no such part", 60, suite.machine)
     assert suite.run_part(late, "cpu", tmp_path, 600)[0][1::2] == ["stopped after 0 s: see machine.log", "WRONG"]
     assert "failed with 2" in suite.run_part(unknown, "cpu", tmp_path, 600)[0][1]
-    assert "25 minutes are over" in suite.run_part(late, "cpu", tmp_path, 5)[0][1]
+    assert "30 minutes are over" in suite.run_part(late, "cpu", tmp_path, 5)[0][1]
 
 
 def test_a_device_that_is_not_there_is_refused(suite: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -68,7 +68,7 @@ def test_saves_and_moves_on_the_cpu(tmp_path: Path) -> None:
 
 def test_parts_that_show_the_most_come_first_and_all_have_their_time(suite: Any) -> None:
     limits = [part.limit_s for part in suite.PARTS]
-    assert sum(limits[: suite.FIRST]) <= 5 * 60 and sum(limits) <= suite.TOTAL_S == 25 * 60
+    assert sum(limits[: suite.FIRST]) <= 5 * 60 and sum(limits) <= suite.TOTAL_S == 30 * 60
     assert set(suite.MEASURED) <= {part.name for part in suite.PARTS}
 
 
@@ -126,7 +126,7 @@ def test_a_training_out_of_the_archive_on_a_bare_machine(bare: Path, unpacked: P
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(30 * 60)
+@pytest.mark.timeout(40 * 60)
 def test_all_parts_out_of_the_archive_on_a_bare_machine(suite: Any, bare: Path, unpacked: Path) -> None:
     printed = run_bare(bare, unpacked, seconds=suite.TOTAL_S)
     judged = verdicts(printed)
@@ -139,5 +139,6 @@ def test_all_parts_out_of_the_archive_on_a_bare_machine(suite: Any, bare: Path, 
         "ppo",
         "offload",
     }
-    assert {part.name for part in suite.PARTS if part.needs_vllm} == {"sleep", "vllm"}
-    assert judged["sleep"] == judged["vllm"] == ["-"] and printed.count("skipped: vLLM is not installed") == 2
+    assert {part.name for part in suite.PARTS if part.needs_vllm} == {"sleep", "vllm", "engines"}
+    assert judged["sleep"] == judged["vllm"] == judged["engines"] == ["-"]
+    assert printed.count("skipped: vLLM is not installed") == 3
