@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 KEY = "environment.agent"
 UNGRADED = "ungraded"  # role of a message in the place of an observation: the agent leaves the score to others
-_SCRIPTS = (".py", ".sh", ".js", ".ts", ".mjs", ".rb", ".pl", ".jar")  # that interpreters are given
+# A script is their first argument; versions may follow.
+_INTERPRETERS = ("python", "bash", "sh", "node", "ruby", "perl")
+_SCRIPTS = (".py", ".sh", ".js", ".ts", ".mjs", ".rb", ".pl")
+_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-P", "-S", "-s")  # of Python; behind other options may be anything
 _PARAMETERS = ("task", "base_url", "api_key")
 NO_TURN = "ended without a turn of the policy"
 _THREADS = ThreadPoolExecutor(256)  # of agents that are no coroutines; each is started when it is needed
@@ -64,9 +67,12 @@ def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def _missing_script(command: Sequence[str]) -> str | None:
-    """Return the script that an interpreter is given, its first argument beside options, where there is no such file."""
-    first = next((argument for argument in command[1:] if not argument.startswith("-")), "")
-    return first if Path(first).suffix in _SCRIPTS and not Path(first).exists() else None
+    """Return the script that an interpreter is given where there is no such file. A shell looks on PATH, too."""
+    if Path(command[0]).name.rstrip(".0123456789") not in _INTERPRETERS:
+        return None
+    first = next((argument for argument in command[1:] if argument not in _FLAGS), "")
+    is_script = Path(first).suffix in _SCRIPTS and not first.startswith("-")
+    return first if is_script and not Path(first).exists() and shutil.which(first, os.F_OK) is None else None
 
 
 def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -597,6 +598,13 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
         (["python3", "there.py", "new.py"], ""),
         (["python3", "-m", "agent"], ""),
         (["env", "run"], ""),
+        (["bash", "-c", "cd elsewhere && python agent.py"], ""),
+        (["python3", "-c", "print(1)  # as in agent.py"], ""),
+        (["bash", "--init-file=new.sh", "there.py"], ""),
+        (["sh", "on_path.sh"], ""),
+        (["node", "-r", "dotenv/config.js", "agent.js"], ""),
+        (["env", "SETTINGS=new.py", "python3", "agent.py"], ""),
+        (["cat", "new.py"], ""),
     ],
 )
 def test_a_script_that_is_not_there_is_found_where_the_agent_is_made(
@@ -605,6 +613,10 @@ def test_a_script_that_is_not_there_is_found_where_the_agent_is_made(
     """Which is done once before processes start (``sessions.check_loads``)."""
     monkeypatch.chdir(tmp_path)
     Path("there.py").touch()
+    for name in ("node", "bin/on_path.sh"):  # this machine may have no Node
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     if not missing:
         Agent(command=command)
         return
