@@ -239,7 +239,7 @@ def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
         tensors = (header.object(tensor) for tensor in header.content if tensor != "__metadata__")
         ends = (end for tensor in tensors for end in tensor.integers("data_offsets", default=[]))
         needed = 8 + length + max(ends, default=0)
-        if num_bytes < needed:
+        if num_bytes != needed:
             raise ConfigError(
                 f"{path}: not a readable safetensors file (its tensors end at {needed:,} bytes of {num_bytes:,}); {_REMEDY}"
             )

@@ -49,6 +49,7 @@ class GpuType:
     per_node: int = 8
 
 
+HOPPER = ("H100", "H200")  # of compute capability 9.0, which ``actor.fp8`` asks for
 GPUS = {
     # NVIDIA's data sheets of DGX H100, H200, A100 and B200: 400 Gb/s of network a GPU and PCIe 5; 200 Gb/s and PCIe 4 with A100.
     "H100": GpuType("H100", int(79.1 * GIB), 989e12, 3.35e12, 450e9, 50e9),

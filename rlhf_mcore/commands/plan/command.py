@@ -14,7 +14,7 @@ from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.planning.inputs import ASSUMED, GPUS, RATES, Assumptions, GpuType, device_and_assumptions
+from rlhf_mcore.planning.inputs import ASSUMED, GPUS, HOPPER, RATES, Assumptions, GpuType, device_and_assumptions
 
 
 @exit_codes.reporting
@@ -83,6 +83,11 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
     if world_size < 1:
         raise ConfigError(f"--world-size {world_size} is out of range; it must be at least 1")
     validate(cfg, world_size, check_files=False)
+    if cfg.actor.fp8 is not None and gpu.name not in HOPPER:
+        raise ConfigError(
+            f"actor.fp8={cfg.actor.fp8} needs GPUs of compute capability 9.0 ({', '.join(HOPPER)}), and --gpu is {gpu.name}; set "
+            "actor.fp8=null, or choose another --gpu"
+        )
     cfg = resolve(cfg)
     plan = make_plan(cfg, world_size, gpu, assumed)
     suggestions, adapters = None, None

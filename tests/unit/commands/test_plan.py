@@ -89,6 +89,10 @@ def test_numbers_of_the_device_can_be_set(run_yaml: str, capsys: pytest.CaptureF
         (["actor.layout.tp=3", "--world-size", "3"], "actor.layout.tp=3 does not divide num_attention_heads=28"),
         (["model.path=nowhere"], "model.path=nowhere does not exist"),
         (["trainer.num_stps=3"], "did you mean trainer.num_steps?"),
+        (
+            ["actor.fp8=blockwise", "--gpu", "A100"],
+            "actor.fp8=blockwise needs GPUs of compute capability 9.0 (H100, H200)",
+        ),
     ],
 )
 def test_mistakes_are_told(

@@ -158,9 +158,9 @@ def test_headers_that_cannot_be(tmp_path: Path, data: bytes) -> None:
     assert f"{folder}/model.safetensors" in problem and "download or export the model again" in problem
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path, number: int) -> None:
-    """One file, or the second of two, of which no header is asked for shapes."""
+@pytest.mark.parametrize(("number", "change"), [(1, -100), (2, -100), (1, 1)])
+def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path, number: int, change: int) -> None:
+    """One file, or the second of two, of which no header is asked for shapes. safetensors reads no longer one, either."""
     shapes = {**DENSE, "model.layers.1.mlp.up_proj.weight": [128, 64]}
     folder = Path(model(tmp_path / "m", LLAMA, DENSE))
     names = list(shapes)
@@ -175,10 +175,10 @@ def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path, number: int)
     assert inspect_model(str(folder), "model.path")[1] == []
     last = folder / files[-1]
     size = last.stat().st_size
-    os.truncate(last, size - 100)
+    os.truncate(last, size + change)
     (problem,) = inspect_model(str(folder), "model.path")[1]
     assert_names(
-        problem, field=str(last), value=(f"{size:,}", f"{size - 100:,}"), remedy="download or export the model again"
+        problem, field=str(last), value=(f"{size:,}", f"{size + change:,}"), remedy="download or export the model again"
     )
 
 
