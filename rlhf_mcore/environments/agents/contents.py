@@ -23,7 +23,11 @@ def text_of(content: Any, where: str) -> str:
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise Refused(400, f"the content of {where} has a part of type {kind!r:.40}: the policy reads text")
+            raise Refused(
+                400,
+                f"the content of {where} has a part of type {kind!r:.40}: the policy reads text, and images in messages of users and "
+                "tools; leave it out",
+            )
         texts.append(text)
     return "".join(texts)
 

@@ -19,6 +19,8 @@ from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.image_rows import ImageReader
 from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
+from rlhf_mcore.environments.agents.calls import Refused
+from rlhf_mcore.environments.agents.contents import message_of
 from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
@@ -443,3 +445,10 @@ def test_without_a_template_messages_are_refused_and_texts_are_continued(endpoin
         == "the tokenizer has no chat template, and nothing else writes messages: ask /v1/completions with a text"
     )
     assert plain.decode(played.found.token_ids) == "qa<end>"
+
+
+def test_an_image_in_a_system_message_is_refused_by_where_images_may_be() -> None:
+    with pytest.raises(
+        Refused, match=r"messages\[0\] has a part of type 'image_url': .* images in messages of users and tools"
+    ):
+        message_of("system", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}], "messages[0]")
