@@ -1,4 +1,4 @@
-"""Which implementation of each hot part a model runs with, in one line: what is to be expected here, without importing any of it."""
+"""Name the implementation of each hot part that is to be expected here, in one line, without importing any of it."""
 
 from __future__ import annotations
 

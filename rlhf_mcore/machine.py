@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, processor, memory, installed versions. Reads the system, changes and imports nothing."""
+"""Read what this machine has: GPUs, processor, memory, installed versions. Changes and imports nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command's exit code means, and how an error reaches the user."""
+"""Define what a command's exit code means, and how an error reaches the user."""
 
 from __future__ import annotations
 

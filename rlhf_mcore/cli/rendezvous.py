@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, on one machine or on several."""
+"""Connect the processes of a run, on one machine or on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scores the responses of a run, and where its workers are started: beside their rank, or by Ray."""
+"""Start the workers that score the responses of a run: beside their rank, or by Ray."""
 
 from __future__ import annotations
 

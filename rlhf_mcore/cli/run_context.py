@@ -1,4 +1,4 @@
-"""What every part of a training run is built from."""
+"""Hold what every part of a training run is built from."""
 
 from __future__ import annotations
 

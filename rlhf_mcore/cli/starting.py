@@ -1,4 +1,4 @@
-"""What starts a run: the configuration is checked, then torchrun is started, which a rank of it does not load."""
+"""Start a run: the configuration is checked, then torchrun is started, which a rank of it does not load."""
 
 from __future__ import annotations
 

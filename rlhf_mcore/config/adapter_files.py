@@ -1,4 +1,4 @@
-"""What the small file of a PEFT directory and the names of its tensors show, without torch or peft.
+"""Read the small file of a PEFT directory and the names of its tensors, without torch or peft.
 
 Such a directory holds low-rank adapters of a model that is elsewhere: ``adapter_config.json`` and ``adapter_model.safetensors``.
 """

@@ -1,4 +1,4 @@
-"""What the engines differ in: ``rollout.engine`` is looked up here, once; everything else reads the declaration.
+"""Declare what the engines differ in: ``rollout.engine`` is looked up here, once; everything else reads the declaration.
 
 An engine declares itself in a ``KIND``: of a folder of ``rollout/``, or of an installed package that has an entry point of its name in
 the group ``rlhf_mcore.engines``. A declaration imports neither torch nor the engine's libraries.

@@ -1,4 +1,4 @@
-"""What the small files of a directory show that only has to generate: its model, of any architecture, and its tokenizer."""
+"""Read the small files of a directory that only has to generate: its model, of any architecture, and its tokenizer."""
 
 from __future__ import annotations
 

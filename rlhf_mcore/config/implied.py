@@ -1,4 +1,4 @@
-"""What follows from a configuration and is asked where it is needed: its roles, the longest row, what scores."""
+"""Derive from a configuration what is asked where it is needed: its roles, the longest row, what scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the small files of a Hugging Face model directory show, without torch or transformers."""
+"""Read the small files of a Hugging Face model directory, without torch or transformers."""
 
 from __future__ import annotations
 

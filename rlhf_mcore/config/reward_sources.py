@@ -1,4 +1,4 @@
-"""Which rules score a prompt: those of its data source, of which the well-known ones are listed here, or those of the run."""
+"""Choose the rules that score a prompt: those of its data source, of which the well-known ones are listed here, or the run's."""
 
 from __future__ import annotations
 

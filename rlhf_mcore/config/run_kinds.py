@@ -1,4 +1,4 @@
-"""What the kinds of run differ in: ``algorithm.kind`` is looked up here, once; everything else reads the description."""
+"""Describe what the kinds of run differ in: ``algorithm.kind`` is looked up here, once; all else reads the description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user has set: keys, values and places, in the order of files and overrides.
+"""Collect what a user has set: keys, values and places, in the order of files and overrides.
 
 The value of a text field is the text as it was written: YAML would turn ``off`` into False, ``1.10`` into 1.1 and ``1e3`` into 1000.0.
 """

@@ -1,4 +1,4 @@
-"""Whether a tokenizer belongs to a model, from the small files of their directories."""
+"""Tell whether a tokenizer belongs to a model, from the small files of their directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What some runs know of tokens beside their ids and logprobs, as flat tensors that ranks exchange."""
+"""Define what some runs know of tokens beside their ids and logprobs, as flat tensors that ranks exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model family declares, without torch: how config.json becomes a geometry, what is refused, where Megatron holds its tensors.
+"""Declare a model family without torch: how config.json becomes a geometry, what is refused, where Megatron has its tensors.
 
 A rule names a Megatron parameter (``{i}`` is the layer's number over the whole model, ``{k}`` that of an expert on its rank), how
 tensor parallelism splits it, and the Hugging Face tensors that it holds with their full shapes in symbols (``{e}`` is the expert's

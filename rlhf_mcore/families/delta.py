@@ -1,4 +1,4 @@
-"""How config.json describes layers with a gated delta net in the place of attention."""
+"""Read from config.json the layers with a gated delta net in the place of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a config.json is refused because transformers, an engine and the trainer would not read it alike."""
+"""Refuse what transformers, an engine and the trainer would not read alike in a config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes read of microbatches: derived on the host, and on the device before the first pass, by one copy for all of them."""
+"""Derive what passes read of microbatches: on the host, and on the device before the first pass, by one copy for all."""
 
 from __future__ import annotations
 

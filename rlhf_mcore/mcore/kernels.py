@@ -1,4 +1,4 @@
-"""Which implementation of each hot part a built model runs with."""
+"""Name the implementation of each hot part that a built model runs with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Transformer Engine's linear layers have in common with Megatron's own, as adapters need it. Imported where it is installed.
+"""Give Transformer Engine's linear layers what adapters need of Megatron's own. Imported where it is installed.
 
 Three things differ. A norm can be a part of a layer: the layer then returns its normed input too. So the norm is computed once, and
 its gradient is the sum of both products'. The experts of a layer are one layer: its input has their tokens one

@@ -1,4 +1,4 @@
-"""What a user's fields of Megatron's configuration classes need of the machine: kernels, and for products in 8 bits a device."""
+"""Check what a user's fields of Megatron's configuration classes need of the machine: kernels, and a device for 8 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells others of an alarm: a webhook and a command, each in a thread, so that no step waits for them."""
+"""Tell others of an alarm: by a webhook and a command, each in a thread, so that no step waits for them."""
 
 from __future__ import annotations
 

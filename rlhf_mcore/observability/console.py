@@ -1,4 +1,4 @@
-"""What a person sees during a run: a live display on a terminal, one line per step in a log."""
+"""Show a run to a person: a live display on a terminal, one line per step in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves of its episodes: their turns with times, and traces of some as OpenTelemetry's JSON.
+"""Write the episodes of a run: their turns with times, and traces of some as OpenTelemetry's JSON.
 
 A trace is an ExportTraceServiceRequest (OTLP 1), as a collector takes it:
 https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Names of spans and attributes are those of the semantic conventions

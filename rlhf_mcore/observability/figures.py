@@ -1,4 +1,4 @@
-"""Which metrics a person watches, what they are called and how many digits are worth reading."""
+"""List the metrics that a person watches, their names and how many digits are worth reading."""
 
 from __future__ import annotations
 

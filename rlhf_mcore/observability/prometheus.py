@@ -1,4 +1,4 @@
-"""Where Prometheus reads a run: its metrics of the last step, and its engines at this moment. On the first rank."""
+"""Serve a run to Prometheus: its metrics of the last step, and its engines at this moment. On the first rank."""
 
 from __future__ import annotations
 

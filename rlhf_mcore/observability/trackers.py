@@ -1,4 +1,4 @@
-"""Where metrics go: a line of JSON, and trackers, which can neither stop a run nor keep it waiting. All are ``protocols.Tracker``."""
+"""Write metrics: a line of JSON, and trackers, which can neither stop a run nor delay it. All are ``protocols.Tracker``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a configuration will need, worked out without a GPU, without weights and without torch: memory, traffic and time."""
+"""Work out what a configuration needs without a GPU, without weights and without torch: memory, traffic and time."""

@@ -1,4 +1,4 @@
-"""What a plan is made from: the device, the models with their layouts, and the work of a step."""
+"""Hold what a plan is made from: the device, the models with their layouts, and the work of a step."""
 
 from __future__ import annotations
 

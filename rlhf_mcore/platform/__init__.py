@@ -1,4 +1,4 @@
-"""What a device is. Everything above this package is the same code on a CPU and on CUDA. Begin with ``base``."""
+"""Describe devices. Everything above this package is the same code on a CPU and on CUDA. Begin with ``base``."""
 
 from __future__ import annotations
 

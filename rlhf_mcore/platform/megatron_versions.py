@@ -1,4 +1,4 @@
-"""What differs between the versions of Megatron-core that this program runs on: 0.16, and 0.19 (Python 3.12 and later).
+"""Bridge the versions of Megatron-core that this program runs on: 0.16, and 0.19 (Python 3.12 and later).
 
 Everything else is the same code for both.
 """

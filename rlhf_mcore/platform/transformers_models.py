@@ -1,4 +1,4 @@
-"""Where a live transformers model has the tensors of its checkpoint.
+"""Find the tensors of a checkpoint in a live transformers model.
 
 transformers stacks the experts of a layer, and their gate and up projections, in tensors of its own; a checkpoint has them one by one.
 """

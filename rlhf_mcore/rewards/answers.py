@@ -1,5 +1,5 @@
-r"""Where a response marks its answer: ``#### 42`` (GSM8K, arXiv 2110.14168), ``\boxed{42}`` (MATH, arXiv 2103.03874), ``Answer: 42``
-(DAPO, arXiv 2503.14476).
+r"""Find where a response marks its answer: ``#### 42`` (GSM8K, arXiv 2110.14168), ``\boxed{42}`` (MATH, arXiv 2103.03874),
+``Answer: 42`` (DAPO, arXiv 2503.14476).
 
 Every scan is linear in the length of the text, whatever is in it.
 """

@@ -1,4 +1,4 @@
-"""Whether two answers are the same: what their forms decide, and what somebody who computes is asked."""
+"""Compare two answers: by what their forms decide, and by asking somebody who computes."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ class Teacher:
 
     @property
     def field(self) -> str:
-        """The field of tokens that :meth:`compute` fills."""
+        """Return the field of tokens that :meth:`compute` fills."""
         return TEACHER_LOGPROBS if self.top_k is None else TEACHER_TOP
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the field at a token."""
+        """Return the shape of the field at a token."""
         return () if self.top_k is None else (2, self.top_k + 1)
 
     @property

@@ -1,4 +1,4 @@
-"""What runs in the sandbox's own interpreter: it builds the walls, then forks a confined process for every program it is given.
+"""Build the sandbox's walls in its own interpreter, then fork a confined process for every program that is given.
 
 Started by ``rlhf_mcore.sandbox.run``, which it obeys over a socket. It is the first process of its pid namespace, or else adopts what
 loses its parent, so nothing that a program starts survives the program. When its starter ends, it kills everything and ends too.

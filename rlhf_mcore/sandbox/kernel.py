@@ -1,4 +1,4 @@
-"""What Linux offers to confine a process, through ctypes: namespaces, mounts, capabilities, Landlock and seccomp.
+"""Call what Linux offers to confine a process, through ctypes: namespaces, mounts, capabilities, Landlock and seccomp.
 
 Everything raises OSError where the kernel, or a container around this process, refuses. Numbers are those of the kernel's headers.
 Only the standard library is imported: this runs in the sandbox's own interpreter.

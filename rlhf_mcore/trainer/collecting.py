@@ -1,4 +1,4 @@
-"""How a step is filled with prompts: as they come here, chosen by their scores in ``dynamic_sampling``."""
+"""Fill a step with prompts: as they come here, chosen by their scores in ``dynamic_sampling``."""
 
 from __future__ import annotations
 

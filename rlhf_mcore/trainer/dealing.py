@@ -1,4 +1,4 @@
-"""Which engine draws the responses to which prompt of a step, and in which order.
+"""Deal the prompts of a step to engines, and order them.
 
 The seeds of responses do not depend on either. What does, by rounding alone, is the batch that an engine computes them in.
 """

@@ -1,4 +1,4 @@
-"""How good an engine's drafts were (arXiv 2211.17192)."""
+"""Measure how good an engine's drafts were (arXiv 2211.17192)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is made from, by its content: data, the user's code, tokenizer, chat template, models.
+"""Identify by content what a run is made from: data, the user's code, tokenizer, chat template, models.
 
 A checkpoint keeps the fingerprints, and a run that resumes from it compares: the same paths may hold something else by then, and
 other paths the same.

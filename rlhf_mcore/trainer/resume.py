@@ -1,4 +1,4 @@
-"""Where a run begins: at its first step, or after the newest checkpoint that is intact."""
+"""Find where a run begins: at its first step, or after the newest checkpoint that is intact."""
 
 from __future__ import annotations
 

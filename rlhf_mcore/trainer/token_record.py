@@ -1,4 +1,4 @@
-"""What each token of some responses was worth to the update: the advantage, and how far engine and trainer are apart."""
+"""Record what each token of some responses was worth to the update: its advantage, and how far engine and trainer are apart."""
 
 from __future__ import annotations
 

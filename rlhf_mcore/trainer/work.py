@@ -1,4 +1,4 @@
-"""What a step computes, by phase: for tokens per second, TFLOP/s and MFU in the metrics."""
+"""Count what a step computes, by phase: for tokens per second, TFLOP/s and MFU in the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does in a sync: buckets of local copies and messages, worked out from the common schedule without any other rank.
+"""Work out what one rank does in a sync, from the common schedule alone: buckets of local copies and of messages.
 
 Both ends of a message walk the same units and cells in the same order, so they agree on its content by construction. Phase 0 sends
 from source tensors; phase 1 (only where nodes are distinguished) forwards from destination tensors what phase 0 has brought.

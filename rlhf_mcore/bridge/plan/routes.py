@@ -1,4 +1,4 @@
-"""Who sends a cell to whom: closed-form arithmetic over the sorted holders and needers, so every rank finds its own part alone.
+"""Decide who sends a cell to whom, by arithmetic over the sorted holders and needers: every rank finds its own part alone.
 
 A needing rank takes a cell from itself if it holds it; else from a holder on its node; else the node imports the cell once, at one
 of its needing ranks, which forwards it to the others (a second phase). Senders and importers take turns (round-robin): the k-th

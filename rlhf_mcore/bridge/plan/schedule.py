@@ -86,7 +86,7 @@ class Pattern:
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """What fits a bucket of all tensors of a pattern: these tensors whole, or a part from ``start`` with a pattern of its own.
+    """Hold what fits a bucket of all tensors of a pattern: these tensors whole, or a part from ``start`` with a pattern of its own.
 
     ``sources`` and ``destinations`` are the numbers of the tensors' pieces that have elements in it.
     """

@@ -1,4 +1,4 @@
-"""What is sent of a model with adapters: its weights with the adapters added, or the adapters themselves."""
+"""Send a model with adapters: its weights with the adapters added, or the adapters themselves."""
 
 from __future__ import annotations
 

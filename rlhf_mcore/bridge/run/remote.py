@@ -68,7 +68,7 @@ def geometry_of(fields: Mapping[str, Any]) -> ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class BridgeJob:
-    """What both ends have to agree on; see :class:`PlannedBridge`."""
+    """Hold what both ends have to agree on; see :class:`PlannedBridge`."""
 
     geometry: ModelGeometry
     bucket_bytes: int
@@ -101,7 +101,7 @@ class BridgeJob:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What a rank has of a transfer: parts of the model or an engine.
+    """Hold a rank's part of a transfer: parts of the model or an engine.
 
     ``node`` is the name of its machine ("": found out): what goes to a machine is brought there once and forwarded inside.
     ``sources`` and ``previous`` are as in :class:`PlannedBridge`.

@@ -1,4 +1,4 @@
-"""What we use of Megatron-core, vLLM and transformers, read from our own sources, and whether the installed versions still have it.
+"""List what our own sources use of Megatron-core, vLLM and transformers, and whether the installed versions still have it.
 
 The libraries promise few of these names. So the list is made from the syntax trees of our modules: their imports, the
 attributes and keywords that they use of an import, and the attributes that they read from objects of a library.

@@ -1,4 +1,4 @@
-"""What ``rlhf-mcore convert`` does with its arguments: open the source, check, write, check again and report."""
+"""Carry out ``rlhf-mcore convert``: open the source, check, write, check again and report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine's numbers mean for a run: GPUs and driver, cores, memory, shared memory, limits, the sandbox."""
+"""Judge the machine's numbers for a run: GPUs and driver, cores, memory, shared memory, limits, the sandbox."""
 
 from __future__ import annotations
 

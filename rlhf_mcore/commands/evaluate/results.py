@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind, and how it continues after it was killed.
+"""Keep the results of an evaluation, and continue it after it was killed.
 
 settings.json    what the numbers depend on: another evaluation may not continue here
 parts/*.jsonl    while it runs: one line per prompt with all its samples, one file per engine, appended and fsynced

@@ -15,7 +15,7 @@ from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.families.quantised import cut_problems
+from rlhf_mcore.families.quantised import QUANTISATIONS, cut_problems
 from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
 from rlhf_mcore.planning.inputs import Assumptions, GpuType
 from rlhf_mcore.planning.memory import GENERATE, SYNC
@@ -24,7 +24,6 @@ from rlhf_mcore.planning.plan import RunPlan, make_plan
 SIZES = (1, 2, 4, 8, 16)
 CONTEXTS = (1, 2, 4, 8)  # tried where microbatches, which hold whole sequences, are longer than:
 LONG_TOKENS = 16384
-FP8_ROWS = 128  # of a block, which engines do not cut
 SHARES = (0.3, 0.5, 0.7, 0.85)
 _ENGINE_PHASES = (GENERATE, SYNC)
 ADAPTER_RANK = 8  # where adapters are suggested; see docs/lora.md
@@ -148,7 +147,8 @@ def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
     devices = num_engines * own.num_ranks if cfg.rollout.placement == "disaggregated" else 0
     geometry = read_geometry(cfg.model.path)
     in_blocks = cfg.rollout.quantization == "fp8" and engine_kind(cfg.rollout.engine).holds_8_bits
-    layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), geometry.experts, FP8_ROWS if in_blocks else 1)]
+    rows = QUANTISATIONS["fp8"].block[0] if in_blocks else 1  # that no engine cuts
+    layouts = [own, *_engine_layouts(min(gpu.per_node, world_size), geometry.experts, rows)]
     if _wants_plain_engines(cfg, geometry):
         layouts = [own, *(each for each in layouts if each.num_ranks == each.tp and each.ep == 1)]
     if in_blocks:

@@ -1,4 +1,4 @@
-"""Whether a run is healthy: the verdicts of the rules on its metrics, each with what to do where one is broken.
+"""Judge whether a run is healthy: the verdicts of the rules on its metrics, each with what to do where one is broken.
 
 A rule judges only where a run has reported its metric. The rules are in ``config/metric_rules.py``; docs/report.md is checked against
 them.

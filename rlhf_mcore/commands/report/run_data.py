@@ -1,4 +1,4 @@
-"""What a run has left in its directory, as the report shows it. A run that is still going on is read as far as it has come."""
+"""Read what a run has left in its directory. A run that is still going on is read as far as it has come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the parts of a step take on so many devices: from the planner's estimates, or measured in runs."""
+"""Estimate how long the parts of a step take on so many devices: by the planner, or as measured in runs."""
 
 from __future__ import annotations
 

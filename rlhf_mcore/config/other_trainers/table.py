@@ -1,4 +1,4 @@
-"""What a table of keys consists of, and how it is applied."""
+"""Define tables of keys, and apply them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verl optimises: its estimators of advantages, losses, KL and corrections."""
+"""Translate what verl optimises: its estimators of advantages, losses, KL and corrections."""
 
 from __future__ import annotations
 

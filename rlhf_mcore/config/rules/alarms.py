@@ -1,4 +1,4 @@
-"""What is wrong with ``alarms``."""
+"""Check ``alarms``."""
 
 from __future__ import annotations
 

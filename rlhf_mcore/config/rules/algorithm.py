@@ -1,4 +1,4 @@
-"""What has to hold among the keys of ``algorithm``."""
+"""Check the keys of ``algorithm``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to hold among the keys of ``checkpoint``."""
+"""Check the keys of ``checkpoint``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be known of data files before any process has started: files, columns, and the first rows."""
+"""Check data files before any process has started: files, columns, and the first rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether layouts fit: the world, and the models that they cut."""
+"""Check that layouts fit the world, and the models that they cut."""
 
 from __future__ import annotations
 

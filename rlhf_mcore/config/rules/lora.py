@@ -1,4 +1,4 @@
-"""Whether adapters can be trained, of this model and beside what else is asked for."""
+"""Check that adapters can be trained, of this model and beside what else is asked for."""
 
 from __future__ import annotations
 

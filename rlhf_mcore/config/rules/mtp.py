@@ -1,4 +1,4 @@
-"""Whether MTP layers can be trained, of this model and in this layout, and whether engines can draft with them."""
+"""Check that MTP layers can be trained, of this model and in this layout, and that engines can draft with them."""
 
 from __future__ import annotations
 

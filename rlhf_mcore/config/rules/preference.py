@@ -1,4 +1,4 @@
-"""What has to hold where a policy learns from pairs of responses."""
+"""Check the keys of runs in which a policy learns from pairs of responses."""
 
 from __future__ import annotations
 

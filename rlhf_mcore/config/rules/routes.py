@@ -1,4 +1,4 @@
-"""Whether the choice of experts can be replayed, of this model and from these engines."""
+"""Check that the choice of experts can be replayed, of this model and from these engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model that reads images can be trained, in this layout and beside what else is asked for."""
+"""Check that a model that reads images can be trained, in this layout and beside what else is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a key is described: once, beside its field. Validation, configs/base.yaml and docs/configuration.md follow from it.
+"""Describe a key once, beside its field. Validation, configs/base.yaml and docs/configuration.md follow from it.
 
 Help is a phrase in Markdown, without a full stop.
 """

@@ -1,4 +1,4 @@
-"""What an endpoint and its driver tell each other: a call asks for turns of the policy, and gets them or a refusal."""
+"""Carry calls between an endpoint and its driver: one asks for turns of the policy, and gets them or a refusal."""
 
 from __future__ import annotations
 

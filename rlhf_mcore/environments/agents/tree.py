@@ -1,4 +1,4 @@
-"""What the policy has said in an episode of an agent, as a tree: each token is learned from once, whatever happens to the history.
+"""Hold what the policy has said in an episode of an agent as a tree: each token is learned from once, whatever the history.
 
 A node is one turn of the policy: the tokens that led to it from its parent's end, and those that were sampled. A request whose text
 begins with all that was said on the way to a node continues the node's tokens, as they were sampled. One that tells the history

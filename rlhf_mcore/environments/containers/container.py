@@ -1,4 +1,4 @@
-"""What an agent has of a container, whatever it is made of: commands, files in, files out.
+"""Define what an agent has of a container, whatever it is made of: commands, files in, files out.
 
 A kind of container gives two methods, ``_execute`` and ``_end``; the rest follows from them.
 """

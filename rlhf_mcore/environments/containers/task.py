@@ -1,4 +1,4 @@
-"""What a task needs of a container: an image, files, commands before, tests at the end."""
+"""Define what a task needs of a container: an image, files, commands before, tests at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the containers of a run need is had before it begins: tasks are read, images are pulled or built."""
+"""Prepare the containers of a run before it begins: tasks are read, images are pulled or built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run with servers has to be told, and what servers do not tell it."""
+"""State what a run with servers has to be told, and what servers do not tell it."""
 
 from __future__ import annotations
 

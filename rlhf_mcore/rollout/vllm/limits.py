@@ -1,4 +1,4 @@
-"""What vLLM cannot draw with, known before it is imported."""
+"""Name what vLLM cannot draw with, before it is imported."""
 
 from __future__ import annotations
 

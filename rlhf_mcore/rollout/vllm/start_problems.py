@@ -1,4 +1,4 @@
-"""What keeps vLLM from starting, in the words of this program's configuration."""
+"""Say what keeps vLLM from starting, in the words of this program's configuration."""
 
 from __future__ import annotations
 
