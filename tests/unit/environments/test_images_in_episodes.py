@@ -447,8 +447,9 @@ def test_without_a_template_messages_are_refused_and_texts_are_continued(endpoin
     assert plain.decode(played.found.token_ids) == "qa<end>"
 
 
-def test_an_image_in_a_system_message_is_refused_by_where_images_may_be() -> None:
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_an_image_in_another_message_is_refused_by_where_images_may_be(role: str) -> None:
     with pytest.raises(
         Refused, match=r"messages\[0\] has a part of type 'image_url': .* images in messages of users and tools"
     ):
-        message_of("system", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}], "messages[0]")
+        message_of(role, [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}], "messages[0]")
