@@ -65,7 +65,6 @@ ROWS = (
     Row("simulated", "distance of simulated from measured samples/s and tokens/s, the largest"),
     Row("ready", "time to the first step by the longer start of trainer and engine alone"),
     Row("device_counts", "host syncs in the passes of a small update, all cases together, on fake CUDA tensors"),
-    Row("run_weight", "files and lines of the package that a GRPO rank loads by their goals, the larger"),
     Row(
         "exact_logprobs",
         "share of logprobs that are equal in engine and trainer where they share operations",
