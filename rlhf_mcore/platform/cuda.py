@@ -84,11 +84,16 @@ class CudaPlatform(Platform):
             settings.fill_uninitialized_memory = fills
 
     def prepare_megatron(self) -> None:
-        """Prepare Megatron-core (:meth:`Platform.prepare_megatron`). Without fused permutation Megatron's is replaced: it waits."""
+        """Prepare Megatron-core (:meth:`Platform.prepare_megatron`).
+
+        Replace the permutation of version 0.16, which waits for the device, unless Transformer Engine has a fused one.
+        """
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+        from rlhf_mcore.platform.megatron_versions import PERMUTE_WAITS
+
         super().prepare_megatron()
-        if token_dispatcher.permute is moe_utils.permute and getattr(moe_utils, "fused_permute", None) is None:
+        if PERMUTE_WAITS and token_dispatcher.permute is moe_utils.permute and getattr(moe_utils, "fused_permute", None) is None:
             token_dispatcher.permute = partial(_permute, moe_utils.permute)
 
     def synchronize(self) -> None:

@@ -22,6 +22,9 @@ def is_supported() -> bool:
     return VERSION.startswith(tuple(f"{series}." for series in SERIES))
 
 
+# Version 0.16 sorts tokens by experts with a mask, so the host waits for the device to count them. Later versions sort by argsort.
+PERMUTE_WAITS = VERSION.startswith("0.16.")
+
 # Globals of the process that later versions read for the data-parallel group, which they may cut once more over ranks that gather
 # weights again for the backward pass (GTP). That is not used here, so the groups are the same.
 _LATER_GLOBALS = {

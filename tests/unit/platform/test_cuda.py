@@ -14,6 +14,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.cuda import CudaPlatform
+from rlhf_mcore.platform.megatron_versions import PERMUTE_WAITS
 from tests.messages import refused
 
 
@@ -47,10 +48,10 @@ def test_a_product_of_transformer_engine_stays(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_tokens_are_sorted_by_experts_as_megatron_sorts_them(with_probs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In value and gradient. Some experts get no token."""
+    """In value and gradient. Some experts get no token. Version 0.16 returns three values, 0.19 five."""
     monkeypatch.setattr(moe_utils, "fused_permute", None, raising=False)
     CudaPlatform().prepare_megatron()
-    assert token_dispatcher.permute is not moe_utils.permute
+    assert (token_dispatcher.permute is not moe_utils.permute) == PERMUTE_WAITS
     draw = torch.Generator().manual_seed(0)
     routing = torch.zeros(50, 16, dtype=torch.bool)
     routing.scatter_(1, torch.rand(50, 13, generator=draw).topk(3).indices, True)
@@ -58,10 +59,11 @@ def test_tokens_are_sorted_by_experts_as_megatron_sorts_them(with_probs: bool, m
     for permute in (moe_utils.permute, token_dispatcher.permute):
         tokens = torch.randn(50, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
         probs = torch.rand(50, 16, generator=torch.Generator().manual_seed(2), requires_grad=True)
-        rows, weights, order = permute(tokens, routing, probs=probs if with_probs else None, num_out_tokens=150)
+        rows, weights, order, *rest = permute(tokens, routing, probs=probs if with_probs else None, num_out_tokens=150)
         weighted = rows * weights[:, None] if with_probs else rows
         (weighted * torch.arange(150.0)[:, None]).sum().backward()
         results.append([rows, order, tokens.grad, *([weights, probs.grad] if with_probs else [])])
+        assert len(rest) == (0 if PERMUTE_WAITS else 2), "the dispatcher unpacks as many"
     for expected, computed in zip(*results, strict=True):
         assert torch.equal(expected, computed)
 
@@ -75,7 +77,7 @@ def test_a_permutation_of_transformer_engine_or_of_a_number_on_the_device_stays(
     monkeypatch.setattr(moe_utils, "fused_permute", None, raising=False)
     CudaPlatform().prepare_megatron()
     routing = torch.tensor([[True, False], [True, False], [False, False]])  # a token that was dropped
-    rows, _, order = token_dispatcher.permute(torch.arange(3.0)[:, None], routing, num_out_tokens=torch.tensor(2))
+    rows, _, order, *_ = token_dispatcher.permute(torch.arange(3.0)[:, None], routing, num_out_tokens=torch.tensor(2))
     assert (rows.tolist(), order.tolist()) == ([[0.0], [1.0]], [0, 1])
 
 
