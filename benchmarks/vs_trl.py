@@ -7,7 +7,7 @@ turns, in processes of their own. A step is the mean between the ends of two ste
 - ``tail``: a response ends with a probability of about 1/64 at each token, up to 512;
 - ``tail_128``: the same with 128 responses in place of 64.
 
-TRL and what it needs beside the project's own packages come from ``./launch/setup.sh --with bench``. CPU seconds are of all processes
+``./launch/setup.sh --with bench`` installs TRL and what it needs in addition to the project's own packages. CPU seconds are of all processes
 of a side together, which says more than the wall on a machine that others use too.
 """
 
@@ -224,7 +224,7 @@ def trl(responses: int, tokens: int, steps: int) -> None:
 def measured(directory: Path, side: str, command: list[str], steps: int) -> dict[str, Any]:
     """Seconds of a step: by the clock, and of the processors."""
     threads = "1" if side == "ours" else "2"
-    extra = [] if side == "ours" else [str(TRL), str(ROOT / ".venv" / "oracles")]
+    extra = [] if side == "ours" else [str(TRL)]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *extra]),

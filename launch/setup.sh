@@ -4,7 +4,7 @@
 #   ./launch/setup.sh                            the CPU stack
 #   RLHF_MCORE_STACK=gpu ./launch/setup.sh       the GPU stack, inside NVIDIA's PyTorch container (see Dockerfile)
 #   RLHF_MCORE_STACK=megatron-latest ./launch/setup.sh   the CPU stack with the newest Megatron-core, in .venv-megatron-latest
-#   ./launch/setup.sh --with bench               and what benchmarks/vs_trl.py compares with, in a folder of its own
+#   ./launch/setup.sh --with bench               in addition TRL, for benchmarks/vs_trl.py, in a folder of its own
 #
 # PYTHON names the interpreter to build from (3.11, for the other two 3.12; looked for when not set). Package indexes, find-links folders
 # and certificates are those of this machine's pip configuration. Delete .venv to start over.
@@ -159,12 +159,13 @@ install() {
     say "setup: done"
 }
 
-# TRL itself is among the oracles; here is what it needs beside our own packages.
+# TRL runs with our own packages and this folder. It must not see .venv/oracles: transformers would import torchvision and PEFT from there.
 install_bench() {
     [[ "$stack" == cpu ]] || fail "--with bench is for the CPU stack"
     if cmp --silent "$root/requirements/bench.lock" "$venv/bench/bench.lock"; then return; fi
-    heading "setup: what TRL needs, for benchmarks/vs_trl.py"
+    heading "setup: TRL, for benchmarks/vs_trl.py"
     export_index_settings
+    rm -rf "$venv/bench" # what an earlier lock installed
     uv_install --require-hashes --target "$venv/bench" -r "$root/requirements/bench.lock"
     cp "$root/requirements/bench.lock" "$venv/bench/bench.lock"
 }
