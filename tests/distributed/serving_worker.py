@@ -24,7 +24,6 @@ def main(requests: Path, pid_of_tests: str) -> None:
                 return
             time.sleep(0.05)
         asked = json.loads(request.read_text())
-        importlib.import_module(f"tests.distributed.{asked['worker']}").main(
-            Path(asked["directory"]), *asked["arguments"]
-        )
+        worker = importlib.import_module(f"tests.distributed.{asked['worker']}")
+        worker.main(Path(asked["directory"]), *asked["arguments"])
         gc.collect()

@@ -14,7 +14,8 @@ from typing import IO, Any
 
 from rlhf_mcore.cli.launch import local_logs, local_rendezvous, torchrun_command
 from tests.commands import descendants
-from tests.distributed import forked, nccl_rules
+from tests.distributed import forked, nccl_rules, rank_failures
+from tests.machine_speed import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,14 +24,23 @@ def run_world(worker: str, num_ranks: int, directory: Path, *arguments: str, tim
     """Have ``main(directory, *arguments)`` of the module ``tests.<worker>`` run on ``num_ranks`` processes.
 
     Returns what its first rank wrote to findings.json, None if it wrote nothing.
+
+    Raises:
+        AssertionError: the message and the traceback of the rank that failed first, or the end of the output if no rank raised.
     """
     with (directory / "output.txt").open("w+") as output:
-        process = _start(worker, num_ranks, output, str(directory), *arguments)
+        failures = _folder_beside(output)
+        process = _start(worker, num_ranks, output, failures, str(directory), *arguments)
+        problem = ""
         try:
-            process.wait(timeout=timeout_s)
+            if process.wait(timeout=scaled(timeout_s)):
+                problem = f"{worker} ended with exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            problem = f"{worker} did not end within {scaled(timeout_s):.0f} s"
         finally:
             _kill(process)
-        assert process.returncode == 0, _tail(output)
+        if problem:
+            raise _failed(failures, problem, output)
     findings = directory / "findings.json"
     return json.loads(findings.read_text()) if findings.exists() else None
 
@@ -48,19 +58,28 @@ class World:
         self._num_starts = self._num_requests = 0
 
     def run(self, worker: str, directory: Path, *arguments: str, timeout_s: int = 560) -> Any:
-        """Have ``tests.distributed.<worker>.main(directory, *arguments)`` run on all ranks. Returns the findings of the first."""
+        """Have ``tests.distributed.<worker>.main(directory, *arguments)`` run on all ranks. Returns the findings of the first.
+
+        Raises:
+            AssertionError: as ``run_world``.
+        """
         if self._process is None or self._process.poll() is not None:
             self._restart()
         assert self._process is not None and self._output is not None
         request = self._requests / f"{self._num_requests}.json"
         self._num_requests += 1
         _write(request, {"worker": worker, "directory": str(directory), "arguments": arguments})
-        findings, end = directory / "findings.json", time.monotonic() + timeout_s
+        findings, end = directory / "findings.json", time.monotonic() + scaled(timeout_s)
         while not findings.exists():
-            if self._process.poll() is not None or time.monotonic() > end:
-                self.close()
-                raise AssertionError(f"{worker} left no findings within {timeout_s} s\n{_tail(self._output)}")
-            time.sleep(0.05)
+            if self._process.poll() is not None:
+                problem = f"the ranks of {worker} ended with exit code {self._process.returncode}, and left no findings"
+            elif time.monotonic() > end:
+                problem = f"{worker} left no findings within {scaled(timeout_s):.0f} s"
+            else:
+                time.sleep(0.05)
+                continue
+            self.close()
+            raise _failed(self._failures, problem, self._output)
         return json.loads(findings.read_text())
 
     @property
@@ -72,7 +91,9 @@ class World:
         self._requests.mkdir()
         self._output = (self._requests / "output.txt").open("w+")
         worker = "distributed.serving_worker"
-        self._process = _start(worker, self._num_ranks, self._output, str(self._requests), str(os.getpid()))
+        self._failures = _folder_beside(self._output)
+        arguments = str(self._requests), str(os.getpid())
+        self._process = _start(worker, self._num_ranks, self._output, self._failures, *arguments)
 
     def close(self) -> None:
         if self._process is not None:
@@ -80,13 +101,14 @@ class World:
             self._process = None
 
 
-def _start(worker: str, num_ranks: int, output: IO[str], *arguments: str) -> subprocess.Popen[str]:
+def _start(worker: str, num_ranks: int, output: IO[str], failures: Path, *arguments: str) -> subprocess.Popen[str]:
     options = [*local_rendezvous(), *local_logs(None, num_ranks)]
     command = torchrun_command(options, num_ranks, [f"tests.{worker}", *arguments], forked.MODULE)
     command[1:1] = ["-W", "ignore"]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
-    environment[nccl_rules.VARIABLE] = tempfile.mkdtemp(dir=Path(output.name).parent)
+    environment[nccl_rules.VARIABLE] = str(_folder_beside(output))
+    environment[rank_failures.VARIABLE] = str(failures)
     return subprocess.Popen(
         command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -100,9 +122,16 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _tail(output: IO[str]) -> str:
+def _folder_beside(output: IO[str]) -> Path:
+    return Path(tempfile.mkdtemp(dir=Path(output.name).parent))
+
+
+def _failed(failures: Path, problem: str, output: IO[str]) -> AssertionError:
+    """Return the error of a world: what its first failing rank raised, or the end of the output if no rank raised anything."""
+    if raised := rank_failures.first_failure(failures):
+        return AssertionError(f"{raised}{problem}; its output is in {output.name}")
     output.seek(0)
-    return output.read()[-6000:]
+    return AssertionError(f"{problem}\n{output.read()[-6000:]}")
 
 
 def _write(path: Path, content: Any) -> None:
