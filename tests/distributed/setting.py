@@ -148,6 +148,21 @@ def moe_groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
     return cache[name]
 
 
+def sizes_of(layout: str) -> dict[str, object]:
+    """Return the parallel sizes of a layout, which ``covering_rows`` pairs with other settings."""
+    known = MOE_LAYOUTS if layout in MOE_LAYOUTS else {**LAYOUTS, **UNEVEN_LAYOUTS, **CONTEXT_LAYOUTS}
+    tp, pp, vpp, sp, *rest = known[layout]
+    ep, etp = rest[:2] if known is MOE_LAYOUTS else (1, None)
+    layers, cp = [*(rest[2:] if known is MOE_LAYOUTS else rest), *(None, 1)[len(rest) - 2 * (known is MOE_LAYOUTS) :]]
+    sizes = {"tp": tp, "pp": pp, "vpp": vpp or 1, "cp": cp, "dp": 4 // (tp * pp * cp), "ep": ep, "etp": etp or tp}
+    return {**sizes, "sp": sp, "uneven": layers is not None}
+
+
+def splits_of(layout: str) -> dict[str, object]:
+    """Return what a layout splits at all, for checks to which 4 ranks are like 2."""
+    return {name: size not in (1, False) for name, size in sizes_of(layout).items()}
+
+
 def rows(seed: int = 0, count: int = 8) -> list[Row]:
     """Prompts and responses of different lengths, one of them a single token, with pretended engine logprobs."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.cells import check_all, check_close
 from tests.distributed.setting import NOISE
-from tests.distributed.update_worker import (
-    LOSSES,
-    MODELS,
-    NUM_SMALL_STEPS,
-    OVERLAPPED_LAYOUTS,
-    SHARED_LAYOUTS,
-    SMALL_LR,
-    cuts_of,
-    layouts_for,
-)
+from tests.distributed.update_worker import MODELS, NUM_SMALL_STEPS, RECOMPUTE, SHARED, SMALL_LR, UNSHARED
 from tests.distributed.world import World
 
 
@@ -27,63 +19,69 @@ def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any
     return four_ranks.run("update_worker", directory)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "cut", "kind"),
-    [(model, layout, *cut) for model in MODELS for layout in layouts_for(model) for cut in cuts_of(model)],
-)
-def test_loss_gradient_and_new_weights_are_the_oracles(
-    findings: Any, model: str, layout: str, cut: str, kind: str
-) -> None:
-    found, oracle = findings["updates"][f"{model}/{layout}/{cut}/{kind}"], findings["oracle"][model]
-    assert found["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
-    assert found["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
-    assert found["weights"] == ""
-    assert found["losses"] == [found["loss/total"]] * 4
+@pytest.mark.parametrize("model", MODELS)
+def test_an_update_is_that_of_transformers(findings: Any, model: str) -> None:
+    cells = {name: found for name, found in findings["updates"].items() if name.startswith(f"{model}/")}
+    check_all(cells, lambda found: check_clipped_update(found, findings["oracle"][model]))
+
+
+def check_clipped_update(found: Any, oracle: Any) -> None:
+    check_update(found, oracle)
     assert found["actor/clip_fraction_high"] + found["actor/clip_fraction_low"] > 0, "the batch must exercise clipping"
 
 
-def test_rows_had_every_kind_of_owner(findings: Any) -> None:
-    for part in ("one/packed", "one/padded", "many/packed", "many/padded"):
-        cases = [found["owner"] for key, found in findings["updates"].items() if key.endswith(part)]
-        assert set(cases) == {0, 1, 2}, part
-
-
-@pytest.mark.parametrize("kind", ["selective", "full_uniform", "full_block", "mlp_and_attention"])
-def test_recomputed_activations_change_nothing(findings: Any, kind: str) -> None:
-    found, without = findings["recompute"][kind], findings["recompute"]["off"]
-    assert found["loss/total"] == without["loss/total"]
-    assert found["actor/grad_norm"] == without["actor/grad_norm"]
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("layout", [layout for layout in SHARED_LAYOUTS if "cp" in layout])
-def test_no_loss_or_aggregation_depends_on_how_ranks_share_a_sequence(
-    findings: Any, layout: str, kind: str, loss: str
-) -> None:
-    found, whole = findings["losses"][f"{layout}/{kind}"][loss], findings["losses"]["dp4/packed"][loss]
-    assert found.keys() == whole.keys() and len(found) >= 10
-    for name, value in whole.items():
-        assert found[name] == pytest.approx(value, rel=NOISE, abs=NOISE), name
-    others = {tuple(other.values()) for name, other in findings["losses"][f"{layout}/{kind}"].items() if name != loss}
-    assert tuple(found.values()) not in others, "each is another loss"
-
-
-@pytest.mark.parametrize("layout", OVERLAPPED_LAYOUTS)
-def test_overlapped_gradient_reduction_and_weight_gathering_change_nothing(findings: Any, layout: str) -> None:
-    found = findings["overlap"][layout]
-    for overlapped, plain in zip(found["overlapped"], found["plain"], strict=True):
-        assert overlapped == pytest.approx(plain, rel=NOISE, abs=NOISE)  # buckets are summed in another order
+def check_update(found: Any, oracle: Any) -> None:
+    """Loss, norm of the gradient and new weights; all ranks report the same loss."""
+    check_close("loss/total", found["loss/total"], oracle["loss"], rel=1e-5)
+    check_close("actor/grad_norm", found["actor/grad_norm"], oracle["grad_norm"], rel=1e-5)
     assert found["weights"] == ""
-    assert found["plain"][0]["loss/total"] != found["plain"][1]["loss/total"], (
-        "weights must have changed between the steps"
-    )
+    assert found["losses"] == [found["loss/total"]] * 4
 
 
-@pytest.mark.parametrize("layout", layouts_for(MODELS[0]))
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(findings: Any, layout: str, kind: str) -> None:
-    check_old_of_update(findings["old"][f"{layout}/{kind}"])
+def test_recomputed_activations_change_nothing(findings: Any) -> None:
+    without = findings["recompute"]["off"]
+
+    def check(kind: str) -> None:
+        for name in ("loss/total", "actor/grad_norm"):
+            assert findings["recompute"][kind][name] == without[name], name
+
+    check_all(list(RECOMPUTE), check)
+
+
+@pytest.mark.parametrize("where", SHARED)
+def test_no_loss_depends_on_how_ranks_share_a_sequence(findings: Any, where: str) -> None:
+    unshared = findings["losses"][UNSHARED]
+
+    def check(loss: str) -> None:
+        found, whole = findings["losses"][where][loss], unshared[loss]
+        assert found.keys() == whole.keys() and len(found) >= 10
+        for name, value in whole.items():
+            check_close(name, found[name], value, NOISE, NOISE)
+
+    check_all(findings["losses"][where].keys(), check)
+    others = [tuple(metrics.values()) for metrics in findings["losses"][where].values()]
+    assert len(set(others)) == len(others), "each is another loss"
+
+
+def test_every_loss_and_aggregation_is_another_one(findings: Any) -> None:
+    found = [tuple(metrics.values()) for metrics in findings["losses"][UNSHARED].values()]
+    assert len(set(found)) == len(found)
+
+
+def test_overlapped_communication_changes_nothing(findings: Any) -> None:
+    """Of gradients behind the backward pass, and of weights behind the forward pass. Buckets are summed in another order."""
+
+    def check(found: Any) -> None:
+        for overlapped, plain in zip(found["overlapped"], found["plain"], strict=True):
+            assert overlapped == pytest.approx(plain, rel=NOISE, abs=NOISE)
+        assert found["weights"] == ""
+        assert found["plain"][0]["loss/total"] != found["plain"][1]["loss/total"], "weights must have changed"
+
+    check_all(findings["overlap"], check)
+
+
+def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(findings: Any) -> None:
+    check_all(findings["old"], check_old_of_update)
 
 
 def check_old_of_update(found: Any) -> None:
@@ -92,14 +90,13 @@ def check_old_of_update(found: Any) -> None:
     computed, skipped = found["computed"], found["skipped"]
     assert computed.keys() == skipped.keys() and len(computed) >= 20
     for name, value in computed.items():
-        assert skipped[name] == pytest.approx(value, rel=NOISE, abs=NOISE), name
+        check_close(name, skipped[name], value, NOISE, NOISE)
     assert skipped["rollout/ratio_max"] > 0.1 > skipped["rollout/ratio_min"], "the correction must have something to do"
     assert skipped["actor/importance_ratio"] == 1.0 and skipped["actor/approx_kl"] == 0.0
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_small_steps_add_up_in_fp32_masters(findings: Any, dtype: str) -> None:
-    check_small_steps(findings["precision"][dtype])
+def test_small_steps_add_up_in_fp32_masters(findings: Any) -> None:
+    check_all(findings["precision"], check_small_steps)
 
 
 def check_small_steps(found: Any) -> None:

@@ -20,11 +20,14 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import TrainBatch
+from tests.covering import covering_rows
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import (
     CONTEXT_LAYOUTS,
+    LAYOUTS,
     TEMPERATURE,
+    UNEVEN_LAYOUTS,
     Settings,
     algorithm,
     batch_for,
@@ -33,17 +36,19 @@ from tests.distributed.setting import (
     gatherer,
     groups_of,
     hf_logprobs,
-    layouts_of,
     load_hf,
     rows,
+    sizes_of,
+    splits_of,
     start,
 )
 
 MODELS = ("qwen3_tied", "qwen2", "llama", "qwen3_seven")
-NUM_SMALL_STEPS, SMALL_LR = 30, 2e-5
+NUM_SMALL_STEPS, SMALL_LR = 12, 2e-5
 CUTS = {"one": 10_000, "many": 24}
 OWNERS = ("dealt", "last rank", "one after the other")
 RECOMPUTE = {
+    "off": None,
     "selective": RecomputeConfig("selective"),
     "full_uniform": RecomputeConfig("full", "uniform", 1),
     "full_block": RecomputeConfig("full", "block", 1),
@@ -51,26 +56,48 @@ RECOMPUTE = {
 }
 # Small buckets, so that there are several to reduce and gather behind each other.
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
-# The same tokens on one, two and four context-parallel ranks.
-SHARED_LAYOUTS = ("dp4", "cp2_dp2", "cp4")
 AGGREGATIONS = ("token", "sequence", "constant")
 LOSSES = {f"{loss}/{by}": (loss, by, "off") for loss in POLICY_LOSSES for by in AGGREGATIONS} | {
     f"corrected by {mode}": ("ppo_clip", "sequence", mode) for mode in ("token", "sequence")
 }
 BOUNDS = {"dppo_tv": 0.5}  # by which other tokens are left out than by the divergence of dppo_kl
 COVARIANCE = CovarianceConfig(share=0.3, low=-9, high=9)  # which chooses tokens of the few that there are
-OVERLAPPED_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "cp2_dp2")
+UNSHARED, SHARED = "dp4/packed", ("cp2_dp2/packed", "cp2_dp2/padded", "cp4/packed", "cp4/padded")
+OVERLAPPED_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "cp2_dp2")
 
 
-def layouts_for(model: str) -> list[str]:
-    """The first model's tokens are shared in every way too."""
-    return [*layouts_of(model), *(CONTEXT_LAYOUTS if model == MODELS[0] else ())]
+def cells() -> list[dict[str, Any]]:
+    """Return the updates: every model and layout, and each size of a layout with each model, cut, packing and way to own rows."""
+    factors = {
+        "model": MODELS,
+        "layout": [*LAYOUTS, *CONTEXT_LAYOUTS, *UNEVEN_LAYOUTS],
+        "cut": tuple(CUTS),
+        "packing": ("packed", "padded"),
+        "owner": OWNERS,
+    }
+    return covering_rows(
+        factors,
+        lambda row: (row["layout"] in UNEVEN_LAYOUTS) == (row["model"] == "qwen3_seven"),
+        lambda row: {**row, **sizes_of(row["layout"]), "layout": None},
+    )
 
 
-def cuts_of(model: str) -> list[tuple[str, str]]:
-    """The first model is cut in every way; for the others the two extremes do."""
-    every = [(cut, kind) for cut in CUTS for kind in ("packed", "padded")]
-    return every if model == MODELS[0] else [("one", "padded"), ("many", "packed")]
+def cells_of_old() -> list[tuple[str, str]]:
+    """Return layout and packing of the updates whose forward pass gives the old logprobs."""
+    factors = {"layout": [*LAYOUTS, *CONTEXT_LAYOUTS], "packing": ("packed", "padded")}
+    rows = covering_rows(factors, features=lambda row: {**splits_of(row["layout"]), "packing": row["packing"]})
+    return [(row["layout"], row["packing"]) for row in rows]
+
+
+def shared_losses() -> dict[str, list[str]]:
+    """Return for each way to share a sequence the losses to compare. Each loss, aggregation and correction meets each way."""
+    rows = covering_rows(
+        {"loss": tuple(LOSSES), "where": SHARED},
+        features=lambda row: dict(
+            zip(("where", "policy", "by", "mode"), (row["where"], *LOSSES[row["loss"]]), strict=True)
+        ),
+    )
+    return {where: [row["loss"] for row in rows if row["where"] == where] for where in SHARED}
 
 
 def main(directory: Path) -> None:
@@ -82,53 +109,55 @@ def main(directory: Path) -> None:
         path = directory / name
         if dist.get_rank() == 0:
             models.make(name, path)
-            reference = models.make("llama" if name == "llama" else name, directory / f"{name}_reference", seed=7)
+            reference = models.make(name, directory / f"{name}_reference", seed=7)
             findings["oracle"][name] = oracle(path, reference, directory / f"{name}_after")
         dist.barrier()
         after = load_file(directory / f"{name}_after" / "model.safetensors")
         reference = load_hf(directory / f"{name}_reference")
-        for layout in layouts_for(name):
-            for cut, kind in cuts_of(name):
-                key = f"{name}/{layout}/{cut}/{kind}"
-                chunk = 5 if cut == "many" else None
-                settings = Settings(max_tokens=CUTS[cut], packing=kind == "packed", logit_chunk_tokens=chunk)
-                # Every layout, cut and packing meets every way to own rows, over the models.
-                owner = OWNERS[len(findings["updates"]) % len(OWNERS)]
-                found = update(path, groups_of(layout, groups), platform, settings, reference, after, owner)
-                findings["updates"][key] = {**found, "owner": OWNERS.index(owner)}
-                if name == MODELS[0] and cut == "many":
-                    _, actor = build(path, groups_of(layout, groups), platform, settings)
-                    findings["old"][f"{layout}/{kind}"] = old_of_update(actor, reference)
+        for cell in cells():
+            if cell["model"] != name:
+                continue
+            is_cut = cell["cut"] == "many"
+            settings = Settings(
+                max_tokens=CUTS[cell["cut"]],
+                packing=cell["packing"] == "packed",
+                logit_chunk_tokens=5 if is_cut else None,
+            )
+            made = groups_of(cell["layout"], groups)
+            found = update(path, made, platform, settings, reference, after, cell["owner"])
+            findings["updates"]["/".join(cell.values())] = found
     path, reference = directory / "qwen3_tied", load_hf(directory / "qwen3_tied_reference")
+    for layout, packing in cells_of_old():
+        settings = Settings(max_tokens=24, packing=packing == "packed", logit_chunk_tokens=5)
+        _, actor = build(path, groups_of(layout, groups), platform, settings)
+        findings["old"][f"{layout}/{packing}"] = old_of_update(actor, reference)
     for kind, recompute in RECOMPUTE.items():
         settings = Settings(max_tokens=24, recompute=recompute)
         findings["recompute"][kind] = update(path, groups_of("tp2_pp2", groups), platform, settings, reference, None)
-    findings["recompute"]["off"] = update(
-        path, groups_of("tp2_pp2", groups), platform, Settings(max_tokens=24), reference, None
-    )
     for layout in OVERLAPPED_LAYOUTS:
-        settings = Settings(max_tokens=24, epochs=3)
+        settings = Settings(max_tokens=24, epochs=2)
         plain = twice(path, groups_of(layout, groups), platform, settings, reference, None)
         overlapped = replace(settings, megatron=OVERLAP)
         found = twice(path, groups_of(layout, groups), platform, overlapped, reference, plain[1])
         findings["overlap"][layout] = {"plain": plain[0], "overlapped": found[0], "weights": found[2]}
-    for layout in SHARED_LAYOUTS:
-        for kind in ("packed", "padded"):
-            made = every_loss(path, groups_of(layout, groups), platform, kind == "packed", reference)
-            findings["losses"][f"{layout}/{kind}"] = made
+    for where, losses in {UNSHARED: list(LOSSES), **shared_losses()}.items():
+        layout, _, packing = where.partition("/")
+        made = every_loss(path, groups_of(layout, groups), platform, packing == "packed", reference, losses)
+        findings["losses"][where] = made
     for dtype in ("bf16", "fp16"):
         findings["precision"][dtype] = small_steps(path, groups_of("tp2_dp2", groups), platform, dtype, reference)
     finish(findings, directory)
 
 
 def every_loss(
-    path: Path, groups: ModelGroups, platform: Any, packing: bool, reference: torch.nn.Module
+    path: Path, groups: ModelGroups, platform: Any, packing: bool, reference: torch.nn.Module, losses: list[str]
 ) -> dict[str, dict[str, float]]:
-    """Metrics of an update by each policy loss and aggregation, with a correction by token and by sequence; weights stay."""
+    """Metrics of an update by each of these losses; weights stay."""
     _, actor = build(path, groups, platform, Settings(max_tokens=48, packing=packing))
     placed, found = actor.model, {}
     placed.optimizer = OptimizerConfig(lr=0.0)
-    for name, (loss, aggregation, mode) in LOSSES.items():
+    for name in losses:
+        loss, aggregation, mode = LOSSES[name]
         correction = RolloutCorrectionConfig(mode=mode, cap=0.1)
         cfg = replace(algorithm(aggregation), policy_loss=loss, rollout_correction=correction, covariance=COVARIANCE)
         if bound := BOUNDS.get(loss):
