@@ -1,4 +1,4 @@
-"""Commands that tests start, what they leave behind, what processes there are, and whether something has happened yet."""
+"""Start commands, wait for them, and look at their processes and at what they leave behind. Time limits scale with the machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.machine_speed import scaled
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -20,13 +22,13 @@ def wait_for(
     explain: Callable[[], str] = str,
     ended: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait until something holds, but not for what has ``ended`` without it."""
-    end = time.monotonic() + seconds
+    """Wait until a condition holds or ``ended()`` is true. ``seconds`` are of the reference machine, see tests/machine_speed.py."""
+    end = time.monotonic() + scaled(seconds)
     while not condition():
         if ended():
             assert condition(), f"it has ended, and this did not happen\n{explain()}"
             return
-        assert time.monotonic() < end, f"it did not happen within {seconds} s\n{explain()}"
+        assert time.monotonic() < end, f"it did not happen within {scaled(seconds):.0f} s\n{explain()}"
         time.sleep(0.1)
 
 
@@ -48,9 +50,9 @@ class Started:
     def end(self, seconds: float = 240) -> str:
         """Wait until it has ended. Returns what it has printed."""
         try:
-            self.process.wait(timeout=seconds)
+            self.process.wait(timeout=scaled(seconds))
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end within {seconds} s\n{self._explain()}") from None
+            raise AssertionError(f"it did not end within {scaled(seconds):.0f} s\n{self._explain()}") from None
         return self.output()
 
     def _explain(self) -> str:
@@ -75,14 +77,15 @@ def started(command: Sequence[str], directory: Path, environment: Mapping[str, s
 def finished(
     command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None, seconds: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with its output."""
+    """Run a command to its end, and return it with its output."""
+    limit = scaled(seconds)
     try:
         return subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired as late:
         printed = b"".join(part[-3000:] for part in (late.stdout, late.stderr) if isinstance(part, bytes))
-        raise AssertionError(f"it did not end within {seconds} s\n{printed.decode(errors='replace')}") from None
+        raise AssertionError(f"it did not end within {limit:.0f} s\n{printed.decode(errors='replace')}") from None
 
 
 def environment(directory: Path) -> dict[str, str]:
