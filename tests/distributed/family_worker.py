@@ -1,4 +1,4 @@
-"""Further families on a few layouts, or one of them on all: logprobs, weights there and back, and one update, against transformers."""
+"""Further families on a few layouts: logprobs, weights there and back, and one update, against transformers."""
 
 from __future__ import annotations
 
@@ -67,12 +67,11 @@ def layouts_of(model: str) -> tuple[str, ...]:
     )
 
 
-def main(directory: Path, wanted: str = "") -> None:
-    """``wanted`` names a model that is tried on every layout; without, all are on their few."""
+def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
     findings: dict[str, Any] = {"oracle": {}}
-    for name in [wanted] if wanted else FEW:
+    for name in FEW:
         path, after = directory / name, directory / f"{name}_after"
         if dist.get_rank() == 0:
             models.make(name, path)
@@ -85,7 +84,7 @@ def main(directory: Path, wanted: str = "") -> None:
         hf, reference = load_hf(path), load_hf(directory / f"{name}_reference")
         with torch.no_grad():
             expected = [hf_logprobs(hf, row) for row in rows()]
-        for layout in layouts_of(name) if wanted else FEW[name]:
+        for layout in FEW[name]:
             mine = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
             model, actor = build(path, mine, platform, Settings())
             found = findings[f"{name}/{layout}"] = {
@@ -93,7 +92,7 @@ def main(directory: Path, wanted: str = "") -> None:
                 "gather": difference_from_file(model, path),
                 "names": held_and_predicted(model),
             }
-            if wanted or layout == FEW[name][0] or name in SHARED:
+            if layout == FEW[name][0] or name in SHARED:
                 source, saved = directory / f"{name}_source", directory / f"{name}_{layout}_saved"
                 geometry = model.spec.geometry
                 exporter = Exporter(

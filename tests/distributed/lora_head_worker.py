@@ -34,6 +34,7 @@ from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from tests import beside
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
+from tests.distributed.lora_worker import cases_of
 from tests.distributed.roles_worker import make_classifier
 from tests.distributed.setting import batch_for, finish, gatherer, groups_of, rows, start
 from tests.distributed.supervised_worker import CENTERING, examples, pair_oracle
@@ -54,11 +55,10 @@ def main(directory: Path) -> None:
             make_classifier(kind, directory / "policy", directory / head)
             findings["oracle"][head] = oracle(head, directory / head)
     dist.barrier()
-    for head in KINDS:
-        for layout in LAYOUTS:
-            findings["updates"][f"{head}/{layout}"] = update(
-                head, directory / head, groups_of(layout, groups), platform
-            )
+    for head, layouts in cases_of(dict.fromkeys(KINDS, LAYOUTS)).items():
+        for layout in layouts:
+            made = groups_of(layout, groups)
+            findings["updates"][f"{head}/{layout}"] = update(head, directory / head, made, platform)
     finish(findings, directory)
 
 

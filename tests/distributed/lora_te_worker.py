@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-CASES = {
+LAYOUTS = {
     "qwen3": ("dp4", "tp2_dp2", "tp2_dp2_sp", "tp2_pp2"),
     "qwen3_pissa": ("tp2_dp2_sp",),
     "qwen2": ("tp2_dp2_sp",),
@@ -34,7 +34,7 @@ def main(directory: Path, folder: Path) -> None:
 
     assert layers.HAVE_TE
     platform, groups, findings = start(), dict[str, Any](), dict[str, Any](oracle={}, updates={})
-    for name, layouts in CASES.items():
+    for name, layouts in lora_worker.cases_of(LAYOUTS).items():
         path = directory / name
         if dist.get_rank() == 0:
             models.make(name.removesuffix("_pissa").removesuffix("_dora"), path)

@@ -6,7 +6,7 @@ Against the formula, written out, for experts, which transformers has in one ten
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.policy import Reference
 from rlhf_mcore.roles.supervised import SupervisedActor
 from tests import beside
+from tests.covering import covering_rows
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import (
@@ -49,12 +50,13 @@ from tests.distributed.setting import (
     moe_groups_of,
     response_values,
     rows,
+    splits_of,
     start,
 )
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
 ATTENTION = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # neither keys nor gates
-CASES = {
+LAYOUTS = {  # that a model may have
     "qwen3": ("dp4", "tp2_dp2", "tp2_dp2_sp", "tp4", "pp2_dp2", "tp2_pp2", "cp2_dp2", "tp2_sp_cp2"),
     "qwen2": ("tp2_dp2", "tp2_dp2_sp", "tp4_sp", "pp2_dp2", "tp2_pp2_vpp2_sp"),
     "qwen3_moe": ("ep2_dp4", "tp2_sp_dp2", "tp2_sp_ep2_etp1_dp2", "tp2_sp_ep2_dp2", "ep2_etp2_dp4", "pp2_ep2_dp2"),
@@ -71,42 +73,51 @@ TARGETS = {
     "qwen2_dora": ATTENTION,
     "qwen3_ends": ("q_proj", "down_proj", "embed_tokens", "lm_head"),
 }
-SIZES = {name: AdapterSizes(3, 12.0, TARGETS.get(name, ("all-linear",)), name == "qwen2") for name in CASES}
-SIZES |= {name: replace(SIZES[name], use_dora=True) for name in CASES if name.endswith("_dora")}
+SIZES = {name: AdapterSizes(3, 12.0, TARGETS.get(name, ("all-linear",)), name == "qwen2") for name in LAYOUTS}
+SIZES |= {name: replace(SIZES[name], use_dora=True) for name in LAYOUTS if name.endswith("_dora")}
 SIZES["qwen3_pissa"] = AdapterSizes(6, 24.0, ("all-linear",), fixed=3)
 RECOMPUTE = {"full": RecomputeConfig("full"), "selective": RecomputeConfig("selective", modules=["mlp", "core_attn"])}
 # Others have experts, or MLPs that PEFT's all-linear leaves out because they are named as experts are.
 OF_PEFT = ("qwen3", "qwen2", "qwen3_ends", "qwen3_pissa", "qwen3_dora", "qwen2_dora")
-BEGINNINGS = ("zero", "grown")  # what B is before the update
+WITH_ZERO = ("qwen3", "qwen3_moe", "qwen3_ends", "qwen2_dora")  # updated with a B of zero too; else B has grown
 
 
-def cases(name: str) -> list[tuple[str, str]]:
-    """Layouts with what B is before the update; zero in one of them, since where it is zero A learns nothing."""
-    return [(layout, "grown") for layout in CASES[name]] + [(CASES[name][0], "zero")]
+def cases_of(layouts: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return for each model few of the layouts it may have: all of them occur, and each model meets each way to split."""
+    rows = covering_rows(
+        {"model": tuple(layouts), "layout": tuple(dict.fromkeys(name for names in layouts.values() for name in names))},
+        lambda row: row["layout"] in layouts[row["model"]],
+        lambda row: {**splits_of(row["layout"]), "model": row["model"]},
+    )
+    return {model: [row["layout"] for row in rows if row["model"] == model] for model in layouts}
 
 
-def main(directory: Path, name: str) -> None:
-    platform, groups = start(), dict[str, ModelGroups]()
-    findings: dict[str, Any] = {"oracle": {}, "updates": {}}
-    path = directory / name
-    if dist.get_rank() == 0:
-        models.make(name.removesuffix("_ends").removesuffix("_pissa").removesuffix("_dora"), path)
-        findings["oracle"] = {beginning: oracle(name, path, beginning) for beginning in BEGINNINGS}
-    dist.barrier()
-    for layout, beginning in cases(name):
-        made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
-        findings["updates"][f"{layout}/{beginning}"] = update(name, path, made, platform, beginning)
-    if name == "qwen3":
-        findings["recompute"] = {
-            kind: update(name, path, groups_of("tp2_pp2", groups), platform, "grown", recompute)
-            for kind, recompute in RECOMPUTE.items()
-        }
-        findings["dropout"] = {
-            layout: dropped(path, groups_of(layout, groups), platform) for layout in ("tp2_dp2", "tp2_dp2_sp")
-        }
-        findings["initial"] = {
-            layout: initial(path, groups_of(layout, groups), platform) for layout in ("dp4", "tp2_pp2")
-        }
+def main(directory: Path) -> None:
+    platform, groups, findings = start(), dict[str, ModelGroups](), dict[str, Any]()
+    for name, layouts in cases_of(LAYOUTS).items():
+        path = directory / name
+        beginnings = ("grown", "zero") if name in WITH_ZERO else ("grown",)
+        found = findings[name] = {"oracle": {}, "updates": {}}
+        if dist.get_rank() == 0:
+            models.make(name.removesuffix("_ends").removesuffix("_pissa").removesuffix("_dora"), path)
+            found["oracle"] = {beginning: oracle(name, path, beginning) for beginning in beginnings}
+        dist.barrier()
+        # Zero in one layout: where B is zero A learns nothing.
+        for layout, beginning in [(layout, "grown") for layout in layouts] + [(layouts[0], "zero")]:
+            if beginning in beginnings:
+                made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
+                found["updates"][f"{layout}/{beginning}"] = update(name, path, made, platform, beginning)
+    path = directory / "qwen3"
+    findings["recompute"] = {
+        kind: update("qwen3", path, groups_of("tp2_pp2", groups), platform, "grown", recompute)
+        for kind, recompute in RECOMPUTE.items()
+    }
+    findings["dropout"] = {
+        layout: dropped(path, groups_of(layout, groups), platform) for layout in ("tp2_dp2", "tp2_dp2_sp")
+    }
+    findings["initial"] = {
+        layout: initial(path, groups_of(layout, groups), platform) for layout in ("dp4", "tp2_pp2")
+    }
     finish(findings, directory)
 
 

@@ -15,6 +15,7 @@ from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.packing import balance
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import world_group
+from tests.covering import covering_rows
 from tests.distributed import models
 from tests.distributed.parity_worker import difference_from_file, distances, held_and_predicted
 from tests.distributed.setting import (
@@ -26,16 +27,16 @@ from tests.distributed.setting import (
     load_hf,
     moe_groups_of,
     rows,
+    sizes_of,
+    splits_of,
     start,
     write_together,
 )
-from tests.distributed.update_worker import old_of_update, oracle, small_steps, update
+from tests.distributed.update_worker import old_of_update, oracle, small_steps, update, update_of
 
 # Microbatches of one and of few rows; ranks have different numbers of them unless something is done about it.
 CUTS = {"one/packed": (10_000, True), "many/packed": (24, True), "many/padded": (24, False)}
-# The first model is cut in every way; each of the others in one that is hard.
-CUTS_OF = {"qwen3_moe_mixed": tuple(CUTS), "qwen2_moe": ("many/packed",), "mixtral": ("many/padded",)}
-SAVED_LAYOUTS = ("ep2_etp2_dp4", "tp2_sp_pp2_ep2_etp1")
+OLD_LAYOUTS = ("ep2_etp2_dp4", "tp2_sp_ep2_etp1_dp2", "pp2_vpp2_ep2_dp2", "cp4_ep2", "tp2_sp_pp2", "pp2_cp2_ep2")
 AUX_LOSS_COEF = 1.0  # far more than anybody would take, to be seen in the gradient
 BALANCED = (
     "dp4",
@@ -48,35 +49,41 @@ BALANCED = (
     "tp2_sp_pp2_ep2_etp1",
     "tp4_sp_ep2_etp1",
 )
+BALANCE_KINDS = {
+    "packed": (True, None),
+    "padded": (False, None),
+    "recomputed": (True, RecomputeConfig("full", "uniform", 1)),
+}
 
 
-def main(directory: Path, wanted: str = "") -> None:
-    """``wanted``: "every cut" of every model, and nothing else."""
+def cells() -> list[dict[str, str]]:
+    """Return model, layout and cut of the updates: each size of a layout meets each model and each cut."""
+    factors = {"model": tuple(models.MOE_MODELS), "layout": tuple(MOE_LAYOUTS), "cut": tuple(CUTS)}
+    return covering_rows(factors, features=lambda row: {**row, **sizes_of(row["layout"]), "layout": None})
+
+
+def balanced_cells() -> list[dict[str, str]]:
+    """Return layout and kind of the updates with a load-balancing loss."""
+    factors = {"layout": BALANCED, "kind": tuple(BALANCE_KINDS)}
+    return covering_rows(factors, features=lambda row: {**splits_of(row["layout"]), "kind": row["kind"]})
+
+
+def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
-    findings: dict[str, Any] = {
-        "parity": {},
-        "gather": {},
-        "names": {},
-        "oracle": {},
-        "updates": {},
-        "balance": {},
-        "precision": {},
-        "old": {},
-    }
+    findings: dict[str, Any] = {"cells": {}, "oracle": {}, "balance": {}, "precision": {}, "old": {}}
     for name in models.MOE_MODELS:
-        path = directory / name
+        path, reference = directory / name, directory / f"{name}_reference"
         if dist.get_rank() == 0:
             models.make(name, path)
-            models.make(name, directory / f"{name}_reference", seed=7)
+            findings["oracle"][name] = oracle(path, models.make(name, reference, seed=7), directory / f"{name}_after")
         dist.barrier()
-        if not wanted:
-            parity(name, directory, groups, platform, findings)
-    for name, cuts in CUTS_OF.items():
-        updates(name, directory, groups, platform, findings, tuple(CUTS) if wanted else cuts)
-    if wanted:
-        finish(findings, directory)
-        return
+        check_cells(name, directory, groups, platform, findings["cells"])
+    reference = load_hf(directory / "qwen2_moe_reference")
+    for layout in OLD_LAYOUTS:
+        made = moe_groups_of(layout, groups)
+        _, actor = build(directory / "qwen2_moe", made, platform, Settings(max_tokens=24))
+        findings["old"][layout] = old_of_update(actor, reference)
     balanced_updates("qwen3_moe_mixed", directory, groups, platform, findings)
     for dtype in ("bf16", "fp16"):
         mine, reference = moe_groups_of("tp2_sp_ep2_etp1_dp2", groups), load_hf(directory / "mixtral_reference")
@@ -84,54 +91,35 @@ def main(directory: Path, wanted: str = "") -> None:
     finish(findings, directory)
 
 
-def parity(name: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, findings: dict[str, Any]) -> None:
-    path = directory / name
+def check_cells(name: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, found: Any) -> None:
+    """Of a model: logprobs, the weights there and back, the names of parameters, a saved directory, and an update."""
+    path, reference = directory / name, load_hf(directory / f"{name}_reference")
+    after = load_file(directory / f"{name}_after" / "model.safetensors")
     with torch.no_grad():
         hf = load_hf(path)
         expected = [hf_logprobs(hf, row) for row in rows()]
-    for layout in MOE_LAYOUTS:
-        model, actor = build(path, moe_groups_of(layout, groups), platform, Settings())
-        for packing in (True, False):
-            key = f"{name}/{layout}/{'packed' if packing else 'padded'}"
-            findings["parity"][key] = distances(actor, packing, expected)
-        findings["gather"][f"{name}/{layout}"] = difference_from_file(model, path)
-        findings["names"][f"{name}/{layout}"] = held_and_predicted(model)
-        if layout in SAVED_LAYOUTS:
-            exporter = Exporter(
-                model.local_parameters(),
-                model.spec.geometry,
-                [str(path)],
-                world_group(),
-                bucket_bytes=10_000,
-                shard_bytes=60_000,
-            )
-            write_together(exporter, directory / f"{name}_{layout}_saved")
-
-
-def updates(
-    name: str,
-    directory: Path,
-    groups: dict[str, ModelGroups],
-    platform: Any,
-    findings: dict[str, Any],
-    cuts: tuple[str, ...],
-) -> None:
-    path, reference = directory / name, load_hf(directory / f"{name}_reference")
-    if dist.get_rank() == 0:
-        findings["oracle"][name] = oracle(path, reference, directory / f"{name}_after")
-    dist.barrier()
-    after = load_file(directory / f"{name}_after" / "model.safetensors")
-    for layout in MOE_LAYOUTS:
-        for cut in cuts:
-            max_tokens, packing = CUTS[cut]
-            settings = Settings(
-                max_tokens=max_tokens, packing=packing, logit_chunk_tokens=5 if max_tokens == 24 else None
-            )
-            found = update(path, moe_groups_of(layout, groups), platform, settings, reference, after)
-            findings["updates"][f"{name}/{layout}/{cut}"] = found
-        if name == "qwen2_moe":
-            _, actor = build(path, moe_groups_of(layout, groups), platform, Settings(max_tokens=24))
-            findings["old"][layout] = old_of_update(actor, reference)
+    for cell in cells():
+        if cell["model"] != name:
+            continue
+        key = "/".join(cell.values())
+        max_tokens, packing = CUTS[cell["cut"]]
+        settings = Settings(max_tokens=max_tokens, packing=packing, logit_chunk_tokens=5 if max_tokens == 24 else None)
+        model, actor = build(path, moe_groups_of(cell["layout"], groups), platform, settings)
+        found[key] = {
+            "parity": distances(actor, packing, expected),
+            "gather": difference_from_file(model, path),
+            "names": held_and_predicted(model),
+        }
+        exporter = Exporter(
+            model.local_parameters(),
+            model.spec.geometry,
+            [str(path)],
+            world_group(),
+            bucket_bytes=10_000,
+            shard_bytes=60_000,
+        )
+        write_together(exporter, directory / f"{key.replace('/', '_')}_saved")
+        found[key]["update"] = update_of(model, actor, reference, after)
 
 
 def balanced_updates(
@@ -144,17 +132,13 @@ def balanced_updates(
             after = directory / f"{name}_balanced{dp}"
             findings["oracle"][f"balanced/{dp}"] = oracle(path, reference, after, partial(balance_loss, dp))
     dist.barrier()
-    for layout in BALANCED:
-        mine = moe_groups_of(layout, groups)
+    for cell in balanced_cells():
+        mine = moe_groups_of(cell["layout"], groups)
         after = load_file(directory / f"{name}_balanced{mine.layout.dp}" / "model.safetensors")
-        for kind, packing, recompute in (
-            ("packed", True, None),
-            ("padded", False, None),
-            ("recomputed", True, RecomputeConfig("full", "uniform", 1)),
-        ):
-            settings = Settings(max_tokens=10_000, packing=packing, recompute=recompute, aux_loss_coef=AUX_LOSS_COEF)
-            found = update(path, mine, platform, settings, reference, after)
-            findings["balance"][f"{layout}/{kind}"] = {**found, "dp": mine.layout.dp}
+        packing, recompute = BALANCE_KINDS[cell["kind"]]
+        settings = Settings(max_tokens=10_000, packing=packing, recompute=recompute, aux_loss_coef=AUX_LOSS_COEF)
+        found = update(path, mine, platform, settings, reference, after)
+        findings["balance"]["/".join(cell.values())] = {**found, "dp": mine.layout.dp}
 
 
 def balance_loss(dp: int, hf: torch.nn.Module) -> torch.Tensor:

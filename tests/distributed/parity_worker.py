@@ -24,11 +24,14 @@ from rlhf_mcore.parallel.collectives import (
     world_group,
 )
 from rlhf_mcore.roles.policy import Actor
+from tests.covering import covering_rows
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import (
     CONTEXT_LAYOUTS,
+    LAYOUTS,
     TEMPERATURE,
+    UNEVEN_LAYOUTS,
     Settings,
     batch_for,
     build,
@@ -36,66 +39,54 @@ from tests.distributed.setting import (
     gatherer,
     groups_of,
     hf_logprobs,
-    layouts_of,
     load_hf,
     response_values,
     rows,
+    splits_of,
     start,
     write_together,
 )
 
-SAVED_LAYOUTS = ("dp4", "tp2_pp2_vpp2_sp", "pp4", "tp2_pp2_vpp2_sp_uneven")
-# Biases, tied embeddings and shared keys on every layout. What the other families add (norms, rotary scaling) depends on the
-# kinds of cuts, not on how many there are; they are on every layout with -m matrix.
-EVERYWHERE = ("qwen2", "qwen3_tied", "qwen3_seven")
 
-
-def layouts_for(model: str) -> list[str]:
-    """The layouts on which a model is compared."""
-    few = ["dp4", "tp2_pp2_vpp2_sp", "tp4_sp", "pp4"]
-    shared = (
-        [*CONTEXT_LAYOUTS] if model == "qwen3_tied" else ["tp2_sp_cp2"] if "rope" in model or "yarn" in model else []
+def cells() -> list[dict[str, str]]:
+    """Return models and layouts: every layout, and each way to split with each model."""
+    factors = {"model": tuple(models.MODELS), "layout": [*LAYOUTS, *CONTEXT_LAYOUTS, *UNEVEN_LAYOUTS]}
+    return covering_rows(
+        factors,
+        lambda row: (row["layout"] in UNEVEN_LAYOUTS) == (row["model"] == "qwen3_seven"),
+        lambda row: {**splits_of(row["layout"]), "model": row["model"]},
     )
-    return [*(layouts_of(model) if model in EVERYWHERE else few), *shared]
 
 
-def all_layouts(model: str) -> list[str]:
-    """The whole matrix. Those of context parallelism have stages of four layers."""
-    return [*layouts_of(model), *([] if model == "qwen3_seven" else CONTEXT_LAYOUTS)]
-
-
-def main(directory: Path, wanted: str = "") -> None:
-    """``wanted`` names a model that is compared on every layout; without, all are on theirs."""
+def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
-    findings: dict[str, Any] = {"parity": {}, "gather": {}, "names": {}, "collectives": collectives()}
-    for name in [wanted] if wanted else models.MODELS:
+    findings: dict[str, Any] = {"cells": {}, "collectives": collectives()}
+    for name in models.MODELS:
         path = directory / name
         if dist.get_rank() == 0:
             models.make(name, path)
         dist.barrier()
-        all_rows = rows()
+        hf, all_rows = load_hf(path), rows()
         with torch.no_grad():
-            expected = [hf_logprobs(load_hf(path), row) for row in all_rows]
-        for layout in all_layouts(name) if wanted else layouts_for(name):
-            mine = groups_of(layout, groups)
-            model, actor = build(path, mine, platform, Settings())
-            for packing in (True, False):
-                key = f"{name}/{layout}/{'packed' if packing else 'padded'}"
-                findings["parity"][key] = distances(actor, packing, expected)
-            findings["gather"][f"{name}/{layout}"] = difference_from_file(model, path)
-            findings["names"][f"{name}/{layout}"] = held_and_predicted(model)
-            if layout in SAVED_LAYOUTS:
-                exporter = Exporter(
-                    model.local_parameters(),
-                    model.spec.geometry,
-                    [str(path)],
-                    world_group(),
-                    bucket_bytes=10_000,
-                    shard_bytes=60_000,
-                )
-                for kind in ("first", "saved"):  # an exporter writes again and again
-                    write_together(exporter, directory / f"{name}_{layout}_{kind}")
+            expected = [hf_logprobs(hf, row) for row in all_rows]
+        for layout in [cell["layout"] for cell in cells() if cell["model"] == name]:
+            model, actor = build(path, groups_of(layout, groups), platform, Settings())
+            findings["cells"][f"{name}/{layout}"] = {
+                "parity": {kind: distances(actor, kind == "packed", expected) for kind in ("packed", "padded")},
+                "gather": difference_from_file(model, path),
+                "names": held_and_predicted(model),
+            }
+            exporter = Exporter(
+                model.local_parameters(),
+                model.spec.geometry,
+                [str(path)],
+                world_group(),
+                bucket_bytes=10_000,
+                shard_bytes=60_000,
+            )
+            for kind in ("first", "saved"):  # an exporter writes again and again
+                write_together(exporter, directory / f"{name}_{layout}_{kind}")
     finish(findings, directory)
 
 

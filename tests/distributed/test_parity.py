@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from tests.difference import first_difference
 from tests.distributed import models
-from tests.distributed.parity_worker import SAVED_LAYOUTS, all_layouts, layouts_for
+from tests.distributed.cells import check_all, check_below
 from tests.distributed.setting import NOISE, load_hf
-from tests.distributed.world import World, run_world
+from tests.distributed.world import World
 
-CASES = [(model, layout) for model in models.MODELS for layout in layouts_for(model)]
+EVERY_MODEL = pytest.mark.parametrize("model", models.MODELS)
 
 
 @pytest.fixture(scope="module")
@@ -28,60 +28,47 @@ def findings(four_ranks: World, directory: Path) -> Any:
     return four_ranks.run("parity_worker", directory)
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize(("model", "layout"), CASES)
-def test_logprobs_and_entropy_equal_transformers(findings: Any, model: str, layout: str, kind: str) -> None:
-    check_logprobs(findings, model, layout, kind)
+def cells_of(findings: Any, model: str) -> dict[str, Any]:
+    return {name: found for name, found in findings["cells"].items() if name.startswith(f"{model}/")}
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
-def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str, layout: str) -> None:
-    assert findings["gather"][f"{model}/{layout}"] == ""
+@EVERY_MODEL
+def test_logprobs_and_entropy_are_those_of_transformers(findings: Any, model: str) -> None:
+    check_all(cells_of(findings, model), check_parity)
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
-def test_layouts_say_which_parameters_a_rank_has(findings: Any, model: str, layout: str) -> None:
-    check_names(findings, model, layout)
+def check_parity(found: Any) -> None:
+    for kind, (logprobs, entropy) in found["parity"].items():
+        check_below(f"{kind}, difference of logprobs", logprobs, NOISE)
+        check_below(f"{kind}, difference of entropies", entropy, 1e-4)
 
 
-@pytest.mark.parametrize(("model", "layout"), [case for case in CASES if case[1] in SAVED_LAYOUTS])
-def test_a_saved_directory_is_the_one_it_came_from(directory: Path, findings: Any, model: str, layout: str) -> None:
-    check_saved(directory, model, layout)
+@EVERY_MODEL
+def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str) -> None:
+    check_all(cells_of(findings, model), check_weights)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("model", models.MODELS)
-def test_every_layout(model: str, tmp_path: Path) -> None:
-    findings = run_world("distributed.parity_worker", 4, tmp_path, model)
-    for layout in all_layouts(model):
-        for kind in ("packed", "padded"):
-            check_logprobs(findings, model, layout, kind)
-        assert findings["gather"][f"{model}/{layout}"] == ""
-        check_names(findings, model, layout)
-        if layout in SAVED_LAYOUTS:
-            check_saved(tmp_path, model, layout)
-
-
-def check_logprobs(findings: Any, model: str, layout: str, kind: str) -> None:
-    logprobs, entropy = findings["parity"][f"{model}/{layout}/{kind}"]
-    assert logprobs < NOISE, f"{layout}, {kind}"
-    assert entropy < 1e-4, f"{layout}, {kind}"
-
-
-def check_names(findings: Any, model: str, layout: str) -> None:
-    for held, predicted in findings["names"][f"{model}/{layout}"]:
+def check_weights(found: Any) -> None:
+    """The gathered tensors, and the names of what each rank has."""
+    assert found["gather"] == ""
+    for held, predicted in found["names"]:
         assert held == predicted
 
 
-def check_saved(directory: Path, model: str, layout: str) -> None:
+@EVERY_MODEL
+def test_a_saved_directory_is_the_one_it_came_from(directory: Path, findings: Any, model: str) -> None:
     """Written by four ranks in many files; read by transformers, which joins or splits experts as it likes."""
-    saved = directory / f"{model}_{layout}_saved"
-    original = load_file(directory / model / "model.safetensors")
-    index = json.loads((saved / "model.safetensors.index.json").read_text())
-    files = {name: load_file(saved / name) for name in set(index["weight_map"].values())}
-    assert len(files) > 3
-    assert first_difference({name: files[file][name] for name, file in index["weight_map"].items()}, original) == ""
-    assert first_difference(load_hf(saved).state_dict(), load_hf(directory / model).state_dict()) == ""
+    original, expected = load_file(directory / model / "model.safetensors"), load_hf(directory / model).state_dict()
+
+    def check(name: str) -> None:
+        saved = directory / f"{name.replace('/', '_')}_saved"
+        index = json.loads((saved / "model.safetensors.index.json").read_text())
+        files = {name: load_file(saved / name) for name in set(index["weight_map"].values())}
+        assert len(files) > 3
+        assert first_difference({name: files[file][name] for name, file in index["weight_map"].items()}, original) == ""
+        assert first_difference(load_hf(saved).state_dict(), expected) == ""
+
+    check_all(list(cells_of(findings, model)), check)
 
 
 def test_collectives_with_unequal_ranks(findings: Any) -> None:

@@ -16,6 +16,7 @@ from rlhf_mcore.algorithms.advantages import group_relative
 from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.schema import CovarianceConfig, OptimizerConfig, RecomputeConfig, RolloutCorrectionConfig
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.trainer.advantages import AdvantageComputer
@@ -206,7 +207,19 @@ def update(
     complete: Callable[[TrainBatch], None] = lambda batch: None,
 ) -> dict[str, Any]:
     """One update; returns its metrics and the first weight that is not the oracle's. ``owner``: one of OWNERS."""
-    model, actor = build(path, groups, platform, settings)
+    built = build(path, groups, platform, settings)
+    return update_of(*built, reference, after, owner, complete)
+
+
+def update_of(
+    model: MegatronModel,
+    actor: Actor,
+    reference: torch.nn.Module,
+    after: dict[str, torch.Tensor] | None,
+    owner: str = "dealt",
+    complete: Callable[[TrainBatch], None] = lambda batch: None,
+) -> dict[str, Any]:
+    """``update`` of a model that is already built."""
     all_rows, last = rows(), dist.get_world_size() - 1
     owners = {
         "last rank": [last] * len(all_rows),
