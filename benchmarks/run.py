@@ -83,6 +83,7 @@ class Outcome:
     goal: float | None
     verdict: str
     seconds: float | None = None
+    cpu_s: float | None = None
 
 
 def judge(row: Row, ratio: float, goal: float) -> str:
@@ -97,7 +98,7 @@ def run(row: Row, quick: bool, timeout_s: float) -> Outcome:
     if find_spec(f"benchmarks.{row.name}") is None:
         return Outcome(row, None, None, "not there yet")
     command = [sys.executable, "-m", f"benchmarks.{row.name}", *(["--quick"] if quick else [])]
-    begun, pipe = time.perf_counter(), subprocess.PIPE
+    begun, before, pipe = time.perf_counter(), os.times(), subprocess.PIPE
     # A session of its own: ranks and engines that it has started end with it.
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
@@ -107,13 +108,19 @@ def run(row: Row, quick: bool, timeout_s: float) -> Outcome:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    seconds = time.perf_counter() - begun
+    seconds, after = time.perf_counter() - begun, os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     for line in reversed(output.splitlines()):
         if process.returncode == 0 and (found := LAST_LINE.match(line)):
             ratio, goal = float(found[2]), float(found[3])
-            return Outcome(row, ratio, goal, judge(row, ratio, goal), seconds)
+            return Outcome(row, ratio, goal, judge(row, ratio, goal), seconds, cpu_s)
     cause = (errors.strip() or output.strip() or "no output").splitlines()[-1]
-    return Outcome(row, None, None, f"failed: {cause[:200]}", seconds)
+    return Outcome(row, None, None, f"failed: {cause[:200]}", seconds, cpu_s)
+
+
+def spent(outcome: Outcome) -> str:
+    """Wall and CPU seconds of a benchmark that ended by itself."""
+    return "" if outcome.cpu_s is None else f" ({outcome.seconds:.0f} s, {outcome.cpu_s:.0f} s of CPU)"
 
 
 def committed(row: Row) -> Outcome:
@@ -212,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for row in rows:
             outcomes.append(run(row, args.quick, args.timeout))
-            print(f"{row.name}: {outcomes[-1].verdict}", file=sys.stderr, flush=True)
+            print(f"{row.name}: {outcomes[-1].verdict}{spent(outcomes[-1])}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         return 130
     finally:  # what was measured until a limit of somebody else's, too

@@ -50,7 +50,7 @@ _EXPERTS, _TOP_K = 8, 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is trained, and how. ``rank``: the one whose work is counted."""
+    """What is trained, and how. ``rank``: the one whose work is counted. ``quick``: one of a set that covers every mechanism."""
 
     name: str
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -62,24 +62,27 @@ class Case:
     delta: bool = False
     truncated: bool = False  # tokens were drawn from a part of the vocabulary
     adapters: bool = False
+    quick: bool = False
 
 
 CASES = (
-    Case("dense, padded", packing=False),
+    Case("dense, padded", packing=False, quick=True),
     Case("dense, packed"),
     Case("dense, packed, recomputed", recompute="full"),
-    Case("dense, packed, top_p", truncated=True),
+    Case("dense, packed, top_p", truncated=True, quick=True),
     Case("adapters", adapters=True),
-    Case("critic", critic=True),
+    Case("critic", critic=True, quick=True),
     Case("tensor parallel 2", {"tp": 2, "sequence_parallel": True, "world_size": 2}),
-    Case("tensor parallel 2, adapters", {"tp": 2, "sequence_parallel": True, "world_size": 2}, adapters=True),
+    Case(
+        "tensor parallel 2, adapters", {"tp": 2, "sequence_parallel": True, "world_size": 2}, adapters=True, quick=True
+    ),
     Case("context parallel 2", {"cp": 2, "world_size": 2}),
     Case("pipeline 2, first stage", {"pp": 2, "world_size": 2}),
-    Case("pipeline 2, last stage", {"pp": 2, "world_size": 2}, rank=1),
+    Case("pipeline 2, last stage", {"pp": 2, "world_size": 2}, rank=1, quick=True),
     Case("gated delta nets", delta=True),
-    Case("gated delta nets, context parallel 2", {"cp": 2, "world_size": 2}, delta=True),
+    Case("gated delta nets, context parallel 2", {"cp": 2, "world_size": 2}, delta=True, quick=True),
     Case("experts", {"world_size": 2}, experts=True),
-    Case("experts parallel 2", {"world_size": 2, "ep": 2}, experts=True),
+    Case("experts parallel 2", {"world_size": 2, "ep": 2}, experts=True, quick=True),
 )
 
 

@@ -1,4 +1,4 @@
-"""The suite for a GPU, on the CPU: its parts run apart, its table has every one of them, and its archive is small and whole."""
+"""The rules of the GPU suite: limits and order of its parts, its table, and an archive that contains what they need."""
 
 from __future__ import annotations
 
@@ -32,13 +32,6 @@ def suite() -> Any:
     del sys.modules["gpu_suite"]
 
 
-def verdicts(printed: str) -> dict[str, list[str]]:
-    """By part, in the last table."""
-    table = printed.partition("rows for docs/performance.md")[0].rpartition("|---|---|---|---|---|\n")[2]
-    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
-    return {part: [cells[4] for cells in lines if cells[0] == part] for part in {cells[0] for cells in lines}}
-
-
 def test_parts_that_fail_or_take_too_long_or_cannot_run_hide_no_other(suite: Any, tmp_path: Path) -> None:
     late = suite.Part("machine", 0.05, suite.machine)
     unknown = suite.Part("no such part", 60, suite.machine)
@@ -57,19 +50,11 @@ def test_a_device_that_is_not_there_is_refused(suite: Any, monkeypatch: pytest.M
     assert "tiny sizes on the CPU" in capsys.readouterr().err
 
 
-def test_saves_and_moves_on_the_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL), "--device", "cpu", "--only", "offload", "save", "--out", "found"]
-    done = finished(command, tmp_path)
-    assert done.returncode == 0, done.stdout + "".join(path.read_text() for path in tmp_path.glob("found/*.log"))
-    found = verdicts(done.stdout)
-    assert found == {"offload": ["-", "-", "ok", "ok", "-", "-"], "save": ["-"] * 4}
-    assert (tmp_path / "found" / "table.md").read_text() in done.stdout
-
-
 def test_parts_that_show_the_most_come_first_and_all_have_their_time(suite: Any) -> None:
     limits = [part.limit_s for part in suite.PARTS]
     assert sum(limits[: suite.FIRST]) <= 5 * 60 and sum(limits) <= suite.TOTAL_S == 30 * 60
     assert set(suite.MEASURED) <= {part.name for part in suite.PARTS}
+    assert {part.name for part in suite.PARTS if part.needs_vllm} == {"sleep", "vllm", "engines"}
 
 
 def test_rows_for_the_page_are_what_was_measured(suite: Any) -> None:
@@ -111,34 +96,34 @@ def unpacked(suite: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "suite"
 
 
-def run_bare(bare: Path, unpacked: Path, *arguments: str, seconds: float = 240) -> str:
-    command = [str(bare), "tools/gpu_suite.py", "--device", "cpu", "--out", "found", *arguments]
-    done = finished(command, unpacked, {**os.environ, "PYTHONPATH": ""}, seconds)
-    logs = "".join(path.read_text() for path in (unpacked / "found").glob("*.log"))
-    assert done.returncode == 0, done.stdout + logs[-3000:]
-    return done.stdout
+# What a part imports of this project, and what the ranks of a training start with.
+IMPORT_ALL = """
+import ast, importlib, sys, torch
+from pathlib import Path
+sys.path.insert(0, "tools")
+names = {"rlhf_mcore.cli.train", "rlhf_mcore.cli.main", "rlhf_mcore.rollout.hf"}
+for node in ast.walk(ast.parse(Path("tools/gpu_suite.py").read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("rlhf_mcore", "tests", "benchmarks", "make_quickstart"):
+        names.add(node.module)
+for name in sorted(names):
+    importlib.import_module(name)
+print(len(names))
+"""
 
 
-def test_a_training_out_of_the_archive_on_a_bare_machine(bare: Path, unpacked: Path) -> None:
-    printed = run_bare(bare, unpacked, "--only", "machine", "bf16", "grpo")
-    assert verdicts(printed) == {"machine": ["-"] * 3, "bf16": ["-", "ok", "ok"], "grpo": ["ok", "ok", "-"]}
-    assert "| CPU | grpo | grpo: whole run, last step, its sync |" in (unpacked / "found" / "rows.md").read_text()
+def test_a_bare_machine_imports_from_the_archive_whatever_a_part_needs(suite: Any, bare: Path, unpacked: Path) -> None:
+    paths = [unpacked, unpacked / "site", unpacked / "tools" / "standins"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = finished([str(bare), "-W", "ignore", "-c", IMPORT_ALL], unpacked, environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 15
 
 
-@pytest.mark.matrix
-@pytest.mark.timeout(40 * 60)
-def test_all_parts_out_of_the_archive_on_a_bare_machine(suite: Any, bare: Path, unpacked: Path) -> None:
-    printed = run_bare(bare, unpacked, seconds=suite.TOTAL_S)
-    judged = verdicts(printed)
-    assert judged.keys() == {part.name for part in suite.PARTS}
-    assert {part for part, found in judged.items() if "ok" in found} == {
-        "bf16",
-        "grpo",
-        "resume",
-        "parity",
-        "ppo",
-        "offload",
-    }
-    assert {part.name for part in suite.PARTS if part.needs_vllm} == {"sleep", "vllm", "engines"}
-    assert judged["sleep"] == judged["vllm"] == judged["engines"] == ["-"]
-    assert printed.count("skipped: vLLM is not installed") == 3
+def test_a_part_runs_from_the_archive_and_its_table_is_written(bare: Path, unpacked: Path) -> None:
+    command = [str(bare), "tools/gpu_suite.py", "--device", "cpu", "--out", "found", "--only", "machine", "vllm"]
+    done = finished(command, unpacked, {**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = (unpacked / "found" / "table.md").read_text()
+    assert table in done.stdout
+    assert "| machine | device | CPU | - | - |\n" in table
+    assert "| vllm | vllm | skipped: vLLM is not installed | - | - |\n" in table
