@@ -51,7 +51,6 @@ CASES: list[tuple[str, dict[str, Any], float]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_scores_are_verls() -> None:
     folder = Path(sys.prefix, "oracles", "verl", "utils", "reward_score")
     if not folder.is_dir():

@@ -1,5 +1,7 @@
-"""The documentation as a site, opened from the disk in a real browser. Skipped without mkdocs-material, Chromium and playwright:
-`./launch/test.sh --with docs --with browser` installs them."""
+"""The documentation as a site: it builds, its links lead somewhere, and a browser that opens it from the disk needs no network.
+
+Skipped without mkdocs-material, Chromium and playwright: `./launch/test.sh --with docs --with browser` installs them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,10 @@ import pytest
 
 from tests.commands import ROOT, finished
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MKDOCS = Path(sys.prefix) / "docs"
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
+    pytest.mark.ci,
     pytest.mark.skipif(not (MKDOCS / "iframe-worker.js").is_file(), reason="needs ./launch/docs.sh install"),
 ]
 
@@ -35,6 +36,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def page(site: Path) -> Iterator[Any]:
     """A page that is opened from the disk, with every request that leaves it."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page()
@@ -45,7 +49,13 @@ def page(site: Path) -> Iterator[Any]:
         browser.close()
 
 
-def test_the_search_finds_pages_from_the_disk_and_asks_nothing_of_a_network(page: Any, site: Path) -> None:
+def test_every_page_is_built_and_links_lead_somewhere(site: Path) -> None:
+    """``--strict`` makes a broken link an error of the build."""
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= {path.stem for path in site.glob("*.html")}
+
+
+def test_the_search_works_from_the_disk_without_a_network(page: Any, site: Path) -> None:
     page.locator("input[name=query]").fill("watchdog_s")
     found = page.locator(".md-search-result__link").first
     found.wait_for(timeout=20_000)
@@ -53,12 +63,3 @@ def test_the_search_finds_pages_from_the_disk_and_asks_nothing_of_a_network(page
         page.locator(".md-search-result__link").evaluate_all("links => links.map(link => link.href)")
     )
     assert [url for url in page.asked if not url.startswith((f"file://{site}/", "data:", "blob:"))] == []
-
-
-def test_the_reader_switches_between_light_and_dark_and_the_choice_stays(page: Any, site: Path) -> None:
-    body = page.locator("body")
-    assert body.get_attribute("data-md-color-scheme") == "default"
-    page.locator("label[for=__palette_1]").click()
-    assert body.get_attribute("data-md-color-scheme") == "slate"
-    page.goto(f"file://{site}/algorithms.html")
-    assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"

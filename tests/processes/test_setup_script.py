@@ -32,6 +32,7 @@ case "$*" in
     *)
         echo "$*" >>"$CALLS"
         if [[ "$0" == */uv && -e "$FAIL" ]]; then echo "no such package" >&2; exit 3; fi
+        if [[ "$*" =~ --target\ (.*)\ -r ]]; then mkdir -p "${BASH_REMATCH[1]}"; fi
         ;;
 esac
 """
@@ -51,10 +52,10 @@ class Checkout:
         self.python.chmod(0o755)
         self.stamp = self.root / ".venv" / ".rlhf_mcore.stamp"
 
-    def setup(self, **environment: str) -> subprocess.CompletedProcess[str]:
+    def setup(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
         own = {"PYTHON": str(self.python), "CALLS": str(self.calls_file), "FAIL": str(self.fail_file)}
-        command = [str(self.root / "launch" / "setup.sh")]
+        command = [str(self.root / "launch" / "setup.sh"), *arguments]
         variables = clean | own | environment
         return subprocess.run(command, env=variables, capture_output=True, text=True, cwd="/", timeout=60)
 
@@ -126,6 +127,19 @@ def test_a_failed_update_takes_the_old_stamp_away(checkout: Checkout) -> None:
     checkout.fail_file.touch()
     assert checkout.setup().returncode == 3
     assert not checkout.stamp.exists()
+
+
+def test_trl_is_installed_into_a_folder_of_its_own(checkout: Checkout) -> None:
+    """Without PEFT and torchvision, which transformers would import from there."""
+    assert checkout.setup("--with", "bench").returncode == 0
+    *stack, bench = checkout.calls()
+    assert len(stack) == 6 and f"--target {checkout.root}/.venv/bench" in bench and "--require-hashes" in bench
+    assert checkout.setup("--with", "bench").returncode == 0
+    assert checkout.calls() == []
+    locked = {line.partition("==")[0] for line in (ROOT / "requirements" / "bench.lock").read_text().splitlines()}
+    assert "trl" in locked and not locked & {"peft", "torchvision"}
+    refused = checkout.setup("--with", "trl")
+    assert refused.returncode == 1 and "--with bench" in refused.stderr
 
 
 def test_settings_of_pip_are_handed_to_uv(checkout: Checkout) -> None:
@@ -222,5 +236,5 @@ def test_an_unknown_stack_is_refused(checkout: Checkout) -> None:
     done = checkout.setup(RLHF_MCORE_STACK="tpu")
     assert (done.returncode, done.stderr) == (
         1,
-        "error: RLHF_MCORE_STACK=tpu is not a choice; it is cpu, megatron-latest or gpu\n",
+        "error: RLHF_MCORE_STACK=tpu is not a choice; it is cpu or gpu\n",
     )

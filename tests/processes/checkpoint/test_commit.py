@@ -114,9 +114,9 @@ def test_fault_29_no_link_names_differences_whose_full_checkpoint_is_gone(tmp_pa
     assert (linked_step(tmp_path, "latest"), linked_step(tmp_path, "best")) == (10, None)
 
 
-@pytest.mark.parametrize("kills", [16, pytest.param(200, marks=pytest.mark.matrix)])
-def test_fault_27_a_directory_of_runs_killed_at_random_loses_nothing_that_was_reported_as_saved(kills: int) -> None:
+def test_fault_27_a_directory_of_runs_killed_at_random_loses_nothing_that_was_reported_as_saved() -> None:
     """Full and delta saves, retention and recovery, killed many times and never cleaned up in between."""
+    kills = 40
     found = in_a_process_that_kills("soak", 1, kills)
     assert sum(item["killed"] for item in found) >= kills // 2
     for item in found:
