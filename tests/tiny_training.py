@@ -47,9 +47,9 @@ def make(directory: Path) -> None:
     (directory / "reward.py").write_text(REWARD)
 
 
-def make_quickstart(directory: Path, num_eval: int = 4) -> None:
-    """The quickstart's data and a small model, in a folder of that name."""
-    shutil.copytree(Path(_quickstart(num_eval).name) / "quickstart", directory / "quickstart")
+def make_quickstart(directory: Path, num_eval: int = 4, fit_steps: int = 3) -> None:
+    """Make the quickstart's data and a small model in the folder ``quickstart``. After 30 steps it writes numbers."""
+    shutil.copytree(Path(_quickstart(num_eval, fit_steps).name) / "quickstart", directory / "quickstart")
 
 
 def make_mixture(directory: Path) -> None:
@@ -74,10 +74,10 @@ def make_mixture(directory: Path) -> None:
 
 
 @cache
-def _quickstart(num_eval: int) -> tempfile.TemporaryDirectory[str]:
+def _quickstart(num_eval: int, fit_steps: int) -> tempfile.TemporaryDirectory[str]:
     made = tempfile.TemporaryDirectory()
     tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
-    options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", str(num_eval), "--threads", "1"]
+    options = ["--fit-steps", str(fit_steps), "--num-layers", "2", "--num-eval", str(num_eval), "--threads", "1"]
     done = finished([*tool, *options], Path(made.name))
     assert done.returncode == 0, done.stderr
     return made
