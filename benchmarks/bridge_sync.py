@@ -74,7 +74,9 @@ CONTENDERS = ("planned", "reload", "gather", "bucketed")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the small model, fewer rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="the small model and one width of the engines, fewer rounds"
+    )
     parser.add_argument("--rounds", type=int, help="how often each contender runs")
     parser.add_argument(
         "--world", nargs=3, metavar=("DIRECTORY", "SIZE", "TP"), help=argparse.SUPPRESS
@@ -92,7 +94,7 @@ def measure_worlds(quick: bool, rounds: int) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for size in ("small",) if quick else tuple(SIZES):
-            for engine_tp in LAYOUTS:
+            for engine_tp in (2,) if quick else tuple(LAYOUTS):
                 rows += start_world(Path(directory), size, engine_tp, rounds)
     ratio = max(row["ratios"]["planned/reload"]["median"] for row in rows if row["trainer"] == "TP2 PP2")
     goal = GOAL_CUDA if current_platform().name == "cuda" else GOAL_CPU

@@ -53,13 +53,14 @@ class KeptBatch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps")
-    parser.add_argument("--row", choices=ROWS, default="large", help="model and step, of vs_trl")
+    parser.add_argument("--quick", action="store_true", help="the small model, few steps")
+    parser.add_argument("--row", choices=ROWS, help="model and step, of vs_trl (default: large)")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    steps = WARM_UP + (3 if args.quick else args.steps)
+    steps = WARM_UP + (2 if args.quick else args.steps)
+    name = args.row or ("small" if args.quick else "large")
     rounds: list[dict[str, Any]] = []
-    with loop_of(ROWS[args.row], steps, ["actor.optimizer.lr=1e-12"]) as loop:
+    with loop_of(ROWS[name], steps, ["actor.optimizer.lr=1e-12"]) as loop:
         source, learner = loop.source, loop.learner
         assert isinstance(source, SampledBatches) and isinstance(learner, PolicyLearner)
         engine, kept = KeptRequests(source.worker.generator), KeptBatch(learner)
@@ -73,7 +74,7 @@ def main() -> None:
     medians = {unit: statistics.median(values) for unit, values in ratios.items()}
     spread = f"{min(ratios['wall_s']):.3f} to {max(ratios['wall_s']):.3f}"
     print(f"wall {medians['wall_s']:.3f} ({spread}), cpu {medians['cpu_s']:.3f}")
-    details = {"row": args.row, "rounds": counted, "ratios": ratios, "median": medians}
+    details = {"row": name, "rounds": counted, "ratios": ratios, "median": medians}
     report("step_overhead", details, ratio=medians["wall_s"], goal=GOAL, quick=args.quick)
 
 

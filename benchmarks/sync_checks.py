@@ -40,10 +40,11 @@ CHECKS: tuple[tuple[str, type, str], ...] = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps")
+    parser.add_argument("--quick", action="store_true", help="a small model, few steps")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
-    steps, spent, depth = WARM_UP + (3 if args.quick else args.steps), defaultdict[str, float](float), 0
+    steps, spent, depth = WARM_UP + (2 if args.quick else args.steps), defaultdict[str, float](float), 0
+    row = ROWS["small"] if args.quick else ROW
 
     def clocked(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
@@ -61,7 +62,7 @@ def main() -> None:
     with ExitStack() as stack:
         for kind, owner, name in CHECKS:
             stack.enter_context(patch.object(owner, name, clocked(kind, getattr(owner, name))))
-        loop = stack.enter_context(loop_of(ROW, steps, ["actor.optimizer.lr=1e-12"]))
+        loop = stack.enter_context(loop_of(row, steps, ["actor.optimizer.lr=1e-12"]))
         digest_s = spent["digest"] / BridgeConfig().digest_every  # of the first sync
         for number in range(1, steps + 1):
             spent.clear()
@@ -75,7 +76,7 @@ def main() -> None:
         for kind in ("samples", "canary", "digest")
     }
     print(", ".join(f"{kind} {share:.4f}" for kind, share in shares.items()))
-    details = {"row": asdict(ROW), "rounds": counted, "shares": shares}
+    details = {"row": asdict(row), "rounds": counted, "shares": shares}
     report("sync_checks", details, ratio=sum(shares.values()), goal=GOAL, quick=args.quick)
 
 

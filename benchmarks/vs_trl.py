@@ -7,8 +7,8 @@ turns, in processes of their own. A step is the mean between the ends of two ste
 - ``tail``: a response ends with a probability of about 1/64 at each token, up to 512;
 - ``tail_128``: the same with 128 responses in place of 64.
 
-``./launch/setup.sh --with bench`` installs TRL and what it needs in addition to the project's own packages. CPU seconds are of all processes
-of a side together, which says more than the wall on a machine that others use too.
+``./launch/setup.sh --with bench`` installs TRL and what it needs in addition to the project's own packages. CPU seconds include all
+processes of a side. On a machine that others use too they say more than wall time.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ ROWS = {
 def main() -> None:
     """Measure the rows that are asked for, in turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round, without tail_128")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, help="all by default")
+    parser.add_argument("--quick", action="store_true", help="one short round of the row small")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="(default: all)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a run, after warm-up")
     parser.add_argument("overrides", nargs="*", help="of our configuration, as a.b=c", default=[])
@@ -74,7 +74,7 @@ def main() -> None:
         return
     rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     found: dict[str, Any] = {}
-    for name in args.rows or [name for name in ROWS if not (args.quick and name == "tail_128")]:
+    for name in args.rows or (["small"] if args.quick else ROWS):
         with TemporaryDirectory() as folder:
             directory, row = Path(folder), ROWS[name]
             make(directory, row)
