@@ -3,7 +3,6 @@
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$root/.venv"
-if [[ "${RLHF_MCORE_STACK:-}" == megatron-latest ]]; then venv="$root/.venv-megatron-latest"; fi
 
 say() { printf '%s\n' "$*"; }
 

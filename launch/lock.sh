@@ -16,12 +16,6 @@ compile=("$venv/bin/uv" pip compile --quiet --python "$venv/bin/python" --genera
 # torch is left out because setup.sh installs it beforehand.
 "${compile[@]}" "${backend[@]}" "$@" --override requirements/overrides.txt --no-emit-package torch \
     requirements/cpu.in --output-file requirements/cpu.lock
-# The same with the newest Megatron-core, which needs Python 3.12; torch and what a build of it for CUDA brings are left out as above.
-cp requirements/cpu.lock requirements/megatron-latest.lock # versions stay the same where they can
-without=(torch triton cuda-bindings cuda-pathfinder cuda-toolkit)
-without+=(nvidia-{cublas,cuda-{cupti,nvrtc,runtime},cudnn-cu13,cufft,cufile,curand,cusolver,cusparse,cusparselt-cu13,nccl-cu13,nvjitlink,nvshmem-cu13,nvtx})
-"${compile[@]}" "$@" --python-version 3.12 --override requirements/overrides.txt --override requirements/megatron-latest.txt \
-    "${without[@]/#/--no-emit-package=}" requirements/cpu.in --output-file requirements/megatron-latest.lock
 # Without dependencies: only modules that need none of them are loaded (tests/oracles/published.py).
 "${compile[@]}" "$@" --no-deps requirements/oracles.in --output-file requirements/oracles.lock
 "${compile[@]}" "$@" --no-deps requirements/bench.in --output-file requirements/bench.lock
@@ -32,3 +26,7 @@ for_container=(--python-version 3.12 --python-platform x86_64-manylinux_2_28)
     requirements/gpu.in --output-file requirements/gpu.lock
 grep -m 1 '^vllm==' requirements/gpu.in | "${compile[@]}" "$@" "${for_container[@]}" --no-deps - \
     --output-file requirements/vllm.lock
+# The Megatron-core of the GPU stack for tests on the CPU stack (launch/setup.sh --with megatron-latest), and what it imports.
+grep -m 1 '^megatron-core==' requirements/gpu.in | "${compile[@]}" "$@" --python-version 3.12 --no-deps - \
+    --output-file requirements/megatron-latest.lock
+"${compile[@]}" "$@" --no-deps requirements/triton.in --output-file requirements/triton.lock

@@ -3,10 +3,10 @@
 #
 #   ./launch/setup.sh                            the CPU stack
 #   RLHF_MCORE_STACK=gpu ./launch/setup.sh       the GPU stack, inside NVIDIA's PyTorch container (see Dockerfile)
-#   RLHF_MCORE_STACK=megatron-latest ./launch/setup.sh   the CPU stack with the newest Megatron-core, in .venv-megatron-latest
 #   ./launch/setup.sh --with bench               in addition TRL, for benchmarks/vs_trl.py, in a folder of its own
+#   ./launch/setup.sh --with megatron-latest     in addition the Megatron-core of the GPU stack, in a folder of its own, for tests
 #
-# PYTHON names the interpreter to build from (3.11, for the other two 3.12; looked for when not set). Package indexes, find-links folders
+# PYTHON names the interpreter to build from (3.11, for the GPU stack 3.12; looked for when not set). Package indexes, find-links folders
 # and certificates are those of this machine's pip configuration. Delete .venv to start over.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -14,9 +14,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 stack="${RLHF_MCORE_STACK:-cpu}"
 case "$stack" in
     cpu) version=3.11 locks=(requirements/cpu.lock requirements/cpu.in requirements/oracles.lock) ;;
-    megatron-latest) version=3.12 locks=(requirements/megatron-latest.lock requirements/cpu.in requirements/oracles.lock) ;;
     gpu) version=3.12 locks=(requirements/gpu.lock requirements/vllm.lock) ;;
-    *) fail "RLHF_MCORE_STACK=$stack is not a choice; it is cpu, megatron-latest or gpu" ;;
+    *) fail "RLHF_MCORE_STACK=$stack is not a choice; it is cpu or gpu" ;;
 esac
 stamp="$venv/.rlhf_mcore.stamp"
 unfinished="$venv/.rlhf_mcore.unfinished"
@@ -88,10 +87,6 @@ install_torch() {
     if pip install --quiet --no-deps "$requirement+cpu" >"$log" 2>&1; then return; fi
     say "not in the indexes that pip knows here; taking the CPU build from torch's own index"
     if uv_install --torch-backend cpu "$requirement"; then return; fi
-    if [[ "$stack" == megatron-latest ]]; then
-        say "nor there; taking the build for CUDA, which works without a GPU (4.5 GB)"
-        if pip install --quiet "$requirement" >>"$log" 2>&1; then return; fi
-    fi
     cat "$log" >&2
     fail "the CPU build of $requirement could not be installed (pip's attempt and uv's are above)." \
         "Behind a firewall, put its wheel in a folder and set PIP_FIND_LINKS to that folder."
@@ -159,21 +154,41 @@ install() {
     say "setup: done"
 }
 
+# begin_add_on NAME LOCK...: make way for an installation into .venv/NAME. Returns 1 if that folder was made from these locks.
+begin_add_on() {
+    local name="$1" folder="$venv/$1"
+    shift
+    [[ "$stack" == cpu ]] || fail "--with $name is for the CPU stack"
+    if cat "$@" | cmp --silent - "$folder/locks"; then return 1; fi
+    heading "setup: $name"
+    export_index_settings
+    rm -rf "$folder" # what an earlier lock installed
+}
+
 # TRL runs with our own packages and this folder. It must not see .venv/oracles: transformers would import torchvision and PEFT from there.
 install_bench() {
-    [[ "$stack" == cpu ]] || fail "--with bench is for the CPU stack"
-    if cmp --silent "$root/requirements/bench.lock" "$venv/bench/bench.lock"; then return; fi
-    heading "setup: TRL, for benchmarks/vs_trl.py"
-    export_index_settings
-    rm -rf "$venv/bench" # what an earlier lock installed
-    uv_install --require-hashes --target "$venv/bench" -r "$root/requirements/bench.lock"
-    cp "$root/requirements/bench.lock" "$venv/bench/bench.lock"
+    begin_add_on bench requirements/bench.lock || return 0
+    uv_install --require-hashes --target "$venv/bench" -r requirements/bench.lock
+    cat requirements/bench.lock >"$venv/bench/locks"
+}
+
+# Megatron-core 0.19 is pure Python and asks for Python 3.12, but runs on 3.11. It imports triton, which vLLM's CPU build must not see.
+install_megatron_latest() {
+    local locks=(requirements/triton.lock requirements/megatron-latest.lock)
+    begin_add_on megatron-latest "${locks[@]}" || return 0
+    uv_install --compile-bytecode --require-hashes --target "$venv/megatron-latest" -r "${locks[0]}"
+    uv_install --compile-bytecode --require-hashes --target "$venv/megatron-latest" --python-version 3.12 -r "${locks[1]}"
+    cat "${locks[@]}" >"$venv/megatron-latest/locks"
 }
 
 if (($#)); then
-    [[ "$*" == "--with bench" ]] || fail "setup.sh $*: the only choice is --with bench"
-    "${BASH_SOURCE[0]}"
-    install_bench
+    cd "$root"
+    "$root/launch/setup.sh"
+    case "$*" in
+        "--with bench") install_bench ;;
+        "--with megatron-latest") install_megatron_latest ;;
+        *) fail "setup.sh $*: choose --with bench or --with megatron-latest" ;;
+    esac
     exit 0
 fi
 if up_to_date; then exit 0; fi

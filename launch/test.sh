@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# Installs what is missing, then lints and runs every tier of tests.
+# Installs what is missing, then lints and runs tests.
 #
-#   ./launch/test.sh                     everything
-#   ./launch/test.sh --with slurm --with browser --with docs   everything; first SLURM and Chromium, where apt can, so that
-#                                        nothing skips; the documentation is built as a site too
-#   ./launch/test.sh --with megatron-latest          the same tests on the newest Megatron-core and Python 3.12; no lint
-#   ./launch/test.sh tests/unit -k clip  pytest alone, with these arguments
+#   ./launch/test.sh                       lint and the default tier: what a change needs before it is sent
+#   ./launch/test.sh --full                every test; before a release, and before an issue is closed
+#   ./launch/test.sh --full --shard 2/4    one of four shards of what neither the default tier nor CI runs every time
+#   ./launch/test.sh --full --benchmarks   everything, and every benchmark with --quick
+#   ./launch/test.sh --tiers default,ci    these tiers (tests/tiers.py)
+#   ./launch/test.sh --with slurm --with browser --with docs --with megatron-latest
+#                                          first install these, so that nothing skips: SLURM and Chromium with apt, the documentation's site,
+#                                          and the Megatron-core of the GPU image, on which some tests run a second time
+#   ./launch/test.sh tests/unit -k clip    pytest alone, with these arguments
 #
-# The last lines name every test that failed, with the first line of its message, then say what was skipped for want of what, and then
-# add up all tiers: "N passed, N failed, N skipped", where a lint that fails counts as one.
+# Time limits grow with the slowness of the machine, which is measured first. The last lines name every test that failed, with the
+# first line of its message, then the reasons of skipped tests, then the sum of all tiers: "N passed, N failed, N skipped". A lint that
+# fails counts as one failure.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# from_apt NAME PROGRAM PACKAGE...: packages of the distribution. Where that cannot be, the tests skip, and say so.
+# from_apt NAME PROGRAM PACKAGE...: install packages of the distribution. If that fails, the tests skip.
 from_apt() {
     local name="$1" program="$2" log status=0
     shift 2
@@ -34,20 +39,30 @@ from_apt() {
     rm -f "$log"
 }
 
-extras=() builds_docs=""
-while [[ "${1:-}" == --with ]]; do
-    case "${2:-}" in
-        slurm) from_apt slurm slurmctld slurm-wlm munge ;;
-        browser) from_apt browser chromium chromium && extras+=("playwright==1.65.2") ;;
-        docs) builds_docs=yes ;;
-        megatron-latest) export RLHF_MCORE_STACK=megatron-latest ;;
-        *) fail "--with ${2:-}: slurm, browser, docs and megatron-latest can be installed" ;;
+extras=() setups=() tiers="" full="" shard="" builds_docs="" latest="" benchmarks=""
+while (($#)); do
+    case "$1" in
+        --with)
+            case "${2:-}" in
+                slurm) from_apt slurm slurmctld slurm-wlm munge ;;
+                browser) from_apt browser chromium chromium && extras+=("playwright==1.65.2") ;;
+                docs) builds_docs=yes ;;
+                megatron-latest) latest=yes setups=(--with megatron-latest) ;;
+                *) fail "--with ${2:-}: slurm, browser, docs and megatron-latest can be installed" ;;
+            esac
+            shift 2
+            ;;
+        --full) full=yes && shift ;;
+        --tiers) tiers="${2:?--tiers needs names: default, ci, full}" && shift 2 ;;
+        --shard) shard="${2:?--shard needs K/N, for example 2/4}" && shift 2 ;;
+        --benchmarks) benchmarks=yes && shift ;;
+        *) break ;;
     esac
-    shift 2
 done
+if [[ -z "$tiers" && -n "$shard" ]]; then tiers=full; fi
+if [[ -z "$tiers" ]]; then tiers="default${full:+,ci,full}"; fi
 
-"$root/launch/setup.sh"
-source "$root/launch/common.sh" # again: which .venv
+"$root/launch/setup.sh" "${setups[@]}"
 source "$root/launch/env.sh"
 cd "$root"
 export PATH="$venv/bin:$PATH"
@@ -60,7 +75,12 @@ if [[ -n "$builds_docs" ]] && ! "$root/launch/docs.sh" install; then
     builds_docs=""
 fi
 
-if (($#)); then exec python -m pytest "$@"; fi
+RLHF_MCORE_TEST_SLOWNESS="${RLHF_MCORE_TEST_SLOWNESS:-$(python -m tests.machine_speed)}"
+export RLHF_MCORE_TEST_SLOWNESS
+# limit SECONDS: scaled by the slowness of the machine.
+limit() { awk -v s="$1" -v f="$RLHF_MCORE_TEST_SLOWNESS" 'BEGIN { printf "%d", s * f }'; }
+
+if (($#)); then exec python -m pytest --timeout="$(limit 600)" "$@"; fi
 
 # Each worker of the unit tier imports torch, transformers, Megatron and vLLM: seconds, and 2 GB.
 workers="$(env -u OMP_NUM_THREADS nproc)" # with it nproc counts threads
@@ -69,8 +89,12 @@ if ((workers > 8)); then workers=8; fi
 unset PYTHONDONTWRITEBYTECODE
 
 failed=() failed_lints=0
-reports="$(mktemp -d)"
-trap 'rm -rf "$reports"' EXIT
+reports="${RLHF_MCORE_TEST_REPORTS:-}" # a folder that keeps the JUnit files, for tools/test_costs.py
+if [[ -z "$reports" ]]; then
+    reports="$(mktemp -d)"
+    trap 'rm -rf "$reports"' EXIT
+fi
+mkdir -p "$reports"
 trap 'exit 130' INT # else Ctrl-C ends one tier and the next one begins
 
 # section NAME COMMAND...: runs the command under a heading and remembers a failure, so that one run shows all of them.
@@ -82,81 +106,50 @@ section() {
     say "($name: $((SECONDS - started)) s)"
 }
 
-# tier NAME PATH [OPTION...]: a part of the tests. They run in workers of xdist, even where one is enough: a test that ends its
-# process then fails with its name, and the rest still run. A test has 600 s (pyproject.toml); where it hangs below Python its
-# worker ends after 720, and a tier that hangs anywhere else ends too, after an hour.
-tier() {
-    local report="$reports/$1"
+# run_tests NAME PATH... [OPTION...]: the chosen tests of some folders, one folder after the other. They run in workers of xdist, even if one is
+# enough: a test that ends its process then fails with its name, and the rest still run. A test that hangs below Python ends its worker
+# after 720 s, and a section that hangs anywhere else ends after an hour; both limits are scaled.
+# shellcheck disable=SC2329 # section calls it
+run_tests() {
+    local report="$reports/$1" status=0
     shift
-    if [[ -z "$(find "$1" -name 'test_*.py' -print -quit 2>/dev/null)" ]]; then
-        say "no tests yet"
-        return
-    fi
     touch "$report.xml" "$report.log" # the first stays empty if pytest is killed, which then counts
     # In the background Ctrl-C would be ignored, and what the tests have started would live on. Not through a pipe: a process
     # that a test has left behind would hold it open.
-    env --default-signal=INT timeout --foreground --kill-after=60 3600 python -m pytest "$@" \
-        --durations=25 --durations-min=10 -o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true \
+    env --default-signal=INT timeout --foreground --kill-after=60 "$(limit 3600)" python -m pytest "$@" \
+        --timeout="$(limit 600)" --durations=10 --durations-min=10 \
+        -o faulthandler_timeout="$(limit 720)" -o faulthandler_exit_on_timeout=true \
         --junitxml="$report.xml" >"$report.log" 2>&1 &
     tail --pid=$! --sleep-interval=0.3 --lines=+1 --follow "$report.log"
-    wait $!
+    wait $! || status=$?
+    return $((status == 5 ? 0 : status)) # 5: none of the chosen tests is here
 }
 
-# start NAME PATH [OPTION...]: a tier that runs beside the others, until finish shows what it has printed.
-declare -A in_background=()
-start() {
-    tier "$@" >/dev/null 2>&1 &
-    in_background[$1]=$!
-}
-
-# finish NAME: wait for a tier that was started.
-finish() {
-    local status=0
-    wait "${in_background[$1]}" || status=$?
-    if [[ -f "$reports/$1.log" ]]; then cat "$reports/$1.log"; fi
-    return "$status"
-}
-
-# memory_gib: what this machine has free, or a container may use.
-memory_gib() {
-    local kib limit
-    kib="$(awk '/^MemAvailable/ {print $2}' /proc/meminfo)"
-    for limit in /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes; do
-        if [[ -f "$limit" && "$(<"$limit")" =~ ^[0-9]{1,15}$ ]]; then
-            limit=$(($(<"$limit") / 1024))
-            if ((limit < kib)); then kib=$limit; fi
-        fi
-    done
-    say $((kib / 1024 / 1024))
-}
-
-if [[ "${RLHF_MCORE_STACK:-cpu}" == cpu ]]; then
+choice=(--tier "$tiers")
+if [[ -n "$shard" ]]; then choice+=(--shard "$shard"); fi
+say "tiers $tiers${shard:+, shard $shard of tier full}; this machine is $RLHF_MCORE_TEST_SLOWNESS times as slow as the one that the time limits were made on"
+if [[ ",$tiers," == *,default,* ]]; then
     section "ruff" ruff check .
     section "mypy" mypy
     section "import-linter" lint-imports
 fi
 if [[ -n "$builds_docs" ]]; then section "docs (mkdocs, strict)" "$root/launch/docs.sh"; fi
 failed_lints=${#failed[@]}
-section "tests/gpu (skipped without a GPU)" tier gpu tests/gpu -n 1
-section "tests/unit (on $workers cores)" tier unit tests/unit -n "$workers" --dist worksteal
-# The others wait for much of their time: for ranks that start, for engines, for SLURM. So they run beside one another where
-# there is memory: each takes up to 5 GB. The end-to-end tests are cut in two halves that take about as long (xdist would do it with
-# --dist loadfile, but runs a test that has ended its worker again and again).
-memory="$(memory_gib)"
-runs=(resume asynchronous environments supervised_chain task_to_model three_way train_command)
-runs=("${runs[@]/#/tests/e2e/test_}")
-runs=("${runs[@]/%/.py}")
-start slurm tests/slurm -n 1 -v
-if ((memory >= 18)); then start distributed tests/distributed -n 1 -v; fi
-section "tests/processes (workers, sandboxes, scripts)" tier processes tests/processes -n "$workers" --dist worksteal
-section "tests/oracles (published functions of verl and TRL)" tier oracles tests/oracles -n 1
-if ((memory < 18)); then section "tests/distributed (gloo, torchrun)" tier distributed tests/distributed -n 1 -v; fi
-if ((memory >= 10)); then start e2e-runs "${runs[@]}" -n 1 -v; fi
-section "tests/e2e (real vLLM)" tier e2e tests/e2e -n 1 -v "${runs[@]/#/--ignore=}"
-if ((memory < 10)); then start e2e-runs "${runs[@]}" -n 1 -v; fi
-section "tests/e2e (whole runs: killed, with environments, from a task to a model)" finish e2e-runs
-if ((memory >= 18)); then section "tests/distributed (gloo, torchrun)" finish distributed; fi
-section "tests/slurm (real SLURM; skipped without it)" finish slurm
+section "tests/gpu (skipped without a GPU)" run_tests gpu tests/gpu -n 1 "${choice[@]}"
+section "tests/unit, tests/oracles (on $workers cores)" run_tests unit tests/unit tests/oracles -n "$workers" --dist worksteal "${choice[@]}"
+section "tests/processes (commands, workers, sandboxes)" run_tests processes tests/processes -n "$workers" --dist worksteal "${choice[@]}"
+section "tests/distributed (gloo, torchrun)" run_tests distributed tests/distributed -n 1 -v "${choice[@]}"
+section "tests/e2e (real vLLM)" run_tests e2e tests/e2e -n 1 -v "${choice[@]}"
+section "tests/slurm (real SLURM; skipped without it)" run_tests slurm tests/slurm -n 1 -v "${choice[@]}"
+if [[ -n "$latest" ]]; then
+    export PYTHONPATH="$venv/megatron-latest${PYTHONPATH:+:$PYTHONPATH}"
+    section "the Megatron-core of the GPU image: tests/unit" run_tests megatron-latest-unit tests/unit/mcore tests/unit/platform \
+        -n "$workers" --dist worksteal --tier default
+    section "the Megatron-core of the GPU image: tests/distributed" run_tests megatron-latest-distributed tests/distributed/test_moe.py \
+        -n 1 -v --tier default
+    unset PYTHONPATH
+fi
+if [[ -n "$benchmarks" ]]; then section "benchmarks" python -m benchmarks.run --quick; fi
 
 heading "result"
 if ((${#failed[@]})); then

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import one_failure, tiers
+from tests import costs, one_failure, tiers
 
 # Test processes share the cores. One compute thread each also makes sums come out the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(one_failure)  # hooks of a conftest.py are not called for fixtures of scope session
+    config.pluginmanager.register(costs)
 
 
 @pytest.hookimpl(tryfirst=True)
