@@ -11,7 +11,9 @@ import time
 import zlib
 
 VARIABLE = "RLHF_MCORE_TEST_SLOWNESS"
-REFERENCE_ROUNDS_PER_S = 100.0  # of one quiet core of an AMD EPYC 9005 (Zen 5), the machine on which the limits were chosen
+REFERENCE_ROUNDS_PER_S = (
+    100.0  # of one quiet core of an AMD EPYC 9005 (Zen 5), the machine on which the limits were chosen
+)
 SECONDS = 2.0
 MOST = 12.0  # a machine that is slower still has another problem
 

@@ -29,7 +29,9 @@ TIER_OF_DIRECTORY = {"unit": "default", "oracles": "default", "gpu": "default", 
 def add_options(parser: pytest.Parser) -> None:
     """Add ``--tier`` and ``--shard``. Without them all tests run."""
     group = parser.getgroup("tiers")
-    group.addoption("--tier", default="", help="run the tests of these tiers only: default, ci, full, separated by commas")
+    group.addoption(
+        "--tier", default="", help="run the tests of these tiers only: default, ci, full, separated by commas"
+    )
     group.addoption("--shard", default="", help="K/N: of tier full, run shard K of N only")
 
 
