@@ -1,7 +1,7 @@
 """A pytest plug-in: write the CPU seconds and the tier of every test into the JUnit file, for ``tools/test_costs.py``.
 
-A test's CPU seconds are those of its own process and of all processes that it has started, also of those that still run. A fixture that
-is shared counts for the first test that uses it.
+They include the CPU seconds of all processes that the test started, also of those that still run. A shared fixture
+counts for the first test that uses it.
 """
 
 from __future__ import annotations

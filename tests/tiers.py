@@ -7,8 +7,8 @@ Every test belongs to one tier:
 - ``full``: everything else. CI runs one of four shards of it, ``./launch/test.sh --full`` runs all of it.
 
 The marks ``default``, ``ci`` and ``full`` name the tier of a test. Without a mark the directory decides (``TIER_OF_DIRECTORY``).
-A shard consists of whole files, because the tests of a file share worlds and engines. ``tests/durations.json`` holds the seconds that the
-``full`` tests of each file take; ``tools/test_costs.py --write`` refreshes it.
+A shard consists of whole files, because the tests of a file share worlds and engines. ``tests/durations.json``
+contains the wall seconds of the ``full`` tests of each file; ``tools/test_costs.py --write`` refreshes it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python tools/mutants.py run SUITE CHECKOUT      # run a suite of tests/mutants/suites.json on each; continues an interrupted run
     python tools/mutants.py report                  # print which suite killed which change
 
-CHECKOUT is a git worktree of its own, which this script changes and restores. A change that makes tests run into their time limit counts as
-killed. Results are in tests/mutants/results.json.
+CHECKOUT is a separate git worktree, which this script changes and restores. A change that makes tests run into their time limit counts
+as killed. Results are in tests/mutants/results.json.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "sum": "len"}
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change: in ``line`` of ``file`` the text ``old`` at ``column`` becomes ``new``. ``number`` was its line number when it was sampled."""
+    """One change: in ``line`` of ``file`` the text ``old`` at ``column`` becomes ``new``. ``number``: its line when sampled."""
 
     area: str
     file: str

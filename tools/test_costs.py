@@ -1,7 +1,7 @@
 """Show what tests cost, from the JUnit files of a run, and refresh the durations by which shards are balanced.
 
     RLHF_MCORE_TEST_REPORTS=reports ./launch/test.sh --full
-    python tools/test_costs.py reports/*.xml              # CPU seconds by tier, by directory, and the ten most expensive tests of a tier
+    python tools/test_costs.py reports/*.xml              # CPU seconds by tier and directory, and the most expensive tests
     python tools/test_costs.py --write reports/*.xml      # and write tests/durations.json
 
 CPU seconds are those of ``tests/costs.py``. Durations are wall seconds of the tests of tier ``full``, by file.
