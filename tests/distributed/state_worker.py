@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ LR, DECAY, MOMENTUM = 1e-2, 0.1, 0.9
 
 
 def main(directory: Path) -> None:
-    world = World(directory)
+    world = World(directory, CIRCLES)
     findings: dict[str, Any] = {"circles": {}, "precision": {}}
     for name, layouts in CIRCLES.items():
         findings["circles"][name] = circle(world, name, layouts)
@@ -79,11 +79,11 @@ def main(directory: Path) -> None:
 class World:
     """What the checks share."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, names: Iterable[str]):
         self.directory = directory
         self.platform: Platform = start()
         self.groups: dict[str, ModelGroups] = {}
-        for name in CIRCLES:
+        for name in names:
             if dist.get_rank() == 0:
                 models.make(name, directory / name)
                 models.make(name, directory / f"{name}_reference", seed=7)

@@ -40,7 +40,6 @@ from tests.distributed.setting import (
     load_hf,
     rows,
     sizes_of,
-    splits_of,
     start,
 )
 
@@ -64,6 +63,8 @@ LOSSES = {f"{loss}/{by}": (loss, by, "off") for loss in POLICY_LOSSES for by in 
 BOUNDS = {"dppo_tv": 0.5}  # by which other tokens are left out than by the divergence of dppo_kl
 COVARIANCE = CovarianceConfig(share=0.3, low=-9, high=9)  # which chooses tokens of the few that there are
 UNSHARED, SHARED = "dp4/packed", ("cp2_dp2/packed", "cp2_dp2/padded", "cp4/packed", "cp4/padded")
+# Padded, packed, padded, ...
+OLD_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "cp2_dp2", "cp4", "pp2_cp2")
 OVERLAPPED_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "cp2_dp2")
 
 
@@ -83,21 +84,14 @@ def cells() -> list[dict[str, Any]]:
     )
 
 
-def cells_of_old() -> list[tuple[str, str]]:
-    """Return layout and packing of the updates whose forward pass gives the old logprobs."""
-    factors = {"layout": [*LAYOUTS, *CONTEXT_LAYOUTS], "packing": ("packed", "padded")}
-    rows = covering_rows(factors, features=lambda row: {**splits_of(row["layout"]), "packing": row["packing"]})
-    return [(row["layout"], row["packing"]) for row in rows]
-
-
 def shared_losses() -> dict[str, list[str]]:
-    """Return for each way to share a sequence the losses to compare. Each loss, aggregation and correction meets each way."""
-    rows = covering_rows(
-        {"loss": tuple(LOSSES), "where": SHARED},
-        features=lambda row: dict(
-            zip(("where", "policy", "by", "mode"), (row["where"], *LOSSES[row["loss"]]), strict=True)
-        ),
-    )
+    """Return the losses to compare for each way to share a sequence: each policy loss with each layout, packing and aggregation."""
+
+    def features(row: dict[str, str]) -> dict[str, str]:
+        names = ("layout", "packing", "policy", "by", "mode")
+        return dict(zip(names, (*row["where"].split("/"), *LOSSES[row["loss"]]), strict=True))
+
+    rows = covering_rows({"loss": tuple(LOSSES), "where": SHARED}, features=features)
     return {where: [row["loss"] for row in rows if row["where"] == where] for where in SHARED}
 
 
@@ -128,15 +122,15 @@ def main(directory: Path) -> None:
             found = update(path, made, platform, settings, reference, after, cell["owner"])
             findings["updates"]["/".join(cell.values())] = found
     path, reference = directory / "qwen3_tied", load_hf(directory / "qwen3_tied_reference")
-    for layout, packing in cells_of_old():
-        settings = Settings(max_tokens=24, packing=packing == "packed", logit_chunk_tokens=5)
+    for number, layout in enumerate(OLD_LAYOUTS):
+        settings = Settings(max_tokens=24, packing=number % 2 == 1, logit_chunk_tokens=5)
         _, actor = build(path, groups_of(layout, groups), platform, settings)
-        findings["old"][f"{layout}/{packing}"] = old_of_update(actor, reference)
+        findings["old"][layout] = old_of_update(actor, reference)
     for kind, recompute in RECOMPUTE.items():
         settings = Settings(max_tokens=24, recompute=recompute)
         findings["recompute"][kind] = update(path, groups_of("tp2_pp2", groups), platform, settings, reference, None)
     for layout in OVERLAPPED_LAYOUTS:
-        settings = Settings(max_tokens=24, epochs=2)
+        settings = Settings(max_tokens=48, epochs=2)
         plain = twice(path, groups_of(layout, groups), platform, settings, reference, None)
         overlapped = replace(settings, megatron=OVERLAP)
         found = twice(path, groups_of(layout, groups), platform, overlapped, reference, plain[1])

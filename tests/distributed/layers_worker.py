@@ -1,0 +1,96 @@
+"""What the default tier computes on four ranks: one model per kind of layer, on few layouts that contain every way to split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf_mcore.families import has_expert_bias
+from rlhf_mcore.mcore.groups import ModelGroups
+from tests.distributed import models
+from tests.distributed.family_worker import BIAS_RATE, moved_biases
+from tests.distributed.parity_worker import difference_from_file, distances, held_and_predicted
+from tests.distributed.setting import (
+    MOE_LAYOUTS,
+    Settings,
+    build,
+    finish,
+    groups_of,
+    hf_logprobs,
+    load_hf,
+    moe_groups_of,
+    rows,
+    start,
+)
+from tests.distributed.state_worker import World, circle
+from tests.distributed.update_worker import old_of_update, oracle, update_of
+
+KINDS = {"dense": "qwen2", "experts": "qwen2_moe", "latent attention": "deepseek_v3", "delta net": "qwen3_5_text"}
+# Layout, tokens of a microbatch, packing, and who owns the rows.
+CELLS = {
+    "dense": (
+        ("dp4", 24, True, "one after the other"),
+        ("tp2_dp2_sp", 10_000, True, "dealt"),
+        ("tp2_pp2_vpp2_sp", 24, False, "last rank"),
+        ("pp2_cp2", 24, True, "dealt"),
+        ("cp4", 24, False, "dealt"),
+    ),
+    "experts": (
+        ("ep2_etp2_dp4", 24, False, "dealt"),
+        ("tp2_sp_ep2_etp1_dp2", 24, True, "one after the other"),
+        ("pp2_cp2_ep2", 24, True, "last rank"),
+    ),
+    "latent attention": (
+        ("tp2_sp_cp2_ep2_etp1", 24, True, "dealt"),
+        ("pp2_ep2_dp2_uneven", 24, False, "last rank"),
+    ),
+    "delta net": (("tp2_cp2", 24, True, "dealt"), ("pp2_dp2", 24, False, "one after the other")),
+}
+CIRCLES = {
+    "qwen3_tied": ("tp2_cp2", "pp2_vpp2_dp2", "tp2_cp2"),
+    "qwen3_moe": ("tp2_sp_ep2_etp1_dp2", "pp2_ep2_dp2", "tp2_sp_ep2_etp1_dp2"),
+}
+
+
+def main(directory: Path) -> None:
+    platform = start()
+    groups: dict[str, ModelGroups] = {}
+    findings: dict[str, Any] = {kind: {"cells": {}} for kind in KINDS}
+    for kind, name in KINDS.items():
+        path = directory / name
+        if dist.get_rank() == 0:
+            models.make(name, path)
+            reference = models.make(name, directory / f"{name}_reference", seed=7)
+            findings[kind]["oracle"] = oracle(path, reference, directory / f"{name}_after")
+        dist.barrier()
+        check_cells(kind, directory, groups, platform, findings[kind]["cells"])
+    world = World(directory, CIRCLES)
+    findings["circles"] = {name: circle(world, name, layouts) for name, layouts in CIRCLES.items()}
+    _, actor = build(directory / "qwen2", groups_of("pp2_cp2", groups), platform, Settings(max_tokens=24))
+    findings["old"] = old_of_update(actor, load_hf(directory / "qwen2_reference"))
+    finish(findings, directory)
+
+
+def check_cells(kind: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, found: Any) -> None:
+    """Of a model: logprobs, weights there and back, names of parameters, and an update."""
+    path = directory / KINDS[kind]
+    hf, reference = load_hf(path), load_hf(directory / f"{KINDS[kind]}_reference")
+    with torch.no_grad():
+        expected = [hf_logprobs(hf, row) for row in rows()]
+    after = load_file(directory / f"{KINDS[kind]}_after" / "model.safetensors") | moved_biases(hf)
+    for layout, max_tokens, packing, owner in CELLS[kind]:
+        settings = Settings(max_tokens=max_tokens, packing=packing, logit_chunk_tokens=5 if max_tokens == 24 else None)
+        settings.expert_bias_rate = BIAS_RATE if kind == "latent attention" else 0.0
+        made = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
+        model, actor = build(path, made, platform, settings)
+        assert has_expert_bias(model.spec.geometry) == (kind == "latent attention")
+        found[layout] = {
+            "parity": {"packed" if packing else "padded": distances(actor, packing, expected)},
+            "gather": difference_from_file(model, path),
+            "names": held_and_predicted(model),
+            "update": update_of(model, actor, reference, after, owner),
+        }
