@@ -1,27 +1,32 @@
-"""The tracer on real vLLM modules of every family at TP 1 and 2, and in a whole engine: one torchrun for everything."""
+"""The tracer on vLLM modules of every kind of family at TP 1 and 2, and in a whole engine. One world runs everything."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.planning.inputs import EngineGrid
 from rlhf_mcore.planning.sync import engine_tensors, weight_bytes
+from tests.distributed.cells import check_all, check_below
 from tests.distributed.world import run_world
 from tests.e2e.bridge.eight_bits import GRIDS
 from tests.e2e.bridge.eight_bits import hf_config as eight_bits_config
-from tests.e2e.bridge.models import CASES, HIDDEN, MIXTURES, VOCABULARY, Case, hf_config
+from tests.e2e.bridge.models import HIDDEN, MIXTURES, SIZES, VOCABULARY, Case, hf_config
+from tests.e2e.processors import needs_fp8_kernel
 from tests.e2e.rollout.tiny import save_model
 
 Seen = list[dict[str, Any]]  # what each rank wrote
 
 # fp32 kernels may sum in another order; bf16 rounds to 8 bits, and the kernel of the experts also in between.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+CELLS = {f"{case.key}-tp{tp}": (case, tp) for tp, cases in SIZES.items() for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -33,88 +38,105 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.fixture(params=[(case, tp) for case in CASES for tp in (1, 2)], ids=lambda p: f"{p[0].key}-tp{p[1]}")
-def both(request: pytest.FixtureRequest, ranks: Seen) -> tuple[Case, int, Seen]:
-    """A case, its TP size, and what the two ranks saw."""
-    case, tp = request.param
-    return case, tp, [rank[f"{case.key}-tp{tp}"] for rank in ranks]
+def check_cells(ranks: Seen, check: Callable[[Case, int, Seen], None], is_meant: Callable[[Case], bool] = bool) -> None:
+    """Call ``check`` with each case, its TP size and what both ranks saw of it."""
+
+    def check_cell(name: str) -> None:
+        case, tp = CELLS[name]
+        check(case, tp, [rank[f"tp{tp}"][case.key] for rank in ranks])
+
+    check_all([name for name, (case, _) in CELLS.items() if is_meant(case)], check_cell)
 
 
 def is_mixture(case: Case) -> bool:
     return case.family in MIXTURES
 
 
-def test_replayed_pieces_are_what_load_weights_makes(both: tuple[Case, int, Seen]) -> None:
-    for seen in both[2]:
-        assert seen["replay"]["difference"] == ""
-        assert seen["replay"]["names"] == seen["replay"]["traced"]
+def test_replayed_pieces_are_what_load_weights_makes(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for seen in both:
+            assert seen["replay"]["difference"] == ""
+            assert seen["replay"]["names"] == seen["replay"]["traced"]
+
+    check_cells(ranks, check)
 
 
-def test_pieces_are_disjoint_and_only_padding_is_left(both: tuple[Case, int, Seen]) -> None:
-    for seen in both[2]:
-        for name, parameter in seen["map"]["parameters"].items():
-            filled = [0] * prod(parameter["shape"])
+def test_pieces_are_disjoint_and_only_padding_is_left(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for name, parameter in [item for seen in both for item in seen["map"]["parameters"].items()]:
+            filled = np.zeros(prod(parameter["shape"]), int)
             for _, _, shape, offset, strides in parameter["pieces"]:
-                for element in elements(shape, offset, strides):
-                    filled[element] += 1
+                np.add.at(filled, elements(shape, offset, strides), 1)
             for begin, end in parameter["padding"]:
-                filled[begin:end] = [count + 1 for count in filled[begin:end]]
-            assert set(filled) == {1}, name
+                filled[begin:end] += 1
+            assert (filled == 1).all(), name
+
+    check_cells(ranks, check)
 
 
-def test_the_planner_describes_the_same_tensors_without_an_engine(both: tuple[Case, int, Seen]) -> None:
-    case, tp, seen = both
-    geometry = FAMILIES[case.family].geometry(Fields(hf_config(case).to_dict(), "config.json", ""))
-    for rank, found in enumerate(seen):
-        planned = [
-            _held(t.shape, [(p.hf_name, p.start, p.shape) for p in t.pieces])
-            for t in engine_tensors(geometry, EngineGrid(tp), rank % tp)
-        ]
-        traced = [_held(p["shape"], [piece[:3] for piece in p["pieces"]]) for p in found["map"]["parameters"].values()]
-        assert sorted(planned) == sorted(traced)
+def elements(shape: list[int], offset: int, strides: list[int]) -> Any:
+    """Return the positions of a rectangle in a flat tensor."""
+    found = np.array(offset)
+    for size, stride in zip(shape, strides, strict=True):
+        found = found[..., None] + np.arange(size) * stride
+    return found.reshape(-1)
 
 
-def _held(shape: Any, pieces: Any) -> tuple[int, list[Any]]:
-    """Elements of a tensor, and the rectangles in it."""
+def test_the_planner_describes_the_same_tensors_without_an_engine(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        geometry = FAMILIES[case.family].geometry(Fields(hf_config(case).to_dict(), "config.json", ""))
+        for rank, seen in enumerate(both):
+            planned = [
+                held(t.shape, [(p.hf_name, p.start, p.shape) for p in t.pieces])
+                for t in engine_tensors(geometry, EngineGrid(tp), rank % tp)
+            ]
+            traced = [
+                held(p["shape"], [piece[:3] for piece in p["pieces"]]) for p in seen["map"]["parameters"].values()
+            ]
+            assert sorted(planned) == sorted(traced)
+
+    check_cells(ranks, check)
+
+
+def held(shape: Any, pieces: Any) -> tuple[int, list[Any]]:
+    """Return the number of elements of a tensor, and the rectangles in it."""
     return prod(shape), sorted([name, list(start), list(size)] for name, start, size in pieces)
 
 
-def elements(shape: list[int], offset: int, strides: list[int]) -> list[int]:
-    found = [offset]
-    for size, stride in zip(shape, strides, strict=True):
-        found = [element + index * stride for element in found for index in range(size)]
-    return found
-
-
-def test_padding_is_that_of_the_vocabulary(both: tuple[Case, int, Seen]) -> None:
+def test_padding_is_that_of_the_vocabulary(ranks: Seen) -> None:
     """vLLM pads 97 to 128 rows; with two ranks the first holds 64 real ones, the second 33 of 64."""
-    case, tp, seen = both
-    rows = {1: [(97, 128), (97, 128)], 2: [None, (33, 64)]}[tp]
-    padded = ["model.embed_tokens.weight"] + ([] if case.is_tied else ["lm_head.weight"])
-    for rank, expected in zip(seen, rows, strict=True):
-        found = {name: p["padding"] for name, p in rank["map"]["parameters"].items() if p["padding"]}
-        if expected is None:
-            assert found == {}
-        else:
-            assert found == {key: [[expected[0] * HIDDEN, expected[1] * HIDDEN]] for key in padded}
+
+    def check(case: Case, tp: int, both: Seen) -> None:
+        rows = {1: [(97, 128), (97, 128)], 2: [None, (33, 64)]}[tp]
+        padded = ["model.embed_tokens.weight"] + ([] if case.is_tied else ["lm_head.weight"])
+        for seen, expected in zip(both, rows, strict=True):
+            found = {name: p["padding"] for name, p in seen["map"]["parameters"].items() if p["padding"]}
+            if expected is None:
+                assert found == {}
+            else:
+                assert found == {key: [[expected[0] * HIDDEN, expected[1] * HIDDEN]] for key in padded}
+
+    check_cells(ranks, check)
 
 
-def test_both_ranks_together_hold_every_element(both: tuple[Case, int, Seen]) -> None:
-    case, _, seen = both
-    held: dict[str, set[tuple[int, ...]]] = {}
-    for rank in seen:
-        for parameter in rank["map"]["parameters"].values():
-            for name, start, shape, _, _ in parameter["pieces"]:
-                held.setdefault(name, set()).update(range(start[0], start[0] + shape[0]))  # type: ignore[arg-type]
-    assert held["model.embed_tokens.weight"] == set(range(VOCABULARY))
-    heads = 2 if case.family.startswith("qwen2") else 4
-    assert held["model.layers.1.self_attn.q_proj.weight"] == set(range(32 * heads))
-    assert held["model.layers.1.self_attn.v_proj.weight"] == set(range(32 * case.num_kv_heads))
+def test_both_ranks_together_hold_every_element(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        rows: dict[str, set[int]] = {}
+        for seen in both:
+            for parameter in seen["map"]["parameters"].values():
+                for name, start, shape, _, _ in parameter["pieces"]:
+                    rows.setdefault(name, set()).update(range(start[0], start[0] + shape[0]))
+        assert rows["model.embed_tokens.weight"] == set(range(VOCABULARY))
+        heads = 2 if case.family.startswith("qwen2") else 4
+        assert rows["model.layers.1.self_attn.q_proj.weight"] == set(range(32 * heads))
+        assert rows["model.layers.1.self_attn.v_proj.weight"] == set(range(32 * case.num_kv_heads))
+
+    check_cells(ranks, check)
 
 
 def test_a_single_key_value_head_is_on_both_ranks(ranks: Seen) -> None:
     for rank in ranks:
-        pieces = rank["llama-tied-kv1-float32-tp2"]["map"]["parameters"]["model.layers.0.self_attn.qkv_proj.weight"]
+        pieces = rank["tp2"]["llama-tied-kv1-float32"]["map"]["parameters"]["model.layers.0.self_attn.qkv_proj.weight"]
         # Two of four query heads of 32 rows; then the whole key and the whole value.
         assert [(piece[0].split(".")[4], piece[2], piece[3]) for piece in pieces["pieces"]] == [
             ("q_proj", [64, 64], 0),
@@ -126,7 +148,7 @@ def test_a_single_key_value_head_is_on_both_ranks(ranks: Seen) -> None:
 def test_gate_and_up_of_an_expert_lie_in_one_tensor(ranks: Seen) -> None:
     """TP 2: 48 of 96 rows each; expert 3 of 4 starts at 3 * 96 rows of 64."""
     name = "model.layers.0.block_sparse_moe.experts.routed_experts.w13_weight"
-    parameter = ranks[1]["mixtral-untied-kv1-float32-tp2"]["map"]["parameters"][name]
+    parameter = ranks[1]["tp2"]["mixtral-untied-kv1-float32"]["map"]["parameters"][name]
     prefix = "model.layers.0.block_sparse_moe.experts.3."
     assert parameter["shape"] == [4, 96, 64]
     assert [piece for piece in parameter["pieces"] if piece[0].startswith(prefix)] == [
@@ -135,77 +157,93 @@ def test_gate_and_up_of_an_expert_lie_in_one_tensor(ranks: Seen) -> None:
     ]
 
 
-def test_a_packed_model_has_the_same_pieces(both: tuple[Case, int, Seen]) -> None:
-    for seen in both[2]:
-        plain, packed = seen["map"]["parameters"], seen["packed"]["parameters"]
-        assert list(plain) == list(packed)
-        for name in plain:
-            assert {**packed[name], "repacked": ""} == plain[name]
+def test_a_packed_model_has_the_same_pieces(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for seen in both:
+            plain, packed = seen["map"]["parameters"], seen["packed"]["parameters"]
+            assert list(plain) == list(packed)
+            for name in plain:
+                assert {**packed[name], "repacked": ""} == plain[name], name
+
+    check_cells(ranks, check)
 
 
-def test_tracing_is_deterministic_and_leaves_the_model_as_it_was(both: tuple[Case, int, Seen]) -> None:
-    for seen in both[2]:
-        assert seen["deterministic"] and seen["packed again"]
-        assert seen["change by tracing"] == ""
+def test_tracing_is_deterministic_and_leaves_the_model_as_it_was(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for seen in both:
+            assert seen["deterministic"] and seen["packed again"]
+            assert seen["change by tracing"] == ""
+
+    check_cells(ranks, check)
 
 
-def test_what_kernels_do_not_read_in_place_is_detected(both: tuple[Case, int, Seen]) -> None:
-    """Whatever this CPU packs: an update through the map must reach every kernel, so nothing repacked was called direct."""
-    case, _, ranks = both
-    for seen in ranks:
-        worst = max(seen["packed gaps"].items(), key=lambda item: item[1])
-        assert worst[1] < TOLERANCE[case.dtype], worst
-        direct = {name for name, p in seen["packed"]["parameters"].items() if not p["repacked"]}
-        assert {name for name in direct if "norm" in name} == {
-            name for name in seen["map"]["parameters"] if "norm" in name
-        }
-        if is_mixture(case):  # vLLM packs experts on every CPU
-            assert not any("experts." in name and "gate" not in name for name in direct)
+def test_an_update_reaches_every_kernel(ranks: Seen) -> None:
+    """Whatever this CPU packs: no parameter that a kernel does not read in place is called direct."""
+
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for seen in both:
+            name, gap = max(seen["packed gaps"].items(), key=lambda item: item[1])
+            check_below(name, gap, TOLERANCE[case.dtype])
+            direct = {name for name, p in seen["packed"]["parameters"].items() if not p["repacked"]}
+            assert {name for name in direct if "norm" in name} == {
+                name for name in seen["map"]["parameters"] if "norm" in name
+            }
+            if is_mixture(case):  # vLLM packs experts on every CPU
+                assert not any("experts." in name and "gate" not in name for name in direct)
+
+    check_cells(ranks, check)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
-def test_on_a_cpu_without_packed_kernels_all_but_experts_is_direct(ranks: Seen, case: Case) -> None:
+def test_without_packed_kernels_all_but_experts_is_direct(ranks: Seen) -> None:
     for rank in ranks:
-        parameters = rank["without packing"][case.key]["parameters"]
-        repacked = {name for name, parameter in parameters.items() if parameter["repacked"]}
-        assert repacked == {name for name in parameters if "routed_experts" in name}
+        for case in SIZES[1]:
+            parameters = rank["without packing"][case.key]["parameters"]
+            repacked = {name for name, parameter in parameters.items() if parameter["repacked"]}
+            assert repacked == {name for name in parameters if "routed_experts" in name}, case.key
 
 
-def test_with_plain_kernels_parameters_are_live(both: tuple[Case, int, Seen]) -> None:
-    case, _, ranks = both
-    for seen in ranks:
-        live = seen["live"]
-        repacked = [name for name, p in live["map"]["parameters"].items() if p["repacked"]]
-        assert all("routed_experts" in name for name in repacked)
-        assert bool(repacked) == is_mixture(case)
-        assert max(live["gaps"].values()) < TOLERANCE[case.dtype]
-        assert "lm_head" in live["changed"] and "model.layers.1.self_attn.o_proj" in live["changed"]
+def test_with_plain_kernels_parameters_are_live(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for live in (seen["live"] for seen in both):
+            repacked = [name for name, p in live["map"]["parameters"].items() if p["repacked"]]
+            assert all("routed_experts" in name for name in repacked)
+            assert bool(repacked) == is_mixture(case)
+            check_below("live", max(live["gaps"].values()), TOLERANCE[case.dtype])
+            assert "lm_head" in live["changed"] and "model.layers.1.self_attn.o_proj" in live["changed"]
+
+    check_cells(ranks, check)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("case", [case for case in CASES if not is_mixture(case)], ids=lambda case: case.key)
-def test_vllms_own_reload_leaves_parameters_live(ranks: Seen, case: Case, tp: int) -> None:
-    for rank in ranks:
-        live = rank[f"{case.key}-tp{tp}"]["live"]
-        assert live["moved"] == []
-        assert live["reloaded map is equal"]
-        assert max(live["reloaded gaps"].values()) < TOLERANCE[case.dtype]
+def test_vllms_own_reload_leaves_parameters_live(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for live in (seen["live"] for seen in both):
+            assert live["moved"] == []
+            assert live["reloaded map is equal"]
+            check_below("reloaded", max(live["reloaded gaps"].values()), TOLERANCE[case.dtype])
+
+    check_cells(ranks, check, lambda case: not is_mixture(case))
 
 
-def test_tied_weights_are_one_parameter(both: tuple[Case, int, Seen]) -> None:
-    case, _, ranks = both
-    for seen in ranks:
-        parameters = seen["map"]["parameters"]
-        assert ("lm_head.weight" in parameters) != case.is_tied
-        assert parameters["model.embed_tokens.weight"]["aliases"] == (["lm_head.weight"] if case.is_tied else [])
-        assert seen["map"]["unused"] == []
-        assert seen["with both names"]["parameters"] == parameters
-        assert seen["with both names"]["unused"] == (["lm_head.weight"] if case.is_tied else [])
+def test_tied_weights_are_one_parameter(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for seen in both:
+            parameters = seen["map"]["parameters"]
+            assert ("lm_head.weight" in parameters) != case.is_tied
+            assert parameters["model.embed_tokens.weight"]["aliases"] == (["lm_head.weight"] if case.is_tied else [])
+            assert seen["map"]["unused"] == []
+            assert seen["with both names"]["parameters"] == parameters
+            assert seen["with both names"]["unused"] == (["lm_head.weight"] if case.is_tied else [])
+
+    check_cells(ranks, check)
 
 
-def test_a_format_without_a_tensor_is_refused(both: tuple[Case, int, Seen]) -> None:
-    for seen in both[2]:
-        assert "unwritten" in seen["incomplete"] and "model.layers.1.self_attn.qkv_proj.weight" in seen["incomplete"]
+def test_a_format_without_a_tensor_is_rejected(ranks: Seen) -> None:
+    def check(case: Case, tp: int, both: Seen) -> None:
+        for seen in both:
+            assert "unwritten" in seen["incomplete"]
+            assert "model.layers.1.self_attn.qkv_proj.weight" in seen["incomplete"]
+
+    check_cells(ranks, check)
 
 
 def test_an_engine_updated_through_the_map_answers_as_after_its_own_load(ranks: Seen) -> None:
@@ -219,26 +257,29 @@ def test_an_engine_updated_through_the_map_answers_as_after_its_own_load(ranks: 
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-@pytest.mark.parametrize("name", GRIDS)
-def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, kind: str, name: str) -> None:
-    """vLLM's own layers, loaders and quantisers; and its kernels where the processor has them (fp8: AMX)."""
-    num_layers = 2 // GRIDS[name].get("pp", 1)
-    for rank in ranks:
-        seen = rank[f"8 bits-{name}"][kind]
-        assert [seen[what] for what in seen if what.startswith("other than")] == [[], [], []]
-        matrices = (
-            "self_attn.qkv_proj",
-            "self_attn.o_proj",
-            "mlp.experts.routed_experts.w13",
-            "mlp.experts.routed_experts.w2",
-        )
-        assert len(seen["8 bits"]) == num_layers * len(matrices)
-        # Of other ranks: two of four experts in two layers; or a layer, with 16 matrices. Matrices have scales.
-        elsewhere = {"ep2": 2 * 2 * 3 * 2, "dp2_ep2": 2 * 2 * 3 * 2, "pp2": 16 * 2 + 5}
-        assert len(seen["unused"]) == elsewhere.get(name, 0)
-        assert seen["compared"] == (2 * len(seen["8 bits"]) if kind == "fp8" else 2 * 2 * (4 + 3 * 4))
-        # Products in bf16; with int8 the inputs are rounded to 8 bits too.
-        assert max(seen.get("gaps", {"": 0.0}).values()) < (0.005 if kind == "fp8" else 0.02)
+def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, kind: str) -> None:
+    """Compared with vLLM's own layers, loaders and quantisers, for every layout of an engine."""
     geometry = FAMILIES["qwen3_moe"].geometry(Fields(eight_bits_config(None).to_dict(), "config.json", ""))
-    grid = EngineGrid(**GRIDS[name])
-    assert weight_bytes(geometry, grid, 2, kind) == max(rank[f"8 bits-{name}"][kind]["bytes"] for rank in ranks)
+
+    def check(name: str) -> None:
+        num_layers = 2 // GRIDS[name].get("pp", 1)
+        for rank in ranks:
+            seen = rank[f"8 bits-{name}"][kind]
+            assert [seen[what] for what in seen if what.startswith("other than")] == [[], [], []]
+            assert len(seen["8 bits"]) == num_layers * 4  # qkv, o, w13, w2
+            # Of other ranks: two of four experts in two layers; or a layer, with 16 matrices. Matrices have scales.
+            elsewhere = {"ep2": 2 * 2 * 3 * 2, "dp2_ep2": 2 * 2 * 3 * 2, "pp2": 16 * 2 + 5}
+            assert len(seen["unused"]) == elsewhere.get(name, 0)
+            assert seen["compared"] == (2 * len(seen["8 bits"]) if kind == "fp8" else 2 * 2 * (4 + 3 * 4))
+        planned = weight_bytes(geometry, EngineGrid(**GRIDS[name]), 2, kind)
+        assert planned == max(rank[f"8 bits-{name}"][kind]["bytes"] for rank in ranks)
+
+    check_all(list(GRIDS), check)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [pytest.param("fp8", 0.005, marks=needs_fp8_kernel), ("int8", 0.02)])
+def test_kernels_multiply_by_the_values_of_the_8_bits(ranks: Seen, kind: str, bound: float) -> None:
+    """Products are in bf16. With int8 the inputs are rounded to 8 bits too."""
+    for name in GRIDS:
+        for rank in ranks:
+            check_below(name, max(rank[f"8 bits-{name}"][kind]["gaps"].values()), bound)

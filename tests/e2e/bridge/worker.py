@@ -24,7 +24,7 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Prompt, Sampling
 from tests.difference import first_difference
 from tests.e2e.bridge.eight_bits import GRIDS, KINDS, check_8_bits
-from tests.e2e.bridge.models import CASES, MIXTURES, Case, build, checkpoint_shapes, random_weights, vllm_config
+from tests.e2e.bridge.models import MIXTURES, SIZES, Case, build, checkpoint_shapes, random_weights, vllm_config
 from tests.e2e.rollout.drawing import generate
 
 Weights = dict[str, torch.Tensor]
@@ -259,11 +259,10 @@ def main(directory: Path) -> None:
     seen: dict[str, Any] = {"engine": check_engine(directory)}
     from vllm.distributed.parallel_state import destroy_model_parallel
 
-    for tp in (1, 2):
-        for case in CASES:
-            seen[f"{case.key}-tp{tp}"] = check_case(case, directory, tp)
+    for tp, cases in SIZES.items():
+        seen[f"tp{tp}"] = {case.key: check_case(case, directory, tp) for case in cases}
         if tp == 1:
-            seen["without packing"] = {case.key: check_without_packing(case, directory) for case in CASES}
+            seen["without packing"] = {case.key: check_without_packing(case, directory) for case in cases}
         destroy_model_parallel()
     for name, grid in GRIDS.items():
         seen[f"8 bits-{name}"] = {kind.name: check_8_bits(kind, directory, grid) for kind in KINDS}
