@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import ROOT, finished
 from tests.metric_names import assert_registered
 
-ROOT = Path(__file__).resolve().parents[2]
 READ = "a,b=map(int,input().split())\n"
 ADDS, SUBTRACTS = READ + "print(a+b)", READ + "print(a-b)"
 BOMB, HOARD = "import os\nwhile 1:os.fork()", "print(len(bytes(10**11)))"
@@ -67,7 +66,7 @@ def test_fault_24_programs_of_a_policy_are_graded_and_harm_nothing(
     fit(tmp_path, monkeypatch)
     command = [sys.executable, "-m", "rlhf_mcore.cli.train", str(ROOT / "configs" / "quickstart" / "grpo.yaml")]
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
-    done = subprocess.run([*command, *settings], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    done = finished([*command, *settings], tmp_path, seconds=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = tmp_path / "outputs" / "quickstart" / "code"
     files = sorted((run / "rollouts").glob("*.jsonl"))

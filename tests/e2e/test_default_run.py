@@ -126,6 +126,8 @@ def test_a_run_learns_from_what_vllm_samples(whole: Path) -> None:
         assert 0 <= step["rollout/logprob_diff_mean"] <= step["rollout/logprob_diff_max"] < 1e-4
         assert step["progress/samples"] == 16 * step["step"]
     assert [step["step"] for step in steps if "evaluate/reward" in step] == [0, 2, 4]
+    config = (whole / "config.yaml").read_text()
+    assert "prompts_per_step: 4" in config and "engine: vllm" in config
     assert list((whole / "tensorboard").glob("events.*")) and (whole / "latest").readlink() == Path(
         f"checkpoint-{STEPS}"
     )

@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.commands import ROOT, environment, finished, started
 from tests.tiny_training import make_quickstart
 
@@ -98,7 +96,6 @@ def test_the_first_hour(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.matrix
 def test_from_fine_tuning_to_ppo(tmp_path: Path) -> None:
     folder = clone(tmp_path)
     own = {**environment(folder), "PYTHONPATH": str(folder)}

@@ -1,24 +1,20 @@
-"""From an id of the hub to a model that is served: what a user does before and after a training, on a stand-in of the hub."""
+"""From an id of the hub to a model that is pushed: what a user does before and after a training, on a stand-in of the hub."""
 
 from __future__ import annotations
 
-import json
 import os
 import pty
-import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.parallel.addresses import free_port
-from tests.commands import ROOT, started, wait_for
+from tests.commands import ROOT, wait_for
 from tests.hub import COMMIT, Hub, stand_in
+from tests.machine_speed import scaled
 from tests.tiny_training import CONFIG, SMALL, make
 
 OTHER = "f" * 40
@@ -42,7 +38,7 @@ class Trained:
             capture_output=True,
             text=True,
             input=text,
-            timeout=300,
+            timeout=scaled(300),
         )
 
 
@@ -146,11 +142,8 @@ def test_what_is_damaged_is_not_pushed(trained: Trained, tmp_path: Path) -> None
 
 
 def test_chat_answers_a_pipe(trained: Trained) -> None:
-    once = [
-        trained.command("chat", str(trained.run), "--temperature", "0", "--max-new-tokens", "6", text="12+7=").stdout
-        for _ in range(2)
-    ]
-    assert once[0] == once[1] and once[0].strip()
+    answered = trained.command("chat", str(trained.run), "--max-new-tokens", "6", text="12+7=")
+    assert answered.returncode == 0 and answered.stdout.strip()
     nothing = trained.command("chat", str(trained.run), text="")
     assert nothing.returncode == 2 and "standard input has no text" in nothing.stderr
 
@@ -175,48 +168,8 @@ def test_chat_converses_on_a_terminal_and_ends_with_ctrl_d(trained: Trained) -> 
         os.write(main, b"and 2+2\n")
         wait_for(lambda: prompts() >= 3, explain=heard.decode)
         os.write(main, b"\x04")
-        assert process.wait(60) == 0, heard.decode()
+        assert process.wait(scaled(60)) == 0, heard.decode()
     finally:
         process.kill()
         os.close(main)
     assert b"Traceback" not in heard and b"error" not in heard
-
-
-@pytest.mark.slow
-def test_vllm_serves_the_trained_model(trained: Trained, tmp_path: Path) -> None:
-    # The command `vllm` asks for the version of a package of that name, which the CPU build is not (docs/cpu.md).
-    named = tmp_path / "vllm-0.32.0+cpu.dist-info"
-    named.mkdir()
-    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    port = free_port("127.0.0.1")
-    vllm = [str(Path(sys.executable).with_name("vllm")), "serve", str(trained.run / "latest" / "actor")]
-    options = [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--served-model-name",
-        "trained",
-        "--max-model-len",
-        "64",
-        "--enforce-eager",
-    ]
-    settings = {**trained.environment, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    settings["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
-
-    def answers(path: str, body: dict[str, object] | None = None) -> bytes | None:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return bytes(response.read()) or b"ok"
-        except urllib.error.URLError:
-            return None
-
-    with started([*vllm, *options], trained.directory, settings) as server:
-        server.wait_for(lambda: answers("/health"))
-        asked = {"model": "trained", "prompt": "12+7=", "max_tokens": 4, "temperature": 0, "logprobs": 1}
-        answer = json.loads(answers("/v1/completions", asked) or b"{}")
-        server.process.send_signal(signal.SIGINT)
-        server.end(60)
-    assert answer["usage"]["completion_tokens"] >= 1 and answer["choices"][0]["logprobs"]["token_logprobs"][0] <= 0

@@ -14,6 +14,7 @@ from tests.e2e.test_train_command import lines, run
 from tests.metric_names import assert_registered
 
 LETTERS = "abcd"
+POLICY, SCORER = "outputs/toy/sft/latest/actor", "outputs/toy/reward/latest/reward"
 CHAIN = """\
 project: toy
 model: {{path: {model}}}
@@ -63,45 +64,45 @@ def train(directory: Path, name: str, model: str, steps: int, lr: str, *override
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("chain")
     write_data(directory)
     save_model(directory / "model", "qwen3", seed=1)
-    policy, scorer = "outputs/toy/sft/latest/actor", "outputs/toy/reward/latest/reward"
-    train(directory, "sft", "model", 30, "3e-3", "algorithm=sft", "evaluate.every=30")
-    metrics = {
-        "sft": train(
-            directory, "sft", "model", 60, "3e-3", "algorithm=sft", "evaluate.every=30"
-        ),  # goes on after step 30
-        "reward": train(directory, "reward", policy, 60, "1e-3", "algorithm=reward_model"),
-    }
-    metrics["ppo"] = train(
-        directory,
-        "ppo",
-        policy,
-        12,
-        "1e-3",
-        "algorithm=ppo",
-        "critic.optimizer.lr=1e-3",
-        "reward.rules=[]",
-        f"reward.model.path={scorer}",
-        "rollout.engine=hf",
-        "rollout.sampling={n: 2, max_new_tokens: 8}",
-    )
-    return directory, metrics
+    return directory
 
 
-def test_fine_tuning_finds_the_form_of_the_responses(chain: Any) -> None:
+@pytest.fixture(scope="module")
+def fine_tuned(workspace: Path) -> list[dict[str, Any]]:
+    """The metrics of 60 steps of fine-tuning, which stopped after step 30 and continued."""
+    for steps in (30, 60):
+        metrics = train(workspace, "sft", "model", steps, "3e-3", "algorithm=sft", "evaluate.every=30")
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def scorer(workspace: Path, fine_tuned: Any) -> list[dict[str, Any]]:
+    """The metrics of a reward model that began as the fine-tuned model."""
+    return train(workspace, "reward", POLICY, 60, "1e-3", "algorithm=reward_model")
+
+
+@pytest.fixture(scope="module")
+def ppo(workspace: Path, scorer: Any) -> list[dict[str, Any]]:
+    """The metrics of PPO from the fine-tuned model, against the reward model."""
+    settings = ["algorithm=ppo", "critic.optimizer.lr=1e-3", "reward.rules=[]", f"reward.model.path={SCORER}"]
+    settings += ["rollout.engine=hf", "rollout.sampling={n: 2, max_new_tokens: 8}"]
+    return train(workspace, "ppo", POLICY, 12, "1e-3", *settings)
+
+
+@pytest.mark.ci
+def test_fine_tuning_finds_the_form_of_the_responses(workspace: Path, fine_tuned: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory, metrics = chain
-    held_out = [row["evaluate/perplexity"] for row in metrics["sft"] if "evaluate/perplexity" in row]
-    assert [row["step"] for row in metrics["sft"]] == list(range(61)), "both runs have one record"
+    held_out = [row["evaluate/perplexity"] for row in fine_tuned if "evaluate/perplexity" in row]
+    assert [row["step"] for row in fine_tuned] == list(range(61)), "both runs have one record"
     assert len(held_out) == 3, "before, after 30 steps and after the last one"
     # Four letters of four equally likely ones and the certain end: 4 ** (4 / 5) per token is the best that can be.
     assert held_out[0] > 20 and 2.9 < held_out[-1] < 4
-    model = AutoModelForCausalLM.from_pretrained(directory / "outputs" / "toy" / "sft" / "latest" / "actor")
-    tokenizer = AutoTokenizer.from_pretrained(directory / "outputs" / "toy" / "sft" / "latest" / "actor")
+    model, tokenizer = (kind.from_pretrained(workspace / POLICY) for kind in (AutoModelForCausalLM, AutoTokenizer))
     prompt = tokenizer("xyz=", return_tensors="pt", add_special_tokens=False)
     text = tokenizer.decode(
         model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, 4:], skip_special_tokens=True
@@ -109,15 +110,14 @@ def test_fine_tuning_finds_the_form_of_the_responses(chain: Any) -> None:
     assert len(text) == 4 and set(text) <= set(LETTERS)
 
 
-def test_the_reward_model_orders_held_out_pairs(chain: Any) -> None:
+def test_the_reward_model_orders_held_out_pairs(workspace: Path, scorer: Any) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    directory, metrics = chain
-    first, last = metrics["reward"][0], metrics["reward"][-1]
+    first, last = scorer[0], scorer[-1]
     assert first["evaluate/accuracy"] == 0.5, "a fresh head says the same of both"
     assert last["evaluate/accuracy"] > 0.9 and last["evaluate/margin"] > 0
-    path = directory / "outputs" / "toy" / "reward" / "latest" / "reward"
+    path = workspace / SCORER
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     assert model.config.num_labels == 1
 
@@ -126,14 +126,13 @@ def test_the_reward_model_orders_held_out_pairs(chain: Any) -> None:
         with torch.no_grad():
             return float(model(torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], 1)).logits[0, 0])
 
-    rows = lines(directory / "reward-eval.jsonl")
+    rows = lines(workspace / "reward-eval.jsonl")
     margins = [score(row, "chosen") - score(row, "rejected") for row in rows]
     assert sum(margins) / len(margins) == pytest.approx(last["evaluate/margin"], rel=1e-4)
     assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(last["evaluate/accuracy"])
 
 
-def test_ppo_raises_the_score_of_the_reward_model(chain: Any) -> None:
-    _, metrics = chain
-    rewards = [row["reward/mean"] for row in metrics["ppo"] if "reward/mean" in row]
+def test_ppo_raises_the_score_of_the_reward_model(ppo: Any) -> None:
+    rewards = [row["reward/mean"] for row in ppo if "reward/mean" in row]
     assert len(rewards) == 12
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1.0

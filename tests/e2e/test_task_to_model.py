@@ -7,15 +7,13 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
 import pyarrow.parquet as parquet
-import pytest
 
-from tests.commands import ROOT, started
+from tests.commands import ROOT, finished, started
 from tests.hub import stand_in
 from tests.tiny_training import make_quickstart
 
@@ -39,7 +37,6 @@ def in_form_of_gsm8k(source: Path) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in sums).encode()
 
 
-@pytest.mark.slow
 def test_nine_commands(tmp_path: Path) -> None:
     make_quickstart(tmp_path, num_eval=16)
     programs = Path(sys.executable).parent
@@ -69,7 +66,7 @@ def test_nine_commands(tmp_path: Path) -> None:
             words = shlex.split(command)
             if words[0] == "rlhf-mcore":
                 words = [sys.executable, "-m", "rlhf_mcore.cli.main", *words[1:]]
-            done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+            done = finished(words, tmp_path, environment)
             assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
             return done.stdout
 
@@ -81,9 +78,7 @@ def test_nine_commands(tmp_path: Path) -> None:
         assert "H100" in run("plan")
         assert "step 2/2" in run("rlhf-mcore train")
         run_directory = tmp_path / "outputs" / "gsm8k" / "qwen3-1.7b"
-        assert (
-            f"vllm serve {run_directory.relative_to(tmp_path)}/latest/actor" in COMMANDS
-        )  # test_hub_and_after starts it
+        assert f"vllm serve {run_directory.relative_to(tmp_path)}/latest/actor" in COMMANDS
         assert (run_directory / "latest" / "actor" / "model.safetensors").is_file()
 
         [watch] = [shlex.split(command) for command in COMMANDS if "watch" in command]
