@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import random
 import shutil
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.commands import wait_for
+from tests.machine_speed import scaled
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2", "n3")
+MINUTES = str(math.ceil(scaled(10)))  # for ``--time`` of a job that is to end by itself
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # states of a job
 CONF = """\
 ClusterName=tests
@@ -72,7 +75,7 @@ class Cluster:
     def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """One of SLURM's commands, or one that calls them."""
         return subprocess.run(
-            command, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=scaled(120), check=False
         )
 
     def job(self, job_id: str) -> dict[str, str]:
@@ -118,7 +121,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
             daemon.terminate()
         for daemon in reversed(daemons):
             try:
-                daemon.wait(timeout=30)
+                daemon.wait(timeout=scaled(30))
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -6,7 +6,7 @@ import fcntl
 from pathlib import Path
 
 from tests.commands import processes_with, wait_for
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import MINUTES, Cluster
 from tests.tiny_training import CONFIG, SMALL, make, run_directory, run_locally
 
 ENGINES = ["rollout.placement=disaggregated", "rollout.num_engines=2", "actor.layout.tp=1"]
@@ -15,7 +15,7 @@ ENGINES = ["rollout.placement=disaggregated", "rollout.num_engines=2", "actor.la
 def test_engines_under_ray_on_their_nodes_train_as_those_of_the_trainer_do(cluster: Cluster, tmp_path: Path) -> None:
     make(tmp_path)
     before = set(Path("/tmp").glob("rlhf-ray-*"))
-    options = ["--nodes", "1", "--engine-nodes", "2", "--ranks-per-node", "1", "--time", "10"]
+    options = ["--nodes", "1", "--engine-nodes", "2", "--ranks-per-node", "1", "--time", MINUTES]
     job_id = cluster.run(
         "submit.sh", CONFIG, *SMALL, *ENGINES, "experiment=apart", *options, cwd=tmp_path
     ).stdout.strip()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import processes_with, wait_for
-from tests.slurm.cluster import Cluster
+from tests.machine_speed import scaled
+from tests.slurm.cluster import MINUTES, Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 MANY = "trainer.num_steps=100000"
@@ -36,7 +37,13 @@ def submit(
     stand_in = {"RLHF_MCORE_MODULE": "tests.stand_in", "JOB_OF_TEST": workspace.name, "RLHF_MCORE_PLAN": "0"}
     environment = cluster.environment | stand_in | variables
     done = subprocess.run(
-        [script, *arguments], cwd=workspace, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [script, *arguments],
+        cwd=workspace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=scaled(240),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -44,11 +51,11 @@ def submit(
 
 def with_gpus() -> list[str]:
     """Both GPUs of a node of the test cluster."""
-    return ["run.yaml", "--gpus-per-node", "2", "--time", "10", "--signal-before", "30"]
+    return ["run.yaml", "--gpus-per-node", "2", "--time", MINUTES, "--signal-before", "30"]
 
 
 def small(nodes: int = 2) -> list[str]:
-    return ["run.yaml", "--nodes", str(nodes), "--ranks-per-node", "2", "--time", "10", "--signal-before", "30"]
+    return ["run.yaml", "--nodes", str(nodes), "--ranks-per-node", "2", "--time", MINUTES, "--signal-before", "30"]
 
 
 def log(workspace: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from tests.commands import wait_for
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import MINUTES, Cluster
 from tests.tiny_training import CONFIG, SMALL, STEPS, assert_same_end, make, run_directory, run_locally
 
 
@@ -20,7 +20,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_job_that_came_back_ends_with_the_weights_of_one_that_was_left_alone(cluster: Cluster, made: Path) -> None:
-    options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--signal-before", "30"]
+    options = ["--nodes", "2", "--ranks-per-node", "1", "--time", MINUTES, "--signal-before", "30"]
     job_id = cluster.run("submit.sh", CONFIG, *SMALL, "experiment=cut", *options, cwd=made).stdout.strip()
     log, cut, hold = made / "outputs" / "slurm" / f"grpo-{job_id}.out", run_directory(made, "cut"), made / "hold"
     cluster.wait_for(lambda: scan(cut), job_id, lambda: log.read_text() if log.exists() else "no log")
@@ -31,7 +31,7 @@ def test_a_job_that_came_back_ends_with_the_weights_of_one_that_was_left_alone(c
     hold.unlink()
     job = cluster.wait(job_id, state=("COMPLETING", "PENDING"))
     assert job["Restarts"] == "1" and len(scan(cut)) < STEPS, log.read_text()
-    cluster.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=10")  # or it would come back several times
+    cluster.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={MINUTES}")  # or it would come back several times
     job = cluster.wait(job_id)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log.read_text()
     assert_same_end(cut, run_locally(made, "whole", cluster.environment))
