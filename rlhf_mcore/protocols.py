@@ -74,7 +74,7 @@ class Generator(Protocol):
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were submitted and have neither finished nor been cancelled."""
+        """Requests that were submitted and have been neither returned nor cancelled."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -143,7 +143,7 @@ class Engine(VersionedWeights, ABC):
         self._stops = stop_token_ids(model.model_dir, self._tokenizer)
         self._at_publish = at_publish or "continue"
         self._in_flight: dict[int, InFlight] = {}
-        self._finished: list[Completion] = []  # and not collected yet
+        self._finished: list[Completion] = []  # and not returned yet
         self._tokens_of_finished = 0
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -162,7 +162,7 @@ class Engine(VersionedWeights, ABC):
         try:
             with preserved_rng():  # vLLM's sampler also draws from torch's global generator
                 while not order.keys().isdisjoint(self._in_flight):
-                    self._finished += self.step()
+                    self._finished = self.step()
         finally:
             self.cancel([request_id for request_id in order if request_id in self._in_flight])
         mine = [completion for completion in self._finished if completion.request_id in order]
@@ -193,22 +193,24 @@ class Engine(VersionedWeights, ABC):
         deadline = time.monotonic() + timeout_s
         with preserved_rng():
             while self._in_flight and not self._finished:
-                self._finished += self.step()
+                self._finished = self.step()
                 if self.num_ranks == 1 and time.monotonic() >= deadline:
                     break
         finished, self._finished = self._finished, []
         return finished if self.rank.is_lead else []
 
     def step(self) -> list[Completion]:
-        """Draw about one token for each request in flight, and return those that have finished, on every rank of the engine.
+        """Draw about one token for each request in flight. Returns all completions that have not been returned yet, on every rank.
 
-        All ranks of an engine call it together, after the same submissions and cancellations.
+        A request can also finish between two steps: a sync waits for the pass that vLLM has begun ahead. All ranks of an engine
+        call it together, after the same submissions and cancellations.
 
         Raises:
             RuntimeError: the weights are not usable.
         """
         self.require_weights()
-        return self._drop_finished(self._step() if self._in_flight else [])
+        finished, self._finished = self._finished, []
+        return finished + self._drop_finished(self._step() if self._in_flight else [])
 
     def _drop_finished(self, finished: list[Completion]) -> list[Completion]:
         for completion in finished:
@@ -248,8 +250,8 @@ class Engine(VersionedWeights, ABC):
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are not finished."""
-        return len(self._in_flight)
+        """Requests whose completions have not been returned."""
+        return len(self._in_flight) + len(self._finished)
 
     @property
     def tokens_drawn(self) -> int:

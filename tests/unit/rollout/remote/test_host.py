@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from rlhf_mcore.protocols import PeersLost
+from rlhf_mcore.rollout import engine as engines
+from rlhf_mcore.rollout.engine import EngineRank, VersionedWeights
 from rlhf_mcore.rollout.remote import host as module
 from rlhf_mcore.rollout.remote.host import EngineHost, Meeting
 from rlhf_mcore.types import Completion, Request, Sampling
+from tests.commands import wait_for
 
 ORDER: Any = None
 
@@ -194,6 +197,62 @@ def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[E
     told = engine.told
     assert told[0] == [1, 2] and told.index([3]) > told.index(("sync", 4)) > told.index("join") > told.index("step")
     assert "step" not in told[told.index("join") : told.index([3])]
+
+
+class AheadEngine(engines.Engine):
+    """Has begun a pass when weights arrive, as vLLM's asynchronous scheduling has: what ends in it is finished by the sync."""
+
+    def __init__(self) -> None:
+        VersionedWeights.__init__(self)
+        self.rank, self._max_model_len, self._at_publish = EngineRank(), 100, "continue"
+        self._in_flight, self._finished, self._tokens_of_finished = {}, [], 0
+        self.commit_load(3)
+
+    def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
+        return [str(request.request_id) for request in requests]
+
+    def _step(self) -> list[Completion]:
+        return []  # the result of a pass arrives one step later
+
+    def load_weights(self, weights: Any, *, version: int) -> None:
+        ids = list(self._in_flight)
+        self._finished += self._drop_finished(
+            [Completion(number, np.zeros(1, np.int32), np.zeros(1, np.float32), ((0, 3),), "stop") for number in ids]
+        )
+        self.commit_load(version)
+
+    def _end(self, request_ids: Sequence[int]) -> None: ...
+
+    def _num_drawn(self) -> dict[int, int]:
+        return dict.fromkeys(self._in_flight, 1)
+
+    def close(self) -> None: ...
+
+
+def test_a_response_that_finishes_while_weights_arrive_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AheadEngine()
+    monkeypatch.setattr(module, "end_with_parent", lambda _: None)
+
+    class Loads(Receiver):
+        def sync(self, version: int, only: Any) -> None:
+            engine.load_weights([], version=version)
+
+    def build(self: EngineHost, *_: Any) -> None:
+        self._engine, self._receiver = engine, Loads([])  # type: ignore[assignment]
+
+    monkeypatch.setattr(EngineHost, "_build", build)
+    host = EngineHost()
+    host.start(ORDER, Meeting("", 0, 0, 1), 1)
+    host.resume()
+    host.submit([request(1, 1), request(2, 1)])
+    wait_for(lambda: engine.num_in_flight == 2, 60)
+    host.pause()
+    host.sync(4)
+    host.resume()
+    finished: list[int] = []
+    for _ in range(3):
+        finished += [found.request_id for found in host.report(2).completions]
+    assert sorted(finished) == [1, 2] and engine.num_in_flight == 0
 
 
 def test_an_engine_waits_for_environments_and_is_paused_meanwhile(started: tuple[EngineHost, Engine]) -> None:
