@@ -22,6 +22,7 @@ from rlhf_mcore.checkpoint.manifest import DELTA, Base, CheckpointInfo, read_man
 from tests.messages import refused
 from tests.unit.checkpoint.saving import FailingDisk, RecordingDisk, contents, read, save
 
+pytestmark = pytest.mark.default
 ROOT = Path(__file__).resolve().parents[3]
 OLD = {"10": "first", "20": "first"}
 

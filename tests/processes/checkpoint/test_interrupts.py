@@ -13,6 +13,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.run_directory import RunDirectory
 
+pytestmark = pytest.mark.default
 INTERRUPTED = """
 import os, signal, sys
 from rlhf_mcore.checkpoint.triggers import SignalRequests

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.default
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
 MODEL = CONFIGS / "models" / "Qwen2.5-7B"

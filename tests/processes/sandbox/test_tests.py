@@ -14,6 +14,7 @@ import pytest
 from rlhf_mcore.sandbox.run import Limits, Program, Reason, Result, Sandbox
 from rlhf_mcore.sandbox.values import from_json, refuse, to_json, update
 
+pytestmark = pytest.mark.default
 QUICK = Limits(cpu_s=1, wall_s=20.0, memory_bytes=256 * 2**20, output_bytes=2**16)
 
 
