@@ -25,7 +25,7 @@ MODEL = Row(vocab=2048, hidden=256, layers=6, heads=8, ffn=1024, responses=0, to
 BUDGET, ROWS = 4096, 64
 
 
-def actor(path: Path) -> Any:
+def actor(path: Path, num_rows: int) -> Any:
     """The model with its optimizer, as a run builds it."""
     from rlhf_mcore.bridge.files.hf_files import HFReader
     from rlhf_mcore.bridge.files.transfer import load
@@ -46,7 +46,7 @@ def actor(path: Path) -> Any:
     load(model.local_parameters(), spec.geometry, HFReader(path))
     optimizer = OptimizerConfig(lr=1e-6)
     model.add_optimizer(optimizer)
-    trainer, plan = TrainerConfig(max_tokens_per_microbatch=BUDGET), MinibatchPlan(ROWS)
+    trainer, plan = TrainerConfig(max_tokens_per_microbatch=BUDGET), MinibatchPlan(num_rows)
     trained = TrainedModel(layout, model, spec, trainer, optimizer=optimizer, plan=plan, name="actor")
     return Actor(trained, 1.0, AlgorithmConfig())
 
@@ -85,15 +85,15 @@ def padded_fill(which: Any, held: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the rows, fewer rounds")
     quick = parser.parse_args().quick
-    rounds = 2 if quick else 7
+    rounds, num_rows = (2, ROWS // 4) if quick else (7, ROWS)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     draw = np.random.Generator(np.random.Philox(key=3))
-    lengths = np.clip(draw.lognormal(np.log(160), 0.8, ROWS), 18, 1000).astype(int).tolist()
+    lengths = np.clip(draw.lognormal(np.log(160), 0.8, num_rows), 18, 1000).astype(int).tolist()
     with world_of_one() as folder:
         make(folder, MODEL)
-        which, held, pairs = actor(folder / "model"), batch(lengths), []
+        which, held, pairs = actor(folder / "model", num_rows), batch(lengths), []
         which.model.trainer.packing = False
         fill = padded_fill(which, held)
         for number in range(rounds + 1):
