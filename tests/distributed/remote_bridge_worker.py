@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.addresses import LOOPBACK
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, world_group
 from rlhf_mcore.protocols import SyncStats
+from tests.covering import covering_rows
 from tests.distributed import models
 from tests.distributed.engine_processes import EngineProcesses, left, only_messages
 from tests.distributed.setting import (
@@ -34,13 +35,24 @@ from tests.distributed.setting import (
     finish,
     groups_of,
     moe_groups_of,
+    splits_of,
     start,
 )
 
 BUCKET_BYTES = 40_000
 TIMEOUT_S = 8.0  # on a machine with three times as many busy processes as cores 4 s were not always enough to join
-CHANGES = 20
-DENSE_LAYOUTS = [*LAYOUTS, "tp2_cp2"]
+CHANGES = 8
+MODELS = {"uneven": "qwen3_seven", "layouts": "qwen3", "experts": "qwen3_moe"}
+
+
+def layouts_of(part: str) -> list[tuple[str, bool]]:
+    """Return layouts, and whether their weights travel in messages or in shared memory: each way to split travels both ways."""
+    names = {"uneven": [*UNEVEN_LAYOUTS], "layouts": [*LAYOUTS, "tp2_cp2"], "experts": [*MOE_LAYOUTS][:-1]}
+    rows = covering_rows(
+        {"layout": names[part], "by messages": (False, True)},
+        features=lambda row: {**splits_of(row["layout"]), "by messages": row["by messages"]},
+    )
+    return [(row["layout"], row["by messages"]) for row in rows]
 
 
 class Trainer:
@@ -118,15 +130,16 @@ def shown(stats: SyncStats) -> list[int]:
     return [stats.received_bytes, stats.local_bytes]
 
 
-def layouts(run: Trainer, names: Sequence[str]) -> dict[str, Any]:
-    """Every layout to two engines: through shared memory, then half of them in messages."""
+def layouts(run: Trainer, part: str) -> dict[str, Any]:
+    """Layouts to two engines: first through shared memory, then in messages."""
     found: dict[str, Any] = {}
     run.start("a", "b")
     for by_messages in (False, True):
         if by_messages:
             run.first(lambda engines: [engines.ask(name, "messages") for name in "ab"])
         with only_messages() if by_messages else nullcontext():
-            for version, layout in enumerate(names[::2] if by_messages else names):
+            names = [name for name, is_sent in layouts_of(part) if is_sent == by_messages]
+            for version, layout in enumerate(names):
                 bridge = run.bridge(run.model(layout))
                 stats = all_gather_json(shown(bridge.sync(version)))
                 found[f"{layout}{' by messages' * by_messages}"] = {
@@ -339,12 +352,10 @@ def changes(run: Trainer) -> dict[str, Any]:
 
 def main(directory: Path) -> None:
     findings: dict[str, Any] = {}
-    with trainer(directory, "qwen3_seven") as run:
-        findings["uneven"] = layouts(run, list(UNEVEN_LAYOUTS))
-    with trainer(directory, "qwen3") as run:
-        findings["layouts"] = layouts(run, DENSE_LAYOUTS)
-        for part in (some_tensors, only_changes, by_nixl, sent_again, faults, own_fault, nodes, changes):
-            findings[part.__name__] = part(run)
-    with trainer(directory, "qwen3_moe") as run:
-        findings["experts"] = layouts(run, list(MOE_LAYOUTS)[:-1])
+    for part, name in MODELS.items():
+        with trainer(directory, name) as run:
+            findings[part] = layouts(run, part)
+            if part == "layouts":
+                for check in (some_tensors, only_changes, by_nixl, sent_again, faults, own_fault, nodes, changes):
+                    findings[check.__name__] = check(run)
     finish(findings, directory)

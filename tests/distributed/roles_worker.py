@@ -35,7 +35,7 @@ from tests.distributed import models
 from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, finish, rows, start, write_together
 from tests.rows import rows_of_padded
 
-NUM_STEPS = 5
+NUM_STEPS = 3
 # name -> layout of the actor (and reference), layout of the critic: (ranks, tp, pp, vpp, sequence parallel), first rank, cp
 SETUPS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "one_process": ((1, 1, 1, None, False, 0), (1, 1, 1, None, False, 0)),
@@ -66,10 +66,11 @@ def main(directory: Path) -> None:
     findings: dict[str, Any] = {"runs": {}, "values": {}, "scores": {}, "refresh": {}, "by_layer": {}}
     findings["oracle"] = {"values": hf_values(directory / "token"), "scores": hf_scores(directory / "sequence")}
     for name, (actor, critic) in SETUPS.items():
-        findings["runs"][name] = run(team(path, actor, critic, platform))
+        roles = team(path, actor, critic, platform)
+        findings["runs"][name] = run(roles)
+        findings["refresh"][name] = refresh(roles)
         findings["values"][name] = values(directory / "token", critic, platform, directory / f"{name}_saved")
         findings["scores"][name] = scores(directory / "sequence", critic, platform)
-        findings["refresh"][name] = refresh(team(path, actor, critic, platform))
         findings["by_layer"][name] = by_layer(path, actor, platform)
     finish(findings, directory)
 
@@ -189,7 +190,6 @@ def scores(path: Path, cut: tuple[Any, ...], platform: Any) -> list[float]:
 def refresh(which: Team) -> dict[str, float]:
     """The reference, which waits in host memory, before and after it takes over the weights of a trained actor."""
     batch = scored_batch()
-    run(which)
 
     def distance() -> float:
         gaps = (which.reference.compute_logprobs(batch) - which.actor.compute_logprobs(batch)).abs()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.remote_bridge_worker import CHANGES, DENSE_LAYOUTS, TIMEOUT_S
-from tests.distributed.setting import MOE_LAYOUTS, UNEVEN_LAYOUTS
+from tests.distributed.cells import check_all
+from tests.distributed.remote_bridge_worker import CHANGES, TIMEOUT_S
 from tests.distributed.world import World
 
 # Elements of the models of tests/distributed/models.py, counted by hand: 64 wide, 97 words, 4 query and 2 key heads of 32, 96 inner.
@@ -21,13 +21,6 @@ BYTES = {
     "layouts": 4 * (2 * 97 * 64 + 4 * DENSE_LAYER + 64),
     "experts": 4 * (2 * 97 * 64 + 4 * EXPERT_LAYER + 64),
 }
-MATRIX = [
-    *(("uneven", layout) for layout in UNEVEN_LAYOUTS),
-    *(("layouts", layout) for layout in DENSE_LAYOUTS),
-    *(("experts", layout) for layout in MOE_LAYOUTS if "uneven" not in layout),
-]
-MATRIX += [(model, f"{layout} by messages") for model in BYTES for layout in [x for m, x in MATRIX if m == model][::2]]
-
 
 @pytest.fixture(scope="module")
 def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -35,14 +28,17 @@ def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any
     return four_ranks.run("remote_bridge_worker", directory)
 
 
-@pytest.mark.parametrize(("model", "layout"), MATRIX)
-def test_every_layout_arrives_bit_for_bit_at_the_lower_bound(findings: Any, model: str, layout: str) -> None:
+@pytest.mark.parametrize("part", BYTES)
+def test_every_layout_arrives_bit_for_bit_at_the_lower_bound(findings: Any, part: str) -> None:
     """Trainer ranks receive nothing; an engine rank needs everything and holds nothing of it."""
-    found = findings[model][layout]
-    assert found["stats"] == [[0, 0]] * 4
-    for answer, weights in zip(found["answers"], found["weights"], strict=True):
-        assert answer["answer"]["received_bytes"] == BYTES[model] and answer["answer"]["local_bytes"] == 0
-        assert weights["wrong"] == [] and weights["version"] == answer["answer"]["version"] == found["version"]
+
+    def check(found: Any) -> None:
+        assert found["stats"] == [[0, 0]] * 4
+        for answer, weights in zip(found["answers"], found["weights"], strict=True):
+            assert answer["answer"]["received_bytes"] == BYTES[part] and answer["answer"]["local_bytes"] == 0
+            assert weights["wrong"] == [] and weights["version"] == answer["answer"]["version"] == found["version"]
+
+    check_all(findings[part], check)
 
 
 def test_what_has_changed_travels_alone_and_who_comes_late_gets_everything(findings: Any) -> None:
