@@ -44,7 +44,7 @@ class Part:
             parameters(geometry, layout, 0), geometry, [str(folder)], world_group(), bucket_bytes=2**28
         )
         self._state = RankState(shards(geometry, layout, 0), geometry)
-        self._image = FileImage.empty(state_file(0), self._state.layout, pinned=False)
+        self._image = FileImage.empty(state_file(0), self._state.layout)
         self.copied: Future[None] | None = None
 
     def num_bytes(self) -> int:
