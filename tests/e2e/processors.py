@@ -16,15 +16,23 @@ from rlhf_mcore.rollout.vllm.limits import FP8_INSTRUCTIONS
 OLDER = Path(__file__).with_name("older_processor")  # of PYTHONPATH
 
 
-def missing_fp8_instructions() -> str:
-    """Name the instructions of vLLM's fp8 kernels that this processor lacks."""
-    return " and ".join(sorted(set(FP8_INSTRUCTIONS) - set(processor().split())))
+# vLLM's layers of 8 bits as on a processor with AMX: its build for others does not have what packs their weights.
+INSTRUCTIONS = {"fp8": FP8_INSTRUCTIONS, "int8": ("avx512_bf16",)}
 
 
-needs_fp8_kernel = pytest.mark.skipif(
-    bool(missing_fp8_instructions()), reason=f"vLLM's fp8 kernels need {missing_fp8_instructions()}"
-)
+def missing_instructions(kind: str) -> str:
+    """Name the instructions of vLLM's kernels of 8 bits that this processor lacks."""
+    return " and ".join(flag for flag in INSTRUCTIONS[kind] if flag not in processor().split())
+
+
+def needs_kernel(kind: str) -> pytest.MarkDecorator:
+    """Skip a test whose kernels of 8 bits this processor does not have."""
+    missing = missing_instructions(kind)
+    return pytest.mark.skipif(bool(missing), reason=f"vLLM's {kind} kernels need {missing}, which this processor lacks")
+
+
 has_amx = "amx_tile" in processor().split()
+has_delta_kernels = "avx512f" not in processor().split() or "avx512_bf16" in processor().split()
 
 
 def older_processor(environment: dict[str, str]) -> dict[str, str]:
@@ -34,8 +42,8 @@ def older_processor(environment: dict[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def fp8_layers() -> Iterator[None]:
-    """Let vLLM build its fp8 layers on any processor. Only their kernels need the instructions."""
+def layers_of_8_bits() -> Iterator[None]:
+    """Let vLLM build its layers of 8 bits as with AMX, on any processor. Only their kernels need the instructions."""
     import torch
     from vllm import _custom_ops
 

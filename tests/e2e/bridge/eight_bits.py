@@ -20,7 +20,7 @@ from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
 from rlhf_mcore.rollout.vllm.quantised import config_of
 from tests.e2e.bridge import models
 from tests.e2e.bridge.models import Case, build, vllm_config
-from tests.e2e.processors import fp8_layers, missing_fp8_instructions
+from tests.e2e.processors import layers_of_8_bits, missing_instructions
 
 KINDS = tuple(QUANTISATIONS.values())
 HEADS, KV_HEADS, WIDTH, SIZE, EXPERTS = 8, 4, 64, 256, 4
@@ -107,7 +107,7 @@ def check_8_bits(kind: Quantisation, directory: Path, grid: Mapping[str, int]) -
     sent, seen = quantised(weights, kind), dict[str, Any]()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(models, "hf_config", lambda case: hf_config(kind)))
-        stack.enter_context(fp8_layers())
+        stack.enter_context(layers_of_8_bits())
         config = stack.enter_context(vllm_config(CASE, directory / kind.name, **grid))
         plain = build(config, is_processed=False)
         engine = trace(plain, kind.with_scales(shapes()), probe=False)
@@ -120,7 +120,7 @@ def check_8_bits(kind: Quantisation, directory: Path, grid: Mapping[str, int]) -
         seen["other than vLLM loads"] = [name for name, tensor in written.items() if not equal(tensor, live[name])]
         seen["8 bits"] = sorted(name for name, tensor in written.items() if tensor.itemsize == 1)
         seen["unused"], seen["bytes"] = engine.unused, sum(tensor.nbytes for tensor in written.values())
-        if kind.name == "int8" or not missing_fp8_instructions():
+        if not missing_instructions(kind.name):
             seen["gaps"] = kernel_gaps(build(config, is_processed=True), kind, sent, written)
     with (
         mock.patch.object(models, "hf_config", lambda case: hf_config(None)),

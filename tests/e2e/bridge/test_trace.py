@@ -19,7 +19,7 @@ from tests.distributed.world import run_world
 from tests.e2e.bridge.eight_bits import GRIDS
 from tests.e2e.bridge.eight_bits import hf_config as eight_bits_config
 from tests.e2e.bridge.models import HIDDEN, MIXTURES, SIZES, VOCABULARY, Case, hf_config
-from tests.e2e.processors import needs_fp8_kernel
+from tests.e2e.processors import needs_kernel
 from tests.e2e.rollout.tiny import save_model
 
 Seen = list[dict[str, Any]]  # what each rank wrote
@@ -277,7 +277,10 @@ def test_layers_of_8_bits_hold_what_vllm_makes_of_the_same_weights(ranks: Seen, 
     check_all(list(GRIDS), check)
 
 
-@pytest.mark.parametrize(("kind", "bound"), [pytest.param("fp8", 0.005, marks=needs_fp8_kernel), ("int8", 0.02)])
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [pytest.param("fp8", 0.005, marks=needs_kernel("fp8")), pytest.param("int8", 0.02, marks=needs_kernel("int8"))],
+)
 def test_kernels_multiply_by_the_values_of_the_8_bits(ranks: Seen, kind: str, bound: float) -> None:
     """Products are in bf16. With int8 the inputs are rounded to 8 bits too."""
     for name in GRIDS:

@@ -22,7 +22,7 @@ from rlhf_mcore.rollout.vllm.drafts import DraftedModel, learned_names
 from rlhf_mcore.rollout.vllm.environment import private_shared_memory
 from rlhf_mcore.rollout.vllm.quantised import options
 from tests.e2e.bridge.eight_bits import equal, fill, quantised
-from tests.e2e.processors import fp8_layers
+from tests.e2e.processors import layers_of_8_bits
 
 # Each of two ranks has whole blocks of 128x128.
 SIZES = {
@@ -55,7 +55,7 @@ def _checked(directory: Path, shapes: Shapes, kind: Quantisation) -> dict[str, A
     weights = {name: (torch.randn(shape, generator=generator) / 8).bfloat16() for name, shape in shapes.items()}
     sent = quantised(weights, kind)
     with ExitStack() as stack:
-        stack.enter_context(fp8_layers())
+        stack.enter_context(layers_of_8_bits())
         model = _drafted(directory, shapes, kind, stack)
         engine = trace(model, kind.with_scales(shapes), probe=False)
         filled = [parameter for parameter in engine.parameters if parameter.pieces]
