@@ -9,8 +9,9 @@ sequence parallelism (their section 4.2.2) the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import FAMILIES
@@ -54,11 +55,13 @@ def training_activations(
         layers = [*layout.layers_of(geometry.num_layers, pp, chunk)]
         if (pp, chunk) == (layout.pp - 1, (layout.vpp or 1) - 1):
             if role.recompute.granularity == "full":  # MTP layers are not recomputed
-                kept += sum(_layer_bytes(role, layer, width, assumed) for layer in geometry.mtp_numbers)
+                kept += sum(_layers_bytes(role, geometry.mtp_numbers, width, assumed))
             else:
                 layers += geometry.mtp_numbers
         kept += _chunk_bytes(role, layers, width, assumed)
-        computing = max([computing, *(_computing_bytes(role, layer, tokens, width, assumed) for layer in layers)])
+        computing = max(
+            [computing, *_of_each(geometry, layers, lambda one: _computing_bytes(role, one, tokens, width, assumed))]
+        )
     in_flight = _in_flight(layout, pp, num_microbatches)
     head = head_bytes(role, pp, tokens, width, training=True)
     embedding = 0.0
@@ -124,7 +127,8 @@ def _delta_bytes(role: PlannedRole, layer: int, tokens: int, width: int) -> floa
 def forward_activations(role: PlannedRole, pp: int, tokens: int, width: int, assumed: Assumptions) -> ActivationBytes:
     """Estimate the peak of a forward pass without gradients: one layer at a time, and the logits."""
     chunks = (role.layout.layers_of(role.geometry.num_layers, pp, chunk) for chunk in range(role.layout.vpp or 1))
-    peak = max(_forward_bytes(role, layer, tokens, width, assumed) for layers in chunks for layer in layers)
+    layers = [layer for chunk in chunks for layer in chunk]
+    peak = max(_of_each(role.geometry, layers, lambda one: _forward_bytes(role, one, tokens, width, assumed)))
     return _peak(0.0, peak, head_bytes(role, pp, tokens, width, training=False))
 
 
@@ -148,19 +152,42 @@ def _in_flight(layout: ParallelLayout, pp: int, num_microbatches: int) -> float:
 def _chunk_bytes(role: PlannedRole, layers: Sequence[int], width: int, assumed: Assumptions) -> float:
     """Count the bytes a token that one microbatch leaves behind in the layers of a chunk, its input and output among them."""
     recompute = role.recompute
-    whole = [_layer_bytes(role, layer, width, assumed) for layer in layers]
+    whole = _layers_bytes(role, layers, width, assumed)
     inputs = width * role.geometry.hidden_size / _sequence_share(role.layout)
     if recompute.granularity != "full":
-        dropped = (_dropped_bytes(role, layer, width, assumed) for layer in layers)
-        return inputs + sum(whole) - (sum(dropped) if recompute.granularity == "selective" else 0.0)
+        if recompute.granularity != "selective":
+            return inputs + sum(whole)
+        dropped = _of_each(role.geometry, layers, lambda layer: _dropped_bytes(role, layer, width, assumed))
+        return inputs + sum(whole) - sum(dropped)
     if recompute.method == "block":
         recomputed = min(recompute.num_layers, len(whole))
         return (1 + recomputed) * inputs + sum(whole[recomputed:])
     return (1 + -(-len(whole) // recompute.num_layers)) * inputs
 
 
+def _of_each(geometry: ModelGeometry, layers: Iterable[int], compute: Callable[[int], float]) -> list[float]:
+    """Return a number for each layer. Layers of one kind have the same: it is computed once."""
+    known: dict[tuple[bool, bool], float] = {}
+    numbers, kinds = [], _layer_kinds(geometry)
+    for layer in layers:
+        kind = kinds[layer]
+        if kind not in known:
+            known[kind] = compute(layer)
+        numbers.append(known[kind])
+    return numbers
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(geometry: ModelGeometry) -> list[tuple[bool, bool]]:
+    return [geometry.layer_kind(layer) for layer in range(geometry.num_layers + geometry.mtp_layers)]
+
+
 def _sequence_share(layout: ParallelLayout) -> int:
     return layout.tp if layout.sequence_parallel else 1
+
+
+def _layers_bytes(role: PlannedRole, layers: Iterable[int], width: int, assumed: Assumptions) -> list[float]:
+    return _of_each(role.geometry, layers, lambda layer: _layer_bytes(role, layer, width, assumed))
 
 
 def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions) -> float:

@@ -55,15 +55,42 @@ class PhaseMemory:
 
 def phases(inputs: PlanInputs) -> list[PhaseMemory]:
     """List each phase with the rank that needs most in it."""
-    # The first rank of every combination of pipeline stages: all other ranks hold as much as one of these, or less.
+    ranks, makers = _ranks(inputs), [*_engine_phases(inputs), *_model_phases(inputs)]
+    return [max((make(inputs, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
+
+
+def models_fit(inputs: PlanInputs) -> bool:
+    """Tell whether every phase of the models fits, whatever the engines need in theirs. Stops at the first that does not."""
+    ranks = _ranks(inputs)
+    return all(make(inputs, rank).fits for make in reversed(_model_phases(inputs)) for rank in ranks)
+
+
+def engines_fit(inputs: PlanInputs) -> bool:
+    """Tell the same of the phases of the engines."""
+    ranks = _ranks(inputs)
+    return all(make(inputs, rank).fits for make in _engine_phases(inputs) for rank in ranks)
+
+
+def _engine_phases(inputs: PlanInputs) -> list[_Maker]:
+    return [_generate, _sync] if run_kind(inputs.cfg).generates else []
+
+
+def _model_phases(inputs: PlanInputs) -> list[_Maker]:
+    forward = [partial(_forward, role) for role in forward_roles(inputs.cfg, inputs.roles)]
+    return [*forward, *(partial(_update, role) for role in inputs.roles if role.trained)]
+
+
+def _ranks(inputs: PlanInputs) -> Collection[int]:
+    """Return the first rank of every combination of pipeline stages: all others hold as much as one of these, or less."""
+    borders = {0}
+    for role in inputs.roles:
+        per_stage = role.layout.world_size // role.layout.pp
+        borders.update(range(role.layout.first_rank, role.layout.ranks.stop + 1, per_stage))
+    end = max(role.layout.ranks.stop for role in inputs.roles)
     ranks: dict[tuple[int, ...], int] = {}
-    for rank in range(max(role.layout.ranks.stop for role in inputs.roles)):
+    for rank in sorted(borders - {end}):
         ranks.setdefault(tuple(_stage(role, rank) for role in inputs.roles), rank)
-    makers: list[_Maker] = [partial(_update, role) for role in inputs.roles if role.trained]
-    makers = [*(partial(_forward, role) for role in forward_roles(inputs.cfg, inputs.roles)), *makers]
-    if run_kind(inputs.cfg).generates:
-        makers = [_generate, _sync, *makers]
-    return [max((make(inputs, rank) for rank in ranks.values()), key=lambda phase: phase.total) for make in makers]
+    return ranks.values()
 
 
 def _stage(role: PlannedRole, rank: int) -> int:

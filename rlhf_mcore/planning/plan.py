@@ -25,7 +25,17 @@ from rlhf_mcore.planning.inputs import (
     roles_of,
     workload,
 )
-from rlhf_mcore.planning.memory import GENERATE, SYNC, PhaseMemory, kv_tokens, phases, pinned_bytes, state_tokens
+from rlhf_mcore.planning.memory import (
+    GENERATE,
+    SYNC,
+    PhaseMemory,
+    engines_fit,
+    kv_tokens,
+    models_fit,
+    phases,
+    pinned_bytes,
+    state_tokens,
+)
 from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, later_bytes, num_devices, plan_sync
 from rlhf_mcore.planning.timing import phase_seconds
 from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, state_bytes
@@ -69,10 +79,7 @@ class RunPlan:
 
     @property
     def step_s(self) -> float:
-        if not self.samples_ahead:
-            return sum(self.seconds.values())
-        learning = sum(seconds for name, seconds in self.seconds.items() if name not in (GENERATE, SYNC))
-        return max(self.seconds[GENERATE], learning) + self.seconds[SYNC]
+        return step_seconds(self.seconds, self.samples_ahead)
 
     @property
     def fits(self) -> bool:
@@ -92,9 +99,8 @@ def make_plan(
     """
     assumed = assumed or Assumptions()
     cfg = with_offload(cfg, world_size, gpu, assumed)
-    dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
-    roles = roles_of(cfg, world_size, dtype)
-    inputs = PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
+    inputs = plan_inputs(cfg, world_size, gpu, assumed)
+    roles, dtype = inputs.roles, inputs.dtype
     generates = run_kind(cfg).generates
     sync = plan_sync(cfg, roles[0], world_size, gpu, assumed) if exact_sync and generates else None
     sync_s = sync.seconds if sync else estimate_seconds(cfg, roles[0], gpu, assumed)
@@ -111,14 +117,38 @@ def make_plan(
         phase_seconds(inputs, sync_s),
         num_devices(cfg, world_size) - world_size,
         state_tokens(inputs) if generates else 0,
-        generates and cfg.trainer.max_staleness > 0,
+        samples_ahead(cfg),
         _route_bytes(cfg, roles[0].geometry),
         later_bytes(cfg, roles[0]) if generates else None,
-        _engine_problem(cfg, gpu) if generates else "",
+        engine_problem(cfg, gpu) if generates else "",
     )
 
 
-def _engine_problem(cfg: Config, gpu: GpuType) -> str:
+def plan_inputs(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> PlanInputs:
+    """Collect what memory and time of a resolved configuration depend on.
+
+    Raises:
+        ConfigError: a model's config.json cannot be read, or a layout does not divide its ranks.
+    """
+    dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
+    roles = roles_of(cfg, world_size, dtype)
+    return PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
+
+
+def samples_ahead(cfg: Config) -> bool:
+    """Tell whether responses are sampled while the trainer learns."""
+    return run_kind(cfg).generates and cfg.trainer.max_staleness > 0
+
+
+def step_seconds(seconds: dict[str, float], samples_ahead: bool) -> float:
+    """Sum up the phases of a step, of which two may run at the same time."""
+    if not samples_ahead:
+        return sum(seconds.values())
+    learning = sum(seconds for name, seconds in seconds.items() if name not in (GENERATE, SYNC))
+    return max(seconds[GENERATE], learning) + seconds[SYNC]
+
+
+def engine_problem(cfg: Config, gpu: GpuType) -> str:
     """Explain why Ray has no machine for an engine, whose ranks are on one; empty: it has."""
     ranks = cfg.rollout.layout.num_ranks
     if not engines_apart(cfg) or ranks <= gpu.per_node:
@@ -142,29 +172,41 @@ def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumption
     If two ways fit, less of the trained models leaves. They stay where no sleeping engine shares the device.
     """
     assumed = assumed or Assumptions()
-    rollout = cfg.rollout
+    *ways, last = _ways_to_offload(cfg)
+    for trained, frozen in ways:
+        candidate = _offloaded(cfg, trained, frozen)
+        inputs = plan_inputs(candidate, world_size, gpu, assumed)
+        if models_fit(inputs) and engines_fit(inputs):
+            return candidate
+    return _offloaded(cfg, *last)
+
+
+def with_least_memory(cfg: Config) -> Config:
+    """Offload everything that leaves it to the plan. What does not fit then fits in no way."""
+    return _offloaded(cfg, *_ways_to_offload(cfg)[-1])
+
+
+def _ways_to_offload(cfg: Config) -> list[tuple[str, bool]]:
+    """List the values that ``offload`` of trained and of frozen models may get. The last ones need least memory in every phase."""
+    rollout, models = cfg.rollout, (cfg.reference, cfg.reward.model, cfg.teacher)
     shared = run_kind(cfg).generates and not engines_apart(cfg) and rollout.sleep and engine_kind(rollout.engine).sleeps
-    candidate = cfg
-    for choice, frozen in product(("never", "state", "always") if shared else ("never",), (False, True)):
-        actor = replace(cfg.actor, offload=choice) if cfg.actor.offload == "auto" else cfg.actor
-        critic = replace(cfg.critic, offload=choice) if cfg.critic.offload == "auto" else cfg.critic
-        reference, reward, teacher = cfg.reference, cfg.reward, cfg.teacher
-        if reference.offload is None:
-            reference = replace(reference, offload=frozen)
-        if reward.model.offload is None:
-            reward = replace(reward, model=replace(reward.model, offload=frozen))
-        if teacher.offload is None:
-            teacher = replace(teacher, offload=frozen)
-        candidate = replace(cfg, actor=actor, critic=critic, reference=reference, reward=reward, teacher=teacher)
-        if candidate == cfg or all(phase.fits for phase in _phases(candidate, world_size, gpu, assumed)):
-            break
-    return candidate
+    is_open = shared and "auto" in (cfg.actor.offload, cfg.critic.offload)
+    frozen = (False, True) if any(model.offload is None for model in models) else (False,)
+    return list(product(("never", "state", "always") if is_open else ("never",), frozen))
 
 
-def _phases(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> list[PhaseMemory]:
-    dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
-    roles = roles_of(cfg, world_size, dtype)
-    return phases(PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size))
+def _offloaded(cfg: Config, trained: str, frozen: bool) -> Config:
+    """Set ``offload`` of the models that leave it to the plan."""
+    groups: dict[str, Any] = {}
+    for name in ("actor", "critic"):
+        if getattr(cfg, name).offload == "auto":
+            groups[name] = replace(getattr(cfg, name), offload=trained)
+    for name in ("reference", "teacher"):
+        if getattr(cfg, name).offload is None:
+            groups[name] = replace(getattr(cfg, name), offload=frozen)
+    if cfg.reward.model.offload is None:
+        groups["reward"] = replace(cfg.reward, model=replace(cfg.reward.model, offload=frozen))
+    return replace(cfg, **groups) if groups else cfg
 
 
 def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:

@@ -6,7 +6,7 @@ value heads replicated where there are fewer of them than ranks, the vocabulary 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -58,11 +58,10 @@ def destinations(geometry: ModelGeometry, grid: EngineGrid, num_engines: int, fi
     return engine_places(tensors, num_engines, first_rank)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def engine_numel(geometry: ModelGeometry, grid: EngineGrid) -> int:
     """Count elements of an engine rank's weights, of the stage that has most."""
-    firsts = range(0, grid.tp * grid.pp, grid.tp)
-    return max(sum(prod(tensor.shape) for tensor in engine_tensors(geometry, grid, rank)) for rank in firsts)
+    return _most(geometry, grid, lambda tensor: prod(tensor.shape))
 
 
 def engine_bytes(cfg: Config, geometry: ModelGeometry, dtype: str) -> int:
@@ -78,22 +77,35 @@ def sent_bytes(cfg: Config, geometry: ModelGeometry, dtype: str) -> int:
     return weight_bytes(geometry, engine_grid(cfg), BYTES[dtype], cfg.rollout.quantization)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def weight_bytes(geometry: ModelGeometry, grid: EngineGrid, width: int, quantization: str | None) -> int:
     """Count bytes of an engine rank's weights, of the stage that has most. Elements take ``width`` bytes where they have no 8 bits."""
     if quantization is None:
         return engine_numel(geometry, grid) * width
-    ranks = range(0, grid.tp * grid.pp, grid.tp)
-    return max(_quantised_bytes(engine_tensors(geometry, grid, rank), width, quantization) for rank in ranks)
+    return _most(geometry, grid, lambda tensor: _quantised_bytes(tensor, width, quantization))
 
 
-def _quantised_bytes(tensors: Iterable[PlannedTensor], width: int, quantization: str) -> int:
-    kind, total = QUANTISATIONS[quantization], 0
-    for tensor in tensors:
-        numel = prod(tensor.shape)
-        is_narrow = are_quantised(tensor.pieces, kind)
-        total += numel + SCALE_BYTES * num_scales(tensor.pieces, kind) if is_narrow else numel * width
-    return total
+def _quantised_bytes(tensor: PlannedTensor, width: int, quantization: str) -> int:
+    numel, kind = prod(tensor.shape), QUANTISATIONS[quantization]
+    is_narrow = are_quantised(tensor.pieces, kind)
+    return numel + SCALE_BYTES * num_scales(tensor.pieces, kind) if is_narrow else numel * width
+
+
+def _most(geometry: ModelGeometry, grid: EngineGrid, size_of: Callable[[PlannedTensor], int]) -> int:
+    """Sum sizes of an engine rank's tensors, of the stage that has most. Layers of one kind have equal ones."""
+    layers: dict[tuple[bool, bool, bool], int] = {}
+
+    def layer_size(layer: int, rank: int) -> int:
+        kind = (*geometry.layer_kind(layer), layer in geometry.mtp_numbers)
+        if kind not in layers:
+            layers[kind] = sum(map(size_of, _layer_tensors(geometry, _Cut.of(grid, rank), layer)))
+        return layers[kind]
+
+    return max(
+        sum(map(size_of, _end_tensors(geometry, grid, rank)))
+        + sum(layer_size(layer, rank) for layer in _layers_of(geometry, grid, rank))
+        for rank in range(0, grid.tp * grid.pp, grid.tp)
+    )
 
 
 def kv_bytes_per_token(geometry: ModelGeometry, grid: EngineGrid, width: int) -> int:
@@ -127,6 +139,18 @@ def _most_layers(grid: EngineGrid, layers: Sequence[int], num_layers: int) -> in
 
 def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterator[PlannedTensor]:
     """Yield every parameter of a rank of an engine. What MTP layers have beside a layer is on all of the last stage."""
+    yield from _end_tensors(geometry, grid, rank)
+    for layer in _layers_of(geometry, grid, rank):
+        yield from _layer_tensors(geometry, _Cut.of(grid, rank), layer)
+
+
+def _layers_of(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> list[int]:
+    stage = grid.stage(rank)
+    drafting = geometry.mtp_numbers if stage == grid.pp - 1 else ()
+    return [*grid.layers(geometry.num_layers, stage), *drafting]
+
+
+def _end_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iterator[PlannedTensor]:
     family, cut, stage = FAMILIES[geometry.family], _Cut.of(grid, rank), grid.stage(rank)
     is_last = stage == grid.pp - 1
     for rule in _ends(geometry, embeds=stage == 0 or (is_last and grid.drafts), is_last=is_last):
@@ -134,15 +158,16 @@ def engine_tensors(geometry: ModelGeometry, grid: EngineGrid, rank: int) -> Iter
     for rule in family.vision.rules(geometry) if family.vision is not None else ():  # planned whole on every rank
         for name, shape in rule.shapes(geometry).items():
             yield PlannedTensor(name, shape, (Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape)),))
-    drafting = geometry.mtp_numbers if is_last else ()
-    for layer in (*grid.layers(geometry.num_layers, stage), *drafting):
-        for rule in family.layer_rules(geometry, layer):
-            if rule.layers == "mtp":
-                yield _plan_rule(replace(rule, kind="replicated"), geometry, cut, layer)
-            elif rule.kind in ("delta", "delta_by_head"):
-                yield from _planned_delta(rule, geometry, cut.tp, cut.rank, layer)
-            else:
-                yield _plan_rule(rule, geometry, cut, layer)
+
+
+def _layer_tensors(geometry: ModelGeometry, cut: _Cut, layer: int) -> Iterator[PlannedTensor]:
+    for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):
+        if rule.layers == "mtp":
+            yield _plan_rule(replace(rule, kind="replicated"), geometry, cut, layer)
+        elif rule.kind in ("delta", "delta_by_head"):
+            yield from _planned_delta(rule, geometry, cut.tp, cut.rank, layer)
+        else:
+            yield _plan_rule(rule, geometry, cut, layer)
 
 
 def _ends(geometry: ModelGeometry, *, embeds: bool, is_last: bool) -> Iterator[Rule]:

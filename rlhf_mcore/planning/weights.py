@@ -9,12 +9,14 @@ pipeline stages share has a bucket of its own (megatron/core/distributed/param_a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import lcm, prod
 
-from rlhf_mcore.bridge.map.rules import holds_matrices, is_padded, layer_names, pieces
+from rlhf_mcore.bridge.map.rules import holds_matrices, is_padded, pieces
 from rlhf_mcore.families import end_rules, layer_rules
 from rlhf_mcore.families.vision import TOWER
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry, Shard
@@ -76,6 +78,13 @@ class LocalTensor:
         return self.numel * (BYTES[dtype] if self.trained else _FP32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The tensors of a layer, or one beside the layers. Sums over them are cached by the object, which is cached itself."""
+
+    tensors: tuple[LocalTensor, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StateBytes:
     """Hold the bytes that a model takes on one rank all the time. ``masters`` and ``moments`` are those of the rank's shard."""
@@ -108,20 +117,34 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
     return StateBytes(_frozen_bytes(role, rank))
 
 
-def _frozen_bytes(role: PlannedRole, rank: int, names: Collection[str] | None = None) -> int:
+def _frozen_bytes(role: PlannedRole, rank: int, names: frozenset[str] | None = None) -> int:
     """Count the bytes of weights on a rank that are in no buffer of Megatron's; ``names`` are these, None: all."""
-    chunks = chunk_tensors(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
-    return sum(one.nbytes(role.dtype) for chunk in chunks for one in chunk if names is None or one.name in names)
+    stage = role.layout.coordinates(rank)["pp"]
+    return (
+        0 if names == frozenset() else _stage_bytes(role.geometry, _one_replica(role.layout), stage, role.dtype, names)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _stage_bytes(
+    geometry: ModelGeometry, layout: ParallelLayout, pp: int, dtype: str, names: frozenset[str] | None
+) -> int:
+    return sum(
+        _part_bytes(part, dtype, names)
+        for number in range(layout.vpp or 1)
+        for part in _parts(geometry, layout, pp, number)
+    )
 
 
 def copies_in_8_bits(role: PlannedRole, rank: int, *, training: bool) -> int:
     """Count what products in 8 bits keep of a rank's matrices for a pass: each once, and transposed where there are gradients."""
     if not role.fp8 or rank not in role.layout.ranks:
         return 0
-    chunks = chunk_tensors(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
-    names = (one for chunk in chunks for one in chunk if ".linear_" in one.name and one.name.endswith(".weight"))
-    blocks = 128 * 128  # with a scale each
-    return sum(one.numel + _FP32 * -(-one.numel // blocks) for one in names) * (1 + training)
+    chunks = range(role.layout.vpp or 1)
+    parts = (
+        part for n in chunks for part in _parts(role.geometry, role.layout, role.layout.coordinates(rank)["pp"], n)
+    )
+    return sum(map(_part_in_8_bits, parts)) * (1 + training)
 
 
 def _num_moments(role: PlannedRole, numel: int, matrices: int) -> int:
@@ -135,10 +158,10 @@ def weights_of_pass(role: PlannedRole, rank: int) -> int:
     if not role.by_layer or not weights:
         return weights
     geometry, layout = role.geometry, role.layout
-    grid, pp = _Grid(layout.tp, layout.expert_tp, layout.ep), layout.coordinates(rank)["pp"]
+    grid, pp = _Grid.of(layout), layout.coordinates(rank)["pp"]
     chunks = [
         [
-            sum(tensor.nbytes(role.dtype) for tensor in _layer_tensors(geometry, geometry.layer_kind(layer), grid))
+            _part_bytes(_layer_part(geometry, layer, grid), role.dtype, None)
             for layer in layout.layers_of(geometry.num_layers, pp, number)
         ]
         for number in range(layout.vpp or 1)
@@ -147,60 +170,139 @@ def weights_of_pass(role: PlannedRole, rank: int) -> int:
     return weights - sum(map(sum, chunks)) + max(pairs, default=0)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _buffers(
     geometry: ModelGeometry, layout: ParallelLayout, rank: int, frozen: frozenset[str]
 ) -> tuple[int, int, int]:
     """Count elements of a rank's flat buffers, of the parameters whose optimizer state it keeps, and of matrices among these."""
     place = layout.coordinates(rank)
     dp_rank, expert_dp_rank = place["dp"] * layout.cp + place["cp"], layout.expert_coordinates(rank)["edp"]
+    shares = ((dp_rank, layout.dp * layout.cp), (expert_dp_rank, layout.expert_dp))
     numel = owned = matrices = 0
-    shares_embedding = (geometry.tied_embeddings or bool(geometry.mtp_layers)) and layout.pp > 1
-    shared = (_EMBEDDING, _OUTPUT) if geometry.tied_embeddings else (_EMBEDDING,)
-    for tensors_of_chunk in chunk_tensors(geometry, layout, place["pp"]):
-        chunk = [tensor for tensor in tensors_of_chunk if tensor.trained and tensor.name not in frozen]
-        apart = [tensor for tensor in chunk if layout.ep > 1 and is_expert(tensor.name)]
-        rest = [tensor for tensor in chunk if not (layout.ep > 1 and is_expert(tensor.name))]
-        for tensors, index, size in ((rest, dp_rank, layout.dp * layout.cp), (apart, expert_dp_rank, layout.expert_dp)):
-            buckets = list(_buckets(tensors, size, shared if shares_embedding else ()))
-            numel += sum(end - start for start, end, _ in buckets)
-            owned += sum(_owned_elements(bucket, index, size) for bucket in buckets)
-            matrices += sum(
-                _owned_elements((start, end, [one for one in ranges if one[2]]), index, size)
-                for start, end, ranges in buckets
-            )
+    for (index, size), buckets in zip(
+        shares, _stage_buckets(geometry, _one_replica(layout), place["pp"], frozen), strict=True
+    ):
+        for bucket in buckets:
+            length = _round_up(bucket.end, lcm(size, _BUCKET_END))
+            share = length // size
+            low, high = (bucket.before(border) for border in (index * share, (index + 1) * share))
+            numel += length
+            owned += high[0] - low[0]
+            matrices += high[1] - low[1]
     return numel, owned, matrices
 
 
-# Start and end in the buffer; of its parameters start, end, and whether they are matrices.
-_Bucket = tuple[int, int, list[tuple[int, int, bool]]]
+def _one_replica(layout: ParallelLayout) -> ParallelLayout:
+    """Return the smallest layout whose ranks hold the same parts of a model: this is all that sizes of stages depend on."""
+    experts = layout.expert_tp * layout.ep
+    return replace(layout, world_size=lcm(layout.tp, experts) * layout.pp, cp=1, sequence_parallel=False, first_rank=0)
 
 
-def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shared: Sequence[str]) -> Iterator[_Bucket]:
-    """Cut one buffer into buckets: the last parameter comes first, as gradients do."""
-    unit, start, ranges = lcm(dp_size, _BUCKET_END), 0, list[tuple[int, int, bool]]()
-    for tensor in reversed(tensors):
-        alone = tensor.name in shared
-        if alone and ranges:
-            end = _round_up(_round_up(ranges[-1][1], _PARAMETER_START), unit)
-            yield start, end, ranges
-            start, ranges = end, []
-        first = _round_up(ranges[-1][1], _PARAMETER_START) if ranges else start
-        ranges.append((first, first + tensor.numel, tensor.is_matrix))
-        if alone:
-            end = _round_up(ranges[-1][1], unit)
-            yield start, end, ranges
-            start, ranges = end, []
-    if ranges:
-        yield start, _round_up(ranges[-1][1], unit), ranges
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slots:
+    """Tensors of a layer in a buffer, the last one first, as gradients come. Each starts at a multiple of 64 elements.
+
+    ``elements`` and ``matrices`` are the numbers of elements in front of each tensor, in all tensors and in matrices.
+    """
+
+    starts: list[int]
+    elements: list[int]
+    matrices: list[int]
+    tensors: list[LocalTensor]
+    end: int  # of the last tensor
+    extent: int  # the start of what comes next
+
+    @classmethod
+    def of(cls, tensors: Iterable[LocalTensor]) -> _Slots:
+        starts, elements, matrices, ordered, end = [0], [0], [0], list(tensors)[::-1], 0
+        for tensor in ordered:
+            end = starts[-1] + tensor.numel
+            starts.append(_round_up(end, _PARAMETER_START))
+            elements.append(elements[-1] + tensor.numel)
+            matrices.append(matrices[-1] + tensor.numel * tensor.is_matrix)
+        return cls(starts, elements, matrices, ordered, end, starts[-1])
+
+    def before(self, position: int) -> tuple[int, int]:
+        """Count the elements of parameters in front of a position, and those of matrices."""
+        number = bisect_right(self.starts, position) - 1
+        if number == len(self.tensors):
+            return self.elements[-1], self.matrices[-1]
+        tensor = self.tensors[number]
+        within = min(position - self.starts[number], tensor.numel)
+        return self.elements[number] + within, self.matrices[number] + within * tensor.is_matrix
 
 
-def _owned_elements(bucket: _Bucket, index: int, dp_size: int) -> int:
-    """Count elements of parameters in the range of a bucket whose state one data-parallel rank keeps."""
-    start, end, ranges = bucket
-    share = (end - start) // dp_size
-    low, high = start + index * share, start + (index + 1) * share
-    return sum(max(0, min(b, high) - max(a, low)) for a, b, _ in ranges)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    """Layers in a buffer, with sums over those in front of each."""
+
+    starts: list[int]
+    elements: list[int]
+    matrices: list[int]
+    layers: list[_Slots]
+    end: int
+
+    @classmethod
+    def of(cls, layers: list[_Slots]) -> _Bucket:
+        starts = [0, *accumulate(layer.extent for layer in layers)]
+        elements = [0, *accumulate(layer.elements[-1] for layer in layers)]
+        matrices = [0, *accumulate(layer.matrices[-1] for layer in layers)]
+        return cls(starts, elements, matrices, layers, starts[-2] + layers[-1].end)
+
+    def before(self, position: int) -> tuple[int, int]:
+        """Count the elements of parameters in front of a position, and those of matrices."""
+        number = bisect_right(self.starts, position) - 1
+        if number == len(self.layers):
+            return self.elements[-1], self.matrices[-1]
+        elements, matrices = self.layers[number].before(position - self.starts[number])
+        return self.elements[number] + elements, self.matrices[number] + matrices
+
+
+@lru_cache(maxsize=1024)
+def _stage_buckets(
+    geometry: ModelGeometry, layout: ParallelLayout, pp: int, frozen: frozenset[str]
+) -> tuple[list[_Bucket], list[_Bucket]]:
+    """Cut the buffers of a stage's chunks into buckets: of experts under expert parallelism apart, and of the rest.
+
+    A bucket begins at a multiple of 128 elements, and so its places do not depend on those in front of it.
+    """
+    shares_embedding = (geometry.tied_embeddings or bool(geometry.mtp_layers)) and layout.pp > 1
+    shared = ((_EMBEDDING, _OUTPUT) if geometry.tied_embeddings else (_EMBEDDING,)) if shares_embedding else ()
+    rest, experts = list[_Bucket](), list[_Bucket]()
+    for number in range(layout.vpp or 1):
+        parts = _parts(geometry, layout, pp, number)
+        rest += _cut(parts, frozen, shared, of_experts=False if layout.ep > 1 else None)
+        if layout.ep > 1:
+            experts += _cut(parts, frozen, shared, of_experts=True)
+    return rest, experts
+
+
+def _cut(
+    parts: Sequence[_Part], frozen: frozenset[str], shared: Sequence[str], *, of_experts: bool | None
+) -> Iterator[_Bucket]:
+    """Cut one buffer into buckets: the last layer comes first. A tensor that two stages share is alone."""
+    layers = list[_Slots]()
+    for part in reversed(parts):
+        slots = _slots(part, frozen, of_experts)
+        if len(slots.tensors) == 1 and slots.tensors[0].name in shared:
+            if layers:
+                yield _Bucket.of(layers)
+            layers = []
+            yield _Bucket.of([slots])
+        elif slots.tensors:
+            layers.append(slots)
+    if layers:
+        yield _Bucket.of(layers)
+
+
+@lru_cache(maxsize=1024)
+def _slots(part: _Part, frozen: frozenset[str], of_experts: bool | None) -> _Slots:
+    """Place the tensors of a layer that learn: experts, the others, or all."""
+    return _Slots.of(
+        tensor
+        for tensor in part.tensors
+        if tensor.trained and tensor.name not in frozen and of_experts in (None, is_expert(tensor.name))
+    )
 
 
 def _round_up(number: int, unit: int) -> int:
@@ -210,32 +312,30 @@ def _round_up(number: int, unit: int) -> int:
 def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> list[list[LocalTensor]]:
     """List the parameters of every model chunk of a pipeline rank, in Megatron's order. All tensor-parallel ranks hold equally many.
 
-    Those of a layer are named after the first layer of its kind.
+    Those of a layer are named after the first layer that has the same parameters.
     """
-    grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
+    return [
+        [tensor for part in _parts(geometry, layout, pp, number) for tensor in part.tensors]
+        for number in range(layout.vpp or 1)
+    ]
+
+
+def _parts(geometry: ModelGeometry, layout: ParallelLayout, pp: int, number: int) -> list[_Part]:
+    """List the parameters of one model chunk layer by layer, and each one beside the layers."""
+    grid = _Grid.of(layout)
     before, last = end_rules(geometry, tied_head=layout.pp > 1)  # two stages hold a tied embedding
     first = [rule for rule in before if not rule.mcore.startswith(TOWER)]
-    end = (layout.pp - 1, (layout.vpp or 1) - 1)
-    chunks = []
-    for number in range(layout.vpp or 1):
-        layers = layout.layers_of(geometry.num_layers, pp, number)
-        if geometry.adapter is not None:  # layers of one kind may have different ones
-            tensors = [tensor for layer in layers for tensor in _tensors_of(geometry, layer, grid)]
-        else:
-            tensors = [
-                tensor for layer in layers for tensor in _layer_tensors(geometry, geometry.layer_kind(layer), grid)
-            ]
-        if (pp, number) == (0, 0):
-            tensors[:0] = [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in first]
-        if (pp, number) == end:
-            tensors += [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in last]
-            if geometry.mtp_layers and layout.num_stages > 1:
-                tensors.append(LocalTensor(_EMBEDDING, _numel(_EMBEDDING, geometry, grid)))
-            tensors += [tensor for layer in geometry.mtp_numbers for tensor in _tensors_of(geometry, layer, grid)]
-        if (pp, number) == (0, 0):
-            tensors += [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in before[len(first) :]]
-        chunks.append(tensors)
-    return chunks
+    parts = [_layer_part(geometry, layer, grid) for layer in layout.layers_of(geometry.num_layers, pp, number)]
+    if (pp, number) == (0, 0):
+        parts[:0] = [_end_part(geometry, rule.mcore, grid) for rule in first]
+    if (pp, number) == (layout.pp - 1, (layout.vpp or 1) - 1):
+        parts += [_end_part(geometry, rule.mcore, grid) for rule in last]
+        if geometry.mtp_layers and layout.num_stages > 1:
+            parts.append(_end_part(geometry, _EMBEDDING, grid))
+        parts += [_layer_part(geometry, layer, grid) for layer in geometry.mtp_numbers]
+    if (pp, number) == (0, 0):
+        parts += [_end_part(geometry, rule.mcore, grid) for rule in before[len(first) :]]
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,21 +346,59 @@ class _Grid:
     expert_tp: int
     ep: int
 
+    @classmethod
+    def of(cls, layout: ParallelLayout) -> _Grid:
+        return cls(layout.tp, layout.expert_tp, layout.ep)
+
+
+@lru_cache(maxsize=64)
+def _first_alike(geometry: ModelGeometry) -> tuple[int, ...]:
+    """Return for every layer, MTP layers too, the first one with the same parameters. Adapters may be of some layers only."""
+    firsts: dict[object, int] = {}
+    return tuple(firsts.setdefault(_parameters_of(geometry, layer), layer) for layer in _layers(geometry))
+
+
+def _layers(geometry: ModelGeometry) -> range:
+    return range(geometry.num_layers + geometry.mtp_layers)
+
+
+def _parameters_of(geometry: ModelGeometry, layer: int) -> object:
+    if geometry.adapter is None:
+        return geometry.layer_kind(layer), layer in geometry.mtp_numbers
+    return tuple((rule.mcore, *rule.tensors) for rule in layer_rules(geometry, layer))
+
+
+def _layer_part(geometry: ModelGeometry, layer: int, grid: _Grid) -> _Part:
+    return _part_of(geometry, _first_alike(geometry)[layer], grid)
+
 
 @lru_cache(maxsize=1024)
-def _layer_tensors(geometry: ModelGeometry, kind: tuple[bool, bool], grid: _Grid) -> tuple[LocalTensor, ...]:
-    layer = next(layer for layer in range(geometry.num_layers) if geometry.layer_kind(layer) == kind)
-    return _tensors_of(geometry, layer, grid)
+def _part_of(geometry: ModelGeometry, layer: int, grid: _Grid) -> _Part:
+    tensors = []
+    for rule in layer_rules(geometry, layer):
+        name = rule.mcore.format(i=layer, k=0)  # experts are alike
+        numel, is_matrix = _numel(name, geometry, grid), holds_matrices(name, geometry)
+        count = geometry.num_experts // grid.ep if "{k}" in rule.mcore else 1
+        tensors += [LocalTensor(rule.mcore.format(i=layer, k=k), numel, rule.trained, is_matrix) for k in range(count)]
+    return _Part(tuple(sorted(tensors, key=lambda tensor: _order(tensor.name))))
 
 
-def _tensors_of(geometry: ModelGeometry, layer: int, grid: _Grid) -> tuple[LocalTensor, ...]:
-    names = sorted(layer_names(geometry, layer, geometry.num_experts // grid.ep), key=_order)
-    rules = layer_rules(geometry, layer)
-    buffers = {rule.mcore.format(i=layer, k=0) for rule in rules if not rule.trained}
-    return tuple(
-        LocalTensor(name, _numel(name, geometry, grid), name not in buffers, holds_matrices(name, geometry))
-        for name in names
-    )
+@lru_cache(maxsize=1024)
+def _end_part(geometry: ModelGeometry, name: str, grid: _Grid) -> _Part:
+    return _Part((LocalTensor(name, _numel(name, geometry, grid)),))
+
+
+@lru_cache(maxsize=1024)
+def _part_bytes(part: _Part, dtype: str, names: frozenset[str] | None) -> int:
+    return sum(tensor.nbytes(dtype) for tensor in part.tensors if names is None or tensor.name in names)
+
+
+@lru_cache(maxsize=1024)
+def _part_in_8_bits(part: _Part) -> int:
+    """Count the elements of matrices of linear layers, and a scale for each of their blocks."""
+    names = (one for one in part.tensors if ".linear_" in one.name and one.name.endswith(".weight"))
+    blocks = 128 * 128  # with a scale each
+    return sum(one.numel + _FP32 * -(-one.numel // blocks) for one in names)
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
@@ -163,16 +163,33 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
         return _rule_of_tower(geometry, name), 0, 0
     if geometry.adapter is None:
         return _find_rule(geometry.family, geometry.head, name)
-    from rlhf_mcore.families.adapters import A, B, M, adapter_rules, base_name, is_trained_whole, whole_rules
+    from rlhf_mcore.families.adapters import A, B, M, base_name, is_trained_whole, whole_rules
 
     if is_trained_whole(name, geometry):
         rule, layer, expert = _find_rule(geometry.family, geometry.head, name)
         return whole_rules(rule, geometry)[0], layer, expert
     weight, side = base_name(name)
     rule, layer, expert = _find_rule(geometry.family, geometry.head, weight)
-    if not (rules := adapter_rules(rule, geometry, layer)):
+    if not (rules := _adapter_rules(geometry, rule.mcore, layer)):
         raise KeyError(f"{weight!r} has no adapter")
     return rules[(A, B, M).index(side)], layer, expert
+
+
+@lru_cache(maxsize=4096)
+def _adapter_rules(geometry: ModelGeometry, weight: str, layer: int) -> list[Rule]:
+    """Derive the rules of the adapters of a weight in one layer. They are the same for all experts."""
+    from rlhf_mcore.families.adapters import adapter_rules
+
+    return adapter_rules(_rules(geometry.family, geometry.head)[weight], geometry, layer)
+
+
+@cache
+def _rules(family: str, head: str) -> dict[str, Rule]:
+    """Return the rules of a model by their names; of two with one name the first."""
+    rules: dict[str, Rule] = {}
+    for rule in FAMILIES[family].rules + HEADS[head].rules:
+        rules.setdefault(rule.mcore, rule)
+    return rules
 
 
 @cache
@@ -186,9 +203,8 @@ def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
     ):
         expert = int(match.group())
         generic = generic[: match.start()] + "{k}" + generic[match.end() :]
-    for rule in FAMILIES[family].rules + HEADS[head].rules:
-        if rule.mcore == generic:
-            return rule, layer, expert
+    if (rule := _rules(family, head).get(generic)) is not None:
+        return rule, layer, expert
     raise KeyError(f"no rule of family {family!r} places Megatron parameter {name!r}")
 
 

@@ -259,7 +259,7 @@ class Schedule:
 
     def _load(self, pattern: Pattern, count: int) -> Load:
         load = self._no_load()
-        sent, received = np.split(load, 2)
+        sent, received = load[: len(self._profiles)], load[len(self._profiles) :]
         for group in pattern.groups:
             turns = count * len(group.cells)
             holds = self._belongs(group.holder_sets)

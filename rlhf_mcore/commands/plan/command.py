@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
@@ -15,6 +17,8 @@ from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.inputs import ASSUMED, GPUS, HOPPER, RATES, Assumptions, GpuType, device_and_assumptions
+
+PROGRESS_AFTER_S = 1.0
 
 
 @exit_codes.reporting
@@ -73,7 +77,6 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed: Assumptions) -> int:
-    from rlhf_mcore.cli.progress import working
     from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.validate import validate
     from rlhf_mcore.planning.plan import as_json, make_plan
@@ -89,13 +92,20 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
             "actor.fp8=null, or choose another --gpu"
         )
     cfg = resolve(cfg)
-    plan = make_plan(cfg, world_size, gpu, assumed)
     suggestions, adapters = None, None
     if args.suggest:
-        with working("trying layouts"):
+        with _progress("trying layouts"):
+            plan = make_plan(cfg, world_size, gpu, assumed)
             suggestions = _suggestions(cfg, world_size, gpu, assumed, fits=plan.fits)
-            if not plan.fits and not any(entry["world_size"] == world_size for entry in suggestions):
+            # A larger world is the answer, unless the user has chosen the number of processes.
+            is_chosen = args.world_size is not None or cfg.trainer.world_size is not None
+            wanted = {
+                entry["world_size"] for entry in suggestions if entry["world_size"] == world_size or not is_chosen
+            }
+            if not plan.fits and not wanted:
                 adapters = _adapters(cfg, world_size, gpu, assumed)
+    else:
+        plan = make_plan(cfg, world_size, gpu, assumed)
     if args.json:
         offers = {} if suggestions is None else {"suggestions": suggestions}
         say(json.dumps(as_json(plan) | offers | ({} if adapters is None else {"adapters": adapters}), indent=1))
@@ -103,6 +113,8 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
         say(as_text(plan))
         if args.trace:
             warnings.filterwarnings("ignore")  # of Megatron, about kernels that nothing runs on here
+            from rlhf_mcore.cli.progress import working
+
             update = next(phase for phase in plan.phases if phase.phase == "actor update")
             with working(f"an update of rank {update.rank} on fake tensors"):
                 from rlhf_mcore.commands.plan.trace import traced  # imports torch and Megatron
@@ -120,6 +132,24 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
     hint = "" if args.suggest else "\nLayouts that fit: add --suggest."
     say(f"error: {refusal(plan)}{hint}", file=sys.stderr)
     return exit_codes.USER_ERROR
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Show on standard error what the command does: with a clock on a terminal, else in one line after a second."""
+    from rlhf_mcore.cli.progress import working
+
+    if sys.stderr.isatty():
+        with working(what):
+            yield
+        return
+    timer = Timer(PROGRESS_AFTER_S, say, (f"{what} ...",), {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _suggestions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -12,14 +12,26 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.config.rules.layouts import cut_problems as layout_problems
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.families.quantised import QUANTISATIONS, cut_problems
 from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
-from rlhf_mcore.planning.inputs import Assumptions, GpuType
-from rlhf_mcore.planning.memory import GENERATE, SYNC
-from rlhf_mcore.planning.plan import RunPlan, make_plan
+from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, PlannedRole
+from rlhf_mcore.planning.memory import GENERATE, SYNC, engines_fit, models_fit
+from rlhf_mcore.planning.plan import (
+    RunPlan,
+    engine_problem,
+    make_plan,
+    plan_inputs,
+    samples_ahead,
+    step_seconds,
+    with_least_memory,
+)
+from rlhf_mcore.planning.sync import estimate_seconds
+from rlhf_mcore.planning.timing import phase_seconds
 
 SIZES = (1, 2, 4, 8, 16)
 CONTEXTS = (1, 2, 4, 8)  # tried where microbatches, which hold whole sequences, are longer than:
@@ -35,7 +47,6 @@ class Suggestion:
 
     overrides: tuple[str, ...]
     plan: RunPlan
-    cfg: Config
 
 
 def suggest(
@@ -43,46 +54,101 @@ def suggest(
 ) -> list[Suggestion]:
     """List the ``count`` fastest layouts that fit; of equally fast ones those that change fewer keys come first.
 
-    The trained models' layouts are compared first; the engines' are varied for the fastest of those.
+    The trained models' layouts are compared first. The engines' layouts are varied for the fastest of these. Only times are
+    estimated for every candidate. Memory is checked from the fastest on, and the configuration's rules for those that fit.
     """
-
-    def tried(candidate: Config) -> Suggestion | None:
-        try:
-            validate(candidate, world_size, check_files=False)
-            return Suggestion(
-                changes(cfg, candidate), make_plan(candidate, world_size, gpu, assumed, exact_sync=False), candidate
-            )
-        except ConfigError:
-            return None  # does not divide the model or the world
-
-    trained = [
-        each
-        for each in map(tried, _actor_layouts(cfg, world_size, gpu))
-        if each and all(phase.fits for phase in each.plan.phases if phase.phase not in _ENGINE_PHASES)
-    ]
-    suggestions: list[Suggestion] = []
-    for layout in _fastest_by_layout(trained):
-        fitting = [each for each in map(tried, _engines(layout.cfg, world_size, gpu)) if each and each.plan.fits]
-        suggestions += sorted(fitting, key=_rank)[:1]
-        if len(suggestions) == 2 * count:  # slower training is not made good by engines
+    search = _Search(cfg, world_size, gpu, assumed or Assumptions())
+    found: list[_Candidate] = []
+    for layout in search.trained_layouts():
+        if best := search.best_engines(layout):
+            found.append(best)
+        if len(found) == 2 * count:  # slower training is not made good by engines
             break
-    return sorted(suggestions, key=_rank)[:count]
+    return [search.suggestion(candidate) for candidate in sorted(found, key=_Candidate.rank)[:count]]
 
 
-def _train_s(suggestion: Suggestion) -> tuple[float, int]:
-    seconds = sum(seconds for name, seconds in suggestion.plan.seconds.items() if name not in _ENGINE_PHASES)
-    return round(seconds, 2), len(suggestion.overrides)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Candidate:
+    """A configuration that is compared, with estimated seconds of its phases."""
+
+    cfg: Config
+    overrides: tuple[str, ...]
+    seconds: dict[str, float]
+    inputs: PlanInputs  # with the choice of ``offload`` that needs least memory: what does not fit then fits in no way
+
+    def rank(self) -> tuple[float, int]:
+        return round(step_seconds(self.seconds, samples_ahead(self.cfg)), 2), len(self.overrides)
+
+    def train_rank(self) -> tuple[float, int]:
+        seconds = sum(seconds for name, seconds in self.seconds.items() if name not in _ENGINE_PHASES)
+        return round(seconds, 2), len(self.overrides)
+
+    @property
+    def layouts(self) -> tuple[int, ...]:
+        layouts = (self.cfg.actor.layout, self.cfg.critic.layout)
+        return tuple(size for layout in layouts for size in (layout.tp, layout.pp, layout.cp, layout.ep))
 
 
-def _fastest_by_layout(suggestions: Sequence[Suggestion]) -> list[Suggestion]:
-    """Keep the fastest recomputation of every layout, the fastest layout first."""
-    best: dict[tuple[int, ...], Suggestion] = {}
-    for suggestion in sorted(suggestions, key=_train_s):
-        layouts = (suggestion.cfg.actor.layout, suggestion.cfg.critic.layout)
-        best.setdefault(
-            tuple(size for layout in layouts for size in (layout.tp, layout.pp, layout.cp, layout.ep)), suggestion
-        )
-    return list(best.values())
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Compare layouts of one configuration in one world."""
+
+    cfg: Config
+    world_size: int
+    gpu: GpuType
+    assumed: Assumptions
+
+    def trained_layouts(self) -> Iterator[_Candidate]:
+        """Yield the layouts of the trained models that fit beside engines, each with its fastest recomputation, the fastest first."""
+        candidates = map(self._timed, _actor_layouts(self.cfg, self.world_size, self.gpu))
+        taken: set[tuple[int, ...]] = set()
+        for candidate in sorted(filter(None, candidates), key=_Candidate.train_rank):
+            if candidate.layouts not in taken and models_fit(candidate.inputs) and self._is_valid(candidate):
+                taken.add(candidate.layouts)
+                yield candidate
+
+    def best_engines(self, layout: _Candidate) -> _Candidate | None:
+        """Return the fastest engines that fit with a layout of the trained models."""
+        engines = map(self._timed, _engines(layout.cfg, self.world_size, self.gpu))
+        for candidate in sorted(filter(None, engines), key=_Candidate.rank):
+            if self._fits(candidate) and self._is_valid(candidate):
+                return candidate
+        return None
+
+    def suggestion(self, candidate: _Candidate) -> Suggestion:
+        plan = make_plan(candidate.cfg, self.world_size, self.gpu, self.assumed, exact_sync=False)
+        return Suggestion(candidate.overrides, plan)
+
+    def _timed(self, cfg: Config) -> _Candidate | None:
+        """Estimate the time of a configuration; None if its layout does not divide the models or the world."""
+        least = with_least_memory(cfg)
+        try:
+            inputs = plan_inputs(least, self.world_size, self.gpu, self.assumed)
+        except ConfigError:
+            return None
+        if not all(_is_cut(role, cfg) for role in inputs.roles):
+            return None
+        sync_s = estimate_seconds(least, inputs.roles[0], self.gpu, self.assumed)
+        return _Candidate(cfg, changes(self.cfg, cfg), phase_seconds(inputs, sync_s), inputs)
+
+    def _fits(self, candidate: _Candidate) -> bool:
+        generates = run_kind(candidate.cfg).generates
+        if generates and engine_problem(candidate.cfg, self.gpu):
+            return False
+        return engines_fit(candidate.inputs) and models_fit(candidate.inputs)
+
+    def _is_valid(self, candidate: _Candidate) -> bool:
+        try:
+            validate(candidate.cfg, self.world_size, check_files=False)
+        except ConfigError:
+            return False
+        return True
+
+
+def _is_cut(role: PlannedRole, cfg: Config) -> bool:
+    """Tell whether a model can be cut by the layout that is tried for it; the others' layouts do not change."""
+    layout = {"actor": cfg.actor.layout, "reference": cfg.actor.layout, "critic": cfg.critic.layout}.get(role.name)
+    return layout is None or not any(layout_problems(role.name, layout, role.geometry, "model.path"))
 
 
 def smallest_world(
@@ -117,10 +183,6 @@ def with_adapters(
         overrides.append(f"critic.lora.rank={ADAPTER_RANK}")
     suggestions = suggest(candidate, world_size, gpu, 1, assumed) if overrides else []
     return ((*overrides, *suggestions[0].overrides), suggestions[0]) if suggestions else None
-
-
-def _rank(suggestion: Suggestion) -> tuple[float, int]:
-    return round(suggestion.plan.step_s, 2), len(suggestion.overrides)
 
 
 def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
