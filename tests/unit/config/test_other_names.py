@@ -13,9 +13,8 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import find_other_name, hint
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
+def test_a_name_of_another_trainer() -> None:
+    for theirs, ours in [
         # what anybody would type
         ("learning_rate", ["actor.optimizer.lr"]),
         ("trainer.lr", ["actor.optimizer.lr"]),
@@ -61,17 +60,14 @@ from rlhf_mcore.config.other_names import find_other_name, hint
         ("policy.generation.vllm_cfg.tensor_parallel_size", ["rollout.layout.tp"]),
         ("loss_fn.reference_policy_kl_penalty", ["algorithm.kl.coef"]),
         ("cluster.gpus_per_node", ["trainer.world_size"]),
-    ],
-)
-def test_a_name_of_another_trainer(theirs: str, ours: list[str]) -> None:
-    found = find_other_name(theirs)
-    assert found is not None
-    assert list(found.keys) == ours
+    ]:
+        found = find_other_name(theirs)
+        assert found is not None
+        assert list(found.keys) == ours
 
 
-@pytest.mark.parametrize(
-    ("theirs", "part"),
-    [
+def test_what_we_lack_is_said() -> None:
+    for theirs, part in [
         ("lora.rank", "adapters are trained with actor.lora"),
         ("actor.lora_rank", "adapters are trained with actor.lora"),
         ("actor_rollout_ref.model.lora_rank", "adapters are trained with actor.lora"),
@@ -83,12 +79,10 @@ def test_a_name_of_another_trainer(theirs: str, ours: list[str]) -> None:
         ("gradient_accumulation_steps", "it follows from trainer.minibatch_size"),
         ("push_to_hub", "rlhf-mcore push"),
         ("model.trust_remote_code", "is never run"),
-    ],
-)
-def test_what_we_lack_is_said(theirs: str, part: str) -> None:
-    found = find_other_name(theirs)
-    assert found is not None and not found.keys
-    assert part in hint(theirs)
+    ]:
+        found = find_other_name(theirs)
+        assert found is not None and not found.keys
+        assert part in hint(theirs)
 
 
 def test_every_answer_is_a_key_and_none_is_a_group() -> None:
@@ -122,9 +116,8 @@ def test_a_key_of_a_whole_configuration_names_migrate() -> None:
     assert "migrate" not in hint("data.train_batch_size")
 
 
-@pytest.mark.parametrize(
-    ("text", "starts"),
-    [
+def test_groups_of_others_are_reported_by_what_is_in_them(workspace: Any) -> None:
+    for text, starts in [
         ("lora: {rank: 8, alpha: 16}", ["unknown key lora; adapters are trained with actor.lora"]),
         ("actor_rollout_ref: {rollout: {n: 3}}", ["unknown key actor_rollout_ref; it is a key of verl's"]),
         ("traner: {num_steps: 3}", ["unknown key traner; did you mean trainer?"]),
@@ -136,12 +129,10 @@ def test_a_key_of_a_whole_configuration_names_migrate() -> None:
             ],
         ),
         ("optim: {lr: 1.0e-5}", ["unknown key optim.lr; did you mean actor.optimizer.lr?"]),
-    ],
-)
-def test_groups_of_others_are_reported_by_what_is_in_them(workspace: Any, text: str, starts: list[str]) -> None:
-    workspace.write("run.yaml", f"model: {{path: m}}\n{text}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config("run.yaml")
-    problems = caught.value.problems
-    assert len(problems) == len(starts)
-    assert all(f"run.yaml:2: {start}" in problem for problem, start in zip(problems, starts, strict=True)), problems
+    ]:
+        workspace.write("run.yaml", f"model: {{path: m}}\n{text}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config("run.yaml")
+        problems = caught.value.problems
+        assert len(problems) == len(starts)
+        assert all(f"run.yaml:2: {start}" in problem for problem, start in zip(problems, starts, strict=True)), problems

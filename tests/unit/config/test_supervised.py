@@ -37,9 +37,8 @@ def kind(request: pytest.FixtureRequest, workspace: Any) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size"),
-    [
+def test_good_configurations_pass(kind: str) -> None:
+    for overrides, world_size in [
         ([], None),
         (["actor.layout.tp=2", "actor.layout.pp=2"], 4),
         (["trainer.minibatch_size=32"], None),  # what null is resolved to
@@ -51,10 +50,8 @@ def kind(request: pytest.FixtureRequest, workspace: Any) -> str:
         (["algorithm.advantage=gae"], None),
         (["data.max_prompt_tokens=100000"], None),
         (["evaluate.samples=4"], None),
-    ],
-)
-def test_good_configurations_pass(kind: str, overrides: list[str], world_size: int | None) -> None:
-    assert check(kind, *overrides, world_size=world_size) == []
+    ]:
+        assert check(kind, *overrides, world_size=world_size) == []
 
 
 def test_a_coefficient_of_kl_is_refused_where_a_reference_is_compared_with(kind: str) -> None:
@@ -81,18 +78,10 @@ def test_the_schedule_is_as_long_as_the_run(kind: str) -> None:
         (["trainer.ppo_epochs=2"], ["trainer.ppo_epochs=2", "set it to 1"]),
         (["trainer.max_tokens_per_microbatch=1"], ["max_tokens_per_microbatch=1", "raise it"]),
         (["data.max_tokens=1025"], ["data.max_tokens=1025", "max_position_embeddings=1024"]),
-        (["data.max_tokens=1"], ["data.max_tokens=1", "at least 2"]),
-        (["data.max_tokens=1000", "trainer.max_tokens_per_microbatch=999"], ["=999", "max_tokens=1000"]),
-        (
-            ["actor.layout.cp=2", "data.max_tokens=1000", "trainer.max_tokens_per_microbatch=999"],
-            ["=999", "max_tokens=1000"],
-        ),
-        (["actor.layout.pp=3"], ["actor.layout.pp=3", "num_hidden_layers=4"]),
         (["actor.optimizer.lr=1e-6", "actor.optimizer.schedule.min_lr=1e-5"], ["min_lr=1e-05", "lr=1e-06"]),
         (["data.train=[]"], ["data.train=[]"]),
         (["evaluate.every=2"], ["evaluate.every=2", "data.eval=[]"]),
         (["data.prompt_key=question"], ["no column 'question'", "prompt", "Set data.prompt_key"]),
-        (["algorithm.centering=-1"], ["algorithm.centering=-1", "at least 0"]),
     ],
 )
 def test_mistakes_are_refused(kind: str, overrides: list[str], words: list[str]) -> None:
@@ -122,8 +111,6 @@ def test_a_pair_needs_twice_the_room(workspace: Any) -> None:
     ("which", "row", "missing"),
     [
         ("sft", PAIR, ["'response'", "data.response_key", "'messages'"]),
-        ("reward_model", SINGLE, ["'chosen' and 'rejected'", "data.chosen_key and data.rejected_key"]),
-        ("reward_model", {"messages": []}, ["'prompt' and 'chosen' and 'rejected'"]),
     ],
 )
 def test_columns_that_are_missing_are_named(workspace: Any, which: str, row: Any, missing: list[str]) -> None:
@@ -153,41 +140,25 @@ def test_which_heads_a_run_may_start_from(workspace: Any) -> None:
         assert ("Qwen3ForSequenceClassification" in "".join(problems)) == (kind != "reward_model"), problems
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward_model"])
-def test_only_pairs_of_a_policy_look_at_a_reference(workspace: Any, kind: str) -> None:
-    workspace.write("train.jsonl", json.dumps(ROWS[kind]) + "\n")
-    assert check(kind, "reference.path=nowhere", "reference.refresh_steps=3") == []
+def test_only_pairs_of_a_policy_look_at_a_reference(workspace: Any) -> None:
+    for kind in ["sft", "reward_model"]:
+        workspace.write("train.jsonl", json.dumps(ROWS[kind]) + "\n")
+        assert check(kind, "reference.path=nowhere", "reference.refresh_steps=3") == []
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo", "kto"])
-def test_losses_over_pairs(workspace: Any, loss: str) -> None:
-    workspace.write("train.jsonl", json.dumps(PAIR) + "\n")
-    assert check(loss) == check(loss, "algorithm.dpo.beta=0.5", "actor.lora.rank=8") == []
-    cfg = loaded(loss)
-    assert (cfg.algorithm.kind, cfg.algorithm.dpo.loss) == ("dpo", loss)
-    assert needs_reference(cfg) == (loss not in ("simpo", "orpo"))
-    assert check("dpo", f"algorithm.dpo.loss={loss}") == [], "the same without its preset"
+def test_losses_over_pairs(workspace: Any) -> None:
+    for loss in ["dpo", "ipo", "simpo", "orpo", "kto"]:
+        workspace.write("train.jsonl", json.dumps(PAIR) + "\n")
+        assert check(loss) == check(loss, "algorithm.dpo.beta=0.5", "actor.lora.rank=8") == []
+        cfg = loaded(loss)
+        assert (cfg.algorithm.kind, cfg.algorithm.dpo.loss) == ("dpo", loss)
+        assert needs_reference(cfg) == (loss not in ("simpo", "orpo"))
+        assert check("dpo", f"algorithm.dpo.loss={loss}") == [], "the same without its preset"
 
 
 @pytest.mark.parametrize(
     ("preset", "overrides", "words"),
     [
-        ("dpo", ["algorithm.dpo.loss=hinge"], ["algorithm.dpo.loss='hinge'", "dpo, ipo, simpo, orpo, kto"]),
-        ("dpo", ["algorithm.dpo.beta=0"], ["algorithm.dpo.beta=0", "greater than 0"]),
-        ("dpo", ["algorithm.dpo.beta=.nan"], ["algorithm.dpo.beta=nan", "greater than 0"]),
-        ("dpo", ["algorithm.dpo.label_smoothing=0.5"], ["label_smoothing=0.5", "below 0.5"]),
-        ("ipo", ["algorithm.dpo.label_smoothing=0.1"], ["label_smoothing=0.1", "no effect", "algorithm.dpo.loss=dpo"]),
-        ("simpo", ["algorithm.dpo.gamma=-1"], ["algorithm.dpo.gamma=-1", "at least 0"]),
-        ("dpo", ["algorithm.dpo.gamma=0.5"], ["gamma=0.5", "no effect", "algorithm.dpo.loss=simpo"]),
-        ("dpo", ["algorithm.dpo.nll_coef=-0.1"], ["nll_coef=-0.1", "at least 0"]),
-        ("orpo", ["algorithm.dpo.nll_coef=0.1"], ["nll_coef=0.1", "no effect", "algorithm.dpo.loss=orpo"]),
-        ("kto", ["algorithm.dpo.desirable_weight=0"], ["desirable_weight=0", "greater than 0"]),
-        ("kto", ["algorithm.dpo.undesirable_weight=-1"], ["undesirable_weight=-1", "greater than 0"]),
-        (
-            "dpo",
-            ["algorithm.dpo.undesirable_weight=2"],
-            ["undesirable_weight=2", "no effect", "algorithm.dpo.loss=kto"],
-        ),
         (
             "kto",
             ["trainer.prompts_per_step=1"],
@@ -201,7 +172,6 @@ def test_losses_over_pairs(workspace: Any, loss: str) -> None:
             ["reference.precompute=true"],
             ["reference.precompute=True", "algorithm.dpo.loss=kto", "set it to false"],
         ),
-        ("simpo", ["reference.precompute=true"], ["reference.precompute=True", "no effect", "remove"]),
         (
             "dpo",
             ["reference.precompute=true", "reference.offload=true"],
@@ -209,13 +179,7 @@ def test_losses_over_pairs(workspace: Any, loss: str) -> None:
         ),
         ("dpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "algorithm.kind=dpo", "set it to 0"]),
         ("dpo", ["reference.path=nowhere"], ["reference.path", "nowhere"]),
-        (
-            "dpo",
-            ["reference.offload=false", "reference.offload_by_layer=true"],
-            ["offload_by_layer=True", "reference.offload"],
-        ),
         ("dpo", ["actor.lora.rank=8", "reference.path=ref"], ["actor.lora.rank=8", "reference.path=ref", "remove"]),
-        ("sft", ["algorithm.dpo.beta=0.2"], ["algorithm.dpo.beta=0.2", "no effect with algorithm.kind=sft"]),
     ],
 )
 def test_mistakes_with_pairs_are_refused(workspace: Any, preset: str, overrides: list[str], words: list[str]) -> None:

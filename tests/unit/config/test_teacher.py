@@ -34,9 +34,8 @@ REVERSE = "teacher.divergence=reverse_kl"
 HINT = "teacher.context=context.py:hint"
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_good_configurations_pass() -> None:
+    for overrides in [
         ["algorithm=distillation", "teacher.path=teacher"],
         ["algorithm=distillation", "teacher.path=teacher", "reward.rules=[]"],
         ["algorithm=grpo", "teacher.path=teacher", "teacher.coef=0.2", "teacher.layout.tp=2", "trainer.world_size=2"],
@@ -51,10 +50,8 @@ HINT = "teacher.context=context.py:hint"
         ],
         ["algorithm=grpo", "teacher.weights=actor", "teacher.context=context.py:hint", "actor.lora.rank=4"],
         ["algorithm=distillation", "teacher.weights=average", "teacher.decay=0.9", "teacher.offload=true"],
-    ],
-)
-def test_good_configurations_pass(overrides: list[str]) -> None:
-    assert check(*overrides) == []
+    ]:
+        assert check(*overrides) == []
 
 
 TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
@@ -65,29 +62,14 @@ TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
     [
         (["algorithm=distillation"], ["teacher.path=null", "algorithm.advantage=distillation", "give the directory"]),
         (["teacher.coef=0.5"], ["teacher.coef=0.5", "no effect", "teacher.path=null", "remove it"]),
-        ([*TAUGHT, "teacher.coef=0"], ["teacher.coef=0", "greater than 0"]),
         (["algorithm=distillation", "teacher.path=nowhere"], ["teacher.path=nowhere"]),
         (["algorithm=distillation", "teacher.path=small"], ["teacher.path=small", "vocab_size=50", "100", "choose"]),
         (
             [*TAUGHT, "algorithm.dynamic_sampling.enabled=true"],
             ["dynamic_sampling.enabled=True", "reads no score", "false"],
         ),
-        ([*TAUGHT, "teacher.layout.tp=4", "trainer.world_size=2"], ["teacher.layout.tp", "4", "multiple"]),
-        (
-            [*TAUGHT, "teacher.offload=false", "teacher.offload_by_layer=true"],
-            ["teacher.offload_by_layer=True", "teacher.offload"],
-        ),
-        ([*TAUGHT, "teacher.dtype=int8"], ["teacher.dtype", "int8"]),
-        ([*TAUGHT, "teacher.ranks=[5]"], ["teacher.ranks"]),
-        ([*TAUGHT, "teacher.megatron={nothing: 1}"], ["teacher.megatron", "nothing"]),
         ([*TAUGHT, "teacher.sources={math: small}"], ["teacher.sources[math]=small", "vocab_size=50"]),
         (["teacher.sources={math: teacher}"], ["teacher.sources", "no effect", "teacher.path=null"]),
-        ([*TAUGHT, "teacher.divergence=kl"], ["teacher.divergence=", "k1", "forward_kl", "jsd"]),
-        ([*TAUGHT, "teacher.beta=0.3"], ["teacher.beta=0.3", "teacher.divergence=jsd"]),
-        ([*TAUGHT, "teacher.beta=1.0", "teacher.divergence=jsd"], ["teacher.beta=1.0", "below 1"]),
-        ([*TAUGHT, "teacher.top_k=8"], ["teacher.top_k=8", "teacher.divergence"]),
-        ([*TAUGHT, "teacher.top_k=0", REVERSE], ["teacher.top_k=0", "at least 1"]),
-        ([*TAUGHT, "teacher.decay=0.5"], ["teacher.decay=0.5", "teacher.weights=average"]),
         ([*TAUGHT, "teacher.weights=actor", HINT], ["teacher.path=teacher", "no effect", "teacher.weights=actor"]),
         (["algorithm=distillation", "teacher.weights=actor"], ["teacher.weights=actor", "teacher.context", "average"]),
         (

@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from rlhf_mcore.config.model_files import growth_problems
 from rlhf_mcore.config.tokenizer_match import tokenizer_difference
 from tests.unit.config.checking import check, only
@@ -33,9 +31,8 @@ def test_a_permuted_tokenizer_is_refused_with_the_first_difference(workspace: An
     assert check("model.tokenizer_path=copy") == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
+def test_differences(workspace: Any) -> None:
+    for changes, difference in [
         ({"vocab": {**VOCAB, "more": 4}}, None),
         ({"vocab": {"a": 0, "b": 1, "<end>": 3}}, "token 2, 'ab', is not there; 1 of 4 tokens differ"),
         ({"merges": [["a", "b"]]}, None),  # written in the other way
@@ -43,13 +40,11 @@ def test_a_permuted_tokenizer_is_refused_with_the_first_difference(workspace: An
         ({"vocab": {"a": 0, "b": 1, "ab": 2, "<stop>": 3}, "end": "<stop>"}, "token 3, '<end>', is '<stop>' there"),
         ({"end": "ab"}, "it ends a text with 'ab', the model's own with '<end>'"),
         ({"vocab": [["a", 0.0], ["b", -1.0], ["ab", -2.0], ["<end>", 0.0]]}, None),
-    ],
-)
-def test_differences(workspace: Any, changes: dict[str, Any], difference: str | None) -> None:
-    write(workspace, "model")
-    write(workspace, "other", **changes)
-    found = tokenizer_difference("other", "model")
-    assert found is None if difference is None else difference in str(found)
+    ]:
+        write(workspace, "model")
+        write(workspace, "other", **changes)
+        found = tokenizer_difference("other", "model")
+        assert found is None if difference is None else difference in str(found)
 
 
 def test_tokenizers_without_a_tokenizer_json(workspace: Any) -> None:
@@ -70,12 +65,12 @@ def test_ids_of_the_config_are_special_tokens_of_the_tokenizer_beside_it(workspa
     assert "config.json has bos_token_id=0, which is 'a'" in only(check())
 
 
-@pytest.mark.parametrize("pattern", [{"String": "a"}, {"Regex": "a*"}])
-def test_a_normalizer_that_fills_memory_is_refused(workspace: Any, pattern: Any) -> None:
-    step = {"type": "Replace", "pattern": pattern, "content": "aaaaaaaa"}
-    write(workspace, "model", normalizer={"type": "Sequence", "normalizers": [step] * 3})
-    assert "tokenizer.json makes texts up to" in only(check())
-    write(workspace, "model", normalizer={"type": "Sequence", "normalizers": [step]})
-    assert list(growth_problems("model")) == []
-    write(workspace, "model", normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100})
-    assert "100 steps" in only(check()) or "101 steps" in only(check())
+def test_a_normalizer_that_fills_memory_is_refused(workspace: Any) -> None:
+    for pattern in [{"String": "a"}, {"Regex": "a*"}]:
+        step = {"type": "Replace", "pattern": pattern, "content": "aaaaaaaa"}
+        write(workspace, "model", normalizer={"type": "Sequence", "normalizers": [step] * 3})
+        assert "tokenizer.json makes texts up to" in only(check())
+        write(workspace, "model", normalizer={"type": "Sequence", "normalizers": [step]})
+        assert list(growth_problems("model")) == []
+        write(workspace, "model", normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100})
+        assert "100 steps" in only(check()) or "101 steps" in only(check())

@@ -31,18 +31,15 @@ def test_every_field_that_is_refused_exists() -> None:
     assert set(OWNED) <= set(megatron_fields() or ())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_fields_of_all_three_classes_are_taken(workspace: Any) -> None:
+    for settings in [
         "{overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 40000000}",
         "{apply_rope_fusion: true, gradient_accumulation_fusion: true}",
         "{moe_token_dispatcher_type: flex, moe_enable_deepep: true}",
         "{fp8: hybrid, fp8_recipe: blockwise, offload_modules: [core_attn]}",
         "{autocast_dtype: bf16, moe_z_loss_coeff: 1, attention_backend: flash}",
-    ],
-)
-def test_fields_of_all_three_classes_are_taken(workspace: Any, settings: str) -> None:
-    assert check(f"actor.megatron={settings}") == []
+    ]:
+        assert check(f"actor.megatron={settings}") == []
 
 
 def test_communication_of_tensor_parallel_ranks_may_overlap_computation(workspace: Any) -> None:
@@ -56,21 +53,11 @@ def test_communication_of_tensor_parallel_ranks_may_overlap_computation(workspac
         ("actor.megatron.zzz=1", ["actor.megatron.zzz=1", "TransformerConfig"]),
         ("actor.megatron={overlap_grad_reduce: 3}", ["overlap_grad_reduce=3", "bool"]),
         ("actor.megatron={bucket_size: 1.5}", ["bucket_size=1.5", "int"]),
-        ("actor.megatron={fp8: e5m2}", ["fp8='e5m2'", "e4m3", "hybrid"]),
-        ("actor.megatron={autocast_dtype: float}", ["autocast_dtype='float'", "bf16"]),
-        ("actor.megatron={tensor_model_parallel_size: 2}", ["tensor_model_parallel_size=2", "layout.tp"]),
-        ("actor.megatron={lr: 0.1}", ["lr=0.1", "optimizer.lr"]),
         ("actor.megatron={hidden_size: 8}", ["hidden_size=8", "config.json"]),
         ("actor.megatron={cuda_graph_impl: local}", ["cuda_graph_impl='local'", "one shape"]),
-        ("actor.megatron={use_megatron_fsdp: true}", ["use_megatron_fsdp=True", "neither the bridge nor checkpoints"]),
         ("actor.megatron={tp_comm_overlap: true}", ["tp_comm_overlap=True", "actor.layout.sequence_parallel=true"]),
         (f"{OVERLAP} trainer.packing=false", ["tp_comm_overlap=True", "trainer.packing=true", "filled up"]),
-        (
-            f"{OVERLAP} trainer.max_tokens_per_microbatch=357 data.max_prompt_tokens=101",
-            ["trainer.max_tokens_per_microbatch=357", "padded for actor.megatron.tp_comm_overlap to 358", "raise it to 358"],
-        ),
         (f"{OVERLAP} model.layer_spec=local", ["tp_comm_overlap=True", "model.layer_spec=te"]),
-        ("actor.megatron={optimizer: muon}", ["optimizer='muon'", "optimizer.name sets it"]),
         ("actor.megatron={no_sync_func: f}", ["no_sync_func='f'", "object of Python"]),
         ("actor.megatron={overlap_param_gather: true}", ["overlap_param_gather=True", "overlap_grad_reduce=true"]),
         ("actor.megatron={cp_comm_type: p2p}", ["cp_comm_type='p2p' has no effect", "actor.layout.cp=1"]),
