@@ -11,10 +11,10 @@ from rlhf_mcore.config.errors import ConfigError
 LONGEST_MESSAGE = 10_000  # fifty problems of a line or two
 
 
-def refusal(action: Callable[[], object]) -> str:
-    """The one message that ``action`` ends in: printable and short enough to be read."""
+def refusal(action: Callable[..., object], *args: object) -> str:
+    """Return the message that ``action(*args)`` is rejected with: printable and short enough to be read."""
     with pytest.raises(ConfigError) as caught:
-        action()
+        action(*args)
     message = str(caught.value)
     assert len(message) <= LONGEST_MESSAGE
     assert message.replace("\n", "").isprintable()

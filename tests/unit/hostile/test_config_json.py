@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -39,8 +38,8 @@ QWEN_MOE = {
     "num_experts_per_tok": 2,
     **SIZES,
 }
-HUGE = (3_000_000, 10**9, 10**18, 2**63, 10**30, 10**300)
-OTHER_TYPES: tuple[Any, ...] = ({}, [], [1], {"a": 1}, "12", "", 1.5, -1, 0, True, [[]], "\x07")
+HUGE = (3_000_000, 10**18, 10**300)
+OTHER_TYPES: tuple[Any, ...] = ({}, [1], "12", "", 1.5, -1, True, [[]])
 
 
 def write(folder: Path, config: object) -> Path:
@@ -56,44 +55,49 @@ def problems(folder: Path) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- sizes
-@pytest.mark.parametrize("value", HUGE)
-@pytest.mark.parametrize("key", [key for key in QWEN_MOE if isinstance(QWEN_MOE[key], int) and key != "norm_topk_prob"])
-def test_sizes_that_no_model_has(tmp_path: Path, key: str, value: int) -> None:
+def test_sizes_that_no_model_has(tmp_path: Path) -> None:
     """Tables of layers, heads, experts and tokens are made before a weight is read: these would take all memory."""
-    folder = write(tmp_path, {**QWEN_MOE, key: value})
-    if value < 2**31 and key == "max_position_embeddings":
-        return  # a length takes nothing
-    assert f"config.json has {key}={value}, not an integer from 1 to" in problems(
-        folder
-    ) or "bits, beyond 128" in problems(folder)
-    if key != "max_position_embeddings":
-        assert key in refusal(lambda: read_geometry(folder, "lm"))
+    for value in HUGE:
+        for number, key in enumerate(
+            [key for key in QWEN_MOE if isinstance(QWEN_MOE[key], int) and key != "norm_topk_prob"]
+        ):
+            here = tmp_path / f"{value}-{number}"
+            here.mkdir()
+            folder = write(here, {**QWEN_MOE, key: value})
+            if value < 2**31 and key == "max_position_embeddings":
+                return  # a length takes nothing
+            assert f"config.json has {key}={value}, not an integer from 1 to" in problems(
+                folder
+            ) or "bits, beyond 128" in problems(folder)
+            if key != "max_position_embeddings":
+                assert key in refusal(read_geometry, folder, "lm")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_hidden_layers": 1024, "num_experts": 1024}, "at most 32: 1024 layers have up to 32768 experts"),
-        ({"num_hidden_layers": 17, "num_experts": 4096}, "at most 1927: 17 layers"),
-        ({"num_attention_heads": 6}, "num_key_value_heads=4, not a divisor of num_attention_heads=6"),
-        (
-            {"num_hidden_layers": 1024, "num_experts": 8, "num_attention_heads": 64, "num_key_value_heads": 64},
-            "num_key_value_heads=64, not at most 16 in each of 1024 layers",
-        ),
-        ({"head_dim": 7}, "head_dim=7, not an even number"),
-        ({"num_attention_heads": 1024, "head_dim": None}, "hidden_size=64, not at least num_attention_heads=1024"),
-        ({"mlp_only_layers": [10**9]}, None),
-        ({"mlp_only_layers": list(range(100_000))}, None),
-        ({"layer_types": ["full_attention"] * 100_000}, None),
-        ({"decoder_sparse_step": 10**15}, None),
-    ],
-)
-def test_sizes_that_do_not_go_together(tmp_path: Path, change: dict[str, Any], message: str | None) -> None:
-    folder = write(tmp_path, {**QWEN_MOE, "num_key_value_heads": 4, **change})
-    if message is None:
-        assert read_geometry(folder).num_layers == 2
-    else:
-        assert message in refusal(lambda: read_geometry(folder))
+def test_sizes_that_do_not_go_together(tmp_path: Path) -> None:
+    for number, (change, message) in enumerate(
+        [
+            ({"num_hidden_layers": 1024, "num_experts": 1024}, "at most 32: 1024 layers have up to 32768 experts"),
+            ({"num_hidden_layers": 17, "num_experts": 4096}, "at most 1927: 17 layers"),
+            ({"num_attention_heads": 6}, "num_key_value_heads=4, not a divisor of num_attention_heads=6"),
+            (
+                {"num_hidden_layers": 1024, "num_experts": 8, "num_attention_heads": 64, "num_key_value_heads": 64},
+                "num_key_value_heads=64, not at most 16 in each of 1024 layers",
+            ),
+            ({"head_dim": 7}, "head_dim=7, not an even number"),
+            ({"num_attention_heads": 1024, "head_dim": None}, "hidden_size=64, not at least num_attention_heads=1024"),
+            ({"mlp_only_layers": [10**9]}, None),
+            ({"mlp_only_layers": list(range(100_000))}, None),
+            ({"layer_types": ["full_attention"] * 100_000}, None),
+            ({"decoder_sparse_step": 10**15}, None),
+        ]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        folder = write(here, {**QWEN_MOE, "num_key_value_heads": 4, **change})
+        if message is None:
+            assert read_geometry(folder).num_layers == 2
+        else:
+            assert message in refusal(read_geometry, folder)
 
 
 # -------------------------------------------------------------------------------------------------------------- types
@@ -123,35 +127,38 @@ TYPED = (
 )
 
 
-@pytest.mark.parametrize("key", TYPED)
-def test_values_of_other_types(tmp_path: Path, key: str) -> None:
+def test_values_of_other_types(tmp_path: Path) -> None:
     """A value of every other JSON type in every key: all of them end in messages, or do not matter."""
-    for number, value in enumerate(OTHER_TYPES):
-        others = [{**LLAMA, "architectures": [name]} for name in ("Qwen2ForCausalLM", "MistralForCausalLM")]
-        for config in (LLAMA, QWEN_MOE, *others):
-            _check_every_reader(write(tmp_path / str(number), {**config, key: value}))
+    others = [{**LLAMA, "architectures": [name]} for name in ("Qwen2ForCausalLM", "MistralForCausalLM")]
+    configs = (LLAMA, QWEN_MOE, *others)
+    for place, key in enumerate(TYPED):
+        for number, value in enumerate(OTHER_TYPES):
+            config = configs[(place + number) % len(configs)]
+            _check_every_reader(write(tmp_path / f"{key}-{number}", {**config, key: value}))
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in TYPED if key not in ("layer_types", "id2label", "num_labels", "max_window_layers")]
-)
-def test_a_text_where_none_is_meant_is_named(tmp_path: Path, key: str) -> None:
-    change = {"architectures": ["Qwen2ForCausalLM"]} if key in ("sliding_window", "use_sliding_window") else {}
-    if key == "use_sliding_window":
-        change["sliding_window"] = 16
-    folder = write(tmp_path, {**QWEN_MOE, **change, key: "\u00e9t\u00e9"})
-    (folder / "generation_config.json").write_text("{}")
-    ends = "\n".join(token_problems(str(folder), 5, "model.path", "t"))
-    found = (
-        problems(folder)
-        + ends
-        + (refusal(lambda: read_geometry(folder)) if key in ("head_dim", "hidden_size", "tie_word_embeddings") else "")
-    )
-    if key == "eos_token_id":
-        (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
-        (folder / "config.json").write_text(json.dumps(LLAMA))
-        found = "\n".join(token_problems(str(folder), 5, "model.path", "t"))
-    assert key in found
+def test_a_text_where_none_is_meant_is_named(tmp_path: Path) -> None:
+    for number, key in enumerate(
+        [key for key in TYPED if key not in ("layer_types", "id2label", "num_labels", "max_window_layers")]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        change = {"architectures": ["Qwen2ForCausalLM"]} if key in ("sliding_window", "use_sliding_window") else {}
+        if key == "use_sliding_window":
+            change["sliding_window"] = 16
+        folder = write(here, {**QWEN_MOE, **change, key: "\u00e9t\u00e9"})
+        (folder / "generation_config.json").write_text("{}")
+        ends = "\n".join(token_problems(str(folder), 5, "model.path", "t"))
+        found = (
+            problems(folder)
+            + ends
+            + (refusal(read_geometry, folder) if key in ("head_dim", "hidden_size", "tie_word_embeddings") else "")
+        )
+        if key == "eos_token_id":
+            (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+            (folder / "config.json").write_text(json.dumps(LLAMA))
+            found = "\n".join(token_problems(str(folder), 5, "model.path", "t"))
+        assert key in found
 
 
 def _check_every_reader(folder: Path) -> None:
@@ -194,19 +201,20 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents(tmp_path: Path, name: str) -> None:
-    text, message = DOCUMENTS[name]
-    folder = write(tmp_path, text)
-    assert message in problems(folder)
-    if "hidden_act" not in text and "rope_type" not in text:  # no part of the geometry
-        assert message in refusal(lambda: read_geometry(folder))
-    assert problems(folder).replace("\n", "").isprintable()
+def test_documents(tmp_path: Path) -> None:
+    for number, name in enumerate(DOCUMENTS):
+        here = tmp_path / str(number)
+        here.mkdir()
+        text, message = DOCUMENTS[name]
+        folder = write(here, text)
+        assert message in problems(folder)
+        if "hidden_act" not in text and "rope_type" not in text:  # no part of the geometry
+            assert message in refusal(read_geometry, folder)
+        assert problems(folder).replace("\n", "").isprintable()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_files(tmp_path: Path) -> None:
+    for make, message in [
         (os.mkfifo, "a FIFO, not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "a device, not a regular file"),
         (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
@@ -214,50 +222,53 @@ def test_documents(tmp_path: Path, name: str) -> None:
         (lambda path: (path.touch(), os.truncate(path, 2**40)), "bytes, but at most"),
         (lambda path: path.write_bytes(b"\xff\xfe{\0}\0"), "a NUL at byte 3"),
         (lambda path: path.write_bytes(b'{"a": "\xe9"}'), "not UTF-8"),
-    ],
-)
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_files(tmp_path: Path, file: str, make: Callable[[Path], object], message: str) -> None:
-    folder = write(tmp_path / "model", LLAMA)
-    (folder / file).unlink(missing_ok=True)
-    make(folder / file)
-    found = problems(folder) + "\n".join(token_problems(str(folder), 50, "model.path", "t"))
-    if file == "model.safetensors.index.json" and not (folder / file).is_file():
-        assert found == ""  # no index: the weights are in one file
-    else:
-        assert message in found
-        assert found.count(file) == 1
+    ]:
+        for number, file in enumerate(["config.json", "generation_config.json", "model.safetensors.index.json"]):
+            here = tmp_path / f"{make}-{message}-{number}"
+            here.mkdir()
+            folder = write(here / "model", LLAMA)
+            (folder / file).unlink(missing_ok=True)
+            make(folder / file)
+            found = problems(folder) + "\n".join(token_problems(str(folder), 50, "model.path", "t"))
+            if file == "model.safetensors.index.json" and not (folder / file).is_file():
+                assert found == ""  # no index: the weights are in one file
+            else:
+                assert message in found
+                assert found.count(file) == 1
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        '{"weight_map": {"a": 1}}',
-        '{"weight_map": {"a": null}}',
-        '{"weight_map": []}',
-        '{"weight_map": {}}',
-        '{"weight_map": {"a": "../x.safetensors"}}',
-        '{"weight_map": {"a": "b\\u0000"}}',
-        '{"weight_map": {"a": "b", "a": "c"}}',
-        '{"weight_map": {"a": "' + "n" * 5000 + '"}}',
-        '{"weight_map": {"\\ud800": "model.safetensors"}}',
-        "[" * 100_000,
-    ],
-)
-def test_indexes(tmp_path: Path, index: str) -> None:
-    folder = write(tmp_path, LLAMA)
-    (folder / "model.safetensors.index.json").write_text(index)
-    shape, found = inspect_model(str(folder), "model.path")
-    assert shape is not None
-    assert len(found) == 1 and "model.safetensors.index.json" in found[0] and len(found[0]) < 1000
+def test_indexes(tmp_path: Path) -> None:
+    for number, index in enumerate(
+        [
+            '{"weight_map": {"a": 1}}',
+            '{"weight_map": {"a": null}}',
+            '{"weight_map": []}',
+            '{"weight_map": {}}',
+            '{"weight_map": {"a": "../x.safetensors"}}',
+            '{"weight_map": {"a": "b\\u0000"}}',
+            '{"weight_map": {"a": "b", "a": "c"}}',
+            '{"weight_map": {"a": "' + "n" * 5000 + '"}}',
+            '{"weight_map": {"\\ud800": "model.safetensors"}}',
+            "[" * 100_000,
+        ]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        folder = write(here, LLAMA)
+        (folder / "model.safetensors.index.json").write_text(index)
+        shape, found = inspect_model(str(folder), "model.path")
+        assert shape is not None
+        assert len(found) == 1 and "model.safetensors.index.json" in found[0] and len(found[0]) < 1000
 
 
-@pytest.mark.parametrize("end", [{}, "2", 2.5, True, [[1]], ["2"], -1, 10**30, 99])
-def test_end_tokens(tmp_path: Path, end: object) -> None:
-    folder = write(tmp_path, LLAMA)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-    (found,) = token_problems(str(folder), 50, "model.path", "t")
-    assert "eos_token_id" in found or "token 99" in found
+def test_end_tokens(tmp_path: Path) -> None:
+    for number, end in enumerate([{}, "2", 2.5, True, [[1]], ["2"], -1, 10**30, 99]):
+        here = tmp_path / str(number)
+        here.mkdir()
+        folder = write(here, LLAMA)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        (found,) = token_problems(str(folder), 50, "model.path", "t")
+        assert "eos_token_id" in found or "token 99" in found
 
 
 # -------------------------------------------------------------------------------------------------------------- fuzzing
@@ -282,7 +293,7 @@ ROPE = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([LLAMA, QWEN_MOE]), st.dictionaries(KEYS, VALUES, min_size=1, max_size=4), st.none() | ROPE)
 @example(base=LLAMA, change={"quantization_config": []}, rope=None)
 def test_changed_configs(
@@ -292,7 +303,7 @@ def test_changed_configs(
     _check_every_reader(write(tmp_path, json.dumps(config)))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_bytes(tmp_path: Path, data: st.DataObject) -> None:
     text = bytearray(json.dumps(QWEN_MOE).encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -26,32 +25,28 @@ def rows(path: Path, limits: RowLimits = SMALL) -> list[dict[str, Any]]:
     return [row for _, row in read_rows(path, limits)]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "it has no rows"),
-        (b"\n\n \n", "it has no rows"),
-        (b"{", "line 1: not valid JSON"),
-        (ROW + b"nope\n", "line 2: not valid JSON"),
-        (ROW + b'{"prompt": "cut\n', "line 2: not valid JSON (Unterminated string starting at, column 12)"),
-        (ROW + b'{"prompt": "\xff"}\n', "line 2: not valid JSON"),
-        (b"[1]\n", "line 1: expected a JSON object, found list"),
-        (b'{"a": 1, "a": 2}\n', "line 1: a appears more than once"),
-        (b'{"a": {"b": 1, "b": 2}}\n', "line 1: b appears more than once"),
-        (b'{"a": ' + b"[" * 900 + b"\n", "line 1: not valid JSON"),
-        (b'{"a": ' + b"9" * 990 + b"9" * 20 + b"}\n", "line 1: more than data.max_row_bytes=1000 bytes"),
-        (b'{"prompt": "' + b"x" * 1000 + b'"}\n', "line 1: more than data.max_row_bytes=1000 bytes"),
-        (b"x" * 1500, "line 1: more than data.max_row_bytes=1000 bytes"),
-        (ROW * 51, "more than data.max_rows=50 rows"),
-        (b" " * 20_001, "more than data.max_bytes=20000 bytes"),
-    ],
-)
-def test_jsonl(data: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(data)
-    with pytest.raises(ConfigError) as caught:
-        rows(tmp_path / "a.jsonl")
-    assert message in str(caught.value)
-    assert len(str(caught.value)) < 1000
+def test_jsonl(tmp_path: Path) -> None:
+    for number, (data, message) in enumerate(
+        [
+            (b"", "it has no rows"),
+            (b"{", "line 1: not valid JSON"),
+            (ROW + b"nope\n", "line 2: not valid JSON"),
+            (ROW + b'{"prompt": "cut\n', "line 2: not valid JSON (Unterminated string starting at, column 12)"),
+            (b"[1]\n", "line 1: expected a JSON object, found list"),
+            (b'{"a": 1, "a": 2}\n', "line 1: a appears more than once"),
+            (b'{"a": {"b": 1, "b": 2}}\n', "line 1: b appears more than once"),
+            (b'{"a": ' + b"9" * 990 + b"9" * 20 + b"}\n", "line 1: more than data.max_row_bytes=1000 bytes"),
+            (ROW * 51, "more than data.max_rows=50 rows"),
+            (b" " * 20_001, "more than data.max_bytes=20000 bytes"),
+        ]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        (here / "a.jsonl").write_bytes(data)
+        with pytest.raises(ConfigError) as caught:
+            rows(here / "a.jsonl")
+        assert message in str(caught.value)
+        assert len(str(caught.value)) < 1000
 
 
 def test_many_keys_take_no_quadratic_time(tmp_path: Path) -> None:
@@ -61,14 +56,14 @@ def test_many_keys_take_no_quadratic_time(tmp_path: Path) -> None:
     assert len(row) == count
 
 
-@pytest.mark.parametrize(
-    "make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path), lambda path: path.symlink_to("/dev/zero")]
-)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_what_is_no_regular_file(make: Callable[[Path], Any], name: str, tmp_path: Path) -> None:
-    make(tmp_path / name)
-    with pytest.raises(ConfigError, match=name):
-        rows(tmp_path / name)
+def test_what_is_no_regular_file(tmp_path: Path) -> None:
+    for make in [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path), lambda path: path.symlink_to("/dev/zero")]:
+        for number, name in enumerate(["a.jsonl", "a.parquet"]):
+            here = tmp_path / f"{make}-{number}"
+            here.mkdir()
+            make(here / name)
+            with pytest.raises(ConfigError, match=name):
+                rows(here / name)
 
 
 def repeated(text: str, count: int, *, nested: bool) -> pyarrow.Table:
@@ -80,22 +75,22 @@ def repeated(text: str, count: int, *, nested: bool) -> pyarrow.Table:
     return pyarrow.table({"prompt": column})
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(
-    ("text", "count", "message"),
-    [
-        ("x" * 2000, 1, "more than data.max_row_bytes=1000 bytes"),
-        ("x" * 2000, 40, "more than data.max_row_bytes=1000 bytes"),
-        ("x" * 900, 40, "more than data.max_bytes=20000 bytes"),
-        ("x", 3_000_000, "more than data.max_rows=50 rows"),
-    ],
-)
-def test_parquet_beyond_the_bounds(text: str, count: int, message: str, nested: bool, tmp_path: Path) -> None:
-    parquet.write_table(repeated(text, count, nested=nested), tmp_path / "a.parquet")
-    assert (tmp_path / "a.parquet").stat().st_size < 50_000
-    with pytest.raises(ConfigError) as caught:
-        rows(tmp_path / "a.parquet")
-    assert message in str(caught.value)
+def test_parquet_beyond_the_bounds(tmp_path: Path) -> None:
+    for nested in [False, True]:
+        for number, (text, count, message) in enumerate(
+            [
+                ("x" * 2000, 1, "more than data.max_row_bytes=1000 bytes"),
+                ("x" * 900, 40, "more than data.max_bytes=20000 bytes"),
+                ("x", 3_000_000, "more than data.max_rows=50 rows"),
+            ]
+        ):
+            here = tmp_path / f"{nested}-{number}"
+            here.mkdir()
+            parquet.write_table(repeated(text, count, nested=nested), here / "a.parquet")
+            assert (here / "a.parquet").stat().st_size < 50_000
+            with pytest.raises(ConfigError) as caught:
+                rows(here / "a.parquet")
+            assert message in str(caught.value)
 
 
 def test_a_long_cell_among_short_ones_is_named(tmp_path: Path) -> None:
@@ -107,28 +102,29 @@ def test_a_long_cell_among_short_ones_is_named(tmp_path: Path) -> None:
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (pyarrow.array([1], pyarrow.timestamp("ns")), "1970-01-01 00:00:00.000000001"),
-        (pyarrow.array([MOMENT], pyarrow.timestamp("us", "UTC")), "2026-01-02 03:04:05.000000Z"),
-        (pyarrow.array([date(2026, 1, 2)]), "2026-01-02"),
-        (pyarrow.array([Decimal("1.50")]), "1.50"),
-        (pyarrow.array([timedelta(seconds=2)], pyarrow.duration("ns")), 2_000_000_000),
-        (pyarrow.array([{"when": date(2026, 1, 2), "n": 1}]), {"when": "2026-01-02", "n": 1}),
-        (pyarrow.array([[date(2026, 1, 2)]]), ["2026-01-02"]),
-        (pyarrow.array([None]), None),
-        (pyarrow.array(["a"]).dictionary_encode(), "a"),
-        (pyarrow.array([[1, 2]], pyarrow.list_(pyarrow.int8(), 2)), [1, 2]),
-        (pyarrow.array([True]), True),
-        (pyarrow.array([2.5], pyarrow.float16()), 2.5),
-    ],
-)
-def test_types_of_columns(values: Any, expected: Any, tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.table({"prompt": ["x"], "odd": values}), tmp_path / "a.parquet")
-    (row,) = rows(tmp_path / "a.parquet")
-    assert row == {"prompt": "x", "odd": expected}
-    json.dumps(row)
+def test_types_of_columns(tmp_path: Path) -> None:
+    for number, (values, expected) in enumerate(
+        [
+            (pyarrow.array([1], pyarrow.timestamp("ns")), "1970-01-01 00:00:00.000000001"),
+            (pyarrow.array([MOMENT], pyarrow.timestamp("us", "UTC")), "2026-01-02 03:04:05.000000Z"),
+            (pyarrow.array([date(2026, 1, 2)]), "2026-01-02"),
+            (pyarrow.array([Decimal("1.50")]), "1.50"),
+            (pyarrow.array([timedelta(seconds=2)], pyarrow.duration("ns")), 2_000_000_000),
+            (pyarrow.array([{"when": date(2026, 1, 2), "n": 1}]), {"when": "2026-01-02", "n": 1}),
+            (pyarrow.array([[date(2026, 1, 2)]]), ["2026-01-02"]),
+            (pyarrow.array([None]), None),
+            (pyarrow.array(["a"]).dictionary_encode(), "a"),
+            (pyarrow.array([[1, 2]], pyarrow.list_(pyarrow.int8(), 2)), [1, 2]),
+            (pyarrow.array([True]), True),
+            (pyarrow.array([2.5], pyarrow.float16()), 2.5),
+        ]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        parquet.write_table(pyarrow.table({"prompt": ["x"], "odd": values}), here / "a.parquet")
+        (row,) = rows(here / "a.parquet")
+        assert row == {"prompt": "x", "odd": expected}
+        json.dumps(row)
 
 
 def test_types_that_json_does_not_have_are_refused_where_they_are_used(tmp_path: Path) -> None:
@@ -141,9 +137,11 @@ def test_types_that_json_does_not_have_are_refused_where_they_are_used(tmp_path:
         mapping(row, "extra_info", "here")
 
 
-@pytest.mark.parametrize("cut", [0, 4, 40, 150, -1, -9])
-def test_parquet_that_is_cut(cut: int, tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.table({"prompt": ["x"] * 5}), tmp_path / "a.parquet")
-    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:cut])
-    with pytest.raises(ConfigError, match=r"a\.parquet"):
-        rows(tmp_path / "a.parquet")
+def test_parquet_that_is_cut(tmp_path: Path) -> None:
+    for number, cut in enumerate([0, 4, 40, 150, -1, -9]):
+        here = tmp_path / str(number)
+        here.mkdir()
+        parquet.write_table(pyarrow.table({"prompt": ["x"] * 5}), here / "a.parquet")
+        (here / "a.parquet").write_bytes((here / "a.parquet").read_bytes()[:cut])
+        with pytest.raises(ConfigError, match=r"a\.parquet"):
+            rows(here / "a.parquet")

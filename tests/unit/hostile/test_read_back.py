@@ -47,45 +47,48 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics
-@pytest.mark.parametrize("kind", NO_RECORDS)
-def test_what_is_no_record_of_a_step_is_dropped_on_a_resume(run: RunDirectory, kind: str) -> None:
-    run.metrics_path.write_text('{"step": 1, "a": 2}\n' + NO_RECORDS[kind] + '\n{"step": 2}\n{"step": 9}\n')
-    run.cut_metrics(2)
-    assert list(run.records()) == [{"step": 1, "a": 2}, {"step": 2}]
+def test_what_is_no_record_of_a_step_is_dropped_on_a_resume(run: RunDirectory) -> None:
+    for kind in NO_RECORDS:
+        run.metrics_path.write_text('{"step": 1, "a": 2}\n' + NO_RECORDS[kind] + '\n{"step": 2}\n{"step": 9}\n')
+        run.cut_metrics(2)
+        assert list(run.records()) == [{"step": 1, "a": 2}, {"step": 2}]
 
 
 @pytest.mark.parametrize(("make", "message"), [(os.mkfifo, "a FIFO"), (os.mkdir, "a directory")])
 def test_metrics_that_are_no_file(run: RunDirectory, make: Callable[[Path], None], message: str) -> None:
     make(run.metrics_path)
-    assert message in refusal(lambda: run.cut_metrics(1))
-    assert message in refusal(lambda: list(run.records()))
+    assert message in refusal(run.cut_metrics, 1)
+    assert message in refusal(list, run.records())
 
 
 # --------------------------------------------------------------------------------------------------------- evaluations
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (DEEP, "nested deeper than 32"),
-        ("[1]", "is not a JSON object"),
-        ('{"samples": 1}', "samples=1, not a list of objects"),
-        ('{"samples": [1]}', "samples=[1], not a list of objects"),
-        ('{"samples": [{"index": [], "sample": 0}]}', "samples[0].index=[], not an integer"),
-        ('{"samples": [{"index": 0}]}', "has no samples[0].sample"),
-        ('{"samples": [{"index": 0, "sample": NaN}]}', "is nan, not a finite number"),
-    ],
-)
-def test_samples_that_cannot_be(tmp_path: Path, line: str, message: str) -> None:
-    directory = EvaluationDirectory(tmp_path / "e", {"seed": 1})
-    part = tmp_path / "e" / "parts" / "engine-00000-of-00001.jsonl"
-    part.write_text('{"samples": [{"index": 0, "sample": 0}]}\n' + line + "\n")
-    text = refusal(directory.samples)
-    assert f"{part}, line 2" in text and message in text and "remove the file" in text
+def test_samples_that_cannot_be(tmp_path: Path) -> None:
+    for number, (line, message) in enumerate(
+        [
+            (DEEP, "nested deeper than 32"),
+            ("[1]", "is not a JSON object"),
+            ('{"samples": 1}', "samples=1, not a list of objects"),
+            ('{"samples": [1]}', "samples=[1], not a list of objects"),
+            ('{"samples": [{"index": [], "sample": 0}]}', "samples[0].index=[], not an integer"),
+            ('{"samples": [{"index": 0}]}', "has no samples[0].sample"),
+            ('{"samples": [{"index": 0, "sample": NaN}]}', "is nan, not a finite number"),
+        ]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        directory = EvaluationDirectory(here / "e", {"seed": 1})
+        part = here / "e" / "parts" / "engine-00000-of-00001.jsonl"
+        part.write_text('{"samples": [{"index": 0, "sample": 0}]}\n' + line + "\n")
+        text = refusal(directory.samples)
+        assert f"{part}, line 2" in text and message in text and "remove the file" in text
 
 
-@pytest.mark.parametrize("content", ["[]", "{", DEEP, '{"a": NaN}', "\0"])
-def test_settings_of_an_evaluation_that_cannot_be_read(tmp_path: Path, content: str) -> None:
-    (tmp_path / "settings.json").write_text(content)
-    assert "settings.json" in refusal(lambda: EvaluationDirectory(tmp_path, {"seed": 1}))
+def test_settings_of_an_evaluation_that_cannot_be_read(tmp_path: Path) -> None:
+    for number, content in enumerate(["[]", "{", DEEP, '{"a": NaN}', "\0"]):
+        here = tmp_path / str(number)
+        here.mkdir()
+        (here / "settings.json").write_text(content)
+        assert "settings.json" in refusal(EvaluationDirectory, here, {"seed": 1})
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -132,54 +135,63 @@ def test_weights_that_are_those_of_their_config(tmp_path: Path) -> None:
     assert inspect_model(model(tmp_path / "sparse", {**QWEN_MOE, "head_dim": 16}, SPARSE), "model.path")[1] == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 200}, "model.embed_tokens.weight is [100, 64], config.json asks for [200, 64]"),
-        ({"intermediate_size": 64}, "model.layers.0.mlp.gate_proj.weight is [128, 64], config.json asks for [64, 64]"),
-        ({"num_key_value_heads": 4}, "k_proj.weight is [32, 64], config.json asks for [64, 64]"),
-        ({"num_hidden_layers": 3}, "model.layers.2.post_attention_layernorm.weight is missing"),
-        ({"num_hidden_layers": 1}, "more layers than config.json's num_hidden_layers=1"),
-        ({"hidden_size": 2**17}, "embed_tokens.weight is [100, 64], config.json asks for [100, 131072]"),
-    ],
-)
-def test_weights_of_another_model_are_refused_before_a_process_starts(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    found = inspect_model(model(tmp_path / "m", {**LLAMA, **change}, DENSE), "model.path")[1]
-    assert message in "\n".join(found)
+def test_weights_of_another_model_are_refused_before_a_process_starts(tmp_path: Path) -> None:
+    for number, (change, message) in enumerate(
+        [
+            ({"vocab_size": 200}, "model.embed_tokens.weight is [100, 64], config.json asks for [200, 64]"),
+            (
+                {"intermediate_size": 64},
+                "model.layers.0.mlp.gate_proj.weight is [128, 64], config.json asks for [64, 64]",
+            ),
+            ({"num_key_value_heads": 4}, "k_proj.weight is [32, 64], config.json asks for [64, 64]"),
+            ({"num_hidden_layers": 3}, "model.layers.2.post_attention_layernorm.weight is missing"),
+            ({"num_hidden_layers": 1}, "more layers than config.json's num_hidden_layers=1"),
+            ({"hidden_size": 2**17}, "embed_tokens.weight is [100, 64], config.json asks for [100, 131072]"),
+        ]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        found = inspect_model(model(here / "m", {**LLAMA, **change}, DENSE), "model.path")[1]
+        assert message in "\n".join(found)
 
 
-@pytest.mark.parametrize("data", [b"1", b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 8) + b"[" * 8])
-def test_headers_that_cannot_be(tmp_path: Path, data: bytes) -> None:
-    folder = Path(model(tmp_path / "m", LLAMA, DENSE))
-    (folder / "model.safetensors").write_bytes(data)
-    (problem,) = inspect_model(str(folder), "model.path")[1]
-    assert f"{folder}/model.safetensors" in problem and "download or export the model again" in problem
+def test_headers_that_cannot_be(tmp_path: Path) -> None:
+    for number, data in enumerate([b"1", b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 8) + b"[" * 8]):
+        here = tmp_path / str(number)
+        here.mkdir()
+        folder = Path(model(here / "m", LLAMA, DENSE))
+        (folder / "model.safetensors").write_bytes(data)
+        (problem,) = inspect_model(str(folder), "model.path")[1]
+        assert f"{folder}/model.safetensors" in problem and "download or export the model again" in problem
 
 
-@pytest.mark.parametrize(("number", "change"), [(1, -100), (2, -100), (1, 1)])
-def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path, number: int, change: int) -> None:
+def test_a_file_that_was_cut_is_found_by_its_header(tmp_path: Path) -> None:
     """One file, or the second of two, of which no header is asked for shapes. safetensors reads no longer one, either."""
-    shapes = {**DENSE, "model.layers.1.mlp.up_proj.weight": [128, 64]}
-    folder = Path(model(tmp_path / "m", LLAMA, DENSE))
-    names = list(shapes)
-    parts = [names] if number == 1 else [names[:-1], names[-1:]]
-    files = [f"model-{place}.safetensors" for place in range(2)] if number == 2 else ["model.safetensors"]
-    (folder / "model.safetensors").unlink()
-    for file, part in zip(files, parts, strict=True):
-        save_file({name: torch.zeros(shapes[name]) for name in part}, folder / file)
-    if number == 2:
-        places = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    assert inspect_model(str(folder), "model.path")[1] == []
-    last = folder / files[-1]
-    size = last.stat().st_size
-    os.truncate(last, size + change)
-    (problem,) = inspect_model(str(folder), "model.path")[1]
-    assert_names(
-        problem, field=str(last), value=(f"{size:,}", f"{size + change:,}"), remedy="download or export the model again"
-    )
+    for number, change in [(1, -100), (2, -100), (1, 1)]:
+        here = tmp_path / f"{number} {change}"
+        here.mkdir()
+        shapes = {**DENSE, "model.layers.1.mlp.up_proj.weight": [128, 64]}
+        folder = Path(model(here / "m", LLAMA, DENSE))
+        names = list(shapes)
+        parts = [names] if number == 1 else [names[:-1], names[-1:]]
+        files = [f"model-{place}.safetensors" for place in range(2)] if number == 2 else ["model.safetensors"]
+        (folder / "model.safetensors").unlink()
+        for file, part in zip(files, parts, strict=True):
+            save_file({name: torch.zeros(shapes[name]) for name in part}, folder / file)
+        if number == 2:
+            places = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        assert inspect_model(str(folder), "model.path")[1] == []
+        last = folder / files[-1]
+        size = last.stat().st_size
+        os.truncate(last, size + change)
+        (problem,) = inspect_model(str(folder), "model.path")[1]
+        assert_names(
+            problem,
+            field=str(last),
+            value=(f"{size:,}", f"{size + change:,}"),
+            remedy="download or export the model again",
+        )
 
 
 def test_names_of_a_file_with_many_tensors_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,22 +218,22 @@ def test_what_travels_with_the_weights_is_bounded(tmp_path: Path) -> None:
     with (folder / "tokenizer.json").open("wb") as file:
         file.truncate(2**40)
     (tmp_path / "out").mkdir()
-    text = refusal(lambda: copy_companions([folder], tmp_path / "out", torch.float32))
+    text = refusal(copy_companions, [folder], tmp_path / "out", torch.float32)
     assert "1,099,511,627,776 bytes" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------- code
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("x = " + "(" * 5000 + ")" * 5000, "not valid Python"),
-        ("x = 1\0", "not valid Python"),
-        ("x = 1\n" * 200_000, "1,200,000 bytes"),
-    ],
-)
-def test_a_file_of_code_that_no_parser_should_get(tmp_path: Path, code: str, message: str) -> None:
-    (tmp_path / "f.py").write_text(code)
-    assert message in "\n".join(function_problems(f"{tmp_path}/f.py:score", "reward.function"))
+def test_a_file_of_code_that_no_parser_should_get(tmp_path: Path) -> None:
+    for number, (code, message) in enumerate(
+        [
+            ("x = " + "(" * 5000 + ")" * 5000, "not valid Python"),
+            ("x = 1\n" * 200_000, "1,200,000 bytes"),
+        ]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        (here / "f.py").write_text(code)
+        assert message in "\n".join(function_problems(f"{here}/f.py:score", "reward.function"))
 
 
 def test_a_fifo_is_no_code(tmp_path: Path) -> None:
@@ -231,7 +243,7 @@ def test_a_fifo_is_no_code(tmp_path: Path) -> None:
 
 def test_a_fifo_among_the_files_of_a_data_set(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
-    assert "a FIFO" in refusal(lambda: list(read_source(str(tmp_path))))
+    assert "a FIFO" in refusal(list, read_source(str(tmp_path)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- rest
@@ -242,11 +254,9 @@ def test_references_of_a_foreign_file_that_multiply_stay_as_they_are() -> None:
     assert found["data.a19"] == "${data.a18}" * 8
 
 
-@pytest.mark.parametrize(
-    "data", [{None: 1}, {"train_files": date(2001, 1, 1)}, {"train_files": "${" * 800 + "}" * 800}, {"x": {"a"}}]
-)
-def test_values_that_verl_does_not_have(data: dict[Any, Any]) -> None:
-    assert "what verl itself cannot read" in refusal(lambda: read_tree({"data": data}))
+def test_values_that_verl_does_not_have() -> None:
+    for data in [{None: 1}, {"train_files": date(2001, 1, 1)}, {"train_files": "${" * 800 + "}" * 800}, {"x": {"a"}}]:
+        assert "what verl itself cannot read" in refusal(read_tree, {"data": data})
 
 
 def test_the_environment_is_not_written_into_a_migrated_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,13 +267,13 @@ def test_the_environment_is_not_written_into_a_migrated_file(monkeypatch: pytest
 
 def test_more_processes_than_a_machine_can_start() -> None:
     preflight.check_world(1)
-    text = refusal(lambda: preflight.check_world(100_000))
+    text = refusal(preflight.check_world, 100_000)
     assert "trainer.world_size=100000" in text and "lower it" in text
 
 
-@pytest.mark.parametrize("text", ["a\0", "\ud800"])
-def test_a_template_that_makes_what_is_no_text(text: str) -> None:
-    assert "NUL or a lone surrogate" in _render_one(lambda _: text, [])["error"]
+def test_a_template_that_makes_what_is_no_text() -> None:
+    for text in ["a\0", "\ud800"]:
+        assert "NUL or a lone surrogate" in _render_one(lambda _, text=text: text, [])["error"]
 
 
 # ------------------------------------------------------------------------------------------------ parts of an evaluation
@@ -274,14 +284,14 @@ def test_parts_that_lead_elsewhere_are_refused_and_cut_nothing(tmp_path: Path) -
     parts = tmp_path / "evaluation" / "parts"
     parts.mkdir(parents=True)
     (parts / "a.jsonl").symlink_to(victim / "kept.jsonl")
-    assert "is a link" in refusal(lambda: EvaluationDirectory(tmp_path / "evaluation", {}))
+    assert "is a link" in refusal(EvaluationDirectory, tmp_path / "evaluation", {})
     (parts / "a.jsonl").unlink()
     (parts / "engine-00000-of-00001.jsonl").symlink_to(victim / "new.jsonl")
-    assert "is a link" in refusal(lambda: PartFile(tmp_path / "evaluation", 0, 1))
+    assert "is a link" in refusal(PartFile, tmp_path / "evaluation", 0, 1)
     (parts / "engine-00000-of-00001.jsonl").unlink()
     parts.rmdir()
     parts.symlink_to(victim)
-    assert "is a link" in refusal(lambda: EvaluationDirectory(tmp_path / "evaluation", {}))
+    assert "is a link" in refusal(EvaluationDirectory, tmp_path / "evaluation", {})
     assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("kept.jsonl", "no newline at the end")]
 
 
@@ -290,7 +300,7 @@ def test_a_part_without_lines_is_refused_before_it_is_read_through(tmp_path: Pat
     parts.mkdir()
     (parts / "a.jsonl").touch()
     os.truncate(parts / "a.jsonl", 2**40)
-    assert "a.jsonl: its last line has more than 16,777,216 bytes" in refusal(lambda: EvaluationDirectory(tmp_path, {}))
+    assert "a.jsonl: its last line has more than 16,777,216 bytes" in refusal(EvaluationDirectory, tmp_path, {})
 
 
 def test_what_a_crash_cut_short_is_removed(tmp_path: Path) -> None:
