@@ -52,22 +52,22 @@ def git_files(*options: str) -> list[str]:
     return [name for name in listing.stdout.split("\0") if name]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_can_be_run(name: str) -> None:
-    assert os.access(ROOT / name, os.X_OK), f"chmod +x {name}"
-    modes = git_files("--stage", "--", name)
-    assert [line.split()[0] for line in modes] == ["100755"], f"git update-index --chmod=+x {name}"
+def test_scripts_can_be_run() -> None:
+    for name in SCRIPTS:
+        assert os.access(ROOT / name, os.X_OK), f"chmod +x {name}"
+        modes = git_files("--stage", "--", name)
+        assert [line.split()[0] for line in modes] == ["100755"], f"git update-index --chmod=+x {name}"
 
 
-@pytest.mark.parametrize("name", SCRIPTS + SOURCED)
-def test_scripts_are_valid_bash(name: str) -> None:
-    done = subprocess.run(["bash", "-n", str(ROOT / name)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_scripts_are_valid_bash() -> None:
+    for name in SCRIPTS + SOURCED:
+        done = subprocess.run(["bash", "-n", str(ROOT / name)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_stop_at_the_first_error(name: str) -> None:
-    assert "set -euo pipefail" in (ROOT / name).read_text(encoding="utf-8").splitlines()
+def test_scripts_stop_at_the_first_error() -> None:
+    for name in SCRIPTS:
+        assert "set -euo pipefail" in (ROOT / name).read_text(encoding="utf-8").splitlines()
 
 
 def test_one_file_of_the_package_pickles_and_it_makes_nothing_of_what_it_reads() -> None:
@@ -270,10 +270,10 @@ def test_configuration_page_refers_to_groups_with_the_same_keys() -> None:
         assert mine == theirs != set(), group
 
 
-@pytest.mark.parametrize("key", [key for key, told in DESCRIPTIONS.items() if isinstance(told.allowed, Choices)])
-def test_configuration_page_names_every_choice(key: str) -> None:
-    lines = configuration_page().splitlines()
-    rows = [line for line in lines if line.startswith((f"| `{key}` |", f"| `{described_as(key)}` |"))]
-    assert rows
-    missing = [choice for choice in choices_of(key) if f"`{choice}`" not in rows[0]]
-    assert missing == []
+def test_configuration_page_names_every_choice() -> None:
+    for key in [key for key, told in DESCRIPTIONS.items() if isinstance(told.allowed, Choices)]:
+        lines = configuration_page().splitlines()
+        rows = [line for line in lines if line.startswith((f"| `{key}` |", f"| `{described_as(key)}` |"))]
+        assert rows
+        missing = [choice for choice in choices_of(key) if f"`{choice}`" not in rows[0]]
+        assert missing == []

@@ -80,12 +80,12 @@ def test_a_name_is_registered_once_and_only_where_a_configuration_can_choose_it(
         advantage_estimator(name)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_name_functions_that_are_there(preset: str):
-    advantage = PRESETS[preset].get("advantage", AlgorithmConfig().advantage)
-    policy_loss = PRESETS[preset].get("policy_loss", AlgorithmConfig().policy_loss)
-    assert find_advantage_estimator(advantage) is ADVANTAGE_ESTIMATORS[advantage]
-    assert find_policy_loss(policy_loss) is POLICY_LOSSES[policy_loss]
+def test_presets_name_functions_that_are_there() -> None:
+    for preset in PRESETS:
+        advantage = PRESETS[preset].get("advantage", AlgorithmConfig().advantage)
+        policy_loss = PRESETS[preset].get("policy_loss", AlgorithmConfig().policy_loss)
+        assert find_advantage_estimator(advantage) is ADVANTAGE_ESTIMATORS[advantage]
+        assert find_policy_loss(policy_loss) is POLICY_LOSSES[policy_loss]
 
 
 @pytest.mark.parametrize("page", ["algorithms.md", "configuration.md"])

@@ -22,9 +22,8 @@ from rlhf_mcore.rewards.graders import (
 MEGABYTE = 2**20
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "expected"),
-    [
+def test_exact_match() -> None:
+    for response, truth, expected in [
         ("Paris", "Paris", 1.0),
         (" Paris\n", "Paris ", 1.0),
         ("paris", "Paris", 0.0),
@@ -33,15 +32,12 @@ MEGABYTE = 2**20
         ("", "", 0.0),  # an empty response must not be paid because the answer is missing
         ("", None, 0.0),
         ("None", None, 0.0),
-    ],
-)
-def test_exact_match(response: str, truth: object, expected: float):
-    assert exact_match(response, truth) == expected
+    ]:
+        assert exact_match(response, truth) == expected
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "expected"),
-    [
+def test_final_number() -> None:
+    for response, truth, expected in [
         # the marker
         ("2 + 40 = 42\n#### 42", "42", 1.0),
         ("#### 41", "42", 0.0),
@@ -157,15 +153,12 @@ def test_exact_match(response: str, truth: object, expected: float):
         ("#### 72", "seventy-two", 0.0),
         ("no number", "seventy-two", 0.0),
         ("#### 1", True, 0.0),
-    ],
-)
-def test_final_number(response: str, truth: object, expected: float):
-    assert final_number(response, truth) == expected
+    ]:
+        assert final_number(response, truth) == expected
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "expected"),
-    [
+def test_boxed() -> None:
+    for response, truth, expected in [
         ("\\boxed{x^2 + 1}", "x^2+1", 1.0),
         ("\\boxed{x^2 + 1}", "x^2 + 2", 0.0),
         ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}", 1.0),
@@ -187,15 +180,12 @@ def test_final_number(response: str, truth: object, expected: float):
         ("\\boxed{1,0}", "0,1", 1.0),
         ("\\fbox{5}", "5", 1.0),
         ("\\boxed{None}", None, 0.0),
-    ],
-)
-def test_boxed(response: str, truth: object, expected: float):
-    assert boxed(response, truth) == expected
+    ]:
+        assert boxed(response, truth) == expected
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "expected"),
-    [
+def test_answer_line() -> None:
+    for response, truth, expected in [
         ("so\nAnswer: 34", "34", 1.0),
         ("so\nAnswer: 34", 34, 1.0),
         ("so\nAnswer: 35", "34", 0.0),
@@ -218,15 +208,12 @@ def test_boxed(response: str, truth: object, expected: float):
         ("#### 34", "34", 0.0),
         ("\\boxed{34}", "34", 0.0),
         ("Answer: " + "3" * 2**19, "34", 0.0),
-    ],
-)
-def test_answer_line(response: str, truth: object, expected: float):
-    assert answer_line(response, truth) == expected
+    ]:
+        assert answer_line(response, truth) == expected
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
+def test_answer_format() -> None:
+    for response, expected in [
         ("Answer: 34", 1.0),
         ("Answer: 34\nAnswer: 35", 0.0),
         ("Answer: 34\n#### 34", 1.0),
@@ -243,10 +230,8 @@ def test_answer_line(response: str, truth: object, expected: float):
         ("\\boxed{}", 0.0),
         ("\\boxed{42", 0.0),
         ("#### ", 0.0),
-    ],
-)
-def test_answer_format(response: str, expected: float):
-    assert answer_format(response, "irrelevant") == expected
+    ]:
+        assert answer_format(response, "irrelevant") == expected
 
 
 def test_numbers_are_capped():
@@ -299,11 +284,11 @@ HOSTILE = {
 PAID = {("format", "tower"), ("format", "latex"), ("final_number", "nul"), ("format", "surrogate")}
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("grader", [name for name in GRADERS if name not in ("regex", "length", "language")])
 @pytest.mark.timeout(120)  # quadratic or exponential scanning would take hours
-def test_hostile_text_raises_nothing_and_earns_nothing_undue(grader: str, name: str):
-    assert GRADERS[grader](HOSTILE[name], "5") == float((grader, name) in PAID)
+def test_hostile_text_raises_nothing_and_earns_nothing_undue() -> None:
+    for name in HOSTILE:
+        for grader in [name for name in GRADERS if name not in ("regex", "length", "language")]:
+            assert GRADERS[grader](HOSTILE[name], "5") == float((grader, name) in PAID)
 
 
 def test_nul_and_surrogates_are_ordinary_characters():
@@ -343,7 +328,7 @@ PIECES = [
 soup = st.one_of(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.text(max_size=50))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(response=soup, truth=soup)
 def test_no_text_raises(response: str, truth: str):
     for name, grade in GRADERS.items():
@@ -351,7 +336,7 @@ def test_no_text_raises(response: str, truth: str):
         assert score in (0.0, 1.0) or (name == "language" and 0 <= score <= 1), name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(value=st.decimals(-(10**9), 10**9, places=3), noise=st.text(alphabet="abc xyz\n", max_size=30))
 def test_any_number_survives_its_notations(value, noise: str):
     for written in (f"{value}", f"{value:,}", f"{value}0", f"${abs(value)}" if value >= 0 else f"-${abs(value)}"):
@@ -361,9 +346,8 @@ def test_any_number_survives_its_notations(value, noise: str):
         assert final_number(f"#### {written}", str(value + 1)) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
+def test_what_a_response_votes_for() -> None:
+    for response, answer in [
         ("so #### 42", "42"),
         ("#### 1,000.0", "1000"),
         ("#### 4.50", "9/2"),
@@ -379,7 +363,5 @@ def test_any_number_survives_its_notations(value, noise: str):
         (r"\boxed{5^{5^{5^{5^5}}}}", "5^{5^{5^{5^5}}}"),
         ("#### 1e1000" + "0" * 60, ""),
         ("#### 42" + " " * MAX_RESPONSE_CHARS, ""),
-    ],
-)
-def test_what_a_response_votes_for(response: str, answer: str) -> None:
-    assert answer_of(response) == answer
+    ]:
+        assert answer_of(response) == answer

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import pytest
-
 from rlhf_mcore.rewards.forms import canonical
 from rlhf_mcore.rewards.graders import GRADERS, boxed
 
@@ -248,13 +246,8 @@ ANSWERS: list[list[str]] = [
 ]
 
 
-def test_the_table_is_long() -> None:
-    assert len(ANSWERS) >= 150
-
-
-@pytest.mark.parametrize("row", ANSWERS, ids=[row[0] for row in ANSWERS])
-def test_a_spelling_of_the_answer_scores_the_maximum(row: list[str]) -> None:
-    for spelling in row:
+def test_every_spelling_of_an_answer_scores_the_maximum() -> None:
+    for row, spelling in ((answer, spelling) for answer in ANSWERS for spelling in answer):
         response = f"Let us see. \\[ \\boxed{{{spelling}}} \\]"
         assert boxed(response, row[0]) == 1.0, spelling
         assert GRADERS["math"](response, row[0]) == 1.0, spelling

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from rlhf_mcore.commands.migrate import sources
@@ -21,9 +19,8 @@ def test_flags() -> None:
     assert sources.read_flags(words) == {"a.b": 1, "c": True, "d": 2.5, "e": [0.1, 0.2], "f": "x/y"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
+def test_what_is_carried_over() -> None:
+    for flags, expected in [
         (
             "",
             {
@@ -118,12 +115,10 @@ def test_flags() -> None:
         ),
         ("--algo.advantage.estimator rloo", {"critic.value_clip": None}),
         ("--reward_pretrain rm", {"reward.model.path": "rm"}),
-    ],
-)
-def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
-    migration = migrated(flags)
-    assert {key: migration.settings.get(key) for key in expected} == expected
-    assert migration.lost == {}
+    ]:
+        migration = migrated(flags)
+        assert {key: migration.settings.get(key) for key in expected} == expected
+        assert migration.lost == {}
 
 
 @pytest.mark.parametrize(

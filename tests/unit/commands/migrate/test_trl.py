@@ -67,9 +67,8 @@ def test_a_script_becomes_a_configuration_that_validates(workspace: Any, capsys:
     assert "multiply trainer.prompts_per_step and trainer.minibatch_size by the processes" in printed
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+def test_keywords() -> None:
+    for given, expected in [
         # 8 responses a device by default, in groups of 8
         ({}, {"trainer.prompts_per_step": 1, "trainer.minibatch_size": 1, "algorithm.loss_aggregation": "token"}),
         (
@@ -139,12 +138,10 @@ def test_a_script_becomes_a_configuration_that_validates(workspace: Any, capsys:
             {"reward_funcs": ["accuracy_reward", "think_format_reward"], "reward_weights": [1.0, 0.5]},
             {"reward.rules": [{"name": "math", "weight": 1.0}, {"name": "format", "weight": 0.5}]},
         ),
-    ],
-)
-def test_keywords(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    migration = migrated(**given)
-    assert {key: migration.settings.get(key) for key in expected} == expected
-    assert not migration.lost
+    ]:
+        migration = migrated(**given)
+        assert {key: migration.settings.get(key) for key in expected} == expected
+        assert not migration.lost
 
 
 @pytest.mark.parametrize(

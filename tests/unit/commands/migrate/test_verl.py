@@ -38,9 +38,8 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
     assert {key: found[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
+def test_what_is_carried_over() -> None:
+    for overrides, expected in [
         (["algorithm.adv_estimator=grpo"], {"algorithm.advantage": "grpo", "algorithm.whiten_advantages": False}),
         (["algorithm.adv_estimator=gae"], {"algorithm.preset": "ppo", "algorithm.whiten_advantages": True}),
         (["algorithm.norm_adv_by_std_in_grpo=False"], {"algorithm.normalize_std": False}),
@@ -197,12 +196,10 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
         (["reward_model.enable=False", "reward_model.model.path=rm"], {"reward.model.path": None}),
         (["trainer.logger=['console','tensorboard']"], {"logging.trackers": ["tensorboard"]}),
         (["+actor_rollout_ref.rollout.n=6"], {"rollout.sampling.n": 6}),
-    ],
-)
-def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) -> None:
-    migration = migrated(*overrides)
-    assert {key: migration.settings.get(key) for key in expected} == expected
-    assert migration.lost == {}
+    ]:
+        migration = migrated(*overrides)
+        assert {key: migration.settings.get(key) for key in expected} == expected
+        assert migration.lost == {}
 
 
 @pytest.mark.parametrize(
