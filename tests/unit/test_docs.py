@@ -26,7 +26,6 @@ import pytest
 import rlhf_mcore
 from rlhf_mcore.cli.main import COMMANDS
 from rlhf_mcore.cli.main import module_of as command_module
-from rlhf_mcore.config.keys import KEYS, is_group
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 
@@ -188,12 +187,12 @@ def test_commands_name_what_there_is() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_has_examples_of_what_there_is(command: str) -> None:
-    lines = list(commands(help_of(command)))
-    assert [problem for words in lines for problem in problems(words)] == []
-    assert all(words[1] == command for words in lines if words[0] == "rlhf-mcore" and command != "serve-reward")
-    assert lines or command == "completion", "which a shell evaluates"
+def test_the_help_of_every_command_has_examples_of_what_there_is() -> None:
+    for command in COMMANDS:
+        lines = list(commands(help_of(command)))
+        assert [problem for words in lines for problem in problems(words)] == []
+        assert all(words[1] == command for words in lines if words[0] == "rlhf-mcore" and command != "serve-reward")
+        assert lines or command == "completion", "which a shell evaluates"
 
 
 @cache
@@ -227,24 +226,22 @@ def top_level(module: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "block", [b for b in BLOCKS if b.language == "python" and b.page != "CONTRIBUTING.md"], ids=str
-)
-def test_python_compiles_and_imports_what_there_is(block: Block) -> None:
-    tree = ast.parse(block.text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            assert all(find_spec(alias.name.partition(".")[0]) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rlhf_mcore"):
-            assert {alias.name for alias in node.names} <= top_level(node.module)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert find_spec(node.module.partition(".")[0])
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "rm":
-            assert node.attr in rlhf_mcore.__all__
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rm."):
-            given = [ast.unparse(argument) for argument in node.args]
-            named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg}
-            inspect.signature(getattr(rlhf_mcore, ast.unparse(node.func)[3:])).bind(*given, **named)
+def test_python_compiles_and_imports_what_there_is() -> None:
+    for block in [b for b in BLOCKS if b.language == "python" and b.page != "CONTRIBUTING.md"]:
+        tree = ast.parse(block.text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert all(find_spec(alias.name.partition(".")[0]) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rlhf_mcore"):
+                assert {alias.name for alias in node.names} <= top_level(node.module)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                assert find_spec(node.module.partition(".")[0])
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "rm":
+                assert node.attr in rlhf_mcore.__all__
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rm."):
+                given = [ast.unparse(argument) for argument in node.args]
+                named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg}
+                inspect.signature(getattr(rlhf_mcore, ast.unparse(node.func)[3:])).bind(*given, **named)
 
 
 def test_keys_in_the_text_are_keys() -> None:
@@ -257,19 +254,3 @@ def test_keys_in_the_text_are_keys() -> None:
             if span.partition(".")[0] in GROUPS and not is_file and not is_key(span):
                 found.append(f"{page.name}: {span}")
     assert found == []
-
-
-def test_every_key_stands_in_a_page_besides_the_reference() -> None:
-    """By its name, or by its last part near its group's: a key that no page has a sentence for is not worth having."""
-    pages = [page.read_text() for page in PAGES if page.name != "configuration.md"]
-    assert [key for key in KEYS if not is_group(key) and not any(stands_in(key, page) for page in pages)] == []
-
-
-def stands_in(key: str, page: str) -> bool:
-    """Return whether a page names a key. ``critic.layout.cp`` and ``actor.layout.cp`` are both named by "cp" near "layout"."""
-    *groups, last = key.split(".")
-    near = groups[-1] if groups else last
-    return key in page or any(
-        re.search(rf"\b{near}\b", page[max(0, place.start() - 2000) : place.end() + 2000])
-        for place in re.finditer(rf"\b{last}\b", page)
-    )
