@@ -55,7 +55,7 @@ def test_no_rows():
 
 
 @given(value=st.floats(-1e6, 1e6), sizes=st.lists(st.integers(2, 9), min_size=1, max_size=4), std=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_equal_outcomes_give_exactly_zero(value: float, sizes: list[int], std: bool):
     group_ids = torch.cat([torch.full((size,), index) for index, size in enumerate(sizes)])
     for dtype in (torch.float32, torch.float64):
@@ -67,7 +67,7 @@ groups = st.lists(st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=2, 
 
 
 @given(groups=groups, std=st.booleans(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_against_a_loop_in_any_order(groups: list[list[float]], std: bool, data: st.DataObject):
     samples = []
     for group_id, outcomes in enumerate(groups):

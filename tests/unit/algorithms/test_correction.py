@@ -213,7 +213,7 @@ def test_a_token_of_a_policy_to_come_is_an_error() -> None:
         corrected(AGES - 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     noise=st.lists(st.lists(st.floats(-0.01, 0.01), min_size=1, max_size=4), min_size=1, max_size=5),
     mode=st.sampled_from(["off", "token", "sequence"]),
@@ -296,7 +296,7 @@ def test_extreme_ratios_stay_finite():
 ratios = st.lists(st.lists(st.floats(-3, 3, width=32), max_size=4), min_size=1, max_size=5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows=ratios, mode=st.sampled_from(RATIO_MODES), cap=st.sampled_from([0.5, 2.0, 1e9]))
 def test_correction_against_a_loop(rows: list[list[float]], mode: str, cap: float):
     mask = torch.tensor([[t < len(row) for t in range(5)] for row in rows])

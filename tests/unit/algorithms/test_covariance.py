@@ -57,7 +57,7 @@ def config(loss: str, **settings: float) -> AlgorithmConfig:
     return AlgorithmConfig(policy_loss=loss, covariance=CovarianceConfig(**settings))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=step_rows, share=st.sampled_from([0.01, 0.3, 0.7, 1.0]), cut=st.integers(0, 6))
 def test_kl_cov_chooses_the_largest_covariances_of_each_minibatch(rows: list, share: float, cut: int) -> None:
     """Against sorted lists: covariances as in equation 9, the first of equal ones."""
@@ -100,7 +100,7 @@ def test_of_equal_values_the_first_are_chosen():
     assert choose_largest(-values.abs() - 1, mask, 2, rows).nonzero().flatten().tolist() == [1, 4]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(values=st.lists(st.floats(allow_nan=False), min_size=1, max_size=30), count=st.integers(1, 30))
 @example(values=[1e-20, 3e-20, 2e-20, -1e-20], count=2)  # which are one number beside 1
 def test_any_values_can_be_ordered(values: list[float], count: int) -> None:

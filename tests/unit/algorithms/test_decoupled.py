@@ -48,7 +48,7 @@ tokens = st.builds(Token, logprobs, logprobs, logprobs, st.floats(-2, 2), st.int
 responses = st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=responses)
 def test_against_the_equation(rows: list[list[Token]]) -> None:
     every = [token for row in rows for token in row]

@@ -145,7 +145,7 @@ def test_gdpo_tells_equal_sums_of_unequal_parts_apart():
     assert by_sum[0] == pytest.approx(by_sum[2], rel=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.integers(2, 4), min_size=1, max_size=3),
     parts=st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 1), st.integers(0, 900)), min_size=12, max_size=12),
@@ -430,7 +430,7 @@ def test_against_the_slow_version(name: str, responses: list[Response], cfg: Alg
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(responses=steps(equal=True), whitened=st.booleans())
 def test_equal_scores_give_zero_and_finite_advantages(name: str, responses: list[Response], whitened: bool):
     """One score for every response. REINFORCE is zero once it is whitened; GAE against a critic that is right."""
@@ -444,7 +444,7 @@ def test_equal_scores_give_zero_and_finite_advantages(name: str, responses: list
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(responses=steps(), cfg=turn_configs, garbage=st.sampled_from([NAN, float("inf"), -float("inf"), 1e30]))
 def test_masks_never_leak(name: str, responses: list[Response], cfg: AlgorithmConfig, garbage: float):
     clean = ADVANTAGE_ESTIMATORS[name](inputs(responses, garbage=0.0), cfg)
@@ -455,7 +455,7 @@ def test_masks_never_leak(name: str, responses: list[Response], cfg: AlgorithmCo
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(responses=steps(), cfg=turn_configs, data=st.data())
 def test_permuting_responses_permutes_advantages(
     name: str, responses: list[Response], cfg: AlgorithmConfig, data: st.DataObject
@@ -468,7 +468,7 @@ def test_permuting_responses_permutes_advantages(
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(responses=steps(), cfg=turn_configs, whitened=st.booleans(), data=st.data())
 def test_who_owns_a_row_changes_no_bit(
     name: str, responses: list[Response], cfg: AlgorithmConfig, whitened: bool, data: st.DataObject

@@ -35,7 +35,7 @@ probabilities = st.lists(st.floats(0.05, 1.0), min_size=4, max_size=4).map(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(p=probabilities, q=probabilities)
 def test_expectations_over_a_categorical(p: torch.Tensor, q: torch.Tensor):
     exact = sum(pi * (math.log(pi) - math.log(qi)) for pi, qi in zip(p.tolist(), q.tolist(), strict=True))

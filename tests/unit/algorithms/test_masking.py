@@ -87,7 +87,7 @@ def slow_loss(losses: list[list[float]], aggregation: str, constant_length: int)
     return sum(sum(row) / constant_length for row in losses) / len(losses)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), aggregation=st.sampled_from(AGGREGATIONS))
 def test_weights_realise_the_papers_means_over_ranks(data: st.DataObject, aggregation: str):
     losses = data.draw(st.lists(st.lists(st.floats(-5, 5, width=32), max_size=6), min_size=1, max_size=8).filter(any))

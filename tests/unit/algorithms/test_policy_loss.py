@@ -121,7 +121,7 @@ rows = st.lists(
 ).filter(lambda rows: any(tokens for tokens, _ in rows))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows=rows, aggregation=st.sampled_from(AGGREGATIONS), data=st.data())
 def test_microbatches_packed_or_padded_add_up_to_the_whole(rows, aggregation: str, data: st.DataObject):
     """However rows are cut, packed and ordered, loss and gradient stay the same, and the loss is the slow loop's."""

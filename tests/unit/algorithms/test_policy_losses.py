@@ -17,6 +17,7 @@ from rlhf_mcore.algorithms.policy_loss import ppo_clip
 from rlhf_mcore.config.schema import AlgorithmConfig
 from tests.rows import token_weights
 from tests.unit.algorithms.tokens import loss_inputs
+from tests.unit.pairs import each_value, pairwise
 
 NAN, INF = float("nan"), float("inf")
 
@@ -233,7 +234,7 @@ def packed(made: LossInputs) -> LossInputs:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows=batches, cfg=configs)
 def test_against_the_slow_version_padded_and_packed(name: str, rows: list, cfg: AlgorithmConfig):
     logprobs, made = padded(rows, garbage=NAN)
@@ -249,8 +250,10 @@ def test_against_the_slow_version_padded_and_packed(name: str, rows: list, cfg: 
         assert packed_metrics[key].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30])
+@each_value(
+    ("name", list(POLICY_LOSSES)),
+    ("garbage", [NAN, INF, -INF, 1e30]),
+)
 def test_garbage_in_padding_reaches_nothing(name: str, garbage: float):
     rows = [[(-1.0, -1.2, 1.0), (-0.5, -0.1, 1.0)], [(-2.0, -1.0, -1.0)]]
     cfg = AlgorithmConfig(dual_clip=3.0)
@@ -280,9 +283,11 @@ def test_on_policy_gradients_are_those_of_reinforce(name: str):
     assert not any(metric.requires_grad for metric in metrics.values())
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-@pytest.mark.parametrize("logprob", [0.0, -500.0])
+@pairwise(
+    ("name", list(POLICY_LOSSES)),
+    ("advantage", [-1.0, 1.0]),
+    ("logprob", [0.0, -500.0]),
+)
 def test_runaway_ratios_stay_finite(name: str, advantage: float, logprob: float):
     logprobs = torch.tensor([[logprob, -1.0]], requires_grad=True)
     made = loss_inputs(

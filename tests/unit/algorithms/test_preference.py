@@ -12,6 +12,7 @@ from torch import Tensor
 from rlhf_mcore.algorithms.preference import PREFERENCE_LOSSES, Pairs, mean_divergence, sum_of_pairs
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.schema import DpoConfig
+from tests.unit.pairs import each_value
 
 LOGPROBS = [[-3.25, -7.5], [-12.0, -4.75], [-0.5, -0.625], [-40.0, -95.0]]
 REFERENCE = [[-4.0, -6.75], [-10.5, -5.0], [-0.75, -0.5], [-42.5, -60.0]]
@@ -190,16 +191,18 @@ def test_pairs_that_do_not_count_may_hold_anything(name: str) -> None:
     assert logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", TRL)
-@pytest.mark.parametrize(
-    "row",
-    [
-        [0.0, 0.0],  # both certain
-        [-1e-30, -1e5],
-        [-1e5, -1e-30],
-        [-1e-8, -3e-8],
-        [-1e30, -1e30],
-    ],
+@each_value(
+    ("name", list(TRL)),
+    (
+        "row",
+        [
+            [0.0, 0.0],  # both certain
+            [-1e-30, -1e5],
+            [-1e5, -1e-30],
+            [-1e-8, -3e-8],
+            [-1e30, -1e30],
+        ],
+    ),
 )
 def test_extreme_pairs_have_finite_gradients(name: str, row: list[float]) -> None:
     logprobs = torch.tensor([row], requires_grad=True)

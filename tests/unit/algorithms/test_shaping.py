@@ -50,7 +50,7 @@ def test_no_rows_and_no_tokens():
     assert placed(torch.zeros(2), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(mask=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6), data=st.data())
 def test_against_a_loop(mask: list[list[bool]], data: st.DataObject):
     number = st.floats(-3, 3, width=32)
@@ -82,7 +82,7 @@ def test_overlong_penalty_by_hand():
     assert overlong_penalty(torch.tensor([0, 10, 20]), 20, 20).tolist() == [0, -0.5, -1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(length=st.integers(0, 60), limit=st.integers(1, 50), data=st.data())
 def test_overlong_penalty_against_the_papers_cases(length: int, limit: int, data: st.DataObject):
     cache = data.draw(st.integers(1, limit))

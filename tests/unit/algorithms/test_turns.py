@@ -297,7 +297,7 @@ configs = st.builds(
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(episodes=steps(), cfg=configs)
 def test_against_the_slow_version(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> None:
     made = inputs(episodes)

@@ -54,7 +54,7 @@ def slow_value_loss(rows: list[tuple[float, float, float]], clip: float | None) 
 number = st.floats(-3, 3, width=32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.tuples(number, number, number), min_size=1, max_size=8),
     clip=st.sampled_from([None, 0.2, 1.0]),
@@ -98,7 +98,7 @@ def test_explained_variance_by_hand():
     assert explained([], []) == 0.0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pairs=st.lists(st.tuples(number, number), min_size=2, max_size=12), cut=st.integers(0, 12))
 def test_explained_variance_from_sums_over_parts(pairs: list[tuple[float, float]], cut: int):
     variance = statistics.pvariance([r for _, r in pairs])
@@ -112,7 +112,7 @@ def test_explained_variance_from_sums_over_parts(pairs: list[tuple[float, float]
         assert explained_variance(sums) == pytest.approx(1 - errors / variance, rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(steps=st.lists(st.lists(number, max_size=6), min_size=1, max_size=5))
 def test_a_normalizer_has_the_moments_of_everything_it_has_seen(steps: list[list[float]]):
     made, seen = ReturnNormalizer(), [x for step in steps for x in step]

@@ -34,6 +34,7 @@ from rlhf_mcore.geometry import AdapterSizes, GroupedSizes, LocalParameter, Mode
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from tests.unit.bridge.sources import Averages
+from tests.unit.pairs import each_value, pairwise
 
 RANKS, BUCKET = 4, 256
 GEOMETRY = ModelGeometry("qwen3", 4, 4, GroupedSizes(4, 2, 2), 8, 16, False)
@@ -201,8 +202,10 @@ def on_host(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "host")
 
 
-@pytest.mark.parametrize("machine", [0, 1, 2, 4])
-@pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
+@each_value(
+    ("machine", [0, 1, 2, 4]),
+    ("tp, pp, parts, per_node", list(CASES)),
+)
 def test_every_run_brings_what_the_sources_hold_then(
     tp: int, pp: int, parts: int, per_node: int | None, machine: int, on_host: bool
 ) -> None:
@@ -281,9 +284,11 @@ def test_what_goes_to_several_peers_is_packed_once() -> None:
     assert staging.send_bytes <= 2 * packets[0].message.nbytes
 
 
-@pytest.mark.parametrize(("fails_at", "fails_in"), [(0, "open"), (0, "close"), (2, "open"), (2, "close")])
-@pytest.mark.parametrize("per_node", [None, 2])
-@pytest.mark.parametrize("machine", [0, 2, 4])
+@pairwise(
+    ("fails_at, fails_in", [(0, "open"), (0, "close"), (2, "open"), (2, "close")]),
+    ("per_node", [None, 2]),
+    ("machine", [0, 2, 4]),
+)
 def test_a_run_after_one_that_failed_is_whole(machine: int, per_node: int | None, fails_at: int, fails_in: str) -> None:
     wire = Wire(machine)
     sources, destinations, plan = held(2, 2), needed(1), planned(2, 2, 1, per_node)

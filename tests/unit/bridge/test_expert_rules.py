@@ -15,6 +15,7 @@ from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry, Shard
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.distributed.models import MOE_MODELS, make
+from tests.unit.pairs import pairwise
 
 QWEN = ModelGeometry(
     "qwen3_moe", 3, 8, GroupedSizes(4, 2, 2), 16, 13, False, experts=ExpertSizes(4, 6, 2, dense_layers=(1,))
@@ -52,11 +53,11 @@ def test_a_router_is_whole_everywhere(geometry: ModelGeometry) -> None:
     assert pieces(LAYER + "router.weight", geometry, Shard(1, 2)) == expected
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(
-    ("tp", "ep", "etp"), [(1, 1, None), (2, 1, None), (1, 2, None), (1, 4, 3), (2, 2, 1), (2, 2, 3), (3, 4, 1)]
+@pairwise(
+    ("grouped", [False, True]),
+    ("tp, ep, etp", [(1, 1, None), (2, 1, None), (1, 2, None), (1, 4, 3), (2, 2, 1), (2, 2, 3), (3, 4, 1)]),
+    ("geometry", [QWEN, MIXTRAL]),
 )
-@pytest.mark.parametrize("geometry", [QWEN, MIXTRAL], ids=lambda g: g.family)
 def test_ranks_hold_every_part_of_every_expert_equally_often(
     geometry: ModelGeometry, tp: int, ep: int, etp: int | None, grouped: bool
 ) -> None:

@@ -15,6 +15,7 @@ from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
 from rlhf_mcore.bridge.run.merged import AdaptersAside, MergedSources, adapted_weights
 from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, GroupedSizes, LocalParameter, ModelGeometry, Shard
+from tests.unit.pairs import pairwise
 
 MODEL = ModelGeometry("qwen3", 1, 8, GroupedSizes(4, 2, 2), 16, 13, True)
 MIXTURE = replace(MODEL, family="qwen3_moe", experts=ExpertSizes(4, 6, 2))
@@ -62,17 +63,18 @@ def merged_by_hand(full: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict
     return whole
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj", "down_proj"), ("up_proj",)])
-@pytest.mark.parametrize(
-    ("model", "shards"),
-    [
-        (MODEL, [Shard(0, 1)]),
-        (MODEL, [Shard(0, 2), Shard(1, 2)]),
-        (MIXTURE, [Shard(0, 1, 0, 1)]),
-        (MIXTURE, [Shard(tp, 2, ep, 2) for tp in (0, 1) for ep in (0, 1)]),
-    ],
-    ids=["one", "tp", "experts", "ep_etp"],
+@pairwise(
+    ("dtype", [torch.float32, torch.bfloat16]),
+    ("targets", [("all-linear",), ("q_proj", "v_proj", "down_proj"), ("up_proj",)]),
+    (
+        "model, shards",
+        [
+            (MODEL, [Shard(0, 1)]),
+            (MODEL, [Shard(0, 2), Shard(1, 2)]),
+            (MIXTURE, [Shard(0, 1, 0, 1)]),
+            (MIXTURE, [Shard(tp, 2, ep, 2) for tp in (0, 1) for ep in (0, 1)]),
+        ],
+    ),
 )
 def test_a_rank_sends_its_part_of_merged_matrices(
     model: ModelGeometry, shards: list[Shard], targets: tuple[str, ...], dtype: torch.dtype

@@ -16,7 +16,7 @@ from tests.messages import refused
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
 
 QKV = "decoder.layers.3.self_attention.linear_qkv.weight"
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 
 
 def brief(name: str, geometry: ModelGeometry, rank: int, tp: int) -> list[tuple[str, int, int, int]]:

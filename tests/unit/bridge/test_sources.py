@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-import pytest
-
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
+from tests.unit.pairs import pairwise
 
 QWEN = ModelGeometry(
     "qwen3_moe", 5, 8, GroupedSizes(4, 2, 2), 16, 13, True, experts=ExpertSizes(8, 8, 2, dense_layers=(1, 2))
@@ -26,9 +25,11 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("geometry", [QWEN, MIXTRAL], ids=lambda g: g.family)
+@pairwise(
+    ("fused", [False, True]),
+    ("layout", list(LAYOUTS)),
+    ("geometry", [QWEN, MIXTRAL]),
+)
 def test_every_rank_is_said_to_hold_its_own_parts(geometry: ModelGeometry, layout: ParallelLayout, fused: bool) -> None:
     assert geometry.experts is not None
     if geometry.experts.ffn_size % layout.expert_tp:

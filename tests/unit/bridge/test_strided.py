@@ -73,7 +73,7 @@ SELECTIONS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     shape=st.lists(st.sampled_from([4, 6]), min_size=2, max_size=3),
     picks=st.lists(st.sampled_from(SELECTIONS), min_size=1, max_size=3),

@@ -22,6 +22,7 @@ from rlhf_mcore.protocols import SyncMismatch
 from tests.messages import refused
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
+from tests.unit.pairs import each_value
 
 pytestmark = pytest.mark.usefixtures("world")
 TIED = replace(GEOMETRY, tied_embeddings=True)
@@ -75,17 +76,19 @@ def test_a_whole_sync_replaces_everything(trainer: Trainer, verify: str) -> None
         trainer.update()
 
 
-@pytest.mark.parametrize("verify", ["off", "sample", "digest"])
-@pytest.mark.parametrize(
-    ("only", "brought"),
-    [
-        (["model.norm.weight"], {"model.norm.weight"}),
-        (["model.layers.1.self_attn.[qk]_proj.bias"], {f"model.layers.1.self_attn.{x}_proj.bias" for x in "qk"}),
-        (
-            ["model.layers.0.mlp.*", "model.norm.weight"],
-            {"model.norm.weight", *(f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))},
-        ),
-    ],
+@each_value(
+    ("verify", ["off", "sample", "digest"]),
+    (
+        "only, brought",
+        [
+            (["model.norm.weight"], {"model.norm.weight"}),
+            (["model.layers.1.self_attn.[qk]_proj.bias"], {f"model.layers.1.self_attn.{x}_proj.bias" for x in "qk"}),
+            (
+                ["model.layers.0.mlp.*", "model.norm.weight"],
+                {"model.norm.weight", *(f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))},
+            ),
+        ],
+    ),
 )
 def test_a_sync_of_some_tensors_leaves_the_others(
     trainer: Trainer, only: list[str], brought: set[str], verify: str

@@ -112,7 +112,7 @@ def test_every_row_is_in_exactly_one_bin(lengths: list[int], num_bins: int) -> N
     assert bins == balance(lengths, num_bins)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(2, 3))
 def test_close_to_the_best_of_all_assignments(lengths: list[int], num_bins: int) -> None:
     # Michiels, Korst, Aarts 2003: largest differencing is within 4/3 - 1/(3(k - 1)) of the least maximum, 7/6 at k = 2.

@@ -207,7 +207,7 @@ def test_what_a_template_takes_out_is_a_branch(tokenizer: PreTrainedTokenizerBas
         own.chat_template = before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_whatever_an_agent_does_each_drawn_token_is_learned_once(
     tokenizer: PreTrainedTokenizerBase, data: st.DataObject

@@ -17,6 +17,7 @@ from rlhf_mcore.parallel import fused_softmax
 from rlhf_mcore.parallel import logprobs as module
 from rlhf_mcore.parallel.logprobs import linear_logprobs
 from tests.logits import given_logprobs
+from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import Meeting, ThreadGroup, all_reduce, run_ranks
 
 ALONE = ThreadGroup(Meeting(1), 0)
@@ -80,9 +81,11 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
-@pytest.mark.parametrize("width", [VOCAB, PADDED])
-@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.8, -0.3)], ids=["logprobs", "entropy", "both"])
+@pairwise(
+    ("temperature", [1.0, 0.7, 3.0]),
+    ("width", [VOCAB, PADDED]),
+    ("weights", [(1.0, 0.0), (0.0, 1.0), (0.8, -0.3)]),
+)
 def test_values_and_gradients_equal_autograd_of_the_definition(
     temperature: float, width: int, weights: tuple[float, float]
 ) -> None:
@@ -201,9 +204,11 @@ def output_layer(tokens: int, vocab_size: int, width: int) -> tuple[Tensor, Tens
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.8, -0.3)], ids=["logprobs", "both"])
-@pytest.mark.parametrize("chunk", [None, 3, 7])  # all at once, with a rest, exactly
-@pytest.mark.parametrize(("size", "vocab_size"), [(1, 11), (2, 11), (4, 5)])  # 5: the last rank has nothing but padding
+@pairwise(
+    ("weights", [(1.0, 0.0), (0.8, -0.3)]),
+    ("chunk", [None, 3, 7]),
+    ("size, vocab_size", [(1, 11), (2, 11), (4, 5)]),
+)
 def test_an_output_layer_in_chunks_is_that_of_the_definition(
     weights: tuple[float, float], chunk: int | None, size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

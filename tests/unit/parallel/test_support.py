@@ -16,6 +16,7 @@ from rlhf_mcore.parallel.ragged import move_ragged, split_tokens, take_tokens
 from rlhf_mcore.parallel.rows import move_rows
 from rlhf_mcore.parallel.subsets import Subsets
 from rlhf_mcore.types import Ragged
+from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import Meeting, ThreadGroup, all_reduce, run_ranks
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 14, 6, 11, 0.7
@@ -55,9 +56,11 @@ def total(drawn: Tensor, logprobs: Tensor, entropy: Tensor, weights: tuple[float
     return sum(((weight * tokens * values).sum() for weight, values in parts), torch.zeros(()))
 
 
-@pytest.mark.parametrize("weights", [(1.0, 0.0, 0.0), (0.7, -0.4, 0.3)], ids=["drawn", "all"])
-@pytest.mark.parametrize("chunk", [None, 3, 7])
-@pytest.mark.parametrize(("size", "width"), [(1, VOCAB), (1, 16), (2, 12), (4, 16)])
+@pairwise(
+    ("weights", [(1.0, 0.0, 0.0), (0.7, -0.4, 0.3)]),
+    ("chunk", [None, 3, 7]),
+    ("size, width", [(1, VOCAB), (1, 16), (2, 12), (4, 16)]),
+)
 def test_values_and_gradients_are_those_of_the_definition(
     weights: tuple[float, float, float], chunk: int | None, size: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from rlhf_mcore.parallel.logprobs import linear_logprobs
 from rlhf_mcore.parallel.subsets import Subsets
 from rlhf_mcore.parallel.top_tokens import Compared, top_tokens
 from rlhf_mcore.types import Ragged
+from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import Meeting, ThreadGroup, rank_threads, run_ranks  # noqa: F401
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 14, 6, 11, 0.7
@@ -48,10 +49,10 @@ def together(values: Tensor, ids: Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("rank_threads")
-@pytest.mark.parametrize(("kind", "beta"), KINDS)
-@pytest.mark.parametrize("count", [1, 4, VOCAB])
-@pytest.mark.parametrize(
-    ("size", "width", "teacher_size", "chunk"), [(1, VOCAB, 2, None), (2, 12, 1, 3), (4, 16, 4, 5), (1, 16, 1, 14)]
+@pairwise(
+    ("kind, beta", list(KINDS)),
+    ("count", [1, 4, VOCAB]),
+    ("size, width, teacher_size, chunk", [(1, VOCAB, 2, None), (2, 12, 1, 3), (4, 16, 4, 5), (1, 16, 1, 14)]),
 )
 def test_value_and_gradients_are_those_of_the_definition(
     kind: str, beta: float, count: int, size: int, width: int, teacher_size: int, chunk: int | None

@@ -20,6 +20,7 @@ from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import rollout_metrics
 from rlhf_mcore.types import ROUTES, Completion, Score, Trajectory
 from tests.rows import rows_of_padded
+from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles.lookup import Lookup
 from tests.unit.roles.test_turns import PROMPT, SCORES, WRITTEN, actor, completion, expected_gradient, sampled
@@ -69,9 +70,11 @@ def learn(
     return run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("name", AGGREGATIONS)
+@pairwise(
+    ("world_size", [1, 3]),
+    ("packing", [True, False]),
+    ("name", list(AGGREGATIONS)),
+)
 def test_the_gradient_of_a_forked_episode_is_that_of_the_same_tokens_unforked(
     name: str, packing: bool, world_size: int
 ) -> None:

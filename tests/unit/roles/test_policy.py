@@ -31,6 +31,7 @@ from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import Ragged, TrainBatch
 from tests.rows import flat, padded_batch
+from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
 from tests.unit.roles import lookup
 from tests.unit.roles.lookup import VOCAB, Lookup, descend, noise, stay
@@ -143,9 +144,11 @@ def kl_in_loss(cfg: AlgorithmConfig) -> float:
     return cfg.kl.coef if cfg.kl.placement == "loss" else 0.0
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("max_tokens", [8, 16, 64])
-@pytest.mark.parametrize("packing", [True, False])
+@pairwise(
+    ("name", list(ALGORITHMS)),
+    ("max_tokens", [8, 16, 64]),
+    ("packing", [True, False]),
+)
 def test_gradient_and_metrics_equal_the_equations_however_the_batch_is_cut(
     bigram: Lookup, name: str, max_tokens: int, packing: bool
 ) -> None:
@@ -361,18 +364,18 @@ def test_fault_23_weights_that_an_update_has_spoiled_are_told(bigram: Lookup) ->
 
 
 @pytest.mark.usefixtures("rank_threads")
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("dp", [2, 7])  # seven ranks for six rows: one takes part and adds nothing
-@pytest.mark.parametrize(
-    ("owner", "packing"),
-    [
-        ("dealt", True),
-        ("dealt", False),
-        ("first", True),
-        ("last", False),
-        pytest.param("first", False, marks=pytest.mark.matrix),
-        pytest.param("last", True, marks=pytest.mark.matrix),
-    ],
+@pairwise(
+    ("name", list(ALGORITHMS)),
+    ("dp", [2, 7]),
+    (
+        "owner, packing",
+        [
+            ("dealt", True),
+            ("dealt", False),
+            ("first", True),
+            ("last", False),
+        ],
+    ),
 )
 def test_shares_of_the_ranks_add_up_to_the_gradient_of_one_whoever_owns_the_rows(
     bigram: Lookup, name: str, dp: int, owner: str, packing: bool

@@ -113,7 +113,7 @@ schedules = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(schedules, st.integers(0, 2**32), st.integers(1, 9))
 def test_every_prompt_is_learned_from_once_and_soon(schedule: Schedule, seed: int, at_once: int) -> None:
     engines = Engines(random.Random(seed), at_once)
