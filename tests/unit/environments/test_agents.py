@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.agents import driver as driving
 from rlhf_mcore.environments.agents import endpoint as serving
 from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
@@ -431,16 +433,23 @@ def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
         ({"max_turns": 2}, "turns", "limit"),
         ({"max_tokens": 12}, "length", "context_length_exceeded"),
         ({"max_total": 40}, "length", "context_length_exceeded"),
-        ({"max_seconds": 8.0}, "seconds", "limit"),
+        ({"max_seconds": 1000.0}, "seconds", "limit"),
     ],
 )
-def test_an_episode_that_meets_a_limit_is_truncated(run: Any, limits: Any, reason: str, code: str) -> None:
+def test_an_episode_that_meets_a_limit_is_truncated(
+    run: Any, limits: Any, reason: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skipped = [0.0]  # seconds that the clock of the limits is ahead
+    monkeypatch.setattr(
+        driving, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + skipped[0]})
+    )
+
     def play(base_url: str, api_key: str) -> float:
         client, messages = chat(base_url, api_key), [{"role": "user", "content": "q"}]
         for _ in range(30):
             said = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "r"}]
-            time.sleep(limits.get("max_seconds", 0.0))  # the second turn comes too late
+            skipped[0] = limits.get("max_seconds", 0.0)  # the second turn comes too late
         return 1
 
     [whole] = run(lambda text, seed: "abc", play, **{"max_turns": 40, **limits})

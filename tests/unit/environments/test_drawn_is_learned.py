@@ -137,7 +137,7 @@ def made(
 MOVES = ["ask", "ask", "two", "stop", "step", "step", "step", "publish", "edit", "drop", "fork", "leave", "again"]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_happens_what_is_learned_was_drawn_in_its_place_by_its_version(
     made: tuple[HFEngine, Any, list[Any]], tokenizer: PreTrainedTokenizerBase, data: st.DataObject

@@ -31,12 +31,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def port() -> int:
     return free_port()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def exporter(port: int) -> Iterator[Exporter]:
     with closing(Exporter(str(port), "math", 'a "b"\n')) as made:
         yield made
@@ -53,22 +53,20 @@ def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-def test_the_metrics_of_the_last_step_are_read(exporter: Exporter, port: int) -> None:
+def test_the_last_step_and_the_engines_of_this_moment_are_read(exporter: Exporter, port: int) -> None:
     assert scrape(port) == {}
     exporter.log(3, {"reward/mean": 0.5, "reward/share_zero/gsm8k-easy": 0.25, "note": "text", "evaluate/reward": 1})
     exporter.log(4, {"reward/mean": 0.75})
-    assert scrape(port) == {
+    metrics = {
         "rlhf_mcore_step": {(): 4},
         "rlhf_mcore_reward_mean": {(): 0.75},
         "rlhf_mcore_reward_share_zero_gsm8k_easy": {(): 0.25},
         "rlhf_mcore_evaluate_reward": {(): 1},
     }
-
-
-def test_engines_are_read_as_they_are_at_that_moment(exporter: Exporter, port: int) -> None:
+    assert scrape(port) == metrics
     engines = [State("e0", "serving", 7, 12, 4096, 0), State("e1", "starting", -1, 0, 0, 2)]
     exporter.engines = lambda: engines
-    assert scrape(port) == {
+    assert scrape(port) == metrics | {
         "rlhf_mcore_engine_up": {("e0",): 1, ("e1",): 0},
         "rlhf_mcore_engine_version": {("e0",): 7, ("e1",): -1},
         "rlhf_mcore_engine_requests": {("e0",): 12, ("e1",): 0},
@@ -84,6 +82,9 @@ def test_a_port_that_is_taken_is_told_with_its_key(exporter: Exporter, port: int
         Exporter(str(port), "math", "other")
 
 
-def test_the_port_is_free_after_the_run(port: int) -> None:
-    for _ in range(2):
-        Exporter(f"127.0.0.1:{port}", "math", "again").close()
+def test_the_port_is_free_after_the_run() -> None:
+    port = free_port()
+    Exporter(f"127.0.0.1:{port}", "math", "again").close()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
