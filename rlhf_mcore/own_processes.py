@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -24,6 +25,12 @@ def end_with_parent(number: signal.Signals) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != int(os.environ.get(STARTED_BY, parent)):
         os.kill(os.getpid(), number)
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files to the hard limit: the usual 1,024 are too few for the sockets of some hundred ranks."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def adopt_orphans() -> None:

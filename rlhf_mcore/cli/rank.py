@@ -20,7 +20,7 @@ from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect, torchrun_world_size
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.own_processes import end_with_parent
+from rlhf_mcore.own_processes import end_with_parent, raise_open_files
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
@@ -42,6 +42,7 @@ def run(main: Callable[[], int]) -> int:
     except ConfigError as error:
         return exit_codes.report(error)
     end_with_parent(signal.SIGKILL)
+    raise_open_files()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the locale does not have must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGINT, _end_at_once)

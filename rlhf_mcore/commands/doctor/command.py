@@ -58,7 +58,7 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
         yield hardware.check_products(os.environ, machine.processor())
     yield hardware.check_memory()
     yield hardware.check_shared_memory(bool(gpus))
-    yield from hardware.check_limits(machine.has_infiniband())
+    yield from hardware.check_limits(machine.has_infiniband(), torchrun_world_size() or num_ranks)
     yield hardware.check_isolation(machine_level())
     yield from storage.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
 

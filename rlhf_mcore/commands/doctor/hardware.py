@@ -11,7 +11,10 @@ from rlhf_mcore.machine import Gpu, memory_bytes
 from rlhf_mcore.sandbox.run import REMEDIES, Level
 
 GIB = 1 << 30
-_OPEN_FILES, _ENOUGH_FILES, _FEW_FILES = 65536, 16384, 1024  # to ask for; no warning from; an error below
+_OPEN_FILES = 65536  # to ask for
+# Descriptors of a rank: files, libraries and devices, and sockets to other ranks. About 1,900 were counted for 512 ranks: 511 in the
+# gloo group of the world, 511 in that of vLLM, and 787 in the groups of the layout.
+_FILES_OF_A_PROCESS, _FILES_OF_A_PEER = 512, 4
 
 
 def check_gpus(gpus: list[Gpu] | str) -> Iterator[Finding]:
@@ -66,19 +69,22 @@ def check_shared_memory(has_gpu: bool, path: str = "/dev/shm") -> Finding:
     return judge("shared memory", "ok" if free >= (GIB if has_gpu else GIB // 8) else "error", room)
 
 
-def check_limits(has_infiniband: bool) -> Iterator[Finding]:
-    """Open files (sockets between ranks) and locked memory (InfiniBand)."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield open_files(files)
+def check_limits(has_infiniband: bool, world_size: int) -> Iterator[Finding]:
+    """Check the limits of open files (sockets between ranks) and of locked memory (InfiniBand)."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks raise theirs to the hard limit
+    yield open_files(files, world_size)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield locked_memory(locked, has_infiniband)
 
 
-def open_files(limit: int) -> Finding:
-    if limit == resource.RLIM_INFINITY or limit >= _ENOUGH_FILES:
-        return judge("open files", "ok", "unlimited" if limit == resource.RLIM_INFINITY else str(limit))
-    severity = "warning" if limit >= _FEW_FILES else "error"
-    return judge("open files", severity, f"at most {limit}", files=_OPEN_FILES)
+def open_files(hard_limit: int, world_size: int) -> Finding:
+    """Judge the hard limit of open files against what a rank of a world of this size needs."""
+    need = _FILES_OF_A_PROCESS + _FILES_OF_A_PEER * world_size
+    if hard_limit == resource.RLIM_INFINITY or hard_limit >= need:
+        shown = "unlimited" if hard_limit == resource.RLIM_INFINITY else f"at most {hard_limit}"
+        return judge("open files", "ok", f"{shown}; a rank of {world_size} needs about {need}")
+    text = f"at most {hard_limit}; a rank of {world_size} needs about {need}"
+    return judge("open files", "error", text, files=max(_OPEN_FILES, need))
 
 
 def locked_memory(limit: int, has_infiniband: bool) -> Finding:

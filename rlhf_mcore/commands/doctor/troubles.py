@@ -56,7 +56,7 @@ TROUBLES = {
     "shared memory": ("ranks of a node die with a bus error when it is full", _SHM),
     "open files": (
         "large worlds stop with 'too many open files': every pair of ranks has sockets, every group has pairs",
-        "ulimit -n {files}, or LimitNOFILE of the service that starts jobs",
+        "ulimit -Hn {files}, LimitNOFILE of the service that starts jobs, or docker run --ulimit nofile={files}:{files}",
     ),
     "locked memory": (
         "InfiniBand cannot register buffers: NCCL stops or falls back to slow sockets",

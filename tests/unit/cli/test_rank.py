@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from datetime import timedelta
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -40,3 +42,27 @@ def test_all_ranks_connect_before_anything_of_the_run_is_built(monkeypatch: pyte
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with rank.in_world(Config(), timedelta(seconds=60)):
         assert summed == [[1.0]]
+
+
+def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soft limit of 1,024 is too low for the sockets of 512 ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("end_with_parent", "Reporter"):
+        monkeypatch.setattr(rank, name, MagicMock())
+    monkeypatch.setattr(rank.signal, "signal", MagicMock())
+    monkeypatch.setattr(rank.faulthandler, "register", MagicMock())
+    monkeypatch.setattr(rank, "torchrun_world_size", lambda: 1)
+    monkeypatch.setattr(rank, "_flush", lambda code: None)
+    found: list[tuple[int, int]] = []
+
+    def main() -> int:
+        found.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+        return 0
+
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+        assert rank.run(main) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [(hard, hard)]
