@@ -22,7 +22,6 @@ from pathlib import Path
 
 from rlhf_mcore.cli import forked_ranks
 
-folder, what = sys.argv[1:]
 signal.signal(signal.SIGTERM, lambda *_: os._exit(99))
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -31,40 +30,49 @@ forked_ranks.fork_ranks()
 start = forked_ranks.api.get_subprocess_handler
 del os.environ["LEFT_OUT"]
 world = {{"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}}
-ranks = [
-    start(
-        sys.executable, ("-u", "-m", "{MODULE}", folder, what), world | {{"RANK": str(rank), "LOCAL_RANK": str(rank)}},
-        f"{{folder}}/out-{{rank}}", f"{{folder}}/err-{{rank}}", rank, None,
-    )
-    for rank in range(2)
-]
-if what == "sleep":
-    while len(list(Path(folder).glob("found-*"))) < 2:
-        time.sleep(0.02)
-    try:
-        ranks[0].proc.wait(0.1)
-    except subprocess.TimeoutExpired:
-        assert ranks[0].proc.poll() is None
-    for rank, number in zip(ranks, (signal.SIGTERM, signal.SIGKILL)):
-        rank.close(death_sig=number)
-print(json.dumps([rank.proc.wait(30) for rank in ranks]))
+codes = {{}}
+for what in sys.argv[1:]:
+    os.mkdir(what)
+    ranks = [
+        start(
+            sys.executable, ("-u", "-m", "{MODULE}", what, what), world | {{"RANK": str(rank), "LOCAL_RANK": str(rank)}},
+            f"{{what}}/out-{{rank}}", f"{{what}}/err-{{rank}}", rank, None,
+        )
+        for rank in range(2)
+    ]
+    if what == "sleep":
+        while len(list(Path(what).glob("found-*"))) < 2:
+            time.sleep(0.02)
+        try:
+            ranks[0].proc.wait(0.1)
+        except subprocess.TimeoutExpired:
+            assert ranks[0].proc.poll() is None
+        for rank, number in zip(ranks, (signal.SIGTERM, signal.SIGKILL)):
+            rank.close(death_sig=number)
+    codes[what] = [rank.proc.wait(30) for rank in ranks]
+print(json.dumps(codes))
 """
 
 
-def exit_codes(folder: Path, what: str) -> list[int]:
+def exit_codes(folder: Path, *ends: str) -> dict[str, list[int]]:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "LEFT_OUT": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONIOENCODING"] = "ascii"  # of a locale that does not have every letter
-    ended = finished([sys.executable, "-W", "ignore", "-c", AGENT, str(folder), what], folder, environment, 60)
+    ended = finished([sys.executable, "-W", "ignore", "-c", AGENT, *ends], folder, environment, 60)
     assert ended.returncode == 0, ended.stderr
-    codes: list[int] = json.loads(ended.stdout)
+    codes: dict[str, list[int]] = json.loads(ended.stdout)
     return codes
 
 
 @pytest.mark.skipif(has_gpu(), reason="ranks are forked on a CPU only")
 def test_forks_have_what_torchrun_gives_to_a_rank_and_their_exit_codes_come_out(tmp_path: Path) -> None:
-    assert exit_codes(tmp_path, "end") == [0, 7]
+    assert exit_codes(tmp_path, "end", "sleep", "raise") == {
+        "end": [0, 7],
+        "sleep": [-signal.SIGTERM, -signal.SIGKILL],
+        "raise": [1, 1],
+    }
+    folder = tmp_path / "end"
     for rank in ("0", "1"):
-        assert json.loads((tmp_path / f"found-{rank}").read_text()) == {
+        assert json.loads((folder / f"found-{rank}").read_text()) == {
             "forked": True,
             "leads its session": True,
             "environment": {"RANK": rank, "LEFT_OUT": None},
@@ -72,14 +80,10 @@ def test_forks_have_what_torchrun_gives_to_a_rank_and_their_exit_codes_come_out(
             "default": True,
             "held": [signal.SIGUSR1],  # until the rank listens
         }
-        assert (tmp_path / f"out-{rank}").read_text() == f"rank {rank} prints \\u2581\n"
-        assert (tmp_path / f"err-{rank}").read_text() == f"rank {rank} complains\n"
-        assert (tmp_path / f"at-exit-{rank}").exists() and (tmp_path / f"thread-{rank}").exists()
-    (folder := tmp_path / "killed").mkdir()
-    assert exit_codes(folder, "sleep") == [-signal.SIGTERM, -signal.SIGKILL]
-    (folder := tmp_path / "raises").mkdir()
-    assert exit_codes(folder, "raise") == [1, 1]
-    assert "rank 1: ValueError: a mistake in a rank" in (folder / "err-1").read_text()
+        assert (folder / f"out-{rank}").read_text() == f"rank {rank} prints \\u2581\n"
+        assert (folder / f"err-{rank}").read_text() == f"rank {rank} complains\n"
+        assert (folder / f"at-exit-{rank}").exists() and (folder / f"thread-{rank}").exists()
+    assert "rank 1: ValueError: a mistake in a rank" in (tmp_path / "raise" / "err-1").read_text()
 
 
 WITH_A_THREAD = f"""

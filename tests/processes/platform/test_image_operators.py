@@ -36,8 +36,6 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a torch for CUDA loads the C++ half")
 def test_classes_of_models_with_images_load_once_operators_are_declared(tmp_path: Path) -> None:
     folder = link(tmp_path, "torchvision")
-    plain = run(LOADS, folder)
-    assert plain.returncode and "torchvision::nms" in plain.stderr
     declared = run(DECLARES + LOADS, folder)
     assert declared.stdout == "True\n0.28.0+cu130\n", declared.stderr
 

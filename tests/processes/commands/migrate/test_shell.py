@@ -212,13 +212,10 @@ def test_a_script_cannot_read_what_it_might_print(tmp_path: Path) -> None:
     "hostile",
     [
         ":(){ :|:& };:",
-        "while true; do :; done",
         "trap - DEBUG; set +x; trap '' TERM INT HUP; while :; do :; done",
         "trap - DEBUG; set +x; while :; do printf '%01000000d' 0 >&98; done",
-        "/usr/bin/head -c 10000000000 /dev/zero > big",
         "A=xxxxxxxxxxxxxxxx; while :; do A=$A$A$A$A; done",
         "f() { f; }; f",
-        "for ((i = 0; i < 100000; i++)); do : > f$i; done",
     ],
 )
 @pytest.mark.usefixtures("isolated")
