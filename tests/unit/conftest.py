@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.late_device import LateCuda
 
 # No test calls what Megatron compiles; not to import torch's compiler for it saves each worker a second.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+# A slow machine is slow, not red; and examples are paid for on every run.
+settings.register_profile("unit", deadline=None, max_examples=30)
+settings.load_profile("unit")
 
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -297,7 +297,7 @@ configs = st.builds(
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(episodes=steps(), cfg=configs)
 def test_against_the_slow_version(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> None:
     made = inputs(episodes)
@@ -306,7 +306,7 @@ def test_against_the_slow_version(name: str, episodes: list[Episode], cfg: Algor
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(episodes=steps(max_turns=1), cfg=configs)
 def test_one_turn_changes_no_bit(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> None:
     """Of what is relative to a group, whatever the credit; of the others, whatever the discount by turns."""
@@ -398,7 +398,7 @@ def learned(batch: TrainBatch, cfg: AlgorithmConfig, seed: int, environment: flo
 
 @pytest.mark.parametrize("policy_loss", ["ppo_clip", "gspo", "cispo"])
 @pytest.mark.parametrize("name", ["gae", "grpo", "reinforce_plus_plus"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     episodes=steps(),
     cfg=configs,

@@ -137,7 +137,7 @@ def _fields(g: ModelGeometry) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- there and back
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(geometries(), geometries(), st.integers(1, 5), st.integers(1, 5))
 def test_any_cut_is_read_back_at_any_other(
     saved: tuple[ModelGeometry, int], other: tuple[ModelGeometry, int], dp: int, other_dp: int
