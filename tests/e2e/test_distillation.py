@@ -21,7 +21,6 @@ HINT = """
 def hint(prompt, ground_truth, extra_info, data_source):
     return [{"role": "user", "content": ground_truth + " " + prompt[0]["content"]}]
 """
-EVALUATED = ["evaluate.every=1"]  # else the run that stops evaluates where the other does not
 
 
 @pytest.fixture(scope="module")
@@ -40,41 +39,41 @@ def train(directory: Path, name: str, *overrides: str) -> tuple[Path, list[dict[
     return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_teacher_is_read_as_a_reference_of_the_same_weights_is(workspace: Path) -> None:
+# The teacher of these prompts is named by their data source; the model itself would have no KL.
+BY_SOURCE = ["teacher.path=quickstart/model", "teacher.sources={quickstart/addition: teacher}"]
+LAYOUTS = {
+    "pipeline": ["teacher.layout.pp=2"],
+    "by_source": [*BY_SOURCE, "teacher.layout.tp=2", "teacher.offload=true", "teacher.offload_by_layer=true"],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_teacher_is_read_as_a_reference_of_the_same_weights_is(workspace: Path, name: str) -> None:
     """k1 of the same model, once as the KL to the reference and once as the teacher's, which is cut in other ways."""
     kl = ["algorithm.kl.coef=1e-6", "algorithm.kl.estimator=k1", "algorithm.kl.placement=reward"]
-    compared = ["reference.path=teacher", *kl, "trainer.num_steps=1"]
-    for layout in (
-        [],
-        ["teacher.layout.pp=2"],
-        ["teacher.layout.tp=2", "teacher.offload=true", "teacher.offload_by_layer=true"],
-    ):
-        run, metrics = train(workspace, f"as{len(layout)}", *TAUGHT, *compared, *layout)
-        assert abs(metrics[1]["teacher/kl"]) > 1e-4
-        assert metrics[1]["teacher/kl"] == pytest.approx(metrics[1]["kl/mean"], rel=1e-4), layout
+    compared = ["reference.path=teacher", *kl, "trainer.num_steps=1", "evaluate.every=0"]
+    run, metrics = train(workspace, name, *TAUGHT, *compared, *LAYOUTS[name])
+    assert abs(metrics[1]["teacher/kl"]) > 1e-4
+    assert metrics[1]["teacher/kl"] == pytest.approx(metrics[1]["kl/mean"], rel=1e-4)
     assert_registered(run, "teacher/kl", "timing/<phase>_s", "throughput/<phase>_tokens_per_s")
     assert "timing/teacher_logprobs_s" in metrics[1]
 
 
-# By data source, with prompts of its own; and as an average of the policy, in the loss.
-SEVERAL = [*TAUGHT, "teacher.path=quickstart/model", "teacher.sources={quickstart/addition: teacher}", CONTEXT]
 ITSELF = ["algorithm=distillation", "teacher.weights=average", "teacher.decay=0.9", CONTEXT, "teacher.divergence=jsd"]
 ITSELF += ["checkpoint.save_total_limit=10"]
+ITSELF += ["evaluate.every=1"]  # else the run that stops evaluates where the other does not
 
 
-@pytest.mark.parametrize("teacher", [SEVERAL, ITSELF], ids=["several", "itself"])
-def test_a_run_that_goes_on_ends_as_one_that_was_left_alone(
-    workspace: Path, teacher: list[str], request: pytest.FixtureRequest
-) -> None:
-    name = request.node.callspec.id
-    calm, metrics = train(workspace, f"{name}_calm", *teacher, *EVALUATED)
-    train(workspace, f"{name}_parts", *teacher, *EVALUATED, "trainer.num_steps=2")
-    parts, _ = train(workspace, f"{name}_parts", *teacher, *EVALUATED)
+def test_an_averaged_teacher_is_resumed_bit_for_bit(workspace: Path) -> None:
+    """The average of the policy, with prompts of its own, in the loss."""
+    calm, metrics = train(workspace, "calm", *ITSELF)
+    parts = calm.with_name("parts")
+    train(workspace, "parts", *ITSELF, "trainer.num_steps=2")
+    train(workspace, "parts", *ITSELF)
     assert_same_end(parts, calm)
-    if teacher is ITSELF:
-        assert all(row["teacher/divergence"] > 1e-4 for row in metrics[1:]), "the hint has an effect"
-        assert_registered(calm, "teacher/divergence")
-        check_average(workspace, parts)
+    assert all(row["teacher/divergence"] > 1e-4 for row in metrics[1:]), "the hint has an effect"
+    assert_registered(calm, "teacher/divergence")
+    check_average(workspace, parts)
 
 
 def check_average(workspace: Path, run: Path) -> None:
