@@ -1,4 +1,4 @@
-"""Runs with images, as a user has them: trained, resumed, converted, evaluated, with adapters and with a critic."""
+"""Runs with images: trained, resumed, converted, evaluated, with later turns, adapters, a critic and a reward model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.commands.report.run_data import read_run
 from tests.beside import link, needs
-from tests.commands import ROOT, environment, finished, started
+from tests.commands import ROOT, environment, finished
 
 CONFIG = str(ROOT / "configs" / "quickstart" / "images.yaml")
 # Answers differ in it, and it does not see whether they are right: there is a gradient from the first step on.
-# The second step of the run that is to be killed stays in its rewards.
 REWARD = """
-import os
-import time
-
 def score(data_source, solution_str, ground_truth, extra_info):
-    if os.path.exists("hold") and os.path.exists("outputs/quickstart/killed/latest"):
-        open("held", "w").close()
-        time.sleep(600)
     return (sum(map(ord, solution_str)) % 17) / 16
 """
 # Shows the picture of the prompt in a mirror, then as it is, and then ends.
@@ -164,13 +157,8 @@ def test_engines_get_a_frozen_tower_once(workspace: Path, calm: Path) -> None:
     assert moved == [text, text]
 
 
-def test_a_run_killed_within_a_step_ends_as_one_that_was_left_alone(workspace: Path, calm: Path) -> None:
-    (workspace / "hold").touch()
-    settings = ["train", CONFIG, *SMALL, "experiment=killed", "trainer.num_steps=2"]
-    with started(command(*settings), workspace, environment(workspace)) as running:
-        running.wait_for((workspace / "held").exists)
-    (workspace / "hold").unlink()
-    resumed = train(workspace, "killed", 2)
+def test_a_run_that_resumes_from_a_checkpoint_ends_with_the_same_files(workspace: Path, calm: Path) -> None:
+    resumed = train(workspace, "resumed", 2, f"checkpoint.resume={calm / 'checkpoint-1'}")
     saved = calm / "checkpoint-2" / "actor"
     files = [path.relative_to(calm) for path in saved.rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"model.safetensors", "preprocessor_config.json", "state-00000.safetensors"}
@@ -204,13 +192,15 @@ def test_the_report_has_the_images_of_the_rollouts(calm: Path) -> None:
     assert len(run.groups) == len(named) == 4 and set(named) == set(run.images)
 
 
+VLLM = ["rollout.engine=vllm", "rollout.kv_cache_gib=0.0625", "trainer.world_size=1", "actor.layout.tp=1"]
+
+
 @needs("torchvision")
-def test_an_engine_of_vllm_and_the_trainer_see_the_images_of_later_turns(workspace: Path) -> None:
-    """What the policy says of them has the logprobs of both, and the tokens of images are learned from by none."""
+def test_vllm_and_the_trainer_see_the_images_of_later_turns(workspace: Path) -> None:
+    """Both compute the same logprobs of responses to them. Tokens of images are in no loss."""
     (workspace / "gallery.py").write_text(GALLERY)
     turns = ["environment.function=gallery.py:Gallery", "environment.max_turns=3", "environment.max_tokens=80"]
-    turns += ["environment.score=reward"]
-    run = train(workspace, "shown", 1, *turns, "rollout.engine=vllm", "rollout.kv_cache_gib=0.0625")
+    run = train(workspace, "shown", 1, *turns, "environment.score=reward", *VLLM)
     episodes = [row for row in rollouts(run) if len(row["images"]) == 3]
     assert episodes
     for row in episodes:
@@ -221,40 +211,53 @@ def test_an_engine_of_vllm_and_the_trainer_see_the_images_of_later_turns(workspa
 
 @needs("torchvision")
 def test_an_agent_shows_images_in_its_requests(workspace: Path) -> None:
-    """Two conversations have the same tokens, and see other pictures: in the engine's cache, and in the trainer."""
+    """Two conversations have the same tokens and other pictures, in the engine's cache and in the trainer."""
     (workspace / "agent.py").write_text(AGENT)
     turns = ["environment.function=agent", "environment.agent.function=agent.py:play", "environment.max_turns=3"]
-    turns += ["environment.max_tokens=80", "environment.score=reward"]
-    run = train(workspace, "asking", 1, *turns, "rollout.engine=vllm", "rollout.kv_cache_gib=0.0625")
+    run = train(workspace, "asking", 1, *turns, "environment.max_tokens=80", "environment.score=reward", *VLLM)
     episodes = [row for row in rollouts(run) if [turn["writer"] for turn in row["turns"]].count("policy") == 3]
     assert episodes and all(row["branches"] == 2 and len(row["images"]) == 2 for row in episodes)
     assert metrics(run)[-1]["rollout/logprob_diff_max"] < 1e-5 and metrics(run)[-1]["actor/grad_norm"] > 0
 
 
-def test_adapters_learn_with_images(workspace: Path) -> None:
-    run = train(workspace, "adapters", 1, "actor.lora.rank=4")
-    held = weights(run / "checkpoint-1" / "actor")
-    assert held and not any("visual" in name for name in held)
-    assert metrics(run)[-1]["actor/grad_norm"] > 0
+@pytest.fixture(scope="module")
+def scorer(workspace: Path) -> Path:
+    """The directory of a reward model that has learned from pairs for a step."""
+    return train(workspace, "scorer", 1, "algorithm=reward_model") / "latest" / "reward"
 
 
-def test_a_critic_learns_with_images(workspace: Path) -> None:
-    run = train(workspace, "critic", 1, "algorithm=ppo")
-    before, after = weights(workspace / "images" / "model"), weights(run / "checkpoint-1" / "critic")
-    assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
-    assert metrics(run)[-1]["critic/grad_norm"] > 0
+@pytest.fixture(scope="module")
+def ppo(workspace: Path, scorer: Path) -> Path:
+    """A run with adapters and a critic. The score of the reward model is its whole reward."""
+    own = ["reward.function=null", "reward.rules=[]", f"reward.model.path={scorer}"]
+    return train(workspace, "ppo", 1, "algorithm=ppo", "actor.lora.rank=4", *own)
 
 
-def test_a_reward_model_learns_from_pairs_and_scores_what_engines_draw(workspace: Path, calm: Path) -> None:
-    """The score of the model is the whole reward of the second run."""
-    scorer = train(workspace, "scorer", 2, "algorithm=reward_model")
-    before, after = weights(workspace / "images" / "model"), weights(scorer / "latest" / "reward")
-    assert after["score.weight"].abs().sum() > 0
-    assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
-    own = ["reward.function=null", "reward.rules=[]", f"reward.model.path={scorer / 'latest' / 'reward'}"]
-    run = train(workspace, "scored", 1, *own)
-    last, first = metrics(run)[-1], [json.loads(line) for line in (run / "rollouts/step-000001.jsonl").open()]
+def test_a_reward_model_learns_from_pairs(workspace: Path, scorer: Path) -> None:
+    assert weights(scorer)["score.weight"].abs().sum() > 0
+    assert same_tower(workspace, scorer)
+
+
+def test_a_reward_model_scores_sampled_responses(calm: Path, ppo: Path) -> None:
+    first = [json.loads(line) for line in (ppo / "rollouts/step-000001.jsonl").open()]
     scores = {row["score"] for row in first}
-    assert len(scores) == 4 and last["reward/reward_model_mean"] == pytest.approx(sum(scores) / 4)
+    assert len(scores) == 4 and metrics(ppo)[-1]["reward/reward_model_mean"] == pytest.approx(sum(scores) / 4)
     same = [json.loads(line) for line in (calm / "rollouts/step-000001.jsonl").open()]
     assert [row["response"] for row in first] == [row["response"] for row in same]
+
+
+def test_adapters_learn_with_images(ppo: Path) -> None:
+    held = weights(ppo / "checkpoint-1" / "actor")
+    assert held and not any("visual" in name for name in held)
+    assert metrics(ppo)[-1]["actor/grad_norm"] > 0
+
+
+def test_a_critic_learns_with_images(workspace: Path, ppo: Path) -> None:
+    assert same_tower(workspace, ppo / "checkpoint-1" / "critic")
+    assert metrics(ppo)[-1]["critic/grad_norm"] > 0
+
+
+def same_tower(workspace: Path, folder: Path) -> bool:
+    """Whether the vision tower in a folder is that of the first model."""
+    before, after = weights(workspace / "images" / "model"), weights(folder)
+    return all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
