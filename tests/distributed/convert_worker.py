@@ -35,10 +35,8 @@ from tests.distributed.setting import (
 from tests.distributed.update_worker import fill
 
 CASES = {
-    "llama": "tp2_pp2",
     "qwen2": "pp2_vpp2_dp2",
     "qwen3_tied": "tp2_pp2",  # one key-value head
-    "qwen3_moe": "tp2_sp_pp2",
     "qwen3_moe_mixed": "tp2_sp_pp2",
     "qwen2_moe": "tp2_sp_ep2_etp1_dp2",
     "mixtral": "tp2_sp_pp2_ep2_etp1",

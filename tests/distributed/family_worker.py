@@ -39,15 +39,15 @@ BIAS_RATE = 0.01
 WITH_MTP = ("deepseek_v3", "glm4_moe")  # MTP layers in their files, beside which they are trained
 # The first layout of a model is the one that its update is tried on, too.
 FEW = {
-    "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "tp2_sp_ep2_etp1_dp2"),
+    "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1"),
     "deepseek_v3_direct": ("pp2_ep2_dp2_uneven", "cp4_ep2"),
     "glm4_moe": ("tp2_sp_pp2_ep2_etp1", "pp2_cp2_ep2"),
     "deepseek_v3_dense": ("tp2_pp2", "tp2_cp2"),  # without sequence parallelism
     "deepseek_v2": ("tp2_sp_pp2_ep2_etp1",),
     "olmo2": ("tp2_pp2", "tp4_sp"),
     "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
-    "qwen3_next": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2_uneven"),
-    "qwen3_5_text": ("dp4", "tp2_pp2", "tp2_cp2", "pp2_cp2", "cp4"),  # without sequence parallelism
+    "qwen3_next": ("tp2_sp_cp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2_uneven"),
+    "qwen3_5_text": ("dp4", "tp2_cp2", "pp2_cp2", "cp4"),  # without sequence parallelism
     "qwen3_5_moe_text": ("cp4_ep2",),
     "gemma3_text": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
 }

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 LAYOUTS = {
-    "qwen3": ("dp4", "tp2_dp2", "tp2_dp2_sp", "tp2_pp2"),
+    "qwen3": ("tp2_pp2",),
     "qwen3_pissa": ("tp2_dp2_sp",),
     "qwen2": ("tp2_dp2_sp",),
     "qwen3_dora": ("tp2_dp2",),
     "qwen2_dora": ("tp2_dp2_sp",),
     "deepseek_v3_dense_dora": ("tp2_dp2",),
-    "qwen3_moe": ("dp4", "tp2_sp_ep2_etp1_dp2", "ep2_etp2_dp4"),
+    "qwen3_moe": ("tp2_sp_ep2_etp1_dp2", "ep2_etp2_dp4"),
     "deepseek_v3_kimi": ("tp2_sp_ep2_etp1_dp2",),
-    "deepseek_v3_dense": ("tp2_dp2",),
 }
 BEGINNING = "grown"  # B is not zero
 
@@ -34,7 +33,7 @@ def main(directory: Path, folder: Path) -> None:
 
     assert layers.HAVE_TE
     platform, groups, findings = start(), dict[str, Any](), dict[str, Any](oracle={}, updates={})
-    for name, layouts in lora_worker.cases_of(LAYOUTS).items():
+    for name, layouts in LAYOUTS.items():
         path = directory / name
         if dist.get_rank() == 0:
             models.make(name.removesuffix("_pissa").removesuffix("_dora"), path)

@@ -115,9 +115,7 @@ def main(directory: Path) -> None:
     findings["dropout"] = {
         layout: dropped(path, groups_of(layout, groups), platform) for layout in ("tp2_dp2", "tp2_dp2_sp")
     }
-    findings["initial"] = {
-        layout: initial(path, groups_of(layout, groups), platform) for layout in ("dp4", "tp2_pp2")
-    }
+    findings["initial"] = {layout: initial(path, groups_of(layout, groups), platform) for layout in ("dp4", "tp2_pp2")}
     finish(findings, directory)
 
 

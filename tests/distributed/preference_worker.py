@@ -25,15 +25,15 @@ from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Reference
 from rlhf_mcore.roles.preference import PreferenceActor
 from rlhf_mcore.trainer.example_learner import ExampleEvaluator, ExampleLearner, preference_metrics
+from tests.covering import covering_rows
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
-from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, start
+from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, splits_of, start
 from tests.distributed.supervised_worker import CUTS
 from tests.episodes import tokenized
 
 MODEL = "qwen3_tied"
 LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "cp2_dp2", "tp2_sp_cp2")
-FEW = ("tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_sp_cp2")
 LOSSES = {
     "dpo": DpoConfig("dpo", beta=0.3, label_smoothing=0.1),
     "ipo": DpoConfig("ipo", beta=0.3),
@@ -46,10 +46,14 @@ OPTIMIZER = OptimizerConfig(lr=2e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.0)
 
 
 def ways() -> list[tuple[str, str, str]]:
-    """DPO under every layout, the other losses under some; the cuts of the batch take turns."""
-    names = list(CUTS)
-    pairs = [(loss, layout) for loss in LOSSES for layout in (LAYOUTS if loss == "dpo" else FEW)]
-    return [(loss, layout, names[number % 3]) for number, (loss, layout) in enumerate(pairs)]
+    """Return loss, layout and cut of the batch: each loss meets tensor, pipeline and context parallelism; the cuts take turns."""
+
+    def features(row: dict[str, str]) -> dict[str, Any]:
+        splits = splits_of(row["layout"])
+        return {"loss": row["loss"], **{name: splits[name] for name in ("tp", "pp", "cp")}}
+
+    names, rows = list(CUTS), covering_rows({"loss": tuple(LOSSES), "layout": LAYOUTS}, features=features)
+    return [(row["loss"], row["layout"], names[number % 3]) for number, row in enumerate(rows)]
 
 
 def examples() -> list[TokenizedExample]:

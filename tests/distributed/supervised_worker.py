@@ -31,10 +31,11 @@ from rlhf_mcore.trainer.example_learner import (
     preference,
     preference_metrics,
 )
+from tests.covering import covering_rows
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.roles_worker import make_classifier
-from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, start
+from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, splits_of, start
 from tests.episodes import tokenized
 
 MODEL = "qwen3_tied"
@@ -43,6 +44,12 @@ CUTS = {"one_packed": (10_000, True), "many_packed": (48, True), "many_padded": 
 NUM_UPDATES = 2
 CENTERING = 0.05
 OPTIMIZER = OptimizerConfig(lr=2e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+
+
+def cells() -> list[dict[str, str]]:
+    """Return kind of model, layout and cut: every layout, and each way to split with each kind and each cut."""
+    factors = {"kind": ("sft", "reward_model"), "layout": LAYOUTS, "cut": tuple(CUTS)}
+    return covering_rows(factors, features=lambda row: {**row, **splits_of(row["layout"]), "layout": None})
 
 
 def examples(kind: str) -> list[TokenizedExample]:
@@ -67,10 +74,11 @@ def main(directory: Path) -> None:
     groups: dict[str, ModelGroups] = {}
     for kind, path in paths.items():
         after = load_file(directory / f"{kind}_after" / "model.safetensors")
-        for layout in LAYOUTS:
-            for cut in CUTS:
-                made = groups_of(layout, groups)
-                findings["updates"][f"{kind}/{layout}/{cut}"] = update(kind, path, made, platform, cut, after)
+        for cell in cells():
+            if cell["kind"] == kind:
+                made = groups_of(cell["layout"], groups)
+                found = update(kind, path, made, platform, cell["cut"], after)
+                findings["updates"]["/".join(cell.values())] = found
     finish(findings, directory)
 
 

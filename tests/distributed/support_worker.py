@@ -14,8 +14,20 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.types import Ragged, TrainBatch
+from tests.covering import covering_rows
 from tests.distributed import models
-from tests.distributed.setting import TEMPERATURE, Settings, batch_for, build, finish, groups_of, load_hf, rows, start
+from tests.distributed.setting import (
+    TEMPERATURE,
+    Settings,
+    batch_for,
+    build,
+    finish,
+    groups_of,
+    load_hf,
+    rows,
+    splits_of,
+    start,
+)
 from tests.distributed.update_worker import OWNERS, fill, oracle, update
 from tests.rows import rows_of_padded
 
@@ -29,6 +41,13 @@ CUTS = {
 }
 WHOLE = 5  # a row that was drawn from the whole vocabulary
 WARPERS = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(30), TopPLogitsWarper(0.9)])
+
+
+def cells() -> list[dict[str, Any]]:
+    """Return layout, cut and way to own rows: every layout, and each way to split with each cut and each way to own rows."""
+    factors = {"layout": LAYOUTS, "cut": tuple(CUTS), "owner": OWNERS}
+    return covering_rows(factors, features=lambda row: {**row, **splits_of(row["layout"]), "layout": None})
+
 
 Supports = list[list[list[int]]]  # of each response token of each row
 
@@ -46,14 +65,15 @@ def main(directory: Path) -> None:
     dist.barrier()
     after, reference = load_file(directory / "after" / "model.safetensors"), load_hf(other)
     findings["sizes"] = sorted({len(ids) for row in supports for ids in row})
-    for number, layout in enumerate(LAYOUTS):
-        for cut, (max_tokens, packing, chunk) in CUTS.items():
-            settings = Settings(max_tokens=max_tokens, packing=packing, logit_chunk_tokens=chunk)
-            mine, owner = groups_of(layout, groups), OWNERS[number % len(OWNERS)]
-            _, actor = build(path, mine, platform, settings)
-            complete = partial(add_support, supports)
-            found = update(path, mine, platform, settings, reference, after, owner, complete)
-            findings[f"{layout}/{cut}"] = {**found, **distances(actor, supports, expected, reference)}
+    findings["cells"] = {}
+    for layout, cut, owner in (cell.values() for cell in cells()):
+        max_tokens, packing, chunk = CUTS[cut]
+        settings = Settings(max_tokens=max_tokens, packing=packing, logit_chunk_tokens=chunk)
+        mine = groups_of(layout, groups)
+        _, actor = build(path, mine, platform, settings)
+        complete = partial(add_support, supports)
+        found = update(path, mine, platform, settings, reference, after, owner, complete)
+        findings["cells"][f"{layout}/{cut}"] = {**found, **distances(actor, supports, expected, reference)}
     finish(findings, directory)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.distributed.cells import check_all
 from tests.distributed.layers_worker import CIRCLES, KINDS
+from tests.distributed.state_worker import MUON
 from tests.distributed.test_parity import check_parity, check_weights
 from tests.distributed.test_state import check_circle
 from tests.distributed.test_update import check_old_of_update, check_update
@@ -44,6 +45,14 @@ def test_an_update_is_that_of_transformers(findings: Any, kind: str) -> None:
 @pytest.mark.parametrize("model", CIRCLES)
 def test_a_checkpoint_resumes_on_another_layout_and_syncs_to_an_engine(findings: Any, model: str) -> None:
     check_circle(findings["circles"][model], CIRCLES[model])
+
+
+@pytest.mark.parametrize("model", CIRCLES)
+def test_an_update_by_muon_is_one_of_whole_matrices(findings: Any, model: str) -> None:
+    """Queries, keys, values, gates and every expert apart, whatever Megatron and the layout have made of them."""
+    found = findings["circles"][model]["muon"]
+    assert len(found) == (4 * (4 + 1 + 4 * 3) if model in MUON else 0), sorted(found)
+    assert all(difference < 1e-3 for difference in found.values()), found
 
 
 def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(findings: Any) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.preference_worker import NUM_UPDATES, ways
+from tests.distributed.cells import check_all, check_close
+from tests.distributed.preference_worker import LOSSES, NUM_UPDATES
 from tests.distributed.world import World
-
-WAYS = [(loss, layout) for loss, layout, _ in ways()]
 
 
 @pytest.fixture(scope="module")
@@ -19,23 +18,27 @@ def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any
     return four_ranks.run("preference_worker", directory)
 
 
-@pytest.mark.parametrize(("loss", "layout"), WAYS)
-def test_an_update_is_the_oracles(findings: Any, loss: str, layout: str) -> None:
-    found, oracle = findings["updates"][f"{loss}/{layout}"], findings["oracle"][loss]
-    assert len(found["history"]) == len(oracle) == NUM_UPDATES
-    for mine, theirs in zip(found["history"], oracle, strict=True):
-        assert mine["loss/dpo"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert mine["actor/grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        for name in theirs.keys() - {"loss", "grad_norm"}:
-            assert mine[f"preference/{name}"] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
-    assert found["weights"] == ""
+@pytest.mark.parametrize("loss", LOSSES)
+def test_updates_and_held_out_figures_are_the_oracles(findings: Any, loss: str) -> None:
+    oracle = findings["oracle"][loss]
+    cells = {name: found for name, found in findings["updates"].items() if name.startswith(f"{loss}/")}
+
+    def check(found: Any) -> None:
+        assert len(found["history"]) == len(oracle) == NUM_UPDATES
+        for mine, theirs in zip(found["history"], oracle, strict=True):
+            check_close("loss/dpo", mine["loss/dpo"], theirs["loss"], rel=1e-5)
+            check_close("actor/grad_norm", mine["actor/grad_norm"], theirs["grad_norm"], rel=1e-5)
+            for name in theirs.keys() - {"loss", "grad_norm"}:
+                check_close(name, mine[f"preference/{name}"], theirs[name], 1e-4, 1e-5)
+        assert found["weights"] == ""
+
+    def check_held_out(found: Any) -> None:
+        names = oracle[0].keys() - {"grad_norm", "divergence"}
+        assert found["before"].keys() == {f"evaluate/{name}" for name in names}
+        for name in names:
+            check_close(name, found["before"][f"evaluate/{name}"], oracle[0][name], 1e-4, 1e-5)
+
+    check_all(cells, check)
+    check_all(cells, check_held_out)
     assert loss != "kto" or oracle[1]["divergence"] > 0.01, "it has an effect"
     assert oracle[1]["loss"] < oracle[0]["loss"]
-
-
-@pytest.mark.parametrize(("loss", "layout"), WAYS)
-def test_held_out_figures_are_the_oracles(findings: Any, loss: str, layout: str) -> None:
-    found, oracle = findings["updates"][f"{loss}/{layout}"]["before"], findings["oracle"][loss][0]
-    assert found.keys() == {f"evaluate/{name}" for name in oracle.keys() - {"grad_norm", "divergence"}}
-    for name, value in found.items():
-        assert value == pytest.approx(oracle[name.removeprefix("evaluate/")], rel=1e-4, abs=1e-5), name

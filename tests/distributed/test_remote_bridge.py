@@ -22,6 +22,7 @@ BYTES = {
     "experts": 4 * (2 * 97 * 64 + 4 * EXPERT_LAYER + 64),
 }
 
+
 @pytest.fixture(scope="module")
 def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory: Path = tmp_path_factory.mktemp("remote")

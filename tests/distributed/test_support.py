@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.support_worker import CUTS, LAYOUTS
+from tests.distributed.cells import check_all, check_below
+from tests.distributed.test_update import check_update
 from tests.distributed.world import World
-
-CASES = [(layout, cut) for layout in LAYOUTS for cut in CUTS]
 
 
 @pytest.fixture(scope="module")
@@ -19,19 +18,18 @@ def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any
     return four_ranks.run("support_worker", directory)
 
 
-@pytest.mark.parametrize(("layout", "cut"), CASES)
-def test_logprobs_are_those_within_the_supports(findings: Any, layout: str, cut: str) -> None:
+def test_logprobs_are_those_within_the_supports(findings: Any) -> None:
     """In double precision; of a pass of their own and of the update's forward pass."""
-    found, sizes = findings[f"{layout}/{cut}"], findings["sizes"]
+    sizes = findings["sizes"]
     assert sizes[0] == 0 and len(sizes) > 4 and sizes[-1] <= 31
-    assert 0 < found["own"] < 1e-5
-    assert 0 < found["of_update"] < 1e-5
+
+    def check(found: Any) -> None:
+        for name in ("own", "of_update"):
+            check_below(name, found[name], 1e-5)
+            assert found[name] > 0
+
+    check_all(findings["cells"], check)
 
 
-@pytest.mark.parametrize(("layout", "cut"), CASES)
-def test_loss_gradient_and_new_weights_are_the_oracles(findings: Any, layout: str, cut: str) -> None:
-    found, oracle = findings[f"{layout}/{cut}"], findings["oracle"]
-    assert found["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
-    assert found["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
-    assert found["weights"] == ""
-    assert found["losses"] == [found["loss/total"]] * 4
+def test_an_update_is_that_of_transformers(findings: Any) -> None:
+    check_all(findings["cells"], lambda found: check_update(found, findings["oracle"]))
