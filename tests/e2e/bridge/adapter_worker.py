@@ -85,6 +85,12 @@ def seen(engine: Any, model: Any) -> dict[str, Any]:
 def main(directory: Path, *targets: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    compare(directory, *targets)
+    dist.destroy_process_group()
+
+
+def compare(directory: Path, *targets: str) -> None:
+    """Write what engines with adapters and with merged weights sample."""
     rank, size = dist.get_rank(), dist.get_world_size()
     full = load_file(directory / "model.safetensors")
     geometry = load_spec(str(directory)).geometry
@@ -133,4 +139,3 @@ def main(directory: Path, *targets: str) -> None:
             results["without"] = seen(engine, reference(directory, full, {}))["gap"]
         engine.close()
     (directory / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()

@@ -1,6 +1,7 @@
-"""Run by torchrun: models of an evaluation, one after the other, in the engine that the evaluation keeps for them.
+"""Run by torchrun: a mixture of experts with adapters, then models of an evaluation in the engine that it keeps for them.
 
-DIRECTORY has a model in ``model``, and gets two directories of adapters and findings.json. test_adapters.py judges.
+DIRECTORY has the models ``mixture`` and ``evaluation/model``. These folders get rank0.json, and two directories of adapters and
+findings.json. test_adapters.py judges. Names of the linear layers of the mixture that are adapted may follow.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
-from tests.e2e.bridge.adapter_worker import SCALE, random_adapters, reference, seen
+from tests.e2e.bridge.adapter_worker import SCALE, compare, random_adapters, reference, seen
 
 CONFIG = """\
 model: {{path: {model}, dtype: fp32}}
@@ -33,9 +34,15 @@ rollout: {{engine: vllm, kv_cache_gib: 0.02, max_num_seqs: 16, max_model_len: 64
 ADAPTERS = {"small": (8, ("q_proj", "v_proj", "down_proj")), "large": (16, ("o_proj", "v_proj", "gate_proj"))}
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, *targets: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    compare(directory / "mixture", *targets)
+    evaluate(directory / "evaluation")
+    dist.destroy_process_group()
+
+
+def evaluate(directory: Path) -> None:
     base = directory / "model"
     (directory / "run.yaml").write_text(CONFIG.format(model=base))
     cfg, full = load_config(directory / "run.yaml"), load_file(base / "model.safetensors")
@@ -60,4 +67,3 @@ def main(directory: Path) -> None:
         engines.close()
     findings = {"seen": found, "built": built.call_count, "loaded": loaded.call_count}
     (directory / "findings.json").write_text(json.dumps(findings))
-    dist.destroy_process_group()

@@ -18,8 +18,9 @@ WEIGHT = {"q": 128 * 64, "v": 64 * 64, "o": 64 * 128, "gate": 96 * 64, "up": 96 
 ROW_PARALLEL = ("o", "down")  # whose A is cut among the ranks of an engine, and B is not
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_engine_with_an_adapter_is_one_with_merged_weights(tmp_path: Path, size: int) -> None:
+def test_an_engine_with_an_adapter_is_one_with_merged_weights(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks. Two copies of what is whole on each of them are sent."""
+    size = 2
     save_model(tmp_path, "qwen3", seed=1)
     run_world("e2e.bridge.adapter_worker", size, tmp_path)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(size)]
@@ -43,28 +44,37 @@ def test_an_engine_with_an_adapter_is_one_with_merged_weights(tmp_path: Path, si
     assert sent["adapter"][0] == sent["merge"][0] + adapters, "the weights travel once"
 
 
-def test_a_mixture_of_experts_has_adapters_of_its_attention(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a mixture of experts with adapters, and of an evaluation of adapters: one world for both."""
+    directory = tmp_path_factory.mktemp("one_rank")
+    sizes = dict(vocab_size=len(VOCABULARY), eos_token_id=1, bos_token_id=None, pad_token_id=0)
+    make("qwen3_moe", directory / "mixture", **sizes)
+    save_tokenizer(directory / "mixture")
+    save_model(directory / "evaluation" / "model", "qwen3", seed=1)
+    run_world("e2e.bridge.evaluated_worker", 1, directory, "q_proj", "v_proj", "o_proj")
+    return directory
+
+
+def test_a_mixture_of_experts_has_adapters_of_its_attention(one_rank: Path) -> None:
     """vLLM's experts are those of an engine without adapters; the adapters are sent alone, here too."""
-    make("qwen3_moe", tmp_path, vocab_size=len(VOCABULARY), eos_token_id=1, bos_token_id=None, pad_token_id=0)
-    save_tokenizer(tmp_path)
-    run_world("e2e.bridge.adapter_worker", 1, tmp_path, "q_proj", "v_proj", "o_proj")
-    seen = json.loads((tmp_path / "rank0.json").read_text())
+    directory = one_rank / "mixture"
+    seen = json.loads((directory / "rank0.json").read_text())
     for version in range(3):
         for mode in ("adapter", "merge"):
             assert seen[mode][version]["gap"] < 1e-5, (mode, version)
         assert seen["adapter"][version]["tokens"] == seen["merge"][version]["tokens"]
     assert seen["without"] > 0.05
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text())
     hidden, heads = config["hidden_size"], config["head_dim"] * config["num_attention_heads"]
     values = config["head_dim"] * config["num_key_value_heads"]
     numbers = 8 * ((hidden + heads) + (hidden + values) + (heads + hidden))  # A and B of queries, values, outputs
     assert [sync["bytes"] for sync in seen["adapter"][1:]] == [4 * config["num_hidden_layers"] * numbers] * 2
 
 
-def test_an_evaluation_has_adapters_of_one_model_in_one_engine(tmp_path: Path) -> None:
+def test_an_evaluation_has_adapters_of_one_model_in_one_engine(one_rank: Path) -> None:
     """Of other ranks and targets, and the model without adapters; its weights are loaded once."""
-    save_model(tmp_path / "model", "qwen3", seed=1)
-    found = run_world("e2e.bridge.evaluated_worker", 1, tmp_path)
+    found = json.loads((one_rank / "evaluation" / "findings.json").read_text())
     assert (found["built"], found["loaded"]) == (1, 1)
     for model in found["seen"]:
         assert model["gap"] < 1e-5, model["name"]

@@ -6,7 +6,6 @@ DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here;
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -142,9 +141,7 @@ def check_case(case: Case, directory: Path, tp: int) -> dict[str, Any]:
 
         packed = build(config, is_processed=True)
         before = snapshot(packed)
-        start = time.perf_counter()
         packed_map = trace(packed, shapes)
-        seen["trace_s"] = time.perf_counter() - start
         seen["change by tracing"] = change(before, snapshot(packed))
         seen["deterministic"] = trace(packed, shapes) == packed_map
         seen["packed"] = described(packed_map)
