@@ -149,14 +149,14 @@ def test_the_checkpoints_own_tokenizer_wins_and_the_configured_one_stands_in(wor
     assert cfg.model.path == "model"
 
 
-@pytest.mark.parametrize(("num_tokens", "fits"), [(90, True), (100, True), (101, False)])
-def test_every_token_needs_a_row_of_the_embedding(workspace: Any, num_tokens: int, fits: bool) -> None:
-    write_tokenizer(workspace, "model", num_tokens)
-    assert tokenizer_size("model") == num_tokens
-    found = problems()
-    assert (found == []) is fits
-    if not fits:
-        assert "has 101 tokens, the model vocab_size=100; they do not belong together" in found[0]
+def test_every_token_needs_a_row_of_the_embedding(workspace: Any) -> None:
+    for num_tokens, fits in [(90, True), (100, True), (101, False)]:
+        write_tokenizer(workspace, "model", num_tokens)
+        assert tokenizer_size("model") == num_tokens
+        found = problems()
+        assert (found == []) is fits
+        if not fits:
+            assert "has 101 tokens, the model vocab_size=100; they do not belong together" in found[0]
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -170,11 +170,11 @@ def test_the_end_of_a_response_must_be_a_token(workspace: Any, file: str) -> Non
     assert "ends a response with token 60, which the tokenizer in model with its 50 tokens does not have" in found
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"vocab": {}}}', '{"model": {"vocab": 3}}'])
-def test_a_tokenizer_that_does_not_say_its_size(workspace: Any, content: str) -> None:
-    workspace.write("model/tokenizer.json", content)
-    assert tokenizer_size("model") is None
-    assert list(token_problems("model", None, "x", "model")) == []
+def test_a_tokenizer_that_does_not_say_its_size(workspace: Any) -> None:
+    for content in ["", "[]", "{}", '{"model": {"vocab": {}}}', '{"model": {"vocab": 3}}']:
+        workspace.write("model/tokenizer.json", content)
+        assert tokenizer_size("model") is None
+        assert list(token_problems("model", None, "x", "model")) == []
 
 
 def test_unigram_tokenizers_number_their_tokens_by_place(workspace: Any) -> None:

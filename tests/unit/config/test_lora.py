@@ -68,9 +68,8 @@ def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale
     assert other.scale == pytest.approx(one.scale, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
+def test_what_does_not_go_together_is_one_message() -> None:
+    for changes, named in [
         ({"actor__lora__targets": []}, "actor.lora.targets"),
         ({"actor__lora__init": "pissa", "actor__lora__dropout": 0.1}, "actor.lora.dropout"),
         ({"actor__lora__init": "pissa", "actor__lora__path": "other"}, "actor.lora.path"),
@@ -106,11 +105,9 @@ def test_what_begins_with_singular_vectors_has_twice_the_rank_and_the_same_scale
         ({"algorithm__kl__coef": 0.1, "reference__path": "other"}, "reference.path"),
         ({"algorithm__kl__coef": 0.1, "reference__refresh_steps": 5}, "reference.refresh_steps"),
         ({"algorithm__kl__coef": 0.1, "reference__offload": True}, "reference.offload"),
-    ],
-)
-def test_what_does_not_go_together_is_one_message(changes: dict[str, object], named: str) -> None:
-    assert len(problems(**changes)) == 1
-    assert named in problems(**changes)[0]
+    ]:
+        assert len(problems(**changes)) == 1
+        assert named in problems(**changes)[0]
 
 
 DENSE = ModelGeometry("qwen3", 1, 8, GroupedSizes(4, 2, 2), 16, 13, True)
@@ -141,19 +138,18 @@ def test_engines_get_adapters_where_they_can_add_them() -> None:
         assert bool(refused) is (cfg.actor.lora.rank is not None and not sends and "actor__lora__sync" not in changes)
 
 
-@pytest.mark.parametrize(
-    ("geometry", "targets"),
-    [
+def test_experts_and_both_ends_have_no_magnitudes() -> None:
+    for geometry, targets in [
         (MIXTURE, ["all-linear"]),
         (MIXTURE, ["q_proj", "down_proj"]),
-    ],
-)
-def test_experts_and_both_ends_have_no_magnitudes(geometry: ModelGeometry, targets: list[str]) -> None:
-    changes = {"actor__lora__use_dora": True, "actor__lora__targets": targets}
-    [problem] = target_problems(configured(**changes), geometry)
-    assert problem.startswith("actor.lora.targets: ") and problem.endswith("or set actor.lora.use_dora=false")
-    assert "takes no DoRA" in problem and ("experts.0" in problem or targets[-1] in problem)
-    assert not list(target_problems(configured(actor__lora__use_dora=True, actor__lora__targets=["q_proj"]), geometry))
+    ]:
+        changes = {"actor__lora__use_dora": True, "actor__lora__targets": targets}
+        [problem] = target_problems(configured(**changes), geometry)
+        assert problem.startswith("actor.lora.targets: ") and problem.endswith("or set actor.lora.use_dora=false")
+        assert "takes no DoRA" in problem and ("experts.0" in problem or targets[-1] in problem)
+        assert not list(
+            target_problems(configured(actor__lora__use_dora=True, actor__lora__targets=["q_proj"]), geometry)
+        )
 
 
 def peft_directory(directory: Path, geometry: ModelGeometry, **changes: object) -> Path:

@@ -71,9 +71,8 @@ def test_the_schedule_is_as_long_as_the_run(kind: str) -> None:
     validate(cfg)  # what is printed can be read again
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
+def test_mistakes_are_refused(kind: str) -> None:
+    for overrides, words in [
         (["trainer.minibatch_size=8"], ["minibatch_size=8", "one update", "prompts_per_step=32", "null"]),
         (["trainer.ppo_epochs=2"], ["trainer.ppo_epochs=2", "set it to 1"]),
         (["trainer.max_tokens_per_microbatch=1"], ["max_tokens_per_microbatch=1", "raise it"]),
@@ -82,13 +81,11 @@ def test_the_schedule_is_as_long_as_the_run(kind: str) -> None:
         (["data.train=[]"], ["data.train=[]"]),
         (["evaluate.every=2"], ["evaluate.every=2", "data.eval=[]"]),
         (["data.prompt_key=question"], ["no column 'question'", "prompt", "Set data.prompt_key"]),
-    ],
-)
-def test_mistakes_are_refused(kind: str, overrides: list[str], words: list[str]) -> None:
-    worlds = {"actor.layout.pp=3": 3, "actor.layout.cp=2": 2}
-    problems = check(kind, *overrides, world_size=worlds.get(overrides[0]))
-    assert len(problems) == 1, problems
-    assert all(word in problems[0] for word in words), problems
+    ]:
+        worlds = {"actor.layout.pp=3": 3, "actor.layout.cp=2": 2}
+        problems = check(kind, *overrides, world_size=worlds.get(overrides[0]))
+        assert len(problems) == 1, problems
+        assert all(word in problems[0] for word in words), problems
 
 
 def test_an_unknown_kind(workspace: Any) -> None:
@@ -156,9 +153,8 @@ def test_losses_over_pairs(workspace: Any) -> None:
         assert check("dpo", f"algorithm.dpo.loss={loss}") == [], "the same without its preset"
 
 
-@pytest.mark.parametrize(
-    ("preset", "overrides", "words"),
-    [
+def test_mistakes_with_pairs_are_refused(workspace: Any) -> None:
+    for preset, overrides, words in [
         (
             "kto",
             ["trainer.prompts_per_step=1"],
@@ -180,13 +176,11 @@ def test_losses_over_pairs(workspace: Any) -> None:
         ("dpo", ["reference.refresh_steps=2"], ["reference.refresh_steps=2", "algorithm.kind=dpo", "set it to 0"]),
         ("dpo", ["reference.path=nowhere"], ["reference.path", "nowhere"]),
         ("dpo", ["actor.lora.rank=8", "reference.path=ref"], ["actor.lora.rank=8", "reference.path=ref", "remove"]),
-    ],
-)
-def test_mistakes_with_pairs_are_refused(workspace: Any, preset: str, overrides: list[str], words: list[str]) -> None:
-    workspace.write_hf_config("ref", architectures=["Qwen3ForCausalLM"])
-    workspace.write("ref/model.safetensors", "")
-    workspace.write("ref/tokenizer.json", "{}")
-    workspace.write("train.jsonl", json.dumps(ROWS.get(preset, PAIR)) + "\n")
-    problems = check(preset, *overrides)
-    assert len(problems) == 1, problems
-    assert all(word in problems[0] for word in words), problems
+    ]:
+        workspace.write_hf_config("ref", architectures=["Qwen3ForCausalLM"])
+        workspace.write("ref/model.safetensors", "")
+        workspace.write("ref/tokenizer.json", "{}")
+        workspace.write("train.jsonl", json.dumps(ROWS.get(preset, PAIR)) + "\n")
+        problems = check(preset, *overrides)
+        assert len(problems) == 1, problems
+        assert all(word in problems[0] for word in words), problems

@@ -57,9 +57,8 @@ def test_good_configurations_pass() -> None:
 TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
+def test_mistakes_are_refused() -> None:
+    for overrides, words in [
         (["algorithm=distillation"], ["teacher.path=null", "algorithm.advantage=distillation", "give the directory"]),
         (["teacher.coef=0.5"], ["teacher.coef=0.5", "no effect", "teacher.path=null", "remove it"]),
         (["algorithm=distillation", "teacher.path=nowhere"], ["teacher.path=nowhere"]),
@@ -82,12 +81,10 @@ TAUGHT = ["algorithm=distillation", "teacher.path=teacher"]
         ),
         ([*TAUGHT, "teacher.context=context.py:other"], ["teacher.context=context.py:other", "does not define other"]),
         ([*TAUGHT, "teacher.context=nowhere.py:hint"], ["teacher.context", "does not exist"]),
-    ],
-)
-def test_mistakes_are_refused(overrides: list[str], words: list[str]) -> None:
-    problems = check(*overrides)
-    assert len(problems) == 1, problems
-    assert all(word in problems[0] for word in words), problems
+    ]:
+        problems = check(*overrides)
+        assert len(problems) == 1, problems
+        assert all(word in problems[0] for word in words), problems
 
 
 def test_another_tokenizer_is_refused_with_its_first_difference(workspace: Any) -> None:

@@ -6,7 +6,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
@@ -46,10 +45,12 @@ def test_communication_of_tensor_parallel_ranks_may_overlap_computation(workspac
     assert check(*OVERLAP.split(" "), "actor.megatron.tp_comm_bulk_wgrad=false") == []
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("actor.megatron.overlap_grad_reduc=true", ["overlap_grad_reduc=True", "no such field", "overlap_grad_reduce?"]),
+def test_mistakes_are_named(workspace: Any) -> None:
+    for setting, words in [
+        (
+            "actor.megatron.overlap_grad_reduc=true",
+            ["overlap_grad_reduc=True", "no such field", "overlap_grad_reduce?"],
+        ),
         ("actor.megatron.zzz=1", ["actor.megatron.zzz=1", "TransformerConfig"]),
         ("actor.megatron={overlap_grad_reduce: 3}", ["overlap_grad_reduce=3", "bool"]),
         ("actor.megatron={bucket_size: 1.5}", ["bucket_size=1.5", "int"]),
@@ -58,6 +59,9 @@ def test_communication_of_tensor_parallel_ranks_may_overlap_computation(workspac
         ("actor.megatron={tp_comm_overlap: true}", ["tp_comm_overlap=True", "actor.layout.sequence_parallel=true"]),
         (f"{OVERLAP} trainer.packing=false", ["tp_comm_overlap=True", "trainer.packing=true", "filled up"]),
         (f"{OVERLAP} model.layer_spec=local", ["tp_comm_overlap=True", "model.layer_spec=te"]),
+        (f"{OVERLAP} actor.ranks=[0,1]", ["tp_comm_overlap=True", "all ranks", "remove it"]),
+        ("actor.megatron={overlap_moe_expert_parallel_comm: true}", ["overlap_moe_expert_parallel_comm=True", "remove"]),
+        ("actor.megatron={delay_wgrad_compute: true}", ["delay_wgrad_compute=True", "remove it"]),
         ("actor.megatron={no_sync_func: f}", ["no_sync_func='f'", "object of Python"]),
         ("actor.megatron={overlap_param_gather: true}", ["overlap_param_gather=True", "overlap_grad_reduce=true"]),
         ("actor.megatron={cp_comm_type: p2p}", ["cp_comm_type='p2p' has no effect", "actor.layout.cp=1"]),
@@ -66,11 +70,9 @@ def test_communication_of_tensor_parallel_ranks_may_overlap_computation(workspac
             ["cp_comm_type='a2a+p2p'", "two levels", "set it to p2p"],
         ),
         ("actor.recompute.modules=[attention]", ["actor.recompute.modules", "attention", "core_attn"]),
-    ],
-)  # fmt: skip
-def test_mistakes_are_named(workspace: Any, setting: str, words: list[str]) -> None:
-    message = only(check(*setting.split(" ") if setting.startswith(OVERLAP) else [setting]))
-    assert all(word in message for word in words), message
+    ]:
+        message = only(check(*setting.split(" ") if setting.startswith(OVERLAP) else [setting]))
+        assert all(word in message for word in words), message
 
 
 def test_names_on_the_command_line_join_those_of_the_file(workspace: Any) -> None:

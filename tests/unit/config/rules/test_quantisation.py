@@ -18,10 +18,10 @@ from tests.unit.config.checking import check, only
 LLAMA = ModelGeometry("llama", 32, 4096, GroupedSizes(32, 8, 128), 14336, 128256, False)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
-@pytest.mark.parametrize("overrides", [[], ["rollout.engine=hf"], ["actor.lora.rank=8"]])
-def test_weights_may_have_8_bits(workspace: Any, quantization: str, overrides: list[str]) -> None:
-    assert check(f"rollout.quantization={quantization}", *overrides) == []
+def test_weights_may_have_8_bits(workspace: Any) -> None:
+    for quantization in ["fp8", "int8"]:
+        for overrides in [[], ["rollout.engine=hf"], ["actor.lora.rank=8"]]:
+            assert check(f"rollout.quantization={quantization}", *overrides) == []
 
 
 @pytest.mark.parametrize(
@@ -41,17 +41,14 @@ def test_a_choice_is_one_of_two(workspace: Any) -> None:
     assert "rollout.quantization='fp4' is not a choice" in only(check("rollout.quantization=fp4"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "mode"),
-    [
+def test_the_correction_is_on_unless_it_is_set(workspace: Any) -> None:
+    for overrides, mode in [
         ([], "off"),
         (["rollout.quantization=int8"], "token"),
         (["rollout.quantization=fp8", "algorithm.rollout_correction.mode=off"], "off"),
         (["rollout.quantization=fp8", "algorithm.rollout_correction.mode=sequence"], "sequence"),
-    ],
-)
-def test_the_correction_is_on_unless_it_is_set(workspace: Any, overrides: list[str], mode: str) -> None:
-    assert resolve(load_config("run.yaml", overrides)).algorithm.rollout_correction.mode == mode
+    ]:
+        assert resolve(load_config("run.yaml", overrides)).algorithm.rollout_correction.mode == mode
 
 
 def test_models_of_other_tensors_are_named() -> None:
@@ -64,9 +61,8 @@ def test_models_of_other_tensors_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("geometry", "tp", "cut"),
-    [
+def test_cut_blocks_are_named() -> None:
+    for geometry, tp, cut in [
         (LLAMA, 8, ""),  # 512 rows of queries, 128 of keys, 1792 of the MLP
         (LLAMA, 16, ""),  # 896 rows of the MLP; a head of keys is on two ranks, whole
         (LLAMA, 32, "rows of gate_proj: 448 on a rank"),
@@ -78,16 +74,14 @@ def test_models_of_other_tensors_are_named() -> None:
             4,
             "an expert's gate_proj: 192 on a rank",
         ),
-    ],
-)
-def test_cut_blocks_are_named(geometry: ModelGeometry, tp: int, cut: str) -> None:
-    problems = list(cut_problems(geometry, tp))
-    assert cut in " ".join(problems) and bool(problems) == bool(cut), problems
+    ]:
+        problems = list(cut_problems(geometry, tp))
+        assert cut in " ".join(problems) and bool(problems) == bool(cut), problems
 
 
-@pytest.mark.parametrize(
-    ("sizes", "cut"),
-    [
+def test_experts_are_cut_by_all_groups_or_whole() -> None:
+    """Qwen3-30B-A3B: experts of 768 rows, 32 heads of 128, 4 of keys."""
+    for sizes, cut in [
         ((4, 1, 4), ""),  # whole experts
         ((1, 2, 1), ""),  # 384 rows
         ((1, 4, 1), "an expert's gate_proj: 192 on a rank"),
@@ -95,15 +89,12 @@ def test_cut_blocks_are_named(geometry: ModelGeometry, tp: int, cut: str) -> Non
         ((2, 2, 4), ""),
         ((8, 1, 8), ""),  # a head of 128 keys is on two ranks
         ((64, 1, 64), "queries: 64 on a rank"),
-    ],
-)
-def test_experts_are_cut_by_all_groups_or_whole(sizes: tuple[int, int, int], cut: str) -> None:
-    """Qwen3-30B-A3B: experts of 768 rows, 32 heads of 128, 4 of keys."""
-    mixture = ModelGeometry(
-        "qwen3_moe", 48, 2048, GroupedSizes(32, 4, 128), 6144, 151936, False, experts=ExpertSizes(128, 768, 8)
-    )
-    problems = list(cut_problems(mixture, *sizes))
-    assert cut in " ".join(problems) and bool(problems) == bool(cut), problems
+    ]:
+        mixture = ModelGeometry(
+            "qwen3_moe", 48, 2048, GroupedSizes(32, 4, 128), 6144, 151936, False, experts=ExpertSizes(128, 768, 8)
+        )
+        problems = list(cut_problems(mixture, *sizes))
+        assert cut in " ".join(problems) and bool(problems) == bool(cut), problems
 
 
 def test_a_group_that_cuts_a_block_is_named_with_whole_experts_as_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,31 +107,25 @@ def test_a_group_that_cuts_a_block_is_named_with_whole_experts_as_a_remedy(monke
     assert list(limits.model_problems(cfg, mixture)) == []
 
 
-@pytest.mark.parametrize(
-    ("quantization", "dtype", "tp", "words"),
-    [
+def test_vllm_takes_whole_blocks_and_no_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quantization, dtype, tp, words in [
         ("fp8", "bf16", 8, []),
         ("int8", "bf16", 32, []),
         ("fp8", "bf16", 32, ["rollout.layout.tp=32", "448", "int8"]),
         ("int8", "fp32", 1, ["model.dtype=fp32", "bf16"]),
-    ],
-)
-def test_vllm_takes_whole_blocks_and_no_fp32_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, quantization: str, dtype: str, tp: int, words: list[str]
-) -> None:
-    monkeypatch.setattr(limits, "has_gpu", lambda: True)
-    cfg = Config()
-    cfg.rollout.quantization, cfg.rollout.layout.tp, cfg.model.dtype = quantization, tp, dtype
-    problems = " ".join(limits.model_problems(cfg, LLAMA))
-    assert bool(problems) == bool(words) and all(word in problems for word in words), problems
-    monkeypatch.setattr(limits, "has_gpu", lambda: False)
-    monkeypatch.setattr(limits, "processor", lambda: " ".join(limits.FP8_INSTRUCTIONS))
-    assert list(limits.model_problems(cfg, LLAMA)) == []
+    ]:
+        monkeypatch.setattr(limits, "has_gpu", lambda: True)
+        cfg = Config()
+        cfg.rollout.quantization, cfg.rollout.layout.tp, cfg.model.dtype = quantization, tp, dtype
+        problems = " ".join(limits.model_problems(cfg, LLAMA))
+        assert bool(problems) == bool(words) and all(word in problems for word in words), problems
+        monkeypatch.setattr(limits, "has_gpu", lambda: False)
+        monkeypatch.setattr(limits, "processor", lambda: " ".join(limits.FP8_INSTRUCTIONS))
+        assert list(limits.model_problems(cfg, LLAMA)) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "has"),
-    [
+def test_matrices_of_layers_have_8_bits() -> None:
+    for name, has in [
         ("model.layers.0.self_attn.q_proj.weight", True),
         ("model.layers.11.mlp.experts.7.down_proj.weight", True),
         ("model.layers.0.mlp.shared_expert.up_proj.weight", True),
@@ -152,7 +137,5 @@ def test_vllm_takes_whole_blocks_and_no_fp32_on_a_gpu(
         ("model.layers.0.self_attn.q_norm.weight", False),
         ("model.embed_tokens.weight", False),
         ("lm_head.weight", False),
-    ],
-)
-def test_matrices_of_layers_have_8_bits(name: str, has: bool) -> None:
-    assert [kind.applies(name) for kind in QUANTISATIONS.values()] == [has, has]
+    ]:
+        assert [kind.applies(name) for kind in QUANTISATIONS.values()] == [has, has]
