@@ -44,6 +44,23 @@ def test_the_page_has_each_row_of_vs_trl(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert run.against_trl().splitlines()[3] == "| small | 0.500 | 0.250 to 0.750 | 0.400 | ≤ 0.85 | 2.00 s | 4.00 s |"
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        (["met", "missed", "not compared: needs --against"], 0),
+        (["met", "failed: x"], 1),
+        (["stopped after 5 s", "met"], 1),
+    ],
+)
+def test_a_benchmark_that_fails_is_an_error_and_a_missed_goal_is_none(
+    monkeypatch: pytest.MonkeyPatch, verdicts: list[str], code: int
+) -> None:
+    found = iter(verdicts)
+    monkeypatch.setattr(run, "ROWS", tuple(Row(f"row{number}", "") for number in range(len(verdicts))))
+    monkeypatch.setattr(run, "run", lambda row, *_: Outcome(row, None, None, next(found), 1.0, 2.0))
+    assert run.main(["--quick"]) == code
+
+
 def test_every_benchmark_there_is_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = {"__init__", "common", "models", "one_process", "synthetic", "run"}
     there = {path.stem for path in run.ROOT.glob("benchmarks/*.py")} - shared
