@@ -31,8 +31,6 @@ _KERNELS = {
     "moe_router_fusion": TE,
     "moe_enable_deepep": "deep_ep",
     "moe_shared_expert_overlap": "",
-    "overlap_moe_expert_parallel_comm": "",
-    "delay_wgrad_compute": TE,
     "cpu_offloading": TE,
     "fine_grained_activation_offloading": "",
     "fp8": TE,

@@ -35,6 +35,7 @@ _GRAPHS = (
     "Megatron's graphs replay one shape, one layout of sequences and, with pipelines, one number of microbatches, and fail at any "
     "other; here microbatches differ in all three"
 )
+_EP_SCHEDULE = "it belongs to Megatron's schedule of two overlapping microbatches, which is not supported"
 _STATE = "checkpoints hold fp32 moments and masters on the device's own optimizer; this one's state is stored otherwise"
 # Field: which key sets it, or why it cannot be set. What begins with a prefix of _OWNED_PREFIXES is in it too.
 OWNED: dict[str, str] = {
@@ -151,6 +152,8 @@ OWNED: dict[str, str] = {
     "fp8_param": "weights are stored in dtype, where the bridge and checkpoints read them",
     "fp4_param": "weights are stored in dtype, where the bridge and checkpoints read them",
     "fp8_param_gather": "weights are stored in dtype, where the bridge and checkpoints read them",
+    "overlap_moe_expert_parallel_comm": _EP_SCHEDULE,
+    "delay_wgrad_compute": _EP_SCHEDULE,
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
     **dict.fromkeys(
@@ -301,6 +304,8 @@ def _overlap_problems(cfg: Config, role: RoleLayout) -> Iterator[str]:
         yield f"{shown} needs {role.name}.layout.sequence_parallel=true, and a tp of 2 or more; set them, or remove it"
     if not cfg.trainer.packing:
         yield f"{shown} needs trainer.packing=true: its buffers are of one size, to which packed microbatches are filled up"
+    if role.ranks is not None and role.ranks != [0, cfg.trainer.world_size]:
+        yield f"{shown} needs all ranks: Transformer Engine makes its process groups with every rank; remove it, or {role.name}.ranks"
     if cfg.model.layer_spec == "local":
         yield f"{shown} has no effect with model.layer_spec=local: Transformer Engine does it; set model.layer_spec=te"
 

@@ -10,7 +10,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.geometry import ModelGeometry
 
 # Fields of Megatron that choose experts elsewhere than where they are replayed, or compute passes in another order.
-_APART = ("moe_router_fusion", "overlap_moe_expert_parallel_comm", "moe_router_force_load_balancing")
+_APART = ("moe_router_fusion", "moe_router_force_load_balancing")
 
 
 def route_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
