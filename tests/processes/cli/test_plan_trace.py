@@ -26,17 +26,9 @@ TINY = {
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
 }
-BIG = {
-    "Qwen2.5-7B": (8, "actor.layout.tp=2 actor.layout.pp=2"),
-    "Llama-3-70B": (64, "actor.layout.tp=8 actor.layout.pp=8"),
-    "Qwen3-235B-A22B": (
-        256,
-        "actor.layout.tp=4 actor.layout.pp=8 actor.layout.ep=4 actor.layout.layers_per_stage=[11,12,12,12,11,12,12,12] "
-        "actor.recompute.granularity=full",
-    ),
-}
 GLM = ROOT / "configs" / "models" / "GLM-4.5-Air" / "config.json"
 SHARED_EXPERTS = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
+# Both sizes of an expert's group occur with and without recomputed experts.
 RECOMPUTED = {
     "nothing": "",
     "everything": "actor.recompute.granularity=full actor.optimizer.name=sgd",
@@ -70,18 +62,8 @@ def test_weights_gradients_and_state_to_the_byte_and_activations_nearly(tmp_path
     check(differences(tmp_path, 8, "actor.layout.tp=2 actor.layout.pp=2 actor.layout.cp=2 actor.optimizer.name=muon"))
 
 
-@pytest.mark.matrix
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("model", BIG)
-def test_models_of_the_size_that_they_are_planned_in(model: str) -> None:
-    """A minute or two of processor time each, which takes ten times as long where ten others want it."""
-    world_size, layout = BIG[model]
-    check(differences(ROOT / "configs" / "models" / model, world_size, layout, limit_s=1700))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("etp", [1, 2])
-@pytest.mark.parametrize("recomputed", RECOMPUTED)
+@pytest.mark.full
+@pytest.mark.parametrize(("recomputed", "etp"), [("nothing", 1), ("everything", 2), ("parts", 2), ("experts", 1)])
 def test_layers_with_a_shared_expert(recomputed: str, etp: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(json.loads(GLM.read_text()) | SHARED_EXPERTS))
     layout = f"actor.layout.tp=2 actor.layout.pp=2 actor.layout.ep=2 actor.layout.etp={etp}"

@@ -66,6 +66,27 @@ def test_adapters_are_offered_where_nothing_else_fits(run_yaml: str, capsys: pyt
     assert fitting["later_sync_bytes"] < fitting["roles"][0]["parameters"]
 
 
+def test_adapters_are_not_tried_if_the_plan_may_choose_a_larger_world(
+    run_yaml: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([run_yaml, "--suggest", "--json", "rollout.gpu_memory_utilization=0.9"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["suggestions"][0]["world_size"] > found["world_size"] == 1 and "adapters" not in found
+    assert plan.main([run_yaml, "--suggest", "--json", "--gpu", "A100-40", "--set", "memory_bytes=3e9"]) == 2
+    assert json.loads(capsys.readouterr().out)["suggestions"] == [], "neither a larger world nor adapters fit"
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1000.0])
+def test_progress_is_one_line_on_standard_error_after_a_while(
+    run_yaml: str, after_s: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "PROGRESS_AFTER_S", after_s)
+    assert plan.main([run_yaml, "--world-size", "8", "--suggest", "--json", "actor.layout.tp=2"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["fits"]
+    assert err == ("trying layouts ...\n" if after_s == 0 else "")
+
+
 def test_adapters_are_not_offered_where_they_are_not_needed(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([run_yaml, "--world-size", "8", "--suggest", "--json", "actor.layout.tp=2"]) == 0
     assert "adapters" not in json.loads(capsys.readouterr().out)
