@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, replace
@@ -404,24 +403,13 @@ def parse_tool_calls(directory: str) -> dict[str, Any]:
     return seen
 
 
-def measure(engine: Any, models: Models) -> dict[str, float]:
-    start = time.perf_counter()
-    engine.load_weights(models.weights(models.a), version=11)
-    loaded = time.perf_counter()
-    share = [Prompt(f"m{i}", i, prompts(5)[i % 5].prompt_ids, "") for i in range(128 // engine.rank.num_engines // 8)]
-    generate(engine, share, Sampling(n=8, max_new_tokens=16), step=0)
-    return {"load_s": loaded - start, "generate_128x16_s": time.perf_counter() - loaded}
-
-
 def try_engine(tp: int, directory: Path) -> None:
     directory_a = str(directory / "a")
     models = Models(directory_a, str(directory / "b"))
     before = process_state()
     cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.125, max_num_seqs=128)
-    start = time.perf_counter()
     engine: Any = build_engine(cfg, EngineModel(directory_a, directory_a, "fp32", MAX_MODEL_LEN, seed=0))
     seen: dict[str, Any] = {
-        "start_s": time.perf_counter() - start,
         "engine": [*astuple(engine.rank), engine.policy_version],
         "too early": error_of(generate, engine, prompts(1), Sampling(), step=0),
         "parity": check_parity(engine, models, directory_a),
@@ -439,7 +427,6 @@ def try_engine(tp: int, directory: Path) -> None:
     seen["long"] = {"whole": check_long_prompts(engine, models)}
     seen["streaming"] = check_streaming(engine, models)
     seen["publish"] = {mode: check_publish(engine, models, mode) for mode in ("continue", "resubmit", "drain")}
-    seen["measured"] = measure(engine, models)
     engine.close()
     seen["closed"] = error_of(generate, engine, prompts(1), Sampling(), step=0)
     ranks = torch.ones(1)
