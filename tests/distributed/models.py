@@ -138,7 +138,7 @@ MOE_MODELS = {
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
 }
-# Families of which a few layouts are tried, and every one of them with -m matrix: see family_worker.py.
+# Families that are tried on a few layouts: see family_worker.py.
 FURTHER_MODELS = {
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
     # As Moonlight: queries at once, one group, no stretched rotation, an epsilon that the norms of latents do not have.
