@@ -9,21 +9,23 @@ import pytest
 from rlhf_mcore.cli import main as main_module
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("command", "source", "message"),
     [
         (
+            "train",
             "\n\ndef grade(prompt, answer): return 1.0\n",
             "error: reward.function is 'grade.py:grade', but its parameters are (prompt, answer), line 3 (too many positional "
             "arguments): let it take (data_source, solution_str, ground_truth, extra_info)\n",
         ),
         (
+            "evaluate",
             "import torchh\ndef grade(*arguments): return 1.0\n",
             "error: reward.function is 'grade.py:grade', but {root}/grade.py fails to import (ModuleNotFoundError: No module "
             "named 'torchh') (grade.py, line 1): correct the file\n",
         ),
         (
+            "train",
             "import os\nos._exit(0)\ndef grade(*arguments): return 1.0\n",
             "error: reward.function=grade.py:grade ended its process with exit code 0 while it was loaded: correct the file\n",
         ),

