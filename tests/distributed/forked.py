@@ -23,9 +23,11 @@ MODULE = "tests.distributed.forked"
 
 
 def preload(arguments: Sequence[str]) -> None:
-    """Import the worker, and vLLM for one of an end-to-end test."""
+    """Import the worker, what its own ``preload`` imports, and vLLM for one of an end-to-end test."""
     with eager_imports():
-        import_module(arguments[0])
+        worker = import_module(arguments[0])
+        if hasattr(worker, "preload"):
+            worker.preload(*arguments[1:])
     if arguments[0].startswith("tests.e2e."):
         engine_kind("vllm").preload()
 

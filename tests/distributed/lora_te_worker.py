@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,20 @@ LAYOUTS = {
 BEGINNING = "grown"  # B is not zero
 
 
-def main(directory: Path, folder: Path) -> None:
+def preload(directory: str, folder: str) -> None:
+    """Import Transformer Engine, and then Megatron, before the ranks are forked."""
     from tests.processes.mcore.transformer_engine_worker import import_transformer_engine
 
-    import_transformer_engine(str(folder))
+    import_transformer_engine(folder)
     from tests.distributed.transformer_engine_math import use_torch
 
     use_torch()
+    from tests.distributed import lora_worker  # noqa: F401
+
+
+def main(directory: Path, folder: Path) -> None:
+    if "transformer_engine" not in sys.modules:
+        preload(str(directory), str(folder))
     import torch.distributed as dist
 
     from rlhf_mcore.mcore import layers
