@@ -53,6 +53,7 @@ ROWS = (
     Row("sync_checks", "checks after a sync by a step of the run"),
     Row("bridge_bytes", "bytes sent by the lower bound"),
     Row("bridge_plan", "seconds to plan a sync of 16,384 ranks"),
+    Row("suggest", "CPU seconds of plan --suggest, of 30B-A3B and of 671B, by their goals, the larger"),
     Row("bridge_remote", "sync to an engine of its own by a plain copy"),
     Row("convert", "peak memory of a conversion by its limit"),
     Row("save_stall", "training's wait for a save in the background by one in the foreground"),
