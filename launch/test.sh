@@ -63,6 +63,7 @@ if [[ -z "$tiers" && -n "$shard" ]]; then tiers=full; fi
 if [[ -z "$tiers" ]]; then tiers="default${full:+,ci,full}"; fi
 
 "$root/launch/setup.sh" "${setups[@]}"
+if [[ -n "$benchmarks" ]]; then "$root/launch/setup.sh" --with bench; fi # TRL, for benchmarks/vs_trl.py
 source "$root/launch/env.sh"
 cd "$root"
 export PATH="$venv/bin:$PATH"
