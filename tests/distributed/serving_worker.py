@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rlhf_mcore.platform import eager_imports
 
-with eager_imports():
+with eager_imports():  # before the ranks are forked, also what only workers need
+    from tests.distributed import models, mtp_worker, state_worker  # noqa: F401
     from tests.distributed.setting import start
 
 
