@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,7 @@ from rlhf_mcore.trainer.metrics import agreement_metrics
 from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
-from tests.distributed.family_worker import layouts_of as further_layouts
 from tests.distributed.setting import (
-    MOE_LAYOUTS,
     TEMPERATURE,
     Settings,
     build,
@@ -48,7 +45,6 @@ from tests.distributed.setting import (
     gatherer,
     groups_of,
     hf_logprobs,
-    layouts_of,
     load_hf,
     moe_groups_of,
     rows,
@@ -56,76 +52,24 @@ from tests.distributed.setting import (
 )
 from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
+from tests.e2e.three_way_cases import (
+    DELTA_NETS,
+    ENGINES,
+    EXPERTS,
+    FURTHER,
+    GRIDS,
+    IN_BF16,
+    Width,
+    generates,
+    layouts,
+)
 from tests.rows import Row
 from tests.unit.bridge.eight_bits import slow_values
 
-# Widths of engines that are more than a tensor-parallel size.
-GRIDS = {
-    "ep2": RolloutLayoutConfig(tp=2, ep=2),
-    "pp2": RolloutLayoutConfig(pp=2),
-    "dp2": RolloutLayoutConfig(dp=2, ep=2),
-    "tp2_dp2": RolloutLayoutConfig(tp=2, dp=2, ep=4),
-    "pp2_dp2_cut": RolloutLayoutConfig(pp=2, dp=2),  # experts are cut by both groups
-}
-Width = int | str
-# Model and width of its engines. An engine is started once and sees every layout's weights.
-ENGINES: tuple[tuple[str, Width], ...] = (
-    ("llama_rope3", "pp2"),
-    ("mistral", 2),
-    ("qwen2_yarn", 1),
-    ("qwen3_seven", 2),
-    ("qwen3_tied", 4),
-    ("qwen3_moe_mixed", 1),
-    ("qwen2_moe", "ep2"),
-    ("mixtral", "dp2"),
-    ("gpt_oss", 2),
-    ("qwen3_next", 2),
-)
-# vLLM's module of Qwen3.5 imports its vision tower, which the CPU stack has no torchvision for.
-DELTA_NETS = ("qwen3_next", *(["qwen3_5_text"] if find_spec("torchvision") else []))
-FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3_heads", *DELTA_NETS)
-FAMILIES = (*(x for x in (*models.MODELS, *models.MOE_MODELS) if "rope" not in x and "yarn" not in x), *FURTHER)
-EXPERTS = (*models.MOE_MODELS, "glm4_moe", "gpt_oss", "deepseek_v3_heads", "qwen3_next")
-# vLLM's kernels of latent attention and of gated delta nets have no other dtype on a CPU.
-IN_BF16 = ("deepseek_v3_heads", *DELTA_NETS)
-# vLLM does not repeat two heads of keys.
-NOT_BY_FOUR = ("gpt_oss", "olmo2")
-MATRIX: tuple[tuple[str, Width], ...] = (
-    *((model, tp) for model in FAMILIES for tp in (1, 2, 4) if tp < 4 or model not in NOT_BY_FOUR),
-    *((model, grid) for model in FAMILIES for grid in GRIDS if model in EXPERTS or grid == "pp2"),
-)
-# Layouts that do not wait for the whole matrix, of models that share their layouts with others, and of experts.
-FEW_DENSE_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "tp4", "pp4")
-FEW_EXPERT_LAYOUTS = ("ep4_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_pp2_ep2_etp1", "pp2_ep2_dp2_uneven")
-# Ranks of one engine wait for each other by spinning, which is slow where ranks share cores: they generate for these layouts only.
-FEW_LAYOUTS = (
-    "dp4",
-    "pp2_vpp2_dp2",
-    "tp2_pp2",
-    "tp2_pp2_vpp2_sp_uneven",
-    "tp2_sp_ep2_etp1_dp2",
-    "pp2_ep2_dp2_uneven",
-)
 # Planned as if every two ranks were a machine of their own.
 TWO_NODES = ("tp2_dp2", "pp4", "tp2_pp2_vpp2_sp_uneven", "tp2_sp_pp2_ep2_etp1")
 # Engines that multiply with live weights, the others keep vLLM's packed ones. Experts are packed in all.
 LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied", "mixtral")
-
-
-def layouts(model: str, engines: tuple[tuple[str, Width], ...]) -> list[str]:
-    """Layouts whose weights the engines of a model see."""
-    if engines == MATRIX and model not in IN_BF16:
-        if model in FURTHER:
-            return list(further_layouts(model))
-        return list(MOE_LAYOUTS) if model in EXPERTS else layouts_of(model)
-    if model in EXPERTS:
-        return list(FEW_EXPERT_LAYOUTS)
-    return list(FEW_DENSE_LAYOUTS) if model in ("mistral", "qwen2_yarn", "qwen3_5_text") else layouts_of(model)
-
-
-def generates(layout: str, tp: Width) -> bool:
-    """Whether an engine generates with the weights of a layout."""
-    return tp == 1 or layout in FEW_LAYOUTS
 
 
 @dataclass(slots=True)
@@ -141,22 +85,19 @@ class World:
         return (moe_groups_of if model in EXPERTS else groups_of)(layout, self.groups)
 
 
-def main(directory: Path, wanted: str = "") -> None:
-    """``wanted`` names a model of the matrix; without, the engines are those of every run."""
+def main(directory: Path) -> None:
     began = time.perf_counter()
     world = World(directory, start(), [Prompt(f"p{i}", i, row.prompt_ids, "") for i, row in enumerate(rows(count=4))])
     findings: dict[str, Any] = {}
-    engines = MATRIX if wanted else ENGINES
-    for name, tp in engines:
-        if wanted in ("", name):
-            findings |= measure(world, name, tp, layouts(name, engines))
-            if dist.get_rank() == 0:
-                print(f"{name} {tp}: {time.perf_counter() - began:.0f} s", flush=True)
+    for name, tp in ENGINES:
+        findings |= measure(world, name, tp)
+        if dist.get_rank() == 0:
+            print(f"{name} {tp}: {time.perf_counter() - began:.0f} s", flush=True)
     finish(findings, directory)
 
 
-def measure(world: World, name: str, tp: Width, names: list[str]) -> dict[str, Any]:
-    """All layouts of one engine."""
+def measure(world: World, name: str, tp: Width) -> dict[str, Any]:
+    """Measure all layouts of one engine."""
     path, findings = world.directory / name, dict[str, Any]()
     if dist.get_rank() == 0 and not path.exists():
         models.make(name, path)
@@ -176,7 +117,7 @@ def measure(world: World, name: str, tp: Width, names: list[str]) -> dict[str, A
         findings[f"{name}/{tp}"] = any_rank(
             all_gather_json(difference_from_plan(engine, path, shapes, EngineGrid(**vars(grid))))
         )
-    for number, layout in enumerate(names):
+    for number, layout in enumerate(layouts(name)):
         model, actor = build(path, world.groups_of(name, layout), world.platform, Settings(dtype=dtype))
         GatherBridge(gatherer(model), engine).sync(3 * number)
         before = live_tensors(engine)
@@ -190,7 +131,7 @@ def measure(world: World, name: str, tp: Width, names: list[str]) -> dict[str, A
         found["live"] = float(min(all_gather_json(len(before))) > 0)
         found["difference"] = any_rank(all_gather_json(first_difference(live_tensors(engine), before)))
         findings[f"{name}/{tp}/{layout}"] = found
-    if name == "qwen3_seven" and len(names) < 5 and tp == 2:
+    if name == "qwen3_seven":
         findings["faults"] = faults(world, engine)
     if (tp in GRIDS and not any(quantisation_problems(model.spec.geometry))) or "faults" in findings:
         findings[f"{name}/{tp}/8 bits"] = eight_bits(world, path, model, engine)
