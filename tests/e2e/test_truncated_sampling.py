@@ -60,8 +60,8 @@ def test_ratios_of_the_same_policy_are_one_to_rounding_also_of_300_tokens(findin
     assert 2 <= found["rollout/support_size"] <= found["largest"]
 
 
-def test_grpo_learns_from_a_nucleus(tmp_path: Path) -> None:
-    """To write digits; its responses have weights by the ratios of whole sequences, and no alarm is told."""
+def test_ratios_of_a_run_are_one_while_it_learns_from_a_nucleus(tmp_path: Path) -> None:
+    """Responses have weights by the ratios of whole sequences, and no alarm is reported."""
     make_quickstart(tmp_path)
     (tmp_path / "digits.py").write_text(DIGITS)
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
