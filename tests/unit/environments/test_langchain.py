@@ -41,6 +41,7 @@ print("done")
 """
 
 
+@pytest.mark.ci  # LangChain takes two seconds to import
 @pytest.mark.skipif(
     find_spec("langchain_openai") is None and not (ORACLES / "langchain_openai").is_dir(),
     reason="launch/setup.sh did not install langchain-openai",

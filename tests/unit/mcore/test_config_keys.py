@@ -223,9 +223,8 @@ def test_supported_changes_of_a_config_agree_with_transformers(name: str, tmp_pa
     check_changes(name, tmp_path, groups, ["as it is", *(change for taken, change in TAKEN if taken == name)])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.full) for name in NAMES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
 def test_a_changed_key_agrees_with_transformers_or_is_rejected(name: str, tmp_path: Path, groups: ModelGroups) -> None:
     check_changes(name, tmp_path, groups, [*EDITS, *MADE])
 
