@@ -268,11 +268,14 @@ def exhaustive(cfg: Config, world_size: int, count: int) -> list[tuple[float, tu
                 continue
         return found
 
-    def rank(found: tuple[Config, RunPlan], left_out: tuple[str, ...] = ()) -> tuple[float, int]:
+    def rank(found: tuple[Config, RunPlan]) -> tuple[float, int]:
         candidate, plan = found
-        return round(sum(s for name, s in plan.seconds.items() if name not in left_out), 2), len(
-            changes(cfg, candidate)
-        )
+        return round(plan.step_s, 2), len(changes(cfg, candidate))
+
+    def train_rank(found: tuple[Config, RunPlan]) -> tuple[float, int]:
+        candidate, plan = found
+        seconds = sum(seconds for name, seconds in plan.seconds.items() if name not in (GENERATE, SYNC))
+        return round(seconds, 2), len(changes(cfg, candidate))
 
     trained = [
         found
@@ -280,7 +283,7 @@ def exhaustive(cfg: Config, world_size: int, count: int) -> list[tuple[float, tu
         if all(phase.fits for phase in found[1].phases if phase.phase not in (GENERATE, SYNC))
     ]
     best: dict[tuple[int, ...], Config] = {}
-    for candidate, _ in sorted(trained, key=lambda found: rank(found, (GENERATE, SYNC))):
+    for candidate, _ in sorted(trained, key=train_rank):
         layout = candidate.actor.layout
         best.setdefault((layout.tp, layout.pp, layout.cp, layout.ep), candidate)
     suggestions = []
