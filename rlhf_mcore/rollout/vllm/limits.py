@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rlhf_mcore.geometry import ModelGeometry
 
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of an engine's buffers
-FP8_INSTRUCTIONS = ("amx_tile", "avx512_bf16")  # of vLLM's fp8_scaled_mm_cpu, as /proc/cpuinfo names them
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 
 
@@ -124,12 +123,6 @@ def _cpu_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield (
             f"rollout.engine=vllm: on a processor with AVX-512 vLLM computes the gated delta nets of model.path={cfg.model.path} with "
             "its bf16 instructions (avx512_bf16), which this one lacks; set rollout.engine=hf, or use another processor"
-        )
-    lacking = [flag for flag in FP8_INSTRUCTIONS if flag not in instructions]
-    if cfg.rollout.quantization == "fp8" and instructions and lacking:
-        yield (
-            f"rollout.quantization=fp8: vLLM's fp8 kernels on a CPU need {' and '.join(FP8_INSTRUCTIONS)}, this processor lacks "
-            f"{' and '.join(lacking)}; set rollout.quantization to int8 or null, or use another processor"
         )
     if not latent and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
         yield (

@@ -75,10 +75,7 @@ def test_a_cache_that_holds_no_response_is_refused(workspace: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["pp", "dp"])
-def test_what_engines_of_stages_or_groups_do_not_record_is_named(
-    workspace: Any, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "processor", lambda: " ".join(limits.FP8_INSTRUCTIONS))
+def test_what_engines_of_stages_or_groups_do_not_record_is_named(workspace: Any, key: str) -> None:
     heads(
         workspace,
         64,

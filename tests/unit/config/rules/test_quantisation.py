@@ -120,7 +120,6 @@ def test_vllm_takes_whole_blocks_and_no_fp32_on_a_gpu(monkeypatch: pytest.Monkey
         problems = " ".join(limits.model_problems(cfg, LLAMA))
         assert bool(problems) == bool(words) and all(word in problems for word in words), problems
         monkeypatch.setattr(limits, "has_gpu", lambda: False)
-        monkeypatch.setattr(limits, "processor", lambda: " ".join(limits.FP8_INSTRUCTIONS))
         assert list(limits.model_problems(cfg, LLAMA)) == []
 
 
