@@ -26,6 +26,7 @@ from tests.unit.bridge.test_execute import (
     spread,
     tensors_of,
 )
+from tests.unit.pairs import each_value
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,10 @@ def few_changes(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return changed
 
 
-@pytest.mark.parametrize("kind", [Readable, KeptBuffers])
-@pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
+@each_value(
+    ("kind", [Readable, KeptBuffers]),
+    ("tp, pp, parts, per_node", list(CASES)),
+)
 def test_every_run_brings_what_the_sources_hold_then(
     tp: int, pp: int, parts: int, per_node: int | None, kind: type[KeptBuffers]
 ) -> None:

@@ -238,7 +238,7 @@ def check_nodes(world: World, views: dict[int, RankPlan], nodes: list[int]) -> N
         assert imported({rank: views[rank] for rank in inside}, nodes) == world.lower_bound(inside)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(("none", "even", "any")))
 def test_any_two_tilings_arrive_whole_at_the_lower_bound(seed: int, kind: str) -> None:
     """Nodes have equal numbers of consecutive ranks, or any of any."""

@@ -27,6 +27,7 @@ from rlhf_mcore.protocols import SyncMismatch
 from tests.unit.bridge.eight_bits import amax_of_blocks, of_training, slow, slow_values
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import BLOCKS, hf_tensors, mcore_tensors
+from tests.unit.pairs import each_value
 
 KINDS = list(QUANTISATIONS.values())
 
@@ -236,8 +237,10 @@ def engine_of(trainer: Trainer) -> Engine:
     return Engine({name: tensor.shape for name, tensor in trainer.hf.items()}, torch.float32)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("verify", ["off", "sample", "digest"])
+@each_value(
+    ("kind", list(KINDS)),
+    ("verify", ["off", "sample", "digest"]),
+)
 def test_an_engine_has_the_values_of_8_bits(trainer: Trainer, kind: Quantisation, verify: str) -> None:
     engine = engine_of(trainer)
     bridge = trainer.bridge(engine, kind, verify=verify)
@@ -292,8 +295,10 @@ def test_a_sync_of_some_tensors_leaves_the_others_of_a_fused_one(trainer: Traine
             assert torch.equal(found, expected[piece.hf_name][piece.slices]), piece.hf_name
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("verify", ["digest", "sample"])
+@each_value(
+    ("kind", list(KINDS)),
+    ("verify", ["digest", "sample"]),
+)
 def test_a_changed_bit_of_8_bits_or_of_a_scale_is_noticed(
     trainer: Trainer, kind: Quantisation, verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_long_steps_need_hardly_more_bins_than_their_tokens() -> None:
     assert max(sums(lengths, bins)) <= 1.02 * sum(lengths) / len(bins)
 
 
+@settings(max_examples=100)  # fewer do not meet groups of equal cost
 @given(LENGTHS, st.integers(104, 300), st.sampled_from([1, 4, 8]), st.integers(1, 6), st.integers(1, 4))
 def test_grouping_keeps_budget_and_counts(
     lengths: list[int], max_tokens: int, pad_multiple: int, min_bins: int, multiple_of: int

@@ -54,7 +54,8 @@ def of_ranks(size: int, load: Callable[[ThreadGroup], T]) -> list[T | str]:
     return run_ranks(size, body)
 
 
-@pytest.mark.parametrize("size", [3, 8])  # 20 rows are 7 calls: in rounds of 3 calls, and with a rank that has none
+# 20 rows are 7 calls: in rounds of 3 calls, and with a rank that has none.
+@pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.full)])
 def test_prompts_are_those_of_a_process_alone(size: int, file: str, tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = DataConfig(max_prompt_tokens=15, overlong_prompts="drop")
     alone = load_prompts([file], tokenizer, cfg)

@@ -404,9 +404,8 @@ def test_turns_beyond_the_slots_of_an_engine_wait_and_may_be_lent(run: Any, toke
     assert len({request.request_id for request in [*run.engine.requests, *run.engine.lent]}) == 9
 
 
-@pytest.mark.parametrize("first", [0, -7])  # ids of evaluations are below 0
 def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
-    run: Any, tokenizer: PreTrainedTokenizerBase, first: int
+    run: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     def play(base_url: str, api_key: str) -> float:
         async def ask_all() -> list[str]:
@@ -422,7 +421,9 @@ def test_many_agents_ask_in_parallel_and_each_is_learned_from_by_itself(
         assert asyncio.run(ask_all()) == ["0!", "1!", "2!", "3!"]
         return 1
 
-    whole = run(lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6, first=first)
+    whole = run(
+        lambda text, seed: text.split("<user>")[1][0] + "!", play, n=6, first=-7
+    )  # of an evaluation, from -7 to -2
     assert [sorted(sampled(each, tokenizer)) for each in whole] == [["0!<end>", "1!<end>", "2!<end>", "3!<end>"]] * 6
     assert [each.sample for each in whole] == list(range(6))
 

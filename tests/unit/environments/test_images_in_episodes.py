@@ -351,9 +351,10 @@ def test_anthropics_parts_and_those_of_responses_are_images_too(
     assert first == "<tool>(<pad><pad><pad>)<end>\n<user>(<pad><pad><pad>)?<end>\n<assistant>"
 
 
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
+def test_an_image_that_cannot_be_used_is_refused_by_name(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
+) -> None:
+    for url, reason in [
         ("http://example.com/a.png", "'http://example.com/a.png': nothing is fetched"),
         ("https://example.com/a.png", "nothing is fetched"),
         ("file:///etc/hostname", "'file:///etc/hostname': nothing is fetched and no file is read"),
@@ -363,19 +364,16 @@ def test_anthropics_parts_and_those_of_responses_are_images_too(
         ("data:image/png;base64,!", "is not base64"),
         (data_url(b"no picture"), "the messages, image 1: it cannot be read"),
         (data_url(WIDE[:60]), "the messages, image 1: it cannot be read"),
-    ],
-)
-def test_an_image_that_cannot_be_used_is_refused_by_name(
-    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader, url: str, reason: str
-) -> None:
-    def play(ask: Callable[..., Any], task: Any) -> None:
-        ask({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
-        ask(*[shows("x")])
+    ]:
 
-    played = Asking(endpoint, tokenizer, reader, play)
-    [message] = played.refusals
-    assert reason in message and "\n" not in message
-    assert len(played.engine.requests) == 1 and not played.found.prompt.images
+        def play(ask: Callable[..., Any], task: Any, url: str = url) -> None:
+            ask({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
+            ask(*[shows("x")])
+
+        played = Asking(endpoint, tokenizer, reader, play)
+        [message] = played.refusals
+        assert reason in message and "\n" not in message
+        assert len(played.engine.requests) == 1 and not played.found.prompt.images
 
 
 def test_too_many_images_and_those_of_a_model_that_sees_none_are_refused(

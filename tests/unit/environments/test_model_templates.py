@@ -97,7 +97,7 @@ def test_while_tools_are_called_tokens_go_on_as_they_were_sampled(name: str) -> 
     assert not any(text.startswith((calls[0][-8:], calls[1][-8:])) for text in after)
 
 
-@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_a_branch_goes_on_where_tools_are_called_after_a_second_question(name: str) -> None:
     family = FAMILIES[name]
     talk = Talk(family)
