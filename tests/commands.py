@@ -89,9 +89,14 @@ def finished(
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """The environment of a command, with a temporary folder of its own, so that what a kill leaves there is seen."""
+    """Return the environment of a command, with a temporary folder of its own, so that what a kill leaves there is seen."""
     (directory / "tmp").mkdir(exist_ok=True)
-    return {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory / "tmp")}
+    return {**os.environ, "PYTHONPATH": python_path(), "TMPDIR": str(directory / "tmp")}
+
+
+def python_path() -> str:
+    """Return PYTHONPATH with this repository first. An emulated processor, or another Megatron-core, stays in it."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def left_behind(directory: Path) -> list[str]:
