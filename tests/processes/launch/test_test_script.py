@@ -72,7 +72,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(checkout: Path, *arguments: str) -> tuple[int, list[str]]:
     """Returns the exit code and the lines of the result."""
-    command = ["env", "RLHF_MCORE_TEST_SLOWNESS=1", str(checkout / "launch" / "test.sh"), *arguments]
+    command = [
+        "env",
+        "-u",
+        "RLHF_MCORE_TEST_REPORTS",
+        "RLHF_MCORE_TEST_SLOWNESS=1",
+        str(checkout / "launch" / "test.sh"),
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=scaled(300), check=False)
     lines = done.stdout.splitlines()
     assert "== result ==" in lines, done.stdout + done.stderr
