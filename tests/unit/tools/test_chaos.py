@@ -1,4 +1,4 @@
-"""What the driver compares. That it kills and that runs survive it is tested in tests/e2e/test_resume.py."""
+"""What the driver compares. tests/e2e/test_default_run.py uses it on a run that was killed."""
 
 from __future__ import annotations
 
