@@ -146,7 +146,7 @@ if [[ -n "$latest" ]]; then
     export PYTHONPATH="$venv/megatron-latest${PYTHONPATH:+:$PYTHONPATH}"
     section "the Megatron-core of the GPU image: tests/unit" run_tests megatron-latest-unit tests/unit/mcore tests/unit/platform \
         -n "$workers" --dist worksteal --tier default
-    section "the Megatron-core of the GPU image: tests/distributed" run_tests megatron-latest-distributed tests/distributed/test_moe.py \
+    section "the Megatron-core of the GPU image: tests/distributed" run_tests megatron-latest-distributed tests/distributed/test_layers.py \
         -n 1 -v --tier default
     unset PYTHONPATH
 fi

@@ -86,7 +86,7 @@ def test_layers_beyond_those_of_config_json_are_refused_unless_they_are_mtp_laye
 def test_load_balance_by_hand(model: MegatronModel) -> None:
     router = next(routers(model.chunks))
     router.balance_weight, router.balance_sum = 0.5, 0.0
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     probs = torch.zeros(2, 4, requires_grad=True)
     # Two tokens, four experts, each chosen once: 1 per token, the least there can be.
     even = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
