@@ -20,7 +20,7 @@ from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.trainers import rl_trainer
-from rlhf_mcore.config.implied import role_layouts
+from rlhf_mcore.config.implied import has_teacher, role_layouts
 from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets
@@ -271,7 +271,7 @@ def _summary(cfg: Config, record: RunRecord) -> None:
         f"trained model   {directory}/{chosen}/{run_kind(cfg).saved_as}  ({kind})",
         f"report          rlhf-mcore report {directory}",
     ]
-    if record.all_zero:
+    if record.all_zero and not has_teacher(cfg):  # whose gradients need no reward
         footer.append(
             "every reward was 0, so nothing was learned: read rollouts/ in the run directory, and try the reward with "
             "`rlhf-mcore reward-test CONFIG`"

@@ -32,10 +32,14 @@ def test_a_number_that_was_not_finite_before_is_left_out_of_the_table(tmp_path: 
     assert "held-out accuracy" in printed and "+0.500" in printed and "held-out reward" not in printed
 
 
-@pytest.mark.parametrize(("shares", "is_hinted"), [((1.0, 1.0), True), ((1.0, 0.75), False)])
+@pytest.mark.parametrize(
+    ("shares", "teacher", "is_hinted"),
+    [((1.0, 1.0), None, True), ((1.0, 0.75), None, False), ((1.0, 1.0), "models/teacher", False)],
+)
 def test_a_run_whose_rewards_were_all_zero_says_what_to_do(
-    tmp_path: Path, shares: tuple[float, ...], is_hinted: bool
+    tmp_path: Path, shares: tuple[float, ...], teacher: str | None, is_hinted: bool
 ) -> None:
+    """Not if it has a teacher: a distillation has no other reward than 0, and learns."""
     output = rich.console.Console(file=io.StringIO(), width=300)
     record = RunRecord(Timers(), 0)
     record.console = Console("plain", 2, "p / e", output=output)
@@ -43,7 +47,9 @@ def test_a_run_whose_rewards_were_all_zero_says_what_to_do(
     record.recall(
         [{"step": step, "reward/mean": 0.0, "reward/share_zero": share} for step, share in enumerate(shares, 1)]
     )
-    OpenRun(Config(), record, None, 3).finish()
+    cfg = Config()
+    cfg.teacher.path = teacher
+    OpenRun(cfg, record, None, 3).finish()
     record.directory.close()
     printed = output.file.getvalue()  # type: ignore[attr-defined]
     assert (
