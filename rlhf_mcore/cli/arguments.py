@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rlhf_mcore.cli.exit_codes import TOOL_EPILOG
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
+
+
+class _SettingsParser(argparse.ArgumentParser):
+    """The parser of a command that takes a configuration: an unknown option is most likely a setting with dashes."""
+
+    def error(self, message: str) -> NoReturn:
+        """Name the setting that an unknown option stands for. Ends the process with exit code 2."""
+        start, _, unknown = message.partition("unrecognized arguments: ")
+        is_option = (
+            any(known.startswith(unknown.split()[0]) for known in self._option_string_actions) if unknown else True
+        )
+        if start or is_option or not unknown.startswith("--"):
+            super().error(message)
+        self.exit(2, f"error: {_meant_setting(unknown.split())}\n")
+
+
+def _meant_setting(unknown: Sequence[str]) -> str:
+    from rlhf_mcore.config.keys import DESCRIPTIONS
+    from rlhf_mcore.config.other_names import hint
+
+    option, has_value, value = unknown[0].partition("=")
+    key = option.lstrip("-").replace("-", "_")
+    value = value if has_value else next((word for word in unknown[1:2] if not word.startswith("-")), "VALUE")
+    known = f"write {key}={value}" if key in DESCRIPTIONS else hint(key)
+    return f"{option}: unknown option; settings are written KEY=VALUE without dashes: {known}"
 
 
 def command_parser(
@@ -23,7 +48,7 @@ def command_parser(
         config: help of the first argument, for a command that takes a configuration and overrides.
     """
     shown = ["examples:", *(f"  {line}" for line in examples), ""] if examples else []
-    parser = argparse.ArgumentParser(
+    parser = (_SettingsParser if config else argparse.ArgumentParser)(
         prog=prog,
         description=description,
         epilog="\n".join([*shown, exits]),

@@ -189,6 +189,25 @@ def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.C
     assert "rlhf-mcore" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--trainer.num_steps=3"], ["--trainer.num_steps", "without dashes", "trainer.num_steps=3"]),
+        (["--trainer.num_steps", "3"], ["--trainer.num_steps", "without dashes", "trainer.num_steps=3"]),
+        (["--world-size", "2"], ["--world-size", "without dashes", "trainer.world_size"]),
+        (["--learning-rate", "1e-6"], ["--learning-rate", "without dashes", "actor.optimizer.lr"]),
+    ],
+)
+def test_an_option_that_is_a_setting_is_named(
+    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """People who come from TRL write dashes."""
+    with pytest.raises(SystemExit) as ended:
+        main_module.main(["train", "run.yaml", *args])
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and printed.count("\n") == 1 and all(word in printed for word in words), printed
+
+
 def test_ctrl_c_before_anything_was_made_leaves_nothing(
     workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
