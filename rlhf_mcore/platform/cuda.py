@@ -93,7 +93,11 @@ class CudaPlatform(Platform):
         from rlhf_mcore.platform.megatron_versions import PERMUTE_WAITS
 
         super().prepare_megatron()
-        if PERMUTE_WAITS and token_dispatcher.permute is moe_utils.permute and getattr(moe_utils, "fused_permute", None) is None:
+        if (
+            PERMUTE_WAITS
+            and token_dispatcher.permute is moe_utils.permute
+            and getattr(moe_utils, "fused_permute", None) is None
+        ):
             token_dispatcher.permute = partial(_permute, moe_utils.permute)
 
     def synchronize(self) -> None:

@@ -47,7 +47,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name, seed in (("a", 1), ("b", 2)):
         (folder / name).mkdir()
         save_model(folder / name, "qwen3", seed)
-        (folder / name / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn['content'] }}{% endfor %}")
+        (folder / name / "chat_template.jinja").write_text(
+            "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
+        )
     return folder / "a", folder / "b"
 
 

@@ -60,7 +60,10 @@ def test_mistakes_are_named(workspace: Any) -> None:
         (f"{OVERLAP} trainer.packing=false", ["tp_comm_overlap=True", "trainer.packing=true", "filled up"]),
         (f"{OVERLAP} model.layer_spec=local", ["tp_comm_overlap=True", "model.layer_spec=te"]),
         (f"{OVERLAP} trainer.world_size=4 actor.ranks=[0,2]", ["tp_comm_overlap=True", "all ranks", "remove it"]),
-        ("actor.megatron={overlap_moe_expert_parallel_comm: true}", ["overlap_moe_expert_parallel_comm=True", "remove"]),
+        (
+            "actor.megatron={overlap_moe_expert_parallel_comm: true}",
+            ["overlap_moe_expert_parallel_comm=True", "remove"],
+        ),
         ("actor.megatron={delay_wgrad_compute: true}", ["delay_wgrad_compute=True", "remove it"]),
         ("actor.megatron={no_sync_func: f}", ["no_sync_func='f'", "object of Python"]),
         ("actor.megatron={overlap_param_gather: true}", ["overlap_param_gather=True", "overlap_grad_reduce=true"]),
