@@ -23,6 +23,7 @@ ENV RLHF_MCORE_STACK=cpu UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1
 # What setup.sh reads comes first: a change of the code alone does not install everything again.
 COPY setup.py pyproject.toml README.md ./
 COPY rlhf_mcore/__init__.py rlhf_mcore/
+COPY contrib/__init__.py contrib/
 COPY requirements requirements
 COPY launch launch
 RUN ./launch/setup.sh
@@ -39,10 +40,11 @@ CMD ["rlhf-mcore", "--help"]
 # ------------------------------------------------------------------------------------------------------------------ gpu
 FROM ${GPU_BASE} AS gpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# The container's Python is Ubuntu's, which comes without venv and ensurepip; setup.sh makes a virtual environment over it.
+# The container's Python is Ubuntu's, which comes without venv and ensurepip; setup.sh makes a virtual environment over it. The others are
+# for a vLLM that is built from source.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3-venv \
+    && apt-get install --yes --no-install-recommends g++ git python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 rlhf
 WORKDIR /opt/rlhf_mcore
@@ -53,14 +55,18 @@ ARG MAX_JOBS=16
 ENV RLHF_MCORE_STACK=gpu UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1 TORCH_CUDA_ARCH_LIST="${CUDA_ARCHITECTURES}"
 COPY setup.py pyproject.toml README.md ./
 COPY rlhf_mcore/__init__.py rlhf_mcore/
+COPY contrib/__init__.py contrib/
 COPY requirements requirements
 COPY launch launch
 RUN ./launch/setup.sh
 COPY . .
 ENV PATH=/opt/rlhf_mcore/.venv/bin:$PATH
-RUN install --directory --owner rlhf /workspace
+# Kernels that vLLM, DeepGEMM, FlashInfer and Triton compile are kept on a volume, so the next container need not compile them.
+ENV VLLM_CACHE_ROOT=/cache/vllm FLASHINFER_WORKSPACE_BASE=/cache TRITON_CACHE_DIR=/cache/triton
+RUN install --directory --owner rlhf /workspace /cache
 USER 10001
 WORKDIR /workspace
 VOLUME /workspace
+VOLUME /cache
 HEALTHCHECK --interval=5m --timeout=30s --start-period=30s CMD ["rlhf-mcore", "doctor", "--quick", "--run-dir", "/workspace"]
 CMD ["rlhf-mcore", "--help"]

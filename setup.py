@@ -25,7 +25,8 @@ INSTALL_REQUIRES = [
     # The CPU platform redirects calls of these minor versions: rlhf_mcore/platform/megatron_versions.py.
     "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*",
     "transformers>=5",  # tokenizers, chat templates and model configurations
-    "omegaconf>=2.4",  # the typed configuration tree
+    "omegaconf>=2.4",  # references in configurations: ${seed}, ${oc.env:NAME}
+    "pydantic>=2.10",  # the models of the configuration; vLLM needs it too
     "packaging",  # version ranges, which the doctor compares
     "safetensors",  # the only format weights are written in
     "xxhash",  # what a checkpoint's files are checked by
@@ -73,6 +74,59 @@ EXTRAS_REQUIRE = {
     ],
 }
 
+# The plug-ins of contrib/. A plug-in of a user registers in the same groups (docs/extending.md).
+PLUGINS: dict[str, list[str]] = {
+    "rlhf_mcore.containers": [
+        "podman = rlhf_mcore_contrib.containers.podman:podman_kind",
+        "remote = rlhf_mcore_contrib.containers.remote:RemoteKind",
+    ],
+    "rlhf_mcore.environments": [
+        "gymnasium = rlhf_mcore_contrib.environments.gymnasium:Gymnasium",
+        "openenv = rlhf_mcore_contrib.environments.openenv:OpenEnv",
+        "verifiers = rlhf_mcore_contrib.environments.verifiers:Verifiers",
+    ],
+    "rlhf_mcore.traces": ["opentelemetry = rlhf_mcore_contrib.traces.opentelemetry:trace_of"],
+    "rlhf_mcore.dialects": ["responses = rlhf_mcore_contrib.responses.dialect:Responses"],
+    "rlhf_mcore.container_extras": [
+        "dockerfile = rlhf_mcore_contrib.containers.dockerfiles:without_docker",
+        "folder = rlhf_mcore_contrib.containers.folders:read_folder",
+        "folder_rows = rlhf_mcore_contrib.containers.recipe:folder_rows",
+        "lending = rlhf_mcore_contrib.containers.service:Lender",
+    ],
+    "rlhf_mcore.recipes": [
+        "code = rlhf_mcore_contrib.recipes.code:code",
+        "open_assistant = rlhf_mcore_contrib.recipes.open_assistant:open_assistant",
+        "tasks = rlhf_mcore_contrib.containers.recipe:tasks",
+    ],
+    "rlhf_mcore.trackers": [
+        "comet = rlhf_mcore_contrib.trackers.comet:CometTracker",
+        "swanlab = rlhf_mcore_contrib.trackers.swanlab:SwanlabTracker",
+        "trackio = rlhf_mcore_contrib.trackers.trackio:TrackioTracker",
+    ],
+    "rlhf_mcore.commands": [
+        "migrate = rlhf_mcore_contrib.migrate",
+        "serve-reward = rlhf_mcore_contrib.serve_reward",
+        "simulate = rlhf_mcore_contrib.simulate",
+        "multinode = rlhf_mcore_contrib.ssh",
+        "serve-containers = rlhf_mcore_contrib.containers.serve_containers",
+    ],
+    "rlhf_mcore.other_trainers": ["migrate = rlhf_mcore_contrib.migrate.full_names:find_full_name"],
+    "rlhf_mcore.adapters": ["dora = rlhf_mcore_contrib.dora", "pissa = rlhf_mcore_contrib.pissa"],
+    "rlhf_mcore.checkpoint_hooks": [
+        "archive = rlhf_mcore_contrib.archive.archiver:Archiver",
+        "deltas = rlhf_mcore_contrib.deltas.write",
+    ],
+    "rlhf_mcore.transports": [
+        "delta_sync = rlhf_mcore_contrib.delta_sync.changes:Changes",
+        "nixl = rlhf_mcore_contrib.nixl.reads:read_links",
+    ],
+}
+CONTRIB = [
+    name.replace("contrib", "rlhf_mcore_contrib", 1)
+    for name in find_packages(include=["contrib", "contrib.*"])
+    if ".tests" not in name
+]
+
 setup(
     name="rlhf_mcore",
     version=read_version(),
@@ -82,13 +136,14 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["rlhf_mcore", "rlhf_mcore.*"]),
+    packages=[*find_packages(include=["rlhf_mcore", "rlhf_mcore.*"]), *CONTRIB],
+    package_dir={"rlhf_mcore_contrib": "contrib"},
     package_data={
         "rlhf_mcore": ["py.typed"],
-        "rlhf_mcore.commands.migrate": ["prelude.bash"],
         "rlhf_mcore.commands.report": ["assets/*"],
+        "rlhf_mcore_contrib.migrate": ["prelude.bash"],
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
-    entry_points={"console_scripts": ["rlhf-mcore = rlhf_mcore.cli.main:main"]},
+    entry_points={"console_scripts": ["rlhf-mcore = rlhf_mcore.cli.main:main"], **PLUGINS},
 )

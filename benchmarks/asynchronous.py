@@ -10,7 +10,7 @@ about one in its vocabulary, so lengths are nearly geometric (mean 100 tokens), 
 
 The ratio is the samples per second of ``partial`` over those of ``synchronous``, by the median of rounds in which all run. Beside
 it that over ``colocated`` is written, whose two ranks both learn. The first steps are left out: in those of ``partial`` responses
-are short at first, and then long. What the simulator makes of such runs is measured by ``benchmarks.simulated``.
+are short at first, and then long. The plug-in ``simulate`` predicts such runs (its benchmark ``simulated``).
 """
 
 from __future__ import annotations

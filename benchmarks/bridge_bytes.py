@@ -20,6 +20,7 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
+from tests.plan_bytes import count_bytes
 
 BUCKET_BYTES = 256 * 2**20
 ITEM_BYTES, DEPTH, RANKS_PER_NODE = 2, 2, 8
@@ -114,7 +115,7 @@ def sampled(plan: Plan, held: list[Place], needed: list[Place], ranks: list[int]
 
 def whole(plan: Plan) -> dict[str, Any]:
     """Sums and balance over all ranks."""
-    counted = plan.bytes()
+    counted = count_bytes(plan)
     sent = counted.sent[counted.sent > 0]
     return {
         "buckets": plan.num_buckets,

@@ -34,7 +34,6 @@ from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
-from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.config.schema import RecomputeConfig, RolloutConfig
 from rlhf_mcore.mcore.build import BuildOptions, build_model
@@ -48,6 +47,7 @@ from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import EngineProcess, GroupSpec
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
+from tests.planned_bridge import planned_bridge
 
 ROOT = Path(__file__).resolve().parents[1]
 GOAL = 1.5
@@ -162,10 +162,10 @@ def train(directory: Path, rounds: int) -> None:
     engine = start_engine(directory, "trainer")
     model = make_trainer(directory / "model")
     geometry, parameters = model.spec.geometry, model.local_parameters()
-    colocated = PlannedBridge(parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES)
+    colocated = planned_bridge(parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES)
 
-    def remote(verify: str) -> RemoteBridge:
-        job, side = BridgeJob(geometry, BUCKET_BYTES, verify), Side(parameters, NoTarget())
+    def remote(verify: bool) -> RemoteBridge:
+        job, side = BridgeJob(geometry, BUCKET_BYTES, verify, weights="loaders"), Side(parameters, NoTarget())
         return RemoteBridge(side, job, world_group(), control, address=LOOPBACK, timeout_s=120)
 
     row: dict[str, Any] = {"parameters": sum(p.tensor.numel() for p in parameters), "seconds": {}, "ratios": {}}
@@ -173,9 +173,9 @@ def train(directory: Path, rounds: int) -> None:
         control.messages = name == "messages"
         if control.messages:
             no_sharing().start()
-        (checked := remote("digest")).sync(0)
+        (checked := remote(True)).sync(0)
         checked.leave()
-        bridge = remote("off")
+        bridge = remote(False)
         bridge.sync(1)
         colocated.sync(1)
         times = [[timed(lambda: b.sync(2))[1].wall_s for b in (bridge, colocated)] for _ in range(rounds)]  # noqa: B023

@@ -41,7 +41,7 @@ from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.describe import describe_sources
-from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
+from rlhf_mcore.bridge.map.engine import keep_loading_layout
 from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.run.stand_ins import GatherBridge
@@ -58,6 +58,8 @@ from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import WeightTarget
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
+from tests.plan_bytes import count_bytes
+from tests.planned_bridge import planned_bridge
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
@@ -185,9 +187,9 @@ def measure(
 ) -> dict[str, Any]:
     """One layout: every contender once to warm up, checked by digests, then in turns."""
     parameters, geometry, pgs = model.local_parameters(), model.spec.geometry, model.groups.collection
-    planned = PlannedBridge(parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES)
-    PlannedBridge(
-        parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES, verify="digest", poison=True
+    planned = planned_bridge(parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES)
+    planned_bridge(
+        parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES, verify=True, poison=True
     ).sync(0)
     gatherer = Gatherer(parameters, geometry, pgs.tp, pgs.pp)
     bucketed = BucketedGatherer(parameters, geometry)
@@ -231,7 +233,7 @@ def bytes_moved(
     """Bytes over the wire, summed over ranks: as planned, and as needed to give every rank every full tensor."""
     full = sum(tensor.numel() * tensor.element_size() for tensor in ready.values())
     held = sum(parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters)
-    moved = int(planned.plan.bytes().received.sum())
+    moved = int(count_bytes(planned.plan).received.sum())
     gathered = sum(full - one for one in all_gather_json(held))
     return {"bytes_planned": moved, "bytes_gathered": gathered, "bytes_won": round(1 - moved / gathered, 4)}
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from benchmarks.common import report
 from rlhf_mcore.bridge.files.tensor_files import ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.readers.model_files import read_geometry
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_BYTES = 600e6

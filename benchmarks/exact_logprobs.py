@@ -37,7 +37,7 @@ from rlhf_mcore.platform import cpu_kernels
 from rlhf_mcore.platform.base import ModuleView
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, SampledBatches
 from rlhf_mcore.types import Completion, Request, Sampling, TrainBatch
 
@@ -224,6 +224,7 @@ def main() -> None:
         "data.max_prompt_tokens=256",
         "bridge.live_cpu_weights=true",  # so that the engine's weights can be multiplied with by others than its own kernel
         "actor.optimizer.lr=1e-4",
+        "trainer.share_prefixes=false",  # attention over a prefix tree adds up in another order than the shared function
     ]
     found: dict[str, dict[str, Any]] = {}
     with loop_of(replace(row, responses=RESPONSES), 2 * STEPS, overrides) as loop:
@@ -244,7 +245,7 @@ def main() -> None:
     report(name, {**details, "steps": steps, "cost": cost}, ratio=least, goal=GOAL, quick=args.quick)
 
 
-def _steps(loop: Trainer, shares: bool, first: int) -> dict[str, Any]:
+def _steps(loop: TrainingLoop, shares: bool, first: int) -> dict[str, Any]:
     """Shares of equal logprobs in steps of the run, and CPU seconds of one, all but the first."""
     source, learner = loop.source, loop.learner
     assert isinstance(source, SampledBatches)
@@ -265,7 +266,7 @@ def _steps(loop: Trainer, shares: bool, first: int) -> dict[str, Any]:
     return {"equal": equal, "cpu_s": statistics.median(seconds[1:])}
 
 
-def _sharpen(loop: Trainer) -> None:
+def _sharpen(loop: TrainingLoop) -> None:
     """Multiply matrices by 4: with the small weights of a new model all logprobs are nearly the same, and equal to a bit by chance."""
     learner: Any = loop.learner
     with torch.no_grad():
@@ -274,7 +275,7 @@ def _sharpen(loop: Trainer) -> None:
                 parameter.tensor.mul_(4)
 
 
-def _measured(loop: Trainer, row: Row, names: Sequence[str]) -> Found:
+def _measured(loop: TrainingLoop, row: Row, names: Sequence[str]) -> Found:
     source, learner = loop.source, loop.learner
     assert isinstance(source, SampledBatches) and isinstance(learner, PolicyLearner)
     engine, actor = source.worker.generator, learner.roles.actor
@@ -287,7 +288,7 @@ def _measured(loop: Trainer, row: Row, names: Sequence[str]) -> Found:
         batch = _batch(requests, completions)
         equal, largest, seconds = {}, 0.0, 0.0
         for packing, most in CUTS:
-            config = replace(actor.model.trainer, packing=packing, forward_tokens=most)
+            config = actor.model.trainer.model_copy(update={"packing": packing, "forward_tokens": most})
             with patch.object(actor.model, "trainer", config):
                 own, passing = timed(lambda: actor.compute_logprobs(batch))
             difference = (own - batch.rollout_logprobs)[batch.loss_mask].abs()

@@ -11,8 +11,8 @@ from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning import sync
 from rlhf_mcore.planning.inputs import EngineGrid
+from tests import engine_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,4 +62,4 @@ def sources(model: Model, layout: ParallelLayout) -> list[Place]:
 
 def destinations(model: Model, tp: int, num_engines: int, first_rank: int = 0) -> list[Place]:
     """What engine ranks need."""
-    return sync.destinations(model.geometry, EngineGrid(tp), num_engines, first_rank)
+    return engine_layout.destinations(model.geometry, EngineGrid(tp), num_engines, first_rank)

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import rlhf_mcore as rm
 from benchmarks.vs_trl import ROOT, Row, make, our_command
-from rlhf_mcore.cli.compose import opened
+from rlhf_mcore.cli.compose import open_run
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.parallel.addresses import LOOPBACK
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.loop import TrainingLoop
 
 
 @contextmanager
@@ -35,13 +35,13 @@ def trainer_of(row: Row, steps: int, overrides: Sequence[str] = ()) -> Iterator[
 
 
 @contextmanager
-def loop_of(row: Row, steps: int, overrides: Sequence[str] = ()) -> Iterator[Trainer]:
+def loop_of(row: Row, steps: int, overrides: Sequence[str] = ()) -> Iterator[TrainingLoop]:
     """The loop of a run before its first step, whose parts can be exchanged."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29500"}  # not opened
     with _config_of(row, steps, overrides) as cfg:
         checked = rm.Trainer(cfg).cfg  # as a world of one takes it
-        with patch.dict(os.environ, {**alone, **address}), opened(checked) as run:
+        with patch.dict(os.environ, {**alone, **address}), open_run(checked) as run:
             assert run.trainer is not None
             run.trainer.begin(steps)
             yield run.trainer

@@ -76,18 +76,18 @@ def processor_seconds(pids: list[int]) -> Callable[[], float]:
 def compare(milliseconds: float, items: int, workers: int, turns: int, folder: Path) -> dict[str, Any]:
     """One size of function: the pool against bare processes."""
     from rlhf_mcore.config.schema import RewardConfig
-    from rlhf_mcore.rewards.function import function_reward
-    from rlhf_mcore.rewards.reward import text_only
+    from rlhf_mcore.rewards.function import build_function_reward
+    from rlhf_mcore.rewards.reward import make_text_trajectory
     from rlhf_mcore.types import Prompt
 
     rounds = rounds_for(milliseconds)
     texts = [f"response {number}" * 4 for number in range(items)]
     rows = [
-        text_only(Prompt(str(n), n, [1], "", ground_truth="42", extra_info={"rounds": rounds}), text)
+        make_text_trajectory(Prompt(str(n), n, [1], "", ground_truth="42", extra_info={"rounds": rounds}), text)
         for n, text in enumerate(texts)
     ]
     (folder / "grade.py").write_text(SOURCE, encoding="utf-8")
-    reward = function_reward(RewardConfig(function=f"{folder}/grade.py:grade", workers=workers))
+    reward = build_function_reward(RewardConfig(function=f"{folder}/grade.py:grade", workers=workers))
     reward.score(rows[: 4 * workers * 32])  # all workers are there
     ours = processor_seconds([int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_worker(path)])
     turns_made: list[dict[str, float]] = []

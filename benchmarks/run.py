@@ -40,17 +40,24 @@ class Row:
     what: str
     at_least: bool = False
     needs: str = ""  # an argument, or a command before, that it cannot measure its ratio without
+    package: str = "benchmarks"
+
+    @property
+    def module(self) -> str:
+        return f"{self.package}.{self.name}"
 
 
+SIMULATE = "rlhf_mcore_contrib.simulate.benchmarks"
 ROWS = (
     Row("vs_trl", "a step by TRL's, wall", needs="launch/setup.sh --with bench"),
     Row("step_overhead", "a step by its parts alone"),
     Row("packing", "useful tokens/s, packed by padded, times the padded fill", at_least=True),
+    Row("prefixes", "speed-up by shared prefixes by its goals, the smallest", at_least=True),
     Row("balance", "fill of microbatches", at_least=True),
     Row("exchange", "moving rows between 4 ranks by an earlier release's", needs="--against"),
     Row("scaling", "control per row at 16 times the rows by that at 1"),
     Row("bridge_sync", "weight sync by the engine's own reload from memory"),
-    Row("sync_checks", "checks after a sync by a step of the run"),
+    Row("sync_checks", "digests of a sync by a step of the run"),
     Row("bridge_bytes", "bytes sent by the lower bound"),
     Row("bridge_plan", "seconds to plan a sync of 16,384 ranks"),
     Row("suggest", "CPU seconds of plan --suggest, of 30B-A3B and of 671B, by their goals, the larger"),
@@ -60,10 +67,11 @@ ROWS = (
     Row("save_speed", "GB/s of a checkpoint by write and fsync", at_least=True),
     Row("export", "GB/s of an export by safetensors' save_file", at_least=True),
     Row("reshard_load", "resume on another layout by the same"),
+    Row("resume_check", "bytes that a rank reads to check a checkpoint by its part and one file"),
     Row("reward_pool", "items/s of the reward pool by the bare grader", at_least=True),
-    Row("pipelined", "simulated samples/s by the bound", at_least=True),
+    Row("pipelined", "simulated samples/s by the bound", at_least=True, package=SIMULATE),
     Row("asynchronous", "samples/s with staleness 4 by synchronous", at_least=True),
-    Row("simulated", "distance of simulated from measured samples/s and tokens/s, the largest"),
+    Row("simulated", "distance of simulated from measured samples/s and tokens/s, the largest", package=SIMULATE),
     Row("ready", "time to the first step by the longer start of trainer and engine alone"),
     Row("device_counts", "host syncs in the passes of a small update, all cases together, on fake CUDA tensors"),
     Row(
@@ -96,9 +104,9 @@ def judge(row: Row, ratio: float, goal: float) -> str:
 
 def run(row: Row, quick: bool, timeout_s: float) -> Outcome:
     """Run one benchmark and read its last line."""
-    if find_spec(f"benchmarks.{row.name}") is None:
+    if find_spec(row.module) is None:
         return Outcome(row, None, None, "not there yet")
-    command = [sys.executable, "-m", f"benchmarks.{row.name}", *(["--quick"] if quick else [])]
+    command = [sys.executable, "-m", row.module, *(["--quick"] if quick else [])]
     begun, before, pipe = time.perf_counter(), os.times(), subprocess.PIPE
     # A session of its own: ranks and engines that it has started end with it.
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common import report, timed
 from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import ROWS
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, SampledBatches
 from rlhf_mcore.types import Request, TrainBatch, UpdateResult
 
@@ -78,7 +78,7 @@ def main() -> None:
     report("step_overhead", details, ratio=medians["wall_s"], goal=GOAL, quick=args.quick)
 
 
-def _round(loop: Trainer, step: int, num_steps: int, engine: KeptRequests, kept: KeptBatch) -> dict[str, Any]:
+def _round(loop: TrainingLoop, step: int, num_steps: int, engine: KeptRequests, kept: KeptBatch) -> dict[str, Any]:
     """A step, and its parts alone."""
     engine.requests = []
     _, whole = timed(lambda: loop.step(step, num_steps))

@@ -92,20 +92,28 @@ install_torch() {
         "Behind a firewall, put its wheel in a folder and set PIP_FIND_LINKS to that folder."
 }
 
-# vllm_loads: each library of the installed vLLM finds what it needs, in a process of its own. Most use torch's stable interface, so that
-# its wheel, which is built with the released torch, may go with the container's. The driver's is not there while an image is built.
+# vllm_loads: each library of the installed vLLM loads, in a process of its own. Most use torch's stable interface, so its wheel, which is
+# built with the released torch, fits the container's torch. A third-party library that lacks a symbol is set aside: vLLM then uses other kernels.
+# The driver's library is not there while an image is built.
 vllm_loads() {
     "$venv/bin/python" -c 'import ctypes, importlib.util, os, pathlib, sys, torch
-for library in sorted(pathlib.Path(importlib.util.find_spec("vllm").origin).parent.rglob("*.so")):
+root = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
+for library in sorted(root.rglob("*.so")):
     child = os.fork()
     if not child:
         try:
             ctypes.CDLL(str(library))
             os._exit(0)
         except OSError as error:
+            if "libcuda.so.1" in str(error):
+                os._exit(0)
             print(f"{library.name}: {error}", file=sys.stderr, flush=True)
-            os._exit("libcuda.so.1" not in str(error))
-    if os.waitpid(child, 0)[1]:
+            os._exit(2 if "undefined symbol" in str(error) and "third_party" in library.relative_to(root).parts else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == 2:
+        library.rename(library.with_suffix(".so.aside"))
+        print(f"{library.relative_to(root)} is set aside; vLLM uses other kernels instead")
+    elif status:
         sys.exit(f"{library.name} does not load")'
 }
 

@@ -141,6 +141,7 @@ section "tests/unit, tests/oracles (on $workers cores)" run_tests unit tests/uni
 section "tests/processes (commands, workers, sandboxes)" run_tests processes tests/processes -n "$workers" --dist worksteal "${choice[@]}"
 section "tests/distributed (gloo, torchrun)" run_tests distributed tests/distributed -n 1 -v "${choice[@]}"
 section "tests/e2e (real vLLM)" run_tests e2e tests/e2e -n 1 -v "${choice[@]}"
+section "contrib (plug-ins)" run_tests contrib contrib -n 1 -v "${choice[@]}"
 section "tests/slurm (real SLURM; skipped without it)" run_tests slurm tests/slurm -n 1 -v "${choice[@]}"
 if [[ -n "$latest" ]]; then
     export PYTHONPATH="$venv/megatron-latest${PYTHONPATH:+:$PYTHONPATH}"

@@ -29,7 +29,7 @@ class EpisodeDriver(Protocol):
         """
         ...
 
-    def unheard(self) -> Collection[int]:
+    def abandoned_turns(self) -> Collection[int]:
         """Ids of turns at the engine that nobody waits for any more, once: it need not draw them."""
         ...
 

@@ -44,7 +44,7 @@ class MissingFile(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReadLimits:
     """Bound what a JSON document may be. The defaults are for a model's small files: ten times the largest that is published."""
 
     num_bytes: int = 16 * 2**20
@@ -52,9 +52,9 @@ class Limits:
     depth: int = 32
 
 
-SMALL = Limits()
+SMALL = ReadLimits()
 # Indexes of weights and states, headers, manifests: an entry for every tensor or file of a model and every rank.
-INDEX = Limits(num_bytes=128 * 2**20, num_values=4_000_000)
+INDEX = ReadLimits(num_bytes=128 * 2**20, num_values=4_000_000)
 
 
 def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the path") -> BinaryIO:
@@ -118,7 +118,7 @@ def read_text(path: str | Path, *, limit: int, where: str = "", remedy: str = "c
 def read_json(
     path: str | Path,
     *,
-    limits: Limits = SMALL,
+    limits: ReadLimits = SMALL,
     where: str = "",
     remedy: str = "download or export it again",
 ) -> Fields:
@@ -132,7 +132,7 @@ def read_json(
     return parse_json(data, limits=limits, where=where or str(path), remedy=remedy)
 
 
-def parse_json(data: bytes, *, limits: Limits = SMALL, where: str, remedy: str) -> Fields:
+def parse_json(data: bytes, *, limits: ReadLimits = SMALL, where: str, remedy: str) -> Fields:
     """Parse the bytes of a file as ``read_json`` does.
 
     Raises:
@@ -267,6 +267,17 @@ def shorten(value: object, length: int = 80) -> str:
     text = value if isinstance(value, str) else _SHOWN.repr(value)
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: length + 1])
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and objects of a JSON value are nested deeper than ``depth``. It does not recurse."""
+    level = [value]
+    for _ in range(depth + 1):
+        inside = [item for item in level if isinstance(item, dict | list)]
+        if not inside:
+            return False
+        level = [child for item in inside for child in (item.values() if isinstance(item, dict) else item)]
+    return True
 
 
 def is_plain(text: str) -> bool:

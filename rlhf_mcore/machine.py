@@ -1,4 +1,4 @@
-"""Read what this machine has: GPUs, processor, memory, installed versions. Changes and imports nothing."""
+"""Read what this machine has: GPUs, processor, memory, installed versions. Imports nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-_SMI_FIELDS = ("name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")
+_SMI_FIELDS = (
+    *("name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total"),
+    "pci.bus_id",
+)
 _SMI_TIMEOUT_S = 10
 # Fields of /proc/cpuinfo, on x86 and on ARM, and flags of both.
 _PROCESSOR_NAMES = (("vendor_id", "CPU implementer"), ("model name", "CPU part"))
@@ -30,6 +34,7 @@ class Gpu:
     used_mib: int
     driver: str
     uncorrected_errors: int
+    address: str  # on the PCI bus, as 0000:1b:00.0
 
 
 def query_gpus() -> list[Gpu] | str:
@@ -56,7 +61,8 @@ def parse_gpus(text: str) -> list[Gpu]:
         return int(field) if field.isdigit() else 0
 
     rows = [[field.strip() for field in row] for row in csv.reader(text.splitlines()) if row]
-    return [Gpu(row[0], number(row[1]), number(row[2]), row[3], number(row[4])) for row in rows]
+    # nvidia-smi writes a PCI domain with eight digits, and Linux with four.
+    return [Gpu(row[0], number(row[1]), number(row[2]), row[3], number(row[4]), row[5].lower()[-12:]) for row in rows]
 
 
 def has_driver() -> bool:
@@ -97,7 +103,7 @@ def count_gpus() -> int | None:
 def processor(path: str = "/proc/cpuinfo") -> str:
     """Describe this machine's processor: maker, model, and the vector instructions that libraries choose kernels by; "" if unknown.
 
-    Two of one kind compute the same bits, see ``platform/matrix_products.py``.
+    Two of one kind compute the same bits, see ``platform/cpu_libraries.py``.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
@@ -107,6 +113,44 @@ def processor(path: str = "/proc/cpuinfo") -> str:
     names = [fields.get(x86) or fields.get(arm, "") for x86, arm in _PROCESSOR_NAMES]
     flags = set((fields.get("flags") or fields.get("Features", "")).split())
     return " ".join(filter(None, [*names, *(flag for flag in _VECTOR_FLAGS if flag in flags)]))
+
+
+def numa_node(address: str, sysfs: str = "/sys") -> tuple[int, set[int]] | None:
+    """Find the NUMA node of a PCI device, and its cores. Returns None if the machine has one node, or does not tell."""
+    try:
+        nodes = _numbers(Path(sysfs, "devices/system/node/online").read_text(encoding="ascii"))
+        node = int(Path(sysfs, "bus/pci/devices", address, "numa_node").read_text(encoding="ascii"))
+        if len(nodes) < 2 or node < 0:  # virtual machines often report -1
+            return None
+        return node, _numbers(Path(sysfs, f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Parse a list of Linux such as 0-3,8."""
+    pairs = [part.partition("-") for part in ranges.strip().split(",") if part]
+    return {number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)}
+
+
+_cores_before: int | None = None  # it was bound
+
+
+def bind_to_cores(cores: set[int]) -> None:
+    """Run this process and its children on these cores only, as far as it may use them. New memory is on their node."""
+    global _cores_before
+    allowed = os.sched_getaffinity(0)
+    if not cores & allowed:  # another program has bound it elsewhere
+        return
+    _cores_before = _cores_before or len(allowed)
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores & allowed)
+
+
+def usable_cores() -> int:
+    """Count the cores that processes like this one share: those that this one might use before it was bound to some of them."""
+    return _cores_before or len(os.sched_getaffinity(0))
 
 
 def has_infiniband() -> bool:

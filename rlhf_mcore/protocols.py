@@ -256,36 +256,12 @@ class LogprobModel(Protocol):
     def compute_logprobs(self, batch: TrainBatch) -> Tensor: ...
 
 
-class ReferenceModel(LogprobModel, Protocol):
-    """A policy whose weights can be replaced by those of another one."""
-
-    def refresh(self, actor: Any) -> None: ...
-
-
 class TrainableModel(Protocol):
     """A model that is updated by the ranks that hold it; they know the result."""
 
     def deliver_update(self, batch: TrainBatch) -> Callable[[], UpdateResult | None]:
         """Bring the rows to those ranks, collective over the world; what is returned makes the updates there. None on other ranks."""
         ...
-
-
-class TrainablePolicy(LogprobModel, TrainableModel, Protocol):
-    """A policy that is updated."""
-
-    def makes_one_update(self, batch: TrainBatch) -> bool:
-        """Tell whether a step learns from these rows in one update: the policy before it is then that of the update's forward pass."""
-        ...
-
-    def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [N] of the forward pass of that update, which was made without ``old_logprobs``. Collective over the world."""
-        ...
-
-
-class ValueModel(TrainableModel, Protocol):
-    """Values [N] of the states before each sampled token, and, where wanted, [B] of those after the last. Collective."""
-
-    def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]: ...
 
 
 class Source(Protocol):
@@ -325,32 +301,4 @@ class Evaluator(Protocol):
 
     def run(self, step: int) -> dict[str, float]:
         """``evaluate/*`` metrics. Collective."""
-        ...
-
-
-class Recorder(Protocol):
-    """Keeps the record of a run."""
-
-    def begin_step(self, step: int) -> None:
-        """Begin a step. Collective."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase of the step, and show what is happening."""
-        ...
-
-    def progress(self, text: str) -> None:
-        """Show how far the phase is."""
-        ...
-
-    def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
-        """Keep the step's rollouts. Collective."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Close a step and write its metrics. ``step`` counts from 1; 0 is the evaluation before training. Collective."""
-        ...
-
-    def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the evaluation of the model of an earlier step, with which the run ends."""
         ...

@@ -7,7 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
     from torch import device as Device
+
+    from rlhf_mcore.data.prefixes import PrefixTree
 
 Array = TypeVar("Array")  # of numpy where engines draw, of torch where models learn
 
@@ -134,6 +136,8 @@ class Completion:
     fields: Mapping[str, Recorded] = field(default_factory=dict)
 
 
+MAX_LOGPROB = 1e-5  # of a token: rounding may put it above 0
+
 # The field with the experts that predicted a token: those, plus one, that the token before it went to, [N, layers with experts,
 # experts per token] int16. Zero where they are not known.
 ROUTES = "routes"
@@ -146,20 +150,21 @@ LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of tu
 class EngineWork:
     """Count what engines have done: ``steps`` of decoding, the tokens that these drew, and the seconds that they took.
 
-    ``lent``: turns of episodes that another engine has drawn than the one that plays them.
+    ``lent``: turns of episodes that another engine has drawn than the one that plays them. ``preemptions``: responses that lost their
+    cache to others.
     """
 
     steps: int = 0
     tokens: int = 0
     busy_s: float = 0.0
     lent: int = 0
+    preemptions: int = 0
 
     def __add__(self, other: EngineWork) -> EngineWork:
-        steps, tokens, lent = self.steps + other.steps, self.tokens + other.tokens, self.lent + other.lent
-        return EngineWork(steps, tokens, self.busy_s + other.busy_s, lent)
+        return EngineWork(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: EngineWork) -> EngineWork:
-        return self + EngineWork(-other.steps, -other.tokens, -other.busy_s, -other.lent)
+        return EngineWork(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +281,8 @@ class TrainBatch:
     images: Mapping[int, Sequence[Sequence[str]]] = field(
         default_factory=dict
     )  # digests of each sequence's, where any has some
+    # [B, 2] int64, on every rank: tokens of a row that are computed, and those at its beginning that its group shares; None: all, none
+    computed: Tensor | None = None
     # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
     turn_rewards: Tensor | None = None
     # [N] int32: version of the policy that sampled a token, zero outside loss_mask; None in a synchronous run, whose is policy_version
@@ -384,8 +391,15 @@ class Microbatch:
     images: list[tuple[str, ...]] = field(
         default_factory=list
     )  # digests, of each sequence of ``rows``; []: there are none
+    # What the model computes in the place of ``token_ids`` if rows share beginnings
+    tree: PrefixTree | None = None
     # During a pass: copies on the device, by name, of the fields and of what the model derives from the rest.
     placed: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Tokens of a line that the model computes."""
+        return self.token_ids.size(1) if self.tree is None else len(self.tree.token_ids)
 
     def fields_on(self, device: Device) -> dict[str, Tensor]:
         """Return the fields on a device, those of ``placed`` where they are there."""

@@ -107,7 +107,7 @@ class LateCuda:
         # What is asked of torch.cuda.
         self.cudart = lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self.pinned.pop)
         self.is_available, self.empty_cache, self.reset_peak_memory_stats = lambda: False, lambda: None, lambda: None
-        self.max_memory_allocated, self.mem_get_info = lambda: 0, lambda: (0, 0)
+        self.max_memory_allocated, self.memory_reserved, self.mem_get_info = lambda: 0, lambda: 0, lambda: (0, 0)
         self.get_device_properties = lambda _: SimpleNamespace(total_memory=0)
 
     @property

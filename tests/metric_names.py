@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlhf_mcore.config.metrics import find_metric
+from rlhf_mcore.metrics.catalogue import find_metric
 
 
 def assert_registered(run: Path, *wanted: str) -> None:

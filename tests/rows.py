@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhf_mcore.algorithms.interfaces import AdvantageInputs
 from rlhf_mcore.algorithms.masking import row_weights
 from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.data.bundles import computed_of_row
 from rlhf_mcore.parallel.rows import merge_rows, owners_of
 from rlhf_mcore.types import TrainBatch
 
@@ -40,8 +41,10 @@ def batch_of(rows: Sequence[Row], group_ids: Sequence[int], owners: Sequence[int
     def flat(parts: Sequence[list[float]], dtype: torch.dtype) -> Tensor:
         return torch.tensor([value for part in parts for value in part], dtype=dtype)
 
+    masks = [np.arange(len(r.prompt_ids) + len(r.response_ids)) >= len(r.prompt_ids) for r in rows]
     return TrainBatch(
         lengths=lengths,
+        computed=torch.tensor([computed_of_row(np.zeros(len(mask), np.int32), mask) for mask in masks]),
         num_sampled=torch.tensor([len(r.response_ids) for r in rows], dtype=torch.int64),
         scores=torch.tensor([r.score for r in rows], dtype=torch.float64),
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
@@ -108,6 +111,6 @@ def padded_batch(batch: TrainBatch) -> Any:
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
     per_token = set(tensors) - {"lengths", "num_sampled", "scores", "truncated", "group_ids", "owners", "rows"}
     per_token -= {"bootstrap_values", "kl_coef", "policy_version", "prompts", "with_entropy", "fields", "sequences"}
-    per_token -= {"images"}
+    per_token -= {"images", "computed"}
     whole = {name: padded(batch, tensors[name]) for name in per_token if tensors[name] is not None}
     return SimpleNamespace(**{**tensors, **whole})

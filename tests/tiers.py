@@ -41,7 +41,7 @@ def tier_of(item: pytest.Item) -> str:
         if mark.name in TIERS:
             return mark.name
     parts = item.path.relative_to(ROOT).parts
-    return TIER_OF_DIRECTORY.get(parts[1], "full") if len(parts) > 1 else "full"
+    return TIER_OF_DIRECTORY.get(parts[1], "full") if parts[0] == "tests" and len(parts) > 1 else "full"
 
 
 def assign_shards(durations: Mapping[str, float], count: int) -> dict[str, int]:

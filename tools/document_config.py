@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write configs/base.yaml and the tables of docs/configuration.md, which follow from the schema, again.
+"""Write configs/base.yaml, configs/schema.json and the tables of docs/configuration.md, which follow from the schema, again.
 
     .venv/bin/python tools/document_config.py
 
@@ -8,13 +8,13 @@ The text above the first section of the page is kept as it is. A test compares b
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,13 +22,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlhf_mcore.config.choices import PRESETS  # noqa: E402
+from rlhf_mcore.config.json_schema import json_schema  # noqa: E402
 from rlhf_mcore.config.keys import KEYS, type_name, walk  # noqa: E402
 from rlhf_mcore.config.schema import Config  # noqa: E402
+from rlhf_mcore.config.schema.group import Group  # noqa: E402
 from rlhf_mcore.config.schema.key import Choices, Description, Range, description_of  # noqa: E402
 
 BASE, PAGE = ROOT / "configs" / "base.yaml", ROOT / "docs" / "configuration.md"
+SCHEMA = ROOT / "configs" / "schema.json"
 WIDTH = 128
 BASE_HEAD = """\
+# yaml-language-server: $schema=schema.json
 # Every key, with its default. Written by tools/document_config.py from rlhf_mcore/config/schema.
 # A config of your own starts with `base: <path to this file>` and sets what differs; a key on the command line
 # (`trainer.num_steps=10`) wins over both. Values may refer to other keys, ${seed}, and to the environment, ${oc.env:NAME} or
@@ -37,13 +41,27 @@ BASE_HEAD = """\
 OF_PRESETS = {f"algorithm.{name}" for preset in PRESETS.values() for name in preset}  # commented out in the base
 
 
+class Item(NamedTuple):
+    """A key of a group, with its value and description."""
+
+    name: str
+    value: Any
+    described: Description
+
+
+def items(group: Group) -> list[Item]:
+    """List the keys of a group."""
+    kind = type(group)
+    return [Item(name, value, description_of(kind.model_fields[name])) for name, value in group]
+
+
 # -------------------------------------------------------------------------------------------------------------- base.yaml
 def base_yaml() -> str:
     """Write the text of configs/base.yaml."""
     cfg, lines = Config(), []
-    for item in fields(cfg):
-        value, described = getattr(cfg, item.name), description_of(item)
-        if is_dataclass(value):
+    for item in items(cfg):
+        value, described = getattr(cfg, item.name), item.described
+        if isinstance(value, Group):
             words = f"{described.help[0].upper()}{described.help[1:]}. {_plain(described.more)}".strip()
             lines += ["", *(f"# {line}" for line in _wrapped(words, WIDTH - 2)), f"{item.name}:"]
             lines += _block(value, f"{item.name}.", "  ")
@@ -54,10 +72,10 @@ def base_yaml() -> str:
 
 def _block(group: Any, prefix: str, indent: str, like: str = "") -> Iterator[str]:
     """Write the keys of a group. ``like``: the key that describes the same ones, so that comments are not repeated."""
-    for item in fields(group):
-        key, value, described = f"{prefix}{item.name}", getattr(group, item.name), description_of(item)
+    for item in items(group):
+        key, value, described = f"{prefix}{item.name}", getattr(group, item.name), item.described
         is_preset, remark = key in OF_PRESETS, comment(described)
-        if is_dataclass(value):
+        if isinstance(value, Group):
             repeats = like or (
                 f"actor.{item.name}" if type(value) in _ACTOR and not prefix.startswith("actor.") else ""
             )
@@ -70,7 +88,7 @@ def _block(group: Any, prefix: str, indent: str, like: str = "") -> Iterator[str
                     item.name, "", f"as {repeats}" if repeats and not like else remark, indent, is_preset=False
                 )
                 yield from _block(value, f"{key}.", f"{indent}  ", repeats)
-        elif isinstance(value, list) and value and is_dataclass(value[0]):
+        elif isinstance(value, list) and value and isinstance(value[0], Group):
             yield from _entry(item.name, "", remark, indent, is_preset=False)
             for element in value:
                 inner = list(_block(element, f"{key}.", f"{indent}    "))
@@ -82,7 +100,7 @@ def _block(group: Any, prefix: str, indent: str, like: str = "") -> Iterator[str
             yield from _entry(item.name, _scalar(value), "" if like else remark, indent, is_preset=is_preset)
 
 
-_ACTOR = {type(getattr(Config().actor, item.name)) for item in fields(Config().actor)}
+_ACTOR = {type(getattr(Config().actor, item.name)) for item in items(Config().actor)}
 
 
 def _entry(name: str, value: str, remark: str, indent: str, *, is_preset: bool) -> Iterator[str]:
@@ -113,8 +131,8 @@ def _plain(markdown: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    if is_dataclass(value):
-        return "{ " + ", ".join(f"{item.name}: {_flow(getattr(value, item.name))}" for item in fields(value)) + " }"
+    if isinstance(value, Group):
+        return "{ " + ", ".join(f"{item.name}: {_flow(getattr(value, item.name))}" for item in items(value)) + " }"
     return _scalar(value)
 
 
@@ -130,20 +148,16 @@ def _scalar(value: Any) -> str:
 def page(head: str) -> str:
     """Write the text of docs/configuration.md below ``head``."""
     cfg = Config()
-    single = [item for item in fields(cfg) if not is_dataclass(getattr(cfg, item.name))]
+    single = [item for item in items(cfg) if not isinstance(getattr(cfg, item.name), Group)]
     parts = [head, "## The run\n", _table([row for item in single for row in _rows(item, getattr(cfg, item.name), "")])]
-    for item in fields(cfg):
-        value, described = getattr(cfg, item.name), description_of(item)
-        if is_dataclass(value):
+    for item in items(cfg):
+        value, described = getattr(cfg, item.name), item.described
+        if isinstance(value, Group):
             parts.append(f"## `{item.name}`: {described.help}\n")
             parts += [f"{described.more}\n"] if described.more else []
             parts.append(
                 _table(
-                    [
-                        row
-                        for child in fields(value)
-                        for row in _rows(child, getattr(value, child.name), f"{item.name}.")
-                    ]
+                    [row for child in items(value) for row in _rows(child, getattr(value, child.name), f"{item.name}.")]
                 )
             )
     return "\n".join(parts)
@@ -154,10 +168,10 @@ def _table(rows: list[str]) -> str:
 
 
 def _rows(item: Any, value: Any, prefix: str) -> Iterator[str]:
-    key, described = f"{prefix}{item.name}", description_of(item)
-    if not is_dataclass(value):
+    key, described = f"{prefix}{item.name}", item.described
+    if not isinstance(value, Group):
         yield f"| `{key}` | `{default(value)}` | {values(KEYS[key], described)} | {meaning(described)} |"
-        if isinstance(value, list) and value and is_dataclass(value[0]):
+        if isinstance(value, list) and value and isinstance(value[0], Group):
             for name, hint, inner in walk(type(value[0]), f"{key}[*]."):
                 shown = default(getattr(type(value[0])(), name.rpartition(".")[2]))
                 yield f"| `{name}` | `{shown}` | {values(hint, inner)} | {meaning(inner)} |"
@@ -165,20 +179,20 @@ def _rows(item: Any, value: Any, prefix: str) -> Iterator[str]:
         yield f"| `{key}.*` | as `actor.{item.name}.*` | | {described.help} |"
         yield from (row for child in _changed(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
     else:
-        yield from (row for child in fields(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
+        yield from (row for child in items(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
 
 
 def _changed(value: Any) -> list[Any]:
     """List fields that are not as their dataclass makes them."""
     plain = type(value)()
-    return [item for item in fields(value) if getattr(value, item.name) != getattr(plain, item.name)]
+    return [item for item in items(value) if getattr(value, item.name) != getattr(plain, item.name)]
 
 
 def default(value: Any) -> str:
     """Write a default as the page shows it."""
     if isinstance(value, list):
         return "[" + ", ".join(default(element) for element in value) + "]"
-    if is_dataclass(value):
+    if isinstance(value, Group):
         return "{" + ", ".join(f"{item.name}: {default(getattr(value, item.name))}" for item in _changed(value)) + "}"
     if isinstance(value, bool):
         return str(value).lower()
@@ -216,6 +230,12 @@ def kept_head(text: str) -> str:
     return text[: text.index("\n## The run\n")]
 
 
+def schema_text() -> str:
+    """Write the text of configs/schema.json, for editors."""
+    return json.dumps(json_schema(), indent=1) + "\n"
+
+
 if __name__ == "__main__":
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
     BASE.write_text(base_yaml(), encoding="utf-8")
     PAGE.write_text(page(kept_head(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")

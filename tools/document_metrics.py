@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/metrics.md, which follow from rlhf_mcore/config/metrics.py, again.
+"""Write the tables of docs/metrics.md, which follow from rlhf_mcore/metrics/catalogue.py, again.
 
     .venv/bin/python tools/document_metrics.py
 
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf_mcore.config.metrics import GROUPS, Metric  # noqa: E402
+from rlhf_mcore.metrics.catalogue import GROUPS, Metric  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
 _START = f"\n## {next(iter(GROUPS))}\n"

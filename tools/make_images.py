@@ -137,7 +137,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, family: str, seed: int, num_l
     import transformers
     from transformers import GenerationConfig
 
-    from rlhf_mcore.platform.image_operators import declare_image_operators
+    from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 
     declare_image_operators()
     torch.manual_seed(seed)

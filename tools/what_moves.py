@@ -19,11 +19,12 @@ from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places  # noqa: E
 from rlhf_mcore.bridge.map.rules import hf_shapes  # noqa: E402
 from rlhf_mcore.bridge.map.scales import with_scales  # noqa: E402
 from rlhf_mcore.bridge.plan.build import build_plan, even_nodes, spread_order  # noqa: E402
-from rlhf_mcore.config.model_files import read_geometry  # noqa: E402
 from rlhf_mcore.families.quantised import QUANTISATIONS  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.planning.inputs import EngineGrid  # noqa: E402
-from rlhf_mcore.planning.sync import SCALE_BYTES, destinations  # noqa: E402
+from rlhf_mcore.readers.model_files import read_geometry  # noqa: E402
+from tests.engine_layout import SCALE_BYTES, destinations  # noqa: E402
+from tests.plan_bytes import count_bytes  # noqa: E402
 
 BUCKET_BYTES, DEPTH, PER_NODE, ITEM_BYTES, GB = 256 * 2**20, 2, 8, 2, 1e9
 
@@ -85,7 +86,7 @@ def measure(case: Case, models: Path, quantization: str = "") -> list[str]:
         order=spread_order(names, held, keep_layers=False),
         nodes=even_nodes(devices, PER_NODE),
     )
-    counted, full = plan.bytes(), ITEM_BYTES * sum(map(prod, shapes.values()))
+    counted, full = count_bytes(plan), ITEM_BYTES * sum(map(prod, shapes.values()))
     assert (counted.received == counted.lower_bound).all()
     gathered = case.engines * case.engine.size * full - own * ITEM_BYTES
     received, imported = int(counted.received.sum()), int(counted.imported.sum())

@@ -8,6 +8,7 @@ With an environment, a response has several turns of the policy. ``turn_gamma`` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.algorithms.rows import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
+
 
 # Sums whose relative difference is below this are equal but for rounding, and no difference to learn from: two units in the last
 # place of float32, up and down, or the additions of thousands of turns in float64.
@@ -68,7 +70,6 @@ def compare_outcomes(
     """
     if cfg.turn_gamma == 1.0 and not cfg.turn_credit:
         return broadcast_to_tokens(compare(outcomes(inputs), inputs.group_ids), inputs)
-    from rlhf_mcore.algorithms.turns import OwnedTurns, turn_returns
 
     turns = OwnedTurns.of(inputs.loss_mask, inputs.rows)
     returns, exists = turn_returns(inputs.rewards, turns, inputs.rows, cfg.turn_gamma)
@@ -165,3 +166,98 @@ def whiten(values: Tensor, mask: Tensor, rows: OwnedRows, eps: float = 1e-8) -> 
     if largest.max() - smallest.min() <= ROUNDING[values.dtype] * torch.maximum(smallest.abs(), largest.abs()).max():
         return torch.zeros_like(values)
     return torch.where(mask, (deviations * (variance + eps).rsqrt()).to(values.dtype), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedTurns:
+    """The M turns of the rows that this rank owns, in their order, and their H trainable tokens."""
+
+    tokens: Tensor  # [H] int64: places of these tokens among all tokens of this rank
+    of_token: Tensor  # [H] int64: the turn of each
+    first: Tensor  # [M] int64: the first of the H tokens in each turn
+    last: Tensor  # [M] int64: the last of the H tokens in each turn
+    rows: Tensor  # [M] int64: the row of each turn
+    places: Tensor  # [M] int64: which turn of its row, from 0
+    has_next: Tensor  # [M] bool: another turn of its row follows
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, rows: OwnedRows) -> OwnedTurns:
+        """Find the turns in the bool ``loss_mask`` [N] of the rows that this rank owns."""
+        tokens = loss_mask.nonzero().flatten()
+        token_rows = rows.token_rows[tokens]
+        begins = torch.ones_like(tokens, dtype=torch.bool)
+        begins[1:] = (tokens[1:] != tokens[:-1] + 1) | (token_rows[1:] != token_rows[:-1])
+        first = begins.nonzero().flatten()
+        last = torch.cat([first[1:], first.new_tensor([len(tokens)])])[: len(first)] - 1
+        turn_rows = token_rows[first]
+        is_first = torch.ones_like(turn_rows, dtype=torch.bool)
+        is_first[1:] = turn_rows[1:] != turn_rows[:-1]
+        places = torch.arange(len(first)) - is_first.nonzero().flatten()[is_first.cumsum(0) - 1]
+        has_next = torch.zeros_like(is_first)
+        has_next[:-1] = ~is_first[1:]
+        return cls(tokens, begins.cumsum(0) - 1, first, last, turn_rows, places, has_next)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum ``values`` [N] over the tokens of each turn. Returns [M] float64."""
+        zeros = torch.zeros(len(self.rows), dtype=torch.float64)
+        return zeros.index_add_(0, self.of_token, values[self.tokens].double())
+
+
+def turn_returns(rewards: Tensor, turns: OwnedTurns, rows: OwnedRows, gamma: float) -> tuple[Tensor, Tensor]:
+    """Compute G_j = R_j + gamma G_{j+1}, where R_j is the sum of the rewards [N] of the tokens of turn j. On every rank.
+
+    Returns:
+        [B, J] float64 returns, J the largest number of turns of a row, and [B, J] bool: the turns that exist. A row without turns
+        counts as one with one turn.
+    """
+    counts = rows.merge(turns.rows.bincount(minlength=rows.num_rows)).clamp(min=1)
+    width = int(counts.max()) if len(counts) else 1
+    returns = torch.zeros(rows.num_rows, width, dtype=torch.float64)
+    returns[turns.rows, turns.places] = turns.sums(rewards)
+    returns = rows.merge(returns)
+    for place in reversed(range(width - 1)):
+        returns[:, place] += gamma * returns[:, place + 1]
+    return returns, torch.arange(width) < counts[:, None]
+
+
+@advantage_estimator("opo")
+def opo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Outcome minus the baseline of least variance: OPO (Hao et al. 2025, arXiv 2505.23585, eq. 8).
+
+    A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, with the responses' lengths l in trainable tokens. The square of a
+    response's gradient is taken to grow with its length.
+    """
+    lengths = inputs.rows.sums(torch.ones_like(inputs.rewards), inputs.loss_mask)
+    of_responses = cfg.model_copy(update={"turn_credit": False})
+    return Advantages(compare_outcomes(inputs, of_responses, partial(_minus_mean_by_length, lengths=lengths)))
+
+
+def _minus_mean_by_length(values: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    relative = group_relative(values, groups, normalize_std=False)  # equal values are exact zeros
+    _, index = torch.unique(groups, return_inverse=True)
+    zeros = lengths.new_zeros(len(groups))
+    means = zeros.index_add(0, index, lengths * relative) / zeros.index_add(0, index, lengths).clamp(min=1)
+    return relative - means[index]
+
+
+@advantage_estimator("gdpo")
+def gdpo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Normalise each part of a score in its group, then their sum over the step: GDPO (Liu et al. 2026, arXiv 2601.05242, eq. 4-6).
+
+    A^k_i = (r^k_i - mean r^k) / (std r^k + eps) over the group of i, for each part k of the score
+    S_i   = sum_k ``reward_weights``_k A^k_i
+    A_i   = (S_i - mean S) / (std S + eps) over all responses of the step
+
+    So parts count by their weights whatever their ranges, and responses with equal sums of unequal parts differ. Standard
+    deviations are as in :func:`~rlhf_mcore.algorithms.advantages.group_relative`; without ``normalize_std`` the first is left out.
+    Where the step has no parts, the whole score is the only one.
+    """
+    if inputs.score_parts is None:
+        parts, weights = outcomes(inputs)[:, None], [1.0]
+    else:
+        parts, weights = inputs.score_parts, list((cfg.reward_weights or {}).values())
+    groups = inputs.group_ids
+    relative = [group_relative(part, groups, cfg.normalize_std) for part in parts.unbind(1)]
+    sums = torch.stack([weight * part for weight, part in zip(weights, relative, strict=True)]).sum(0)
+    of_responses = group_relative(sums, torch.zeros_like(groups), normalize_std=True) if len(sums) else sums
+    return Advantages(broadcast_to_tokens(of_responses, inputs))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32
+from rlhf_mcore.algorithms.policy_loss import find_divergent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,8 +74,6 @@ def factors_of_microbatch(
         log_ratio = sums[sequence_ids].to(log_ratio.dtype)
     factor = ratio_factors(log_ratio, cfg)[1]
     if cfg.max_binary_kl is not None:
-        from rlhf_mcore.algorithms.divergence import find_divergent
-
         factor = torch.where(find_divergent(old_logprobs, rollout_logprobs, cfg.max_binary_kl), 0, factor)
     if cfg.veto is not None:
         is_vetoed = zeros.scatter_reduce(0, ids, of_tokens, "amin") < math.log(cfg.veto)
@@ -119,7 +118,7 @@ def rollout_correction(
 
     The factor is 0 if the ratio before the cap is outside of [mask_low, mask_high], and for a response with a token whose ratio is
     below ``veto`` (Liu et al. 2025, "When Speed Kills Stability", part 3). With ``token`` it is also 0 for a token whose
-    divergence is above ``max_binary_kl`` (``divergence.py``). With every mode it is 0 for tokens more than
+    divergence is above ``max_binary_kl`` (``policy_loss.py``). With every mode it is 0 for tokens more than
     ``max_token_staleness`` versions old, and in responses with a token more than ``max_response_staleness`` old. The counts by which
     a loss is divided do not change. As in verl, NeMo-RL and TRL the factors apply to the policy term only; KL and entropy apply to
     every token. Log ratios are clamped to +-``MAX_LOG_RATIO``.
@@ -152,8 +151,6 @@ def rollout_correction(
     ratio, factor, kept = ratio_factors(log_ratio, cfg)
     is_left_out = is_vetoed
     if cfg.max_binary_kl is not None:
-        from rlhf_mcore.algorithms.divergence import find_divergent
-
         is_left_out = is_vetoed | find_divergent(old_logprobs, rollout_logprobs, cfg.max_binary_kl)
     kept, factor = kept & ~is_left_out, torch.where(is_left_out, 0, factor)
     is_capped = (ratio > cfg.cap) & kept if cfg.mode in ("token", "sequence") else torch.zeros_like(kept)

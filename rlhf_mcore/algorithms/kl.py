@@ -1,17 +1,19 @@
-"""Per-token estimators of the KL divergence between the policy and a reference."""
+"""The KL divergence between the policy and a reference: estimators for each token, and controllers of its weight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhf_mcore.config.choices import KL_ESTIMATORS, registering
+from rlhf_mcore.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 KLFunction = Callable[["Tensor", float], "Tensor"]  # (d = ref_logprobs - logprobs, the largest value) -> the estimate
 ESTIMATORS: dict[str, KLFunction] = {}
@@ -78,3 +80,83 @@ def k3(log_ratio: Tensor, limit: float) -> Tensor:
 def at_least_float32(values: Tensor) -> Tensor:
     """Return ``values`` in float32, or unchanged if they are wider: differences of bf16 logprobs lose all their digits."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class FixedKL:
+    """A constant weight ``coef``. The state of this and of the other controllers is plain JSON values."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float) -> None:
+        """End a step in which the mean KL per response token was ``kl`` nats, the same on every rank. Local; here nothing changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": "fixed"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, self.state_dict())
+
+
+def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse the state of another controller than ``own`` is of."""
+    if state.get("name") != own["name"]:
+        raise ConfigError(
+            f"cannot resume: algorithm.kl.controller.name was {state.get('name')} and is now {own['name']}; "
+            "restore it, or start a new experiment"
+        )
+    if set(state) != set(own):
+        raise ConfigError(f"the state of the KL controller has the keys {sorted(state)}, expected {sorted(own)}")
+
+
+class AdaptiveKL:
+    """A log-space proportional controller (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+
+    coef <- coef (1 + gain clip(kl / target - 1, -0.2, 0.2)); the paper's gain is 0.1. The paper's KL is per response, this one per
+    token, as it is logged.
+    """
+
+    def __init__(self, coef: float, target: float, gain: float) -> None:
+        self.coef = coef
+        self._target = target
+        self._gain = gain
+
+    def update(self, kl: float) -> None:
+        # NaN has no direction.
+        if math.isnan(kl):
+            return
+        error = min(max(kl / self._target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + self._gain * error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": "adaptive", "coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, self.state_dict())
+        self.coef = float(state["coef"])
+
+
+class LinearKL:
+    """A weight that moves linearly from ``start`` in the first step to ``final`` in step number ``steps``, then stays."""
+
+    def __init__(self, start: float, final: float, steps: int) -> None:
+        self._start = start
+        self._final = final
+        self._steps = steps
+        self._num_steps = 0
+
+    @property
+    def coef(self) -> float:
+        if self._num_steps >= self._steps - 1:
+            return self._final
+        return self._start + (self._final - self._start) * self._num_steps / (self._steps - 1)
+
+    def update(self, kl: float) -> None:
+        self._num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": "linear", "num_steps": self._num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, self.state_dict())
+        self._num_steps = int(state["num_steps"])

@@ -85,3 +85,160 @@ def ratio_metrics(ratio: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
 
 def count(which: Tensor) -> Tensor:
     return which.sum().float()
+
+
+@policy_loss("gspo")
+def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bound one ratio for the whole response: GSPO in its token form (Zheng et al. 2025, arXiv 2507.18071, eq. 13-14).
+
+    loss = -sum_t w_t min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
+    s_t = sg[s] exp(logprobs_t - sg[logprobs_t]),   s = exp(mean over the response's tokens of logprobs - old_logprobs)
+
+    Every token's s_t has the value of s and the gradient of its own logprob. With one advantage per response and
+    ``loss_aggregation: sequence`` loss and gradient are those of eq. 5; other weights and per-token advantages are possible too.
+    The mean is over all trainable tokens, also those that the rollout correction masks. Metrics count tokens: a clipped response
+    counts with all of its tokens.
+    """
+    # Only the sequence's log ratio is bounded: every token's enters it unclamped, and has a gradient.
+    log_ratio = compute_log_ratio(inputs)
+    means = _sequence_means(log_ratio.detach(), inputs)
+    # The difference is 0 and carries only the gradient.
+    ratio = bound_log_ratio(means + (log_ratio - log_ratio.detach())).exp()
+    surrogate = torch.minimum(ratio * inputs.advantages, clip_ratio(ratio, cfg) * inputs.advantages)
+    return weighted_sum(-surrogate, inputs.weights), clip_metrics(ratio, inputs, cfg)
+
+
+@policy_loss("cispo")
+def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Use the ratio as a clipped constant in front of the logprob (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4-5).
+
+    loss = -sum_t w_t sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logprobs_t
+
+    No token loses its gradient. ``clip_low: 1`` is no lower bound, as in the paper. The clip fractions count every token at
+    a bound, whatever the sign of its advantage.
+    """
+    ratio = bound_log_ratio(compute_log_ratio(inputs)).exp().detach()
+    logprobs = torch.where(inputs.mask, at_least_float32(inputs.logprobs), 0)
+    loss = weighted_sum(-clip_ratio(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
+    metrics = clip_metrics(ratio, inputs, cfg)
+    metrics["clip_fraction_low"] = count((ratio < 1.0 - cfg.clip_low) & inputs.mask)
+    metrics["clip_fraction_high"] = count((ratio > 1.0 + cfg.clip_high) & inputs.mask)
+    return loss, metrics
+
+
+@policy_loss("gmpo")
+def gmpo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Take the geometric mean of a response's clipped ratios: GMPO (Zhao et al. 2025, arXiv 2507.20673, eq. 4).
+
+    loss = -sum_t w_t s_t A_t,   s_t = sg[s] exp(l_t - sg[l_t]),   s = exp(mean over the response's tokens of l)
+    l_t = sgn(A_t) min(sgn(A_t) log r_t, sgn(A_t) clip(log r_t, -clip_low, clip_high))
+
+    The bounds are those of log r. Every token's s_t has the value of s and the gradient of its own logprob, as in :func:`gspo`:
+    with one advantage per response and ``loss_aggregation: sequence`` loss and gradient are the paper's.
+    """
+    log_ratio = compute_log_ratio(inputs)
+    sign = torch.where(inputs.mask, inputs.advantages.sign(), 0)
+    bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-cfg.clip_low, cfg.clip_high))
+    ratio = bound_log_ratio(_sequence_means(bounded.detach(), inputs) + (bounded - bounded.detach())).exp()
+    metrics = ratio_metrics(ratio, inputs)
+    metrics["clip_fraction_low"] = count((log_ratio < -cfg.clip_low) & (sign < 0))
+    metrics["clip_fraction_high"] = count((log_ratio > cfg.clip_high) & (sign > 0))
+    return weighted_sum(-ratio * inputs.advantages, inputs.weights), metrics
+
+
+@policy_loss("sapo")
+def sapo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Fade tokens out by a sigmoid of their ratio, in the place of a bound: SAPO (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
+
+    loss = -sum_t w_t (4 / tau) sigmoid(tau (r_t - 1)) A_t,   tau = ``sapo.tau_positive`` where A_t > 0, else ``sapo.tau_negative``
+
+    At r = 1 the gradient is that of r_t A_t. The clip fractions are 0: nothing is clipped.
+    """
+    ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
+    tau = torch.where(inputs.advantages > 0, cfg.sapo.tau_positive, cfg.sapo.tau_negative)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return weighted_sum(-gate * inputs.advantages, inputs.weights), ratio_metrics(ratio, inputs)
+
+
+def _sequence_means(values: Tensor, inputs: LossInputs) -> Tensor:
+    """Average ``values`` over the trainable tokens of each sequence. Each position gets the mean of its sequence."""
+    ids, trainable = inputs.sequence_ids.flatten(), inputs.mask.flatten()
+    zeros = values.new_zeros(inputs.num_sequences)
+    sums = zeros.index_add(0, ids, torch.where(trainable, values.flatten(), 0))
+    counts = zeros.index_add(0, ids, trainable.to(values.dtype))
+    return (sums / counts.clamp(min=1))[inputs.sequence_ids]
+
+
+# Logprobs of float32 do not tell probabilities apart that are closer to 1.
+_CERTAIN = 1e-6
+
+
+def binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    """Compute KL(p || q) of two outcomes, the sampled token or another, from probabilities of the token.
+
+    D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). It is infinite where q is certain of what p is not.
+    """
+    others = torch.special.xlogy(1 - p, 1 - p) - torch.special.xlogy(1 - p, 1 - q)
+    return torch.special.xlogy(p, p) - torch.special.xlogy(p, q) + others
+
+
+def find_divergent(old_logprobs: Tensor, rollout_logprobs: Tensor, bound: float) -> Tensor:
+    """Return in which tokens trainer and engine are too far apart: KPop (Guo et al. 2026, Ant Group, ringtech.notion.site/kpop).
+
+    max(D(p || q), D(q || p)) > bound, with the trainer's and the engine's probability p and q of the sampled token and the divergence
+    D of two outcomes, :func:`binary_kl`. A band of ratios is equally wide for all tokens. This one is wider
+    for a rare token and narrower for a likely one. Probabilities are held between 1e-6 and 1 - 1e-6, as in prime-rl: else a token
+    whose logprob is rounded to 0 on one side alone would be infinitely far.
+
+    Args:
+        old_logprobs, rollout_logprobs: any shape, of the trainer before the step's updates and of the engine.
+    """
+    p, q = (values.double().exp().clamp(_CERTAIN, 1 - _CERTAIN) for values in (old_logprobs, rollout_logprobs))
+    return torch.maximum(binary_kl(p, q), binary_kl(q, p)) > bound
+
+
+@policy_loss("dppo_tv")
+def dppo_tv(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Leave out tokens by the total variation of their probability: DPPO-Binary-TV (Qi et al. 2026, arXiv 2602.04879).
+
+    loss = -sum_t w_t M_t r_t A_t,   M_t = 0 where A_t > 0 and p - q > clip_high, or A_t < 0 and q - p > clip_low, else 1
+
+    p and q are the current and the old probability of the sampled token. Unlike a bound of the ratio, this one holds rare tokens
+    less and frequent ones more. The clip fractions count tokens that are left out.
+    """
+    new, old = _probabilities(inputs)
+    return _mask_divergence(inputs, too_high=new - old > cfg.clip_high, too_low=old - new > cfg.clip_low)
+
+
+@policy_loss("dppo_kl")
+def dppo_kl(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Leave out tokens by the KL divergence of their probability: DPPO-Binary-KL (Qi et al. 2026, arXiv 2602.04879).
+
+    As :func:`dppo_tv`, where q log(q / p) + (1 - q) log((1 - q) / (1 - p)), the divergence of two outcomes, the sampled token or
+    another, is above ``clip_high`` for a token that has become more likely, or above ``clip_low`` for one that has become less likely.
+    """
+    new, old = _probabilities(inputs)
+    divergence = binary_kl(old, new)
+    return _mask_divergence(
+        inputs,
+        too_high=(new > old) & (divergence > cfg.clip_high),
+        too_low=(new < old) & (divergence > cfg.clip_low),
+    )
+
+
+@torch.no_grad()
+def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return current and old probabilities of the sampled tokens in float64, 1 outside of the mask."""
+    new, old = (torch.where(inputs.mask, values.double(), 0).exp() for values in (inputs.logprobs, inputs.old_logprobs))
+    return new, old
+
+
+def _mask_divergence(inputs: LossInputs, too_high: Tensor, too_low: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum -r_t A_t but for tokens that go on in the direction in which they are too far already."""
+    ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
+    high, low = too_high & (inputs.advantages > 0), too_low & (inputs.advantages < 0)
+    surrogate = torch.where(high | low, 0, ratio * inputs.advantages)
+    metrics = ratio_metrics(ratio, inputs)
+    metrics["clip_fraction_low"] = count(low & inputs.mask)
+    metrics["clip_fraction_high"] = count(high & inputs.mask)
+    return weighted_sum(-surrogate, inputs.weights), metrics

@@ -6,7 +6,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, TypeVar
 
 # Importing a module adds its functions to the tables.
-from rlhf_mcore.algorithms import advantages, policy_loss  # noqa: F401
+from rlhf_mcore.algorithms import advantages, covariance, distillation, policy_loss, returns  # noqa: F401
 from rlhf_mcore.algorithms.interfaces import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -17,6 +17,7 @@ from rlhf_mcore.algorithms.interfaces import (
 )
 from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import load_function
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import AlgorithmConfig
@@ -30,32 +31,17 @@ def find_advantage_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ConfigError: an unknown name, or a file that is missing, broken or without the function.
     """
-    if name not in ADVANTAGE_ESTIMATORS:
-        # What is relative to a group's outcomes has no use for them.
-        import rlhf_mcore.algorithms.baselines
-        import rlhf_mcore.algorithms.decoupled
-        import rlhf_mcore.algorithms.distillation
-        import rlhf_mcore.algorithms.returns  # noqa: F401
-
     function = _find(ADVANTAGE_ESTIMATORS, name, "algorithm.advantage")
     return _with_checks(function, name) if is_file_spec(name) else function
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
     """Return the loss that ``algorithm.policy_loss`` names, as :func:`find_advantage_estimator` does."""
-    if name not in POLICY_LOSSES:
-        # Other losses have no use for them.
-        import rlhf_mcore.algorithms.bounds
-        import rlhf_mcore.algorithms.covariance
-        import rlhf_mcore.algorithms.divergence  # noqa: F401
-
     return _find(POLICY_LOSSES, name, "algorithm.policy_loss")
 
 
 def _find(table: dict[str, F], name: str, key: str) -> F:
     if is_file_spec(name):
-        from rlhf_mcore.config.user_functions import load_function
-
         return load_function(name, key)  # type: ignore[return-value]
     if name not in table:
         raise ConfigError(f"{key}={name!r} is unknown; choose one of: {', '.join(table)}, or path/to/file.py:name")

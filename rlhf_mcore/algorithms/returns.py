@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_mcore.algorithms.advantages import whiten
+from rlhf_mcore.algorithms.advantages import OwnedTurns, whiten
 from rlhf_mcore.algorithms.interfaces import AdvantageInputs, Advantages, advantage_estimator
-from rlhf_mcore.algorithms.turns import OwnedTurns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +63,18 @@ def reinforce_plus_plus(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advant
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): :func:`reinforce`, normalised over all tokens of the step."""
     advantages = reinforce(inputs, cfg).advantages if cfg.whiten_advantages else discount_rewards(inputs, cfg)
     return Advantages(whiten(advantages, inputs.loss_mask, inputs.rows).float())
+
+
+@advantage_estimator("remax")
+def remax(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Sum of the rewards from a token on, minus the greedy response's score: ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1).
+
+    A_t = sum_k r_{t+k} - b, with the score b of the greedy response to the same prompt. b does not depend on what was sampled, so the
+    gradient stays unbiased. The KL of the reward is in the r of the sampled response alone.
+    """
+    assert inputs.baselines is not None, "remax needs the scores of greedy responses"
+    sums = discount_rewards(inputs, cfg.model_copy(update={"gamma": 1.0, "turn_gamma": 1.0, "turn_credit": False}))
+    return Advantages(torch.where(inputs.loss_mask, sums - inputs.rows.to_tokens(inputs.baselines), 0).float())
 
 
 def discount_rewards(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Tensor:

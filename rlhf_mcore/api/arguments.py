@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.assignment import check_types
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import is_plain, shorten
@@ -37,8 +35,7 @@ def checked_config(cfg: Any) -> Config:
         raise refusal("cfg", cfg, "make a configuration of a dict with rm.Config(settings)")
     if not isinstance(cfg, Config):
         raise refusal("cfg", cfg, "give what rm.load_config or rm.Config returns")
-    copied = deepcopy(cfg)
-    check_types(copied)
+    copied = cfg.updated()  # lists and tables may have been changed in place
     if copied.model.path == "???":
         raise ConfigError(
             "model.path is not set; give a Hugging Face directory, as in rm.Config(model=...) or cfg.model.path = ..."

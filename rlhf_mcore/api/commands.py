@@ -22,9 +22,9 @@ from rlhf_mcore.api.training import Reward, Rows, one_process, world_size_of
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine, check_packages
 from rlhf_mcore.config.derive import default_world_size, resolve
-from rlhf_mcore.config.hub import MODEL_KEYS, localize
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
+from rlhf_mcore.readers.hub import MODEL_KEYS, localize
 
 if TYPE_CHECKING:
     from rlhf_mcore.commands.convert.conversion import Converted
@@ -85,7 +85,7 @@ def evaluate(
     with one_process():
         from rlhf_mcore.commands.evaluate.evaluation import run
 
-        with rank.no_early_exit():
+        with rank.forbid_early_exit():
             evaluations, comparison = run(cfg)
     if not evaluations:
         return Evaluation({}, [], {}, None)

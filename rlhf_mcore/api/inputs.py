@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.api.arguments import checked_config, checked_path, refusal, shown
-from rlhf_mcore.api.settings import Config, apply_settings
-from rlhf_mcore.config import schema
 from rlhf_mcore.config.choices import OwnFunction, is_file_spec
 from rlhf_mcore.config.differences import FREE
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.rewards.user_function import load_reward
 
@@ -26,13 +25,13 @@ _NOT_THE_RUN = (*FREE, "trainer.num_steps", "data.train", "data.eval")
 
 
 def run_config(
-    cfg: schema.Config | None,
+    cfg: Config | None,
     settings: Mapping[str, Any],
     *,
     reward: Any = None,
     prompts: Any = None,
     eval_prompts: Any = None,
-) -> schema.Config:
+) -> Config:
     """Build the configuration of a run from ``cfg`` and settings, or settings only, and the other arguments.
 
     Without ``cfg`` and ``experiment`` the run directory is named after a digest of the run's inputs: the same call continues its run,
@@ -43,10 +42,9 @@ def run_config(
         ConfigError: a mistake in an argument.
     """
     if cfg is None:
-        result: schema.Config = checked_config(Config(settings))
+        result = checked_config(Config(settings))
     else:
-        result = checked_config(cfg)
-        apply_settings(result, settings)
+        result = checked_config(cfg).updated(settings)
     if reward is not None:
         set_reward(result, reward)
     rows = {"train": prompts, "eval": eval_prompts}
@@ -64,15 +62,15 @@ def run_config(
     return result
 
 
-def run_directory(cfg: schema.Config) -> Path:
+def run_directory(cfg: Config) -> Path:
     return Path(cfg.output_dir) / cfg.project / cfg.experiment
 
 
-def _digest(cfg: schema.Config, given: Mapping[str, list[str] | bytes]) -> str:
+def _digest(cfg: Config, given: Mapping[str, list[str] | bytes]) -> str:
     """Return a digest of a run's inputs, the same on every rank and in every process."""
     from rlhf_mcore.trainer.inputs import own_files
 
-    values = {key: value for key, value in leaves(asdict(cfg)) if not key.startswith(_NOT_THE_RUN)}
+    values = {key: value for key, value in leaves(to_dict(cfg)) if not key.startswith(_NOT_THE_RUN)}
     parts: list[Any] = [sorted(values.items(), key=lambda item: item[0])]
     parts.append(sorted((name, entry["content"]) for name, entry in own_files(cfg).items()))
     for name in ("train", "eval"):
@@ -81,18 +79,20 @@ def _digest(cfg: schema.Config, given: Mapping[str, list[str] | bytes]) -> str:
     return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()[:8]
 
 
-def set_reward(cfg: schema.Config, reward: Any) -> None:
-    """Let a function score, or the group ``reward`` be what a dict has.
+def set_reward(cfg: Config, reward: Any) -> None:
+    """Let a function or a rule score, or several, or the group ``reward`` be what a dict has.
 
     Raises:
         ConfigError: it is neither, or does not take what a reward is given.
     """
     if isinstance(reward, Mapping):
-        apply_settings(cfg, {"reward": reward})
+        cfg.reward = cfg.updated({"reward": reward}).reward
         return
-    remedy = "give a function f(data_source, solution_str, ground_truth, extra_info), or a list of functions and names of rules"
-    if isinstance(reward, list | tuple):
-        _set_rewards(cfg, reward, remedy)
+    remedy = (
+        "give a function f(data_source, solution_str, ground_truth, extra_info), the name of a rule, or a list of both"
+    )
+    if isinstance(reward, str | list | tuple):
+        _set_rewards(cfg, [reward] if isinstance(reward, str) else reward, remedy)
         return
     if isinstance(reward, type):
         raise refusal("reward", reward, f"{remedy}, or an object of the class: {reward.__name__}()")
@@ -102,7 +102,7 @@ def set_reward(cfg: schema.Config, reward: Any) -> None:
     cfg.reward.function = function
 
 
-def _set_rewards(cfg: schema.Config, rewards: Sequence[Any], remedy: str) -> None:
+def _set_rewards(cfg: Config, rewards: Sequence[Any], remedy: str) -> None:
     """Let functions and rules score together: each of them, or a pair of it and its weight."""
     rules: list[Any] = []
     functions: list[Any] = []
@@ -120,7 +120,7 @@ def _set_rewards(cfg: schema.Config, rewards: Sequence[Any], remedy: str) -> Non
             functions.append({"path": function, "weight": weight})
         else:
             raise refusal("reward", what, f"{remedy}, each alone or as a pair (function, weight)")
-    apply_settings(cfg, {"reward.rules": rules, "reward.functions": functions})
+    cfg.reward = cfg.updated({"reward.rules": rules, "reward.functions": functions}).reward
 
 
 # ------------------------------------------------------------------------------------------------------- rows of data

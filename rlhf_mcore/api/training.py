@@ -7,28 +7,30 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from rlhf_mcore.api import display
 from rlhf_mcore.api.arguments import checked_callback, checked_list, checked_path
 from rlhf_mcore.api.inputs import run_config, run_directory
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import check_engine, check_packages
-from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.cli.rank import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.hub import localize
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.parallel.addresses import LOOPBACK
+from rlhf_mcore.readers.hub import localize
 
 if TYPE_CHECKING:
     from rlhf_mcore.cli.compose import OpenRun
 
+P = ParamSpec("P")
 # Called as f(data_source, solution_str, ground_truth, extra_info); by keyword, where it has parameters of these names.
 Reward = Callable[..., Any]
 OnStep = Callable[[int, Mapping[str, Any]], None]  # a step, and its metrics under the names of metrics.jsonl
@@ -74,57 +76,26 @@ class Trained:
         return display.of_run(self.finished, self.directory, self.model, self.metrics)
 
 
-def train(
-    cfg: Config | None = None,
-    *,
-    model: str | Path | None = None,
-    prompts: Rows | None = None,
-    eval_prompts: Rows | None = None,
-    reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
-    algorithm: str | None = None,
-    num_steps: int | None = None,
-    callbacks: Sequence[Callback | OnStep] = (),
-    **keys: Any,
-) -> Trained:
-    """Train to ``trainer.num_steps``, from the last checkpoint of the run directory if there is one.
+class Trainer:
+    """A run step by step: ``with rm.Trainer(cfg) as trainer: metrics = trainer.step()``.
 
     Args:
         cfg: as ``load_config`` or ``Config`` returns it; it is not changed. Without it the other arguments are the configuration,
             and the run directory is named after what the run is made from, unless ``experiment`` is given.
         model: ``model.path``, a Hugging Face directory.
-        prompts: texts, conversations or rows, in the place of ``data.train``, which are written to ``data/`` in the run directory; or
+        prompts: texts, conversations or rows, instead of ``data.train``, which are written to ``data/`` in the run directory; or
             the path of a file.
-        eval_prompts: likewise, in the place of ``data.eval``.
-        reward: scores a response, in the place of ``reward.function``. It is called in this process and has no deadline. Or a list of
-            functions and names of rules, each alone or as a pair with its weight; or a dict: the group ``reward``.
+        eval_prompts: likewise, instead of ``data.eval``.
+        reward: scores a response, instead of ``reward.function``. It is called in this process and has no deadline. Or the name
+            of a rule, as "math"; or a list of functions and names of rules, each alone or as a pair with its weight; or a dict: the
+            group ``reward``.
         algorithm: the preset. num_steps: ``trainer.num_steps``.
         callbacks: functions of a step and its metrics, called after each step on the first rank, or ``Callback`` objects.
         keys: further settings, as of ``Config``: ``actor={"optimizer": {"lr": 1e-6}}``, or ``**{"actor.optimizer.lr": 1e-6}``.
 
     Raises:
-        ConfigError: a mistake in an argument, the configuration, the data or the reward.
-    """
-    with Trainer(
-        cfg,
-        model=model,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        reward=reward,
-        algorithm=algorithm,
-        num_steps=num_steps,
-        callbacks=callbacks,
-        **keys,
-    ) as trainer:
-        while trainer.step() is not None:
-            pass
-        return trainer.trained()
-
-
-class Trainer:
-    """A run step by step: ``with rm.Trainer(cfg) as trainer: metrics = trainer.step()``. Arguments as of ``train``.
-
-    Raises:
-        ConfigError: as ``train``; the data and the models are loaded when the block begins.
+        ConfigError: a mistake in an argument, the configuration, the data or the reward. The data and the models are loaded when the
+            block begins.
     """
 
     def __init__(
@@ -161,10 +132,10 @@ class Trainer:
     def __enter__(self) -> Trainer:
         with ExitStack() as stack:
             stack.enter_context(one_process())
-            from rlhf_mcore.cli.compose import opened
+            from rlhf_mcore.cli.compose import open_run
 
-            stack.enter_context(rank.no_early_exit())
-            self._run = stack.enter_context(opened(self.cfg, 0, [self._steps], self._steps.saved))
+            stack.enter_context(rank.forbid_early_exit())
+            self._run = stack.enter_context(open_run(self.cfg, 0, [self._steps], self._steps.saved))
             listens = any(type(one).on_rollouts is not Callback.on_rollouts for one in self._steps.callbacks)
             self._run.record.listen(self._steps.rollouts if listens else None)
             self._next = self._run.first_step
@@ -212,13 +183,15 @@ class Trainer:
     def save_checkpoint(self, directory: str | Path) -> Path:
         """Save ``<directory>/checkpoint-<step>`` between two steps, and return its path. Collective over the world.
 
+        A relative directory is one in the run directory.
+
         Raises:
             ConfigError: the run had made its last step before, so that no model is loaded.
         """
         place = checked_path("directory", directory)
         if (trainer := self._require_run().trainer) is None:
             raise ConfigError(f"the run has made all its steps; its last checkpoint is in {run_directory(self.cfg)}")
-        return trainer.save_checkpoint(place.resolve())
+        return trainer.save_checkpoint((run_directory(self.cfg) / place).resolve())
 
     def trained(self) -> Trained:
         """Return the result of the run so far."""
@@ -230,6 +203,31 @@ class Trainer:
         model = directory / chosen / run_kind(cfg).saved_as
         metrics = [*self._steps.earlier, *self._steps.own]
         return Trained(self._next > self._last and not self._ended, directory, model, metrics)
+
+
+def _with_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., Trained]], Callable[P, Trained]]:
+    """Give a function the parameters of another one, also for help and editors."""
+
+    def change(function: Callable[..., Trained]) -> Callable[P, Trained]:
+        function.__signature__ = signature(other).replace(return_annotation="Trained")  # type: ignore[attr-defined]
+        return function
+
+    return change
+
+
+@_with_parameters_of(Trainer)
+def train(*given: Any, **settings: Any) -> Trained:
+    """Train to ``trainer.num_steps``, from the last checkpoint of the run directory if there is one.
+
+    The arguments are those of ``Trainer``.
+
+    Raises:
+        ConfigError: as ``Trainer``.
+    """
+    with Trainer(*given, **settings) as trainer:
+        while trainer.step() is not None:
+            pass
+        return trainer.trained()
 
 
 class _StepFunction(Callback):

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -29,6 +29,18 @@ ATTEMPTS = 3
 UNTOUCHED = " Earlier checkpoints are untouched."
 
 
+class DeltaHook(Protocol):
+    """Writes delta saves: the plug-in ``deltas``, or another one of the group ``rlhf_mcore.checkpoint_hooks``."""
+
+    def choose_base(self, run: Path, full_every: int) -> Base | None:
+        """Return the full checkpoint that the next save is a difference to, None if a full save is due. First rank only."""
+        ...
+
+    def encode(self, directory: Path, paths: Iterable[str | Path], base: Path) -> list[Path]:
+        """Replace this rank's weight files by differences to ``base``, and return the paths of all its files. Local."""
+        ...
+
+
 class CheckpointWriter:
     """Commits checkpoints to a run directory that all ranks share. Built and called on every rank.
 
@@ -36,7 +48,8 @@ class CheckpointWriter:
         run: the run directory, locked and recovered.
         disk: how files are changed.
         attempts: how often a save is tried when the storage of any rank fails for a moment.
-        full_every: one save in this many is full, the others are deltas (see ``delta``).
+        deltas: writes delta saves; None: every save is full.
+        full_every: with ``deltas``: one save in this many is full.
         permissions: who may read what is written.
     """
 
@@ -45,24 +58,23 @@ class CheckpointWriter:
         run: Path,
         disk: Disk | None = None,
         attempts: int = ATTEMPTS,
+        deltas: DeltaHook | None = None,
         full_every: int = 1,
         permissions: Permissions | None = None,
     ):
         self.run = run
         self._disk = disk or Disk()
         self._attempts = attempts
-        self._full_every = full_every
+        self._deltas, self._full_every = deltas, full_every
         self.permissions = permissions or Permissions()
         # Size of the save that is under way, summed over the ranks.
         self._num_bytes = 0
 
     def next_info(self, step: int, metrics: Mapping[str, float]) -> CheckpointInfo:
         """Return what the manifest of the next save holds: its kind, full or delta, and a delta's base. Collective."""
-        if self._full_every == 1:
+        if self._deltas is None:
             return CheckpointInfo(step, metrics=metrics)
-        from rlhf_mcore.checkpoint.delta import choose_base  # most runs save no deltas
-
-        chosen = choose_base(self.run, self._full_every) if _is_first() else None
+        chosen = self._deltas.choose_base(self.run, self._full_every) if _is_first() else None
         answer = broadcast_json(asdict(chosen) if chosen else None, 0)
         return CheckpointInfo(step, DELTA, Base(**answer), metrics) if answer else CheckpointInfo(step, metrics=metrics)
 
@@ -152,9 +164,8 @@ class CheckpointWriter:
         try:
             paths = write(partial)
             if base is not None:
-                from rlhf_mcore.checkpoint.delta import encode
-
-                paths = encode(partial, paths, self.run / base.name)
+                assert self._deltas is not None, "next_info names a base only with deltas"
+                paths = self._deltas.encode(partial, paths, self.run / base.name)
             self.permissions.grant(partial, paths := [partial / path for path in paths])
             return seal_files(partial, paths, self._disk), None
         except Exception as error:

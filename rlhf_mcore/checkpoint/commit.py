@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.checkpoint.disk import WORTH_BYTES, Disk, SaveError, fsync, spread
-from rlhf_mcore.checkpoint.housekeeping import quarantine
+from rlhf_mcore.checkpoint.housekeeping import point, quarantine
 from rlhf_mcore.checkpoint.layout import LATEST, MANIFEST, checkpoint_path, scan_transitional, transitional_path
-from rlhf_mcore.checkpoint.links import point
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
 from rlhf_mcore.config.schema.run import PRIVATE, octal_mode
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rlhf_mcore.checkpoint.layout import CONFIG, DELTA_DATA, DELTA_INDEX, DOCUMENTS, MANIFEST, TRAINING
 from rlhf_mcore.checkpoint.manifest import Problem
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlhf_mcore.config.differences import further_models
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import INDEX_FILE
 from rlhf_mcore.foreign import INDEX, SMALL, read_json, read_text
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rlhf_mcore.readers.model_files import INDEX_FILE
 
 SINGLE_FILE = "model.safetensors"
 

@@ -1,34 +1,63 @@
-"""Puts a run directory in order: at the start of a run, and on the first rank after a commit.
+"""Puts a run directory in order at the start of a run, and after a commit: links, and which checkpoints stay.
 
 At the start, under the run's lock, unfinished saves and removals of a killed run are cleared away and the links are corrected. What
 might be wanted is moved to ``quarantine/`` instead of deleted; retention keeps the newest entries there.
+
+The links ``latest``, ``best`` and ``pins/<name>`` are for people and tools; the trainer scans the directory instead. Retention keeps
+pinned checkpoints. A pin may be made and removed while the run continues.
+
+Retention decides from what is on the disk and only after a commit. A checkpoint is first renamed, then its files are removed: a kill
+in between leaves no half checkpoint. Deltas are removed before their base: a kill in between leaves none without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import (
     ARCHIVE,
+    BEST,
+    LATEST,
     QUARANTINE,
+    Checkpoint,
     Transitional,
     checkpoint_path,
+    linked_step,
     own_entries,
     scan,
     scan_transitional,
+    step_of,
+    transitional_path,
 )
-from rlhf_mcore.checkpoint.links import BestRule, refresh_links
-from rlhf_mcore.checkpoint.retention import Retention, dropped, prune, prune_quarantine
+from rlhf_mcore.checkpoint.manifest import has_base, read_manifest
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import CheckpointConfig
 
-if TYPE_CHECKING:
-    from rlhf_mcore.checkpoint.archive import Archiver
-
+PINS = "pins"
+QUARANTINED = 2  # entries of quarantine/ that are kept
 SCARCE_BYTES = 64 * 2**20  # with less free a run may not even begin: logs, metrics
+
+
+class ArchiveHook(Protocol):
+    """Stores the checkpoints that retention drops, and removes them: the plug-in ``archive``. First rank only."""
+
+    def submit(self, checkpoint: Checkpoint) -> None:
+        """Archive a checkpoint in the background, and then remove it. The same checkpoint may be submitted again."""
+        ...
+
+    def take_notes(self) -> list[str]:
+        """Return one line for each checkpoint that was archived, or could not be, since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Wait until everything is archived."""
+        ...
 
 
 def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
@@ -94,7 +123,7 @@ def _resolve(run: Path, directory: Transitional, disk: Disk) -> str:
 
 
 def tidy(
-    run: Path, policy: Retention, rule: BestRule | None, disk: Disk, archiver: Archiver | None = None
+    run: Path, policy: Retention, rule: BestRule | None, disk: Disk, archiver: ArchiveHook | None = None
 ) -> list[str]:
     """Correct the links, then remove what the policy does not keep. To be called after a commit, on the first rank.
 
@@ -106,7 +135,7 @@ def tidy(
         if archiver is None:
             notes += [f"{path.name} removed" for path in prune(run, policy, disk)]
         else:
-            for checkpoint in dropped(run, policy):
+            for checkpoint in checkpoints_to_delete(run, policy):
                 archiver.submit(checkpoint)
         prune_quarantine(run, disk)
     except OSError as error:
@@ -125,3 +154,160 @@ def remove_partials(run: Path, disk: Disk) -> int:
     for path in partials:
         disk.remove_tree(path)
     return len(partials)
+
+
+@dataclass(frozen=True, slots=True)
+class BestRule:
+    """Ranks checkpoints by a metric of the evaluation at their step."""
+
+    metric: str
+    greater_is_better: bool = True
+
+    def improves(self, value: float, on: float | None) -> bool:
+        """Return whether ``value`` is better than ``on``. Any number is better than None; NaN is never better."""
+        if value != value:
+            return False
+        return on is None or (value > on if self.greater_is_better else value < on)
+
+
+def best_rule(cfg: CheckpointConfig) -> BestRule | None:
+    """Return the rule of ``metric_for_best_model``, None if it is not set."""
+    return BestRule(cfg.metric_for_best_model, cfg.greater_is_better) if cfg.metric_for_best_model is not None else None
+
+
+def find_best(checkpoints: list[Checkpoint], rule: BestRule) -> Checkpoint | None:
+    """Return the best checkpoint, of equal ones the earliest. Those without the metric or a readable manifest do not count."""
+    best, best_value = None, None
+    for checkpoint in checkpoints:
+        try:
+            value = read_manifest(checkpoint.path).info.metrics.get(rule.metric)
+        except ConfigError:
+            continue
+        if value is not None and rule.improves(value, best_value):
+            best, best_value = checkpoint, value
+    return best
+
+
+def point(link: Path, target: str, disk: Disk) -> None:
+    """Move a link to ``target`` in one step: a reader sees the old or the new one, never none."""
+    temporary = link.with_name(f".{link.name}.new")
+    disk.unlink(temporary)
+    disk.symlink(temporary, target)
+    disk.rename(temporary, link)
+    disk.sync_directory(link.parent)
+
+
+def refresh_links(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
+    """Point ``latest`` at the newest checkpoint and ``best`` at the best one. Returns one line for each change.
+
+    Without a rule, a ``best`` that names a checkpoint stays. A link to nothing is removed. A delta without its base is unusable, and
+    no link names it.
+    """
+    checkpoints = [checkpoint for checkpoint in scan(run) if has_base(checkpoint.path)]
+    latest = checkpoints[-1].step if checkpoints else None
+    best = linked_step(run, BEST)
+    if rule is not None:
+        checkpoint = find_best(checkpoints, rule)
+        best = checkpoint.step if checkpoint else None
+    elif best not in [checkpoint.step for checkpoint in checkpoints]:
+        best = None
+    changed = [_refresh(run / LATEST, latest, disk), _refresh(run / BEST, best, disk)]
+    return [note for note in changed if note]
+
+
+def _refresh(link: Path, step: int | None, disk: Disk) -> str | None:
+    disk.unlink(link.with_name(f".{link.name}.new"))
+    if step is None:
+        if not link.is_symlink():
+            return None
+        disk.unlink(link)
+        return f"link {link.name} removed: it named no checkpoint"
+    if linked_step(link.parent, link.name) == step:
+        return None
+    point(link, f"checkpoint-{step}", disk)
+    return f"link {link.name} now names checkpoint-{step}"
+
+
+def read_pins(run: Path) -> dict[str, int]:
+    """Return the step of each pin by its name. Links made by hand that lead elsewhere are no pins."""
+    folder = run / PINS
+    if folder.is_symlink() or not folder.is_dir():
+        return {}
+    pins = {}
+    for link in sorted(folder.iterdir()):
+        target = link.readlink() if link.is_symlink() else Path()
+        step = step_of(target.name)
+        if step is not None and target == Path("..", target.name):
+            pins[link.name] = step
+    return pins
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Keeps the newest ``limit`` checkpoints (None: all), the steps ``keep`` and all multiples of ``keep_every``.
+
+    The best checkpoint, the one that ``latest`` names, pinned ones, and the bases of kept deltas are kept too.
+    """
+
+    limit: int | None = None
+    keep_every: int | None = None
+    keep: tuple[int, ...] = ()
+
+
+def checkpoints_to_delete(run: Path, policy: Retention) -> list[Checkpoint]:
+    """Return the checkpoints that the policy does not keep, in the order of removal: deltas before full ones, oldest first."""
+    checkpoints = scan(run)
+    if policy.limit is None:
+        return []
+    kept = {checkpoint.step for checkpoint in checkpoints[-policy.limit :]}
+    kept |= {*policy.keep, *read_pins(run).values()}
+    kept |= {step for link in (LATEST, BEST) if (step := linked_step(run, link)) is not None}
+    if policy.keep_every:
+        kept |= {checkpoint.step for checkpoint in checkpoints if checkpoint.step % policy.keep_every == 0}
+    kept |= _find_bases([checkpoint for checkpoint in checkpoints if checkpoint.step in kept])
+    others = [checkpoint for checkpoint in checkpoints if checkpoint.step not in kept]
+    return sorted(others, key=lambda checkpoint: not _find_bases([checkpoint]))
+
+
+def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
+    """Remove the checkpoints that the policy does not keep. Returns their paths."""
+    removed = []
+    for checkpoint in checkpoints_to_delete(run, policy):
+        # Somebody may have pinned it while others were removed.
+        if checkpoint.step not in read_pins(run).values():
+            remove(checkpoint, disk)
+            removed.append(checkpoint.path)
+    return removed
+
+
+def prune_quarantine(run: Path, disk: Disk) -> None:
+    """Remove all but the newest entries of quarantine. Checkpoints of pinned steps stay."""
+    pinned = tuple(f"checkpoint-{step}-" for step in read_pins(run).values())
+    folders = [path for path in own_entries(run, QUARANTINE) if path.is_dir() and not path.is_symlink()]
+    for path in sorted(folders, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-QUARANTINED]:
+        if not path.name.startswith(pinned):
+            disk.remove_tree(path)
+
+
+def remove(checkpoint: Checkpoint, disk: Disk) -> None:
+    """Remove one checkpoint. If interrupted, the next start finishes the removal."""
+    doomed = transitional_path(checkpoint.path.parent, checkpoint.step, "removed")
+    disk.remove_tree(doomed)
+    disk.rename(checkpoint.path, doomed)
+    disk.sync_directory(checkpoint.path.parent)
+    disk.remove_tree(doomed)
+
+
+def _find_bases(checkpoints: Sequence[Checkpoint]) -> set[int]:
+    """Return the steps of the bases of the deltas among ``checkpoints``."""
+    steps = set()
+    for checkpoint in checkpoints:
+        try:
+            base = read_manifest(checkpoint.path).info.base
+        except ConfigError:
+            # Damaged: it is refused when it is loaded, not here.
+            continue
+        step = step_of(base.name) if base else None
+        if step is not None:
+            steps.add(step)
+    return steps

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
-from io import BufferedIOBase, RawIOBase
+from io import BufferedIOBase, FileIO, RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ import xxhash
 
 from rlhf_mcore import __version__
 from rlhf_mcore.checkpoint.disk import Disk, spread
-from rlhf_mcore.checkpoint.formats import VERSION, migrate
-from rlhf_mcore.checkpoint.layout import MANIFEST, step_of
+from rlhf_mcore.checkpoint.layout import MANIFEST, TRAINER_STATE, step_of
 from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
 from rlhf_mcore.machine import has_gpu, processor
 
 FORMAT = "rlhf_mcore.checkpoint"
+# Version of a checkpoint's documents (manifest, trainer_state.json, dataloader.json). A release reads every version before it. To
+# change what a document holds, raise it and add a migration from the version before. Older documents pass through all later ones.
+VERSION = 2
 FULL = "full"
 DELTA = "delta"
 LIBRARIES = {
@@ -37,6 +39,9 @@ LIBRARIES = {
     **engine_packages(),
     "transformers": ("transformers",),
 }
+
+Migration = Callable[[str, dict[str, Any]], dict[str, Any]]
+MIGRATIONS: dict[int, Migration] = {}
 
 _CHUNK_BYTES = 4 * 2**20
 _REMEDY = "choose another checkpoint"
@@ -119,10 +124,15 @@ def library_versions() -> Mapping[str, str]:
     return versions
 
 
+def open_unbuffered(path: Path) -> FileIO:
+    """Open a file to read it whole."""
+    # Without O_NONBLOCK a link to an endless device, such as the kernel's log, would block.
+    return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
 def hash_file(path: Path) -> FileEntry:
     """Return size and hash of a file, read in pieces."""
-    # Without O_NONBLOCK a link to an endless device, such as the kernel's log, would block.
-    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open_unbuffered(path) as file:
         return hash_content(file, path.stat().st_size)
 
 
@@ -210,14 +220,18 @@ def compare(
     hashes: bool = True,
     model: str | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
+    hash_of: Callable[[Path], FileEntry] = hash_file,
 ) -> list[Problem]:
-    """Do what ``verify`` does, with a manifest that has been read. ``progress`` gets the size of each file, from any thread."""
+    """Do what ``verify`` does, with a manifest that has been read.
+
+    ``progress`` gets the size of each file, and ``hash_of`` returns the hash of a file. Any thread calls them.
+    """
     root = directory.resolve()
     num_bytes = sum(entry.size for entry in manifest.files.values())
 
     def check(item: tuple[str, FileEntry]) -> Problem | None:
         wanted = model is None or item[0].rpartition("/")[0] == model
-        problem = _check(root, *item, hashes=hashes and wanted)
+        problem = _check(root, *item, hash_of if hashes and wanted else None)
         progress(item[1].size)
         return problem
 
@@ -237,7 +251,7 @@ def files_below(directory: Path) -> list[str]:
     return sorted(names)
 
 
-def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem | None:
+def _check(root: Path, name: str, entry: FileEntry, hash_of: Callable[[Path], FileEntry] | None) -> Problem | None:
     path = root / name
     if root not in Path(os.path.realpath(path)).parents:
         return Problem(name, "outside", "leads out of the checkpoint")
@@ -248,7 +262,7 @@ def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem 
         if size != entry.size:
             verb = "truncated" if size < entry.size else "too long"
             return Problem(name, "size", f"{verb}: {size} bytes, the manifest has {entry.size}")
-        if hashes and hash_file(path) != entry:
+        if hash_of is not None and hash_of(path) != entry:
             return Problem(name, "hash", "damaged: its content differs from the manifest's hash")
     except FileNotFoundError:
         return Problem(name, "missing", "missing")
@@ -317,3 +331,36 @@ def has_base(checkpoint: Path) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def migration(version: int) -> Callable[[Migration], Migration]:
+    """Register a function (name of the document, its content) -> its content in the version after ``version``."""
+
+    def register(function: Migration) -> Migration:
+        assert version not in MIGRATIONS, f"version {version} has a migration already"
+        MIGRATIONS[version] = function
+        return function
+
+    return register
+
+
+def migrate(path: Path, content: dict[str, Any], version: Any) -> dict[str, Any]:
+    """Migrate the content of a document from its version to ``VERSION``.
+
+    Raises:
+        ConfigError: this release does not know the version.
+    """
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ConfigError(
+            f"{path}: format version {version!r}, but this release reads versions 1 to {VERSION}; "
+            "use the release that wrote it, or choose another checkpoint"
+        )
+    for number in range(version, VERSION):
+        content = MIGRATIONS[number](path.name, content)
+    return content
+
+
+@migration(1)
+def _add_inputs(document: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Add the fingerprints of the run's inputs and its last steps, which version 2 keeps: none are known."""
+    return {"inputs": None, "recent": [], **content} if document == TRAINER_STATE else content

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlhf_mcore.checkpoint.housekeeping import best_rule
 from rlhf_mcore.checkpoint.layout import SAVE_REQUEST
-from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 
@@ -247,7 +247,7 @@ class Triggers:
             return Decision(stop=stop)
         return Decision(tuple(reason for reason, holds in reasons.items() if holds), best, stop)
 
-    def saved(self, step: int, seconds: float) -> None:
+    def record_save(self, step: int, seconds: float) -> None:
         """Note that a checkpoint of ``step`` was committed, which blocked the run, or was written beside it, for ``seconds``."""
         self.save_s.measured(seconds)
         self._saved_step = step

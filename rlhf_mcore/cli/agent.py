@@ -1,6 +1,6 @@
 """One node's share of a run on several nodes: ``python -m rlhf_mcore.cli.agent ... CONFIG [a.b=c ...]``, once per node.
 
-It starts torchrun for this node's ranks. Scripts start it: ``launch/slurm/train.sbatch`` through srun, ``launch/multinode.sh``
+It starts torchrun for this node's ranks. Scripts start it: ``launch/slurm/train.sbatch`` through srun, ``contrib/ssh``
 through ssh. With ``--meet`` it prints where the nodes should meet instead.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.launch import FORWARDED, TRAIN, child_environment, run_child, torchrun_command
+from rlhf_mcore.cli.launch import FORWARDED, TRAIN, build_environment, run_child, torchrun_command
 from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
@@ -131,7 +131,7 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
     mine.mkdir(parents=True, exist_ok=True)
     options = torchrun_options(args, local, mine)
     command = torchrun_command(options, args.ranks_per_node, [args.config, *args.overrides], args.module)
-    environment = child_environment(os.environ, cfg.trainer.threads_per_rank, local, interface)
+    environment = build_environment(os.environ, cfg.trainer.threads_per_rank, local, interface)
     environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
     started = time.monotonic()
     unknown: list[str] = []

@@ -94,7 +94,7 @@ def _keys(**_: object) -> Iterable[str]:
 
 
 def _metrics(**_: object) -> Iterable[str]:
-    from rlhf_mcore.config.metrics import GROUPS
+    from rlhf_mcore.metrics.catalogue import GROUPS
 
     return [metric.name for metrics in GROUPS.values() for metric in metrics]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,31 +16,37 @@ from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.triggers import SignalRequests
-from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli import example_trainers, exit_codes, rank
+from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
+from rlhf_mcore.cli.saved_checkpoint import SharedChecker, serve
 from rlhf_mcore.cli.trainers import rl_trainer
+from rlhf_mcore.config.derive import with_sequences
 from rlhf_mcore.config.implied import has_teacher, role_layouts
-from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, run_kind
+from rlhf_mcore.config.run_kinds import DPO, REWARD_MODEL, RL, SFT, RunKind, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets
+from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
 from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.prometheus import PrometheusExporter
 from rlhf_mcore.observability.run_directory import PROFILE, RunDirectory
-from rlhf_mcore.observability.throughput import Throughput, peak_tflops
-from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.throughput import Throughput, Timers, peak_tflops
 from rlhf_mcore.observability.trackers import MultiTracker, build_trackers
 from rlhf_mcore.own_files import shown_path
-from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
+from rlhf_mcore.parallel.collectives import Ask, all_gather_json, broadcast_json, lead, on_every_rank
+from rlhf_mcore.planning.inputs import GPUS
+from rlhf_mcore.planning.plan import make_plan
+from rlhf_mcore.planning.report import out_of_memory
 from rlhf_mcore.protocols import Tracker
+from rlhf_mcore.residency.ledger import OutOfDeviceMemory
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.loop import TrainingLoop
+from rlhf_mcore.trainer.profiler import StepProfiler
 from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
 from rlhf_mcore.trainer.resume import find_start
 from rlhf_mcore.trainer.run_state import Start
-
-if TYPE_CHECKING:
-    from rlhf_mcore.trainer.profiler import StepProfiler
 
 SUMMARISED = {
     "evaluate/accuracy": "held-out accuracy",
@@ -51,13 +56,21 @@ SUMMARISED = {
 }
 
 
+TRAINERS: dict[RunKind, Callable[[RunContext], TrainingLoop]] = {
+    RL: rl_trainer,
+    SFT: example_trainers.sft_trainer,
+    REWARD_MODEL: example_trainers.reward_model_trainer,
+    DPO: example_trainers.preference_trainer,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class OpenRun:
     """A run that is ready for its next step. ``trainer`` is None where the last step was made already."""
 
     cfg: Config
     record: RunRecord
-    trainer: Trainer | None
+    trainer: TrainingLoop | None
     first_step: int
 
     def finish(self) -> None:
@@ -74,39 +87,30 @@ def run(cfg: Config, announced: int = 0) -> int:
     Raises:
         ConfigError: found in the loaded data or the built models; raised on every rank.
     """
-    with opened(cfg, announced) as open_run:
-        if open_run.trainer is None:
+    with open_run(cfg, announced) as opened:
+        if opened.trainer is None:
             return exit_codes.DONE
-        finished = open_run.trainer.run(cfg.trainer.num_steps, open_run.first_step)
-        open_run.record.close_profile()
+        finished = opened.trainer.run(cfg.trainer.num_steps, opened.first_step)
+        opened.record.close_profile()
         if finished:
-            open_run.finish()
+            opened.finish()
             return exit_codes.DONE
-        bell = open_run.record.bell
+        bell = opened.record.bell
         by_alarm = broadcast_json(bell is not None and bool(bell.stopped_by), 0)
         return exit_codes.STOPPED if by_alarm else exit_codes.REQUEUE
 
 
-def build_trainer(run: RunContext) -> Trainer:
+def build_trainer(run: RunContext) -> TrainingLoop:
     """Build the trainer of a run, resumed where it begins after a checkpoint. Collective over the world.
 
     Raises:
         ConfigError: what only the loaded data and the built models can show; raised on every rank.
     """
-    if run.kind is RL:
-        return rl_trainer(run)
-    from rlhf_mcore.cli import example_trainers
-
-    builders = {
-        SFT: example_trainers.sft_trainer,
-        REWARD_MODEL: example_trainers.reward_model_trainer,
-        DPO: example_trainers.preference_trainer,
-    }
-    return builders[run.kind](run)
+    return TRAINERS[run.kind](run)
 
 
 @contextmanager
-def opened(
+def open_run(
     cfg: Config,
     announced: int = 0,
     trackers: Sequence[Tracker] = (),
@@ -120,25 +124,38 @@ def opened(
         ConfigError: as ``run``.
     """
     timeout = timedelta(seconds=cfg.trainer.collective_timeout_s)
-    with rank.in_world(cfg, timeout) as process, ExitStack() as stack:
+    with rank.join_world(cfg, timeout) as process, ExitStack() as stack:
         seed_process(cfg.seed, dist.get_rank())
         timers = Timers(process.platform.synchronize)
         sharing = DeviceSharing(process.platform)
-        record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog, memory=sharing)
-        device = torch.cuda.get_device_name() if process.platform.name == "cuda" else ""
-        record.on_save = on_save
-        record.throughput = Throughput(dist.get_world_size(), cfg.logging.peak_tflops or peak_tflops(device))
-        record.alarm = RewardAlarm() if cfg.alarms.defaults else None
-        if cfg.reward.on_error == "drop":
-            record.without_score = "leave the step, with the other responses to their prompts"
-        record.mark, record.samples_every = process.platform.range, cfg.logging.samples
+        device = process.platform.device_name()
+        if run_kind(cfg).generates:
+            cfg = _with_sequences(cfg, process.platform.memory_bytes() or 0, device)
+        drops = cfg.reward.on_error == "drop"
+        record = RunRecord(
+            timers,
+            cfg.logging.rollouts_every,
+            watchdog=process.watchdog,
+            memory=sharing,
+            alarm=RewardAlarm() if cfg.alarms.defaults else None,
+            throughput=Throughput(dist.get_world_size(), cfg.logging.peak_tflops or peak_tflops(device)),
+            without_score="leave the step, with the other responses to their prompts" if drops else "count as 0",
+            mark=process.platform.range,
+            samples_every=cfg.logging.samples,
+            on_save=on_save,
+        )
         if dist.get_rank() != 0:
             stack.enter_context(_collect_warnings(record.heard))
-        requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
-        start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced, trackers, requests)))
+        stack.enter_context(explain_out_of_memory(cfg, record, sharing))
+        requests = stack.enter_context(SignalRequests(record.acknowledge, rank_file.note_training).listening())
+        start = _broadcast(
+            on_every_rank(
+                lambda: lead(
+                    lambda ask: _open_record(cfg, record, stack, announced, trackers, requests, ask), serve, Start()
+                )
+            )
+        )
         if start.is_over:
-            from rlhf_mcore.cli.continuing import finished_text
-
             assert start.checkpoint is not None
             record.note(finished_text(cfg, start.checkpoint, start.step))
             yield OpenRun(cfg, record, None, start.step + 1)
@@ -149,6 +166,30 @@ def opened(
         timers.pop()  # of the phases before the first step
         sharing.pop()
         yield OpenRun(cfg, record, trainer, start.step + 1)
+
+
+@contextmanager
+def explain_out_of_memory(cfg: Config, record: RunRecord, sharing: DeviceSharing) -> Iterator[None]:
+    """Compare a device that runs out of memory in the block with the plan.
+
+    Raises:
+        OutOfDeviceMemory: instead of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        outside = sharing.outside_bytes()  # before the engine and the models are released
+        size = sharing.platform.memory_bytes() or GPUS["H100"].memory_bytes
+        plan = make_plan(cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=size))
+        raise OutOfDeviceMemory(out_of_memory(plan, record.phase_name, outside, error)) from error
+
+
+def _with_sequences(cfg: Config, memory_bytes: int, device: str) -> Config:
+    """Choose ``rollout.max_num_seqs`` for the smallest device of the run. Collective."""
+    rollout = with_sequences(cfg.rollout, memory_bytes, device)
+    return cfg.model_copy(
+        update={"rollout": rollout.model_copy(update={"max_num_seqs": min(all_gather_json(rollout.max_num_seqs))})}
+    )
 
 
 @contextmanager
@@ -174,8 +215,6 @@ def _collect_warnings(warnings: list[str]) -> Iterator[None]:
 
 
 def _profiler(cfg: Config, record: RunRecord, done: int) -> StepProfiler:
-    from rlhf_mcore.trainer.profiler import StepProfiler
-
     if all(step <= done for step in cfg.trainer.profile.steps):
         record.note(
             f"trainer.profile.steps={cfg.trainer.profile.steps}: the run continues after step {done}, nothing is profiled"
@@ -194,23 +233,18 @@ def _open_record(
     announced: int,
     trackers: Sequence[Tracker],
     requests: SignalRequests,
+    ask: Ask,
 ) -> Start:
     """Take the run directory, find out where the run begins, and open its record there. On the first rank."""
-    if dist.get_rank() != 0:
-        return Start()
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
 
-    def check(checkpoint: Path, weights: Mapping[str, Path]) -> None:
-        from rlhf_mcore.cli.saved_checkpoint import check_saved  # a run that begins reads no checkpoint
+    def checker() -> SharedChecker:
+        return SharedChecker(ask, values=cfg.checkpoint.verify, base=cfg.model.path)
 
-        check_saved(checkpoint, weights, values=cfg.checkpoint.verify, base=cfg.model.path)
-
-    start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg), check)
+    start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg), checker)
     directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))
     notes, over = list(start.notes), False
     if start.checkpoint is not None:
-        from rlhf_mcore.cli.continuing import continues_text, is_over
-
         over = start.continues and is_over(cfg, directory.path, start.step)
         if start.step != announced and not over:
             notes.insert(0, continues_text(cfg, start.checkpoint, start.step))
@@ -224,13 +258,17 @@ def _open_record(
         notes.append(f"metrics of an earlier run are in {shown_path(earlier)}")
     record.directory = directory
     title = f"{cfg.project} / {cfg.experiment}"
-    console = Console(cfg.logging.console, cfg.trainer.num_steps, without_secrets(title), first_step=start.step)
+    console = Console(
+        cfg.logging.console,
+        cfg.trainer.num_steps,
+        without_secrets(title),
+        first_step=start.step,
+        every=cfg.logging.every,
+    )
     record.console = stack.enter_context(console)
     own = build_trackers(cfg, directory, start.step if start.continues else None, record.note)
     if cfg.logging.prometheus is not None:
-        from rlhf_mcore.observability.prometheus import Exporter
-
-        record.exporter = Exporter(cfg.logging.prometheus, cfg.project, cfg.experiment)
+        record.exporter = PrometheusExporter(cfg.logging.prometheus, cfg.project, cfg.experiment)
         trackers = [*trackers, record.exporter]
     record.tracker = stack.enter_context(closing(MultiTracker([own, *trackers])))
     for note in notes:

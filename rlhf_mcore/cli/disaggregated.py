@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from rlhf_mcore.bridge.map.rules import hf_shapes, part_of
+from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
@@ -19,6 +19,8 @@ from rlhf_mcore.cli.generation import (
     build_exchange,
     changed_only,
     choose_collect,
+    engine_adapters,
+    select_sent,
     training_sampling,
 )
 from rlhf_mcore.cli.run_context import Data, RunContext
@@ -26,6 +28,7 @@ from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.implied import sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import Sampler
+from rlhf_mcore.environments.build import EpisodeSpec
 from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.mcore.model_spec import load_spec
@@ -39,12 +42,12 @@ from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.control import listening
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import FleetPlan
-from rlhf_mcore.rollout.remote.host import EngineOrder
+from rlhf_mcore.rollout.remote.host import EngineSpec
 from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
-from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
-from rlhf_mcore.trainer.failures import OnError
+from rlhf_mcore.trainer.ahead import SamplingAhead, SamplingSchedule
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_of
+from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt
 
 
@@ -60,7 +63,7 @@ def build_disaggregated(
     cfg, rollout = run.cfg, run.cfg.rollout
     in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
     last = cfg.trainer.num_steps
-    schedule = Schedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
+    schedule = SamplingSchedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
     make_request = request_of if cfg.environment.function is None else episode_request
     first = None
     if fleet is not None:
@@ -68,21 +71,22 @@ def build_disaggregated(
         begin_scores = rewards.graders.submit
         ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, begin_scores, make_request)
         run.stack.enter_context(ahead.run())
-        first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
-    live = cfg.bridge.live_cpu_weights and engine_kind(rollout.engine).reads("bridge.live_cpu_weights")
+        first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work, fleet.tokens_drawn)
+    kind = engine_kind(rollout.engine)
+    assert kind.weights != "full", "config.validate keeps others from engines that run apart"
     side, copies, adapter = _side(cfg, actor.model, in_order or cfg.bridge.full_every is not None)
     remote = RemoteBridge(
         side,
         BridgeJob(
             sent_geometry(cfg, actor.model.spec.geometry),
             cfg.bridge.bucket_bytes,
-            cfg.bridge.verify,
-            cfg.bridge.digest_every,
-            live,
+            verify=cfg.bridge.verify == "digest",
+            live_cpu_weights=cfg.bridge.live_cpu_weights and kind.reads("bridge.live_cpu_weights"),
             adapter=adapter,
             full_every=cfg.bridge.full_every,
             transport=cfg.bridge.transport,
             quantisation=sent_quantisation(cfg),
+            weights=kind.weights,
         ),
         world_group(),
         fleet,
@@ -98,7 +102,7 @@ def build_disaggregated(
         with actor.model.on_device():
             return remote.sync_again()
 
-    engines = SharedEngines(first, sync_again)
+    engines = SharedEngines(first, sync_again, run.record.beat)
     worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
     on_error = OnError.of(cfg.reward)
     exchange = build_exchange(cfg, on_error)
@@ -114,27 +118,19 @@ def build_disaggregated(
 
 def _side(cfg: Config, model: RoleModel, keeps: bool) -> tuple[Side, KeptSources | None, AdapterSizes | None]:
     """Return this rank's side, copies of its weights where it ``keeps`` some, and the sizes of adapters that engines add."""
-    if cfg.actor.lora.rank is not None:
-        from rlhf_mcore.cli.adapter_sync import select_sent
-
-        sent = select_sent(cfg, model)
-        return Side(sent.parameters, NoTarget(), sources=sent.sources), sent.kept if keeps else None, sent.adapter
-    parameters = part_of(model.local_parameters(), model.spec.geometry, sent_geometry(cfg, model.spec.geometry))
-    if not keeps:
-        return Side(parameters, NoTarget()), None, None
-    flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
-    return Side(parameters, NoTarget()), HostCopies(flats), None
+    sent = select_sent(cfg, model)
+    side = Side(sent.parameters, NoTarget(), sources=sent.sources)
+    if not keeps or sent.kept is not None:
+        return side, sent.kept if keeps else None, sent.adapter
+    flats = {parameter.name: parameter.tensor.view(-1) for parameter in sent.parameters}
+    return side, HostCopies(flats), None
 
 
-def start(run: RunContext) -> Fleet:
+def start_fleet(run: RunContext) -> Fleet:
     """Begin to start the engines under Ray. Called on the first rank alone."""
-    spec, adapters = load_spec(run.cfg.model.path), None
+    spec = load_spec(run.cfg.model.path)
     geometry = sent_geometry(run.cfg, replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY, 0)))
-    if run.cfg.actor.lora.rank is not None:
-        from rlhf_mcore.cli.adapter_sync import engine_adapters
-
-        adapters = engine_adapters(run.cfg, geometry)
-    model = EngineModel.of(run.cfg, run.dtype, hf_shapes(geometry), adapters)
+    model = EngineModel.of(run.cfg, run.dtype, hf_shapes(geometry), engine_adapters(run.cfg, geometry))
     cfg, rollout, on_cuda = run.cfg, run.cfg.rollout, run.platform.name == "cuda"
     spare: list[str] = []
     if on_cuda and rollout.ray.address is None:  # ranks have the first devices, engines the others
@@ -143,11 +139,11 @@ def start(run: RunContext) -> Fleet:
     cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
     episodes = None
     if cfg.environment.function is not None:
-        from rlhf_mcore.environments.build import EpisodeOrder
-
-        episodes = EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
+        episodes = EpisodeSpec.of(cfg, rollout.num_engines, ToolCallParser).build
     plan = FleetPlan(
-        EngineOrder(rollout, model, EngineEnd, episodes, os.getcwd(), cfg.deterministic),
+        EngineSpec(
+            rollout, model, EngineEnd, episodes, os.getcwd(), cfg.deterministic, cfg.trainer.bind_numa == "auto"
+        ),
         rollout.num_engines,
         rollout.layout.num_ranks,
         cfg.trainer.threads_per_rank,

@@ -8,38 +8,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
-
 from rlhf_mcore.cli.models import ModelBuilder
-from rlhf_mcore.cli.run_context import Data, RunContext
+from rlhf_mcore.cli.run_context import Data, RunContext, load_example_data
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
-from rlhf_mcore.cli.trainers import load_data, note_kernels, trained_work, with_offload
+from rlhf_mcore.cli.trainers import decide_offload, note_kernels, trained_work
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
-from rlhf_mcore.config.data_columns import file_keys
-from rlhf_mcore.config.example_columns import wanted_columns
-from rlhf_mcore.config.implied import longest_example, needs_reference
+from rlhf_mcore.config.implied import needs_reference
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, example_batch, load_examples
+from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, example_batch
 from rlhf_mcore.data.sampler import PromptSampler
-from rlhf_mcore.data.source import image_reader
-from rlhf_mcore.mcore.model_spec import load_spec
-from rlhf_mcore.parallel.collectives import on_every_rank, world_group
+from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.planning.counts import model_flops
 from rlhf_mcore.roles.model import TrainedModel
-from rlhf_mcore.roles.policy import Reference
+from rlhf_mcore.roles.policy import Reference, SupervisedActor
+from rlhf_mcore.roles.preference import PreferenceActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
-from rlhf_mcore.roles.supervised import SupervisedActor
 from rlhf_mcore.trainer.example_learner import (
     ExampleEvaluator,
     ExampleLearner,
     NoPublisher,
     Sums,
+    add_reference,
     likelihood,
     likelihood_metrics,
     preference,
     preference_metrics,
 )
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.work import StepWork
 from rlhf_mcore.types import TrainBatch
@@ -49,36 +44,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
+class _ComparedModels:
     """A frozen policy, and what adds its logprobs to a batch."""
 
     reference: Reference
     compute: Callable[[TrainBatch], None]
 
 
-def sft_trainer(run: RunContext) -> Trainer:
+def sft_trainer(run: RunContext) -> TrainingLoop:
     """Build supervised fine-tuning: a policy that imitates given responses."""
-    data = load_data(run, _load_examples)
+    data = _load_data(run)
     actor = SupervisedActor(_build_on_examples(run, "actor"))
     return _example_trainer(run, data, actor, partial(likelihood, actor), likelihood_metrics)
 
 
-def reward_model_trainer(run: RunContext) -> Trainer:
+def reward_model_trainer(run: RunContext) -> TrainingLoop:
     """Build the training of a reward model from pairs of a better and a worse response."""
-    data = load_data(run, _load_examples)
+    data = _load_data(run)
     model = RewardModelTrainer(_build_on_examples(run, "reward_model"), run.cfg.algorithm.centering)
     return _example_trainer(run, data, model, partial(preference, model.compute_scores), preference_metrics)
 
 
-def preference_trainer(run: RunContext) -> Trainer:
+def preference_trainer(run: RunContext) -> TrainingLoop:
     """Build the training of a policy from pairs of a better and a worse response."""
-    from rlhf_mcore.roles.preference import PreferenceActor
-
-    data = load_data(run, _load_examples)
+    data = _load_data(run)
     has_reference = needs_reference(run.cfg)
-    cfg = with_offload(run) if has_reference else run.cfg
+    cfg = decide_offload(run) if has_reference else run.cfg
     if cfg.reference.precompute:  # nothing of it waits on the host
-        cfg = replace(cfg, reference=replace(cfg.reference, offload=False))
+        cfg = cfg.model_copy(update={"reference": cfg.reference.model_copy(update={"offload": False})})
     models = _models(run, cfg)
     once, is_actor = cfg.reference.precompute, cfg.actor.lora.rank is not None  # without its adapters
     if once and not is_actor:
@@ -94,14 +87,12 @@ def preference_trainer(run: RunContext) -> Trainer:
     dpo = run.cfg.algorithm.dpo
     actor = PreferenceActor(model, dpo, reference)
     build = partial(example_batch, with_mismatched=PREFERENCE_LOSSES[dpo.loss].needs_mismatched)
-    compared = None if reference is None else _Compared(reference, actor.compute_reference)
+    compared = None if reference is None else _ComparedModels(reference, actor.compute_reference)
     return _example_trainer(run, data, actor, actor.measure, preference_metrics, build=build, compared=compared)
 
 
 def _precompute(run: RunContext, data: Data[TokenizedExample], models: ModelBuilder) -> None:
     """Add the reference's logprobs to all pairs. Nothing of it is left here. Collective over the world."""
-    from rlhf_mcore.trainer.precomputed import add_reference
-
     with run.record.phase("reference"):
         reference = models.reference()
         for examples in (data.train, data.held_out):
@@ -130,19 +121,19 @@ def _example_trainer(
     named: Callable[[Sums], dict[str, float]],
     *,
     build: Callable[[Sequence[TokenizedExample]], TrainBatch] = example_batch,
-    compared: _Compared | None = None,
-) -> Trainer:
+    compared: _ComparedModels | None = None,
+) -> TrainingLoop:
     """Build a trainer. ``measure`` and ``named`` evaluate the role, on what ``build`` makes: see :class:`ExampleEvaluator`."""
     cfg, record, counters = run.cfg, run.record, Counters()
     assert record.throughput is not None
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
-    work = StepWork(record.throughput, trained_work(role.model))
+    work = StepWork(record.throughput, trained_work(role.model), shares_prefixes=role.model.shares_prefixes)
     learner = ExampleLearner(role, record, work)
     if compared is not None:
         work = replace(work, reference=model_flops(compared.reference.model.spec.geometry))
         learner = ExampleLearner(role, record, work, compared.compute)
     saved = [SavedModel(run.kind.saved_as, role.model, cfg.model.path)]
-    return Trainer(
+    return TrainingLoop(
         source=ExampleBatches(data.train, sampler, build),
         learner=learner,
         publisher=NoPublisher(),
@@ -156,27 +147,6 @@ def _example_trainer(
     )
 
 
-def _load_examples(
-    run: RunContext, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[TokenizedExample], list[TokenizedExample]]:
-    cfg, data = run.cfg, run.cfg.data
-    spec = on_every_rank(lambda: load_spec(cfg.model.path, run.kind.head))
-    positions = spec.hf_config.max_position_embeddings
-    images = on_every_rank(lambda: image_reader(cfg))
-
-    def load(files: list[str], field: str) -> list[TokenizedExample]:
-        columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(data, files, field)]
-        return load_examples(
-            files,
-            tokenizer,
-            columns,
-            max_tokens=min(longest_example(cfg), positions),
-            drop_longer=data.overlong_prompts == "drop",
-            data=data,
-            field=field,
-            note=run.record.note,
-            group=world_group(),
-            images=images,
-        )
-
-    return load(data.train, "data.train"), load(data.eval, "data.eval") if data.eval else []
+def _load_data(run: RunContext) -> Data[TokenizedExample]:
+    with run.record.phase("load_data"):
+        return load_example_data(run.cfg, run.record.note, world_group())

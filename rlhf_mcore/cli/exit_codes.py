@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import json
 import os
 import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import ParamSpec
 
-from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, Reporter
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.foreign import shorten
-from rlhf_mcore.observability.files import FullDiskError, full_disks, write_atomically
+from rlhf_mcore.observability.files import FullDiskError, full_disks
+from rlhf_mcore.observability.rank_file import CONSEQUENCE, FAILURE, USER, is_read, note_error
 from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.residency.ledger import OutOfDeviceMemory
 
 P = ParamSpec("P")
 
@@ -75,13 +73,13 @@ _MAX_LINES = 12  # of an error's own text
 _LIBRARIES = re.compile(r"site-packages|/lib/python3|<frozen")
 
 
-def of_process(returncode: int) -> int:
+def to_shell_code(returncode: int) -> int:
     """Turn a child's return code into a shell's: -N (ended by signal N) becomes 128 + N."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def end_on_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the block as an exception does, so that nothing half and nobody is left behind."""
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -98,20 +96,17 @@ def ended_by_signals() -> Iterator[None]:
 def report(error: Exception) -> int:
     """Report what went wrong, once, and return the exit code for it.
 
-    A rank under a command of ours tells that command. The command prints one message for all ranks, and the traceback
-    goes to the rank's stderr, a log file then. Under the user's own torchrun, and without any, the message is printed here: a
-    user's mistake by rank 0, for all ranks know it. There the message also goes into the file that torchrun reads.
+    A rank under a command of ours tells that command, which prints one message for all ranks. The traceback goes to the rank's
+    stderr, which is a log file then. Under the user's own torchrun, and without any, the message is printed here; a user's mistake by
+    rank 0, for all ranks know it. In both cases torchrun's file for the rank gets the message (``observability.rank_file``).
     """
     kind, text = kind_of(error), without_secrets(cause(error))
-    reporter = Reporter()
-    reporter.failed(kind, text)  # first, because it needs no disk
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _write_for_torchrun(Path(error_file), text)
+    note_error(kind, text)
     with contextlib.suppress(OSError):  # a log on a full disk
-        if kind == FAILURE or (reporter.is_heard and kind == CONSEQUENCE):
+        if kind == FAILURE or (is_read() and kind == CONSEQUENCE):
             say(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     with contextlib.suppress(OSError):
-        if reporter.is_heard or kind == FAILURE or not _is_told_by_another(os.environ):
+        if is_read() or kind == FAILURE or not _is_told_by_another(os.environ):
             rank = f"rank {os.environ['RANK']}: " if kind != USER and "RANK" in os.environ else ""
             say(f"error: {rank}{text}", file=sys.stderr)
     return USER_ERROR if kind == USER else FAILED
@@ -131,7 +126,7 @@ def report_of_tool(error: ConfigError | OSError) -> int:
     return FAILED
 
 
-def reporting(main: Callable[P, int]) -> Callable[P, int]:
+def report_errors(main: Callable[P, int]) -> Callable[P, int]:
     """Make a command report a mistake of the user, or a path that cannot be, in one message, and return its exit code."""
 
     @functools.wraps(main)
@@ -157,7 +152,7 @@ def kind_of(error: BaseException) -> str:
 def cause(error: BaseException) -> str:
     """Describe an error in a few lines: our own explain themselves; of others the class, and where it was raised."""
     lines = str(error).strip().splitlines()
-    text = "\n".join(lines if isinstance(error, ConfigError) else lines[:_MAX_LINES])
+    text = "\n".join(lines if isinstance(error, ConfigError | OutOfDeviceMemory) else lines[:_MAX_LINES])
     if type(error).__module__.startswith("rlhf_mcore"):
         return text
     frames = traceback.extract_tb(error.__traceback__)
@@ -171,13 +166,6 @@ def full_disks_here() -> str:
     outputs = [f"/proc/self/fd/{number}" for number in (1, 2)]
     files = [os.path.dirname(os.path.realpath(each)) for each in outputs if os.path.isfile(each)]
     return full_disks([*files, os.environ.get("TMPDIR", "/tmp"), ".", "/dev/shm"])
-
-
-def _write_for_torchrun(path: Path, text: str) -> None:
-    """Write the file that torchrun reads, whole or not at all: it cannot read half of one."""
-    with contextlib.suppress(OSError, ConfigError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"message": text, "timestamp": int(time.time())}).encode())
 
 
 def _is_told_by_another(environment: Mapping[str, str]) -> bool:

@@ -1,7 +1,11 @@
 """Fork ranks from torchrun's process after its imports: importing takes longer than the first steps of a small run.
 
-On a CPU only, since what has touched CUDA cannot be forked; and only where importing has started no thread, since a fork has none
-but the one that forks. Else, and where a module has no ``preload``, ranks are started as torchrun starts them.
+Two ranks of the quickstart take 33 s of a core for a run of one step, and 71 s if each imports for itself. On a CPU only,
+since a process that has touched CUDA cannot be forked; and only if importing has started no thread, since a fork has none but the one
+that forks. Otherwise, and if a module has no ``preload``, ranks are started as torchrun starts them.
+
+This uses private API, which a new version may change: of torch ``elastic.multiprocessing.api.get_subprocess_handler`` with
+``SubprocessHandler``, of Python ``threading._shutdown`` and ``atexit._run_exitfuncs``.
 """
 
 from __future__ import annotations

@@ -3,38 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
+from rlhf_mcore.bridge.files.gather import Gatherer
+from rlhf_mcore.bridge.map.engine import keep_loading_layout, map_engine
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes, part_of
 from rlhf_mcore.bridge.map.trace import EngineMap
-from rlhf_mcore.bridge.run.sync import PlannedBridge, engine_map
+from rlhf_mcore.bridge.run.merged import ADAPTERS, MergedSources, SeparateAdapterSources, adapted_weights
+from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge, GatherBridge
+from rlhf_mcore.bridge.run.sync import EngineWeights, PlannedBridge, SentWeights, SyncOptions
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import draws_greedy, sent_geometry, sent_quantisation
+from rlhf_mcore.config.implied import adapter_sizes, draws_greedy, sends_adapters, sent_geometry, sent_quantisation
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import PromptBatches
+from rlhf_mcore.environments.build import episode_worker
+from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.parallel.shared_store import SharedProgress, StoreClaims
 from rlhf_mcore.platform import DTYPES
+from rlhf_mcore.plugins import load_plugin
 from rlhf_mcore.protocols import Publisher, RewardFunction, Source, SyncStats, WeightBridge, WeightTarget
 from rlhf_mcore.residency.sharing import DeviceSharing, storage_bytes
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import Engine, EngineModel, LiveEngine
+from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.canary import MAX_NEW_TOKENS, NUM_TOKENS, OF_8_BITS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.collecting import Collect, collect_next
 from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
 from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -62,6 +74,7 @@ class Generation:
     worker: RolloutWorker
     ahead: SamplingAhead | None = None
     room: Callable[[], AbstractContextManager[None]] = nullcontext
+    kernels: Mapping[str, str] = field(default_factory=dict)  # of this rank's engine, by part
 
 
 def build_colocated(
@@ -72,12 +85,11 @@ def build_colocated(
     sharing = record.memory or DeviceSharing(run.platform)
     sharing.settle()
     record.progress(f"{cfg.rollout.engine}: its libraries, the model, the cache")
-    sent_shapes, adapters = hf_shapes(geometry := sent_geometry(cfg, actor.model.spec.geometry)), None
-    if cfg.actor.lora.rank is not None:
-        from rlhf_mcore.cli.adapter_sync import engine_adapters
-
-        adapters = engine_adapters(cfg, geometry)
+    geometry = sent_geometry(cfg, actor.model.spec.geometry)
+    sent_shapes, adapters = hf_shapes(geometry), engine_adapters(cfg, geometry)
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, sent_shapes, adapters))
+    for text in dict.fromkeys(text for texts in all_gather_json(engine.warnings) for text in texts):
+        record.note(f"{cfg.rollout.engine}: {text}")
     record.progress("the bridge of weights to it")
     run.stack.enter_context(_close_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
@@ -86,16 +98,11 @@ def build_colocated(
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
-        from rlhf_mcore.environments.build import episode_worker
-        from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
-
         worker = episode_worker(cfg, engine, engine.rank, data.decode, ToolCallParser)
-    claims = None
-    if cfg.rollout.order == SHARED_QUEUE:
-        from rlhf_mcore.parallel.claims import StoreClaims
-
-        claims = StoreClaims(engine.rank)
-    worker = replace(worker, dealer=Dealer(cfg.rollout.order, cfg.rollout.slots, claims=claims))
+    claims = StoreClaims(engine.rank) if cfg.rollout.order == SHARED_QUEUE else None
+    progress = SharedProgress(cfg.trainer.collective_timeout_s, record.beat)
+    engine.on_progress = progress.note
+    worker = replace(worker, wait=progress.wait, dealer=Dealer(cfg.rollout.order, cfg.rollout.slots, claims=claims))
     sampling = training_sampling(cfg)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(
@@ -107,15 +114,16 @@ def build_colocated(
         build_exchange(cfg, on_error),
         record,
         rewards.add_model,
+        engine.pop_preemptions if engine_kind(cfg.rollout.engine).reserves_cache else None,
     )
     # While it has the weights that it started with: a sleep may discard them.
-    traced = _trace(cfg, sent_shapes | (adapters or {}), engine)
+    traced = _trace(cfg, sent_shapes, adapters, engine)
     if sharing.parts:
         sharing.sleep(engine)  # it starts awake, and its cache has taken the room that the models left
     with actor.model.on_device():  # a bridge makes views of what is there
         bridge = OnDeviceBridge(_build_bridge(cfg, actor, engine, traced), actor.model)
     publisher = EnginePublisher(engine, bridge, record, sharing, canary)
-    return Generation(source, publisher, worker, room=publisher.asleep)
+    return Generation(source, publisher, worker, room=publisher.asleep, kernels=engine.kernels())
 
 
 @contextmanager
@@ -156,8 +164,6 @@ def choose_collect(cfg: Config, on_error: OnError) -> Collect:
     dynamic = cfg.algorithm.dynamic_sampling
     if not dynamic.enabled:
         return collect_next
-    from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
-
     return DynamicSampling(dynamic.max_batches, drop=on_error.drop).collect
 
 
@@ -177,67 +183,45 @@ def _live(cfg: Config, engine: Engine) -> LiveEngine:
     return cast("LiveEngine", engine)
 
 
-def _trace(cfg: Config, shapes: Shapes, engine: Engine) -> EngineMap | None:
+def _trace(cfg: Config, shapes: Shapes, adapters: Shapes | None, engine: Engine) -> EngineMap | None:
     """Map what an engine holds, for the planned bridge."""
-    if cfg.bridge.method == "gather":
+    kind = engine_kind(cfg.rollout.engine)
+    if cfg.bridge.method == "gather" or kind.weights == "full":
         return None
-    if cfg.bridge.live_cpu_weights and engine_kind(cfg.rollout.engine).reads("bridge.live_cpu_weights"):
-        from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
-
-        keep_loading_layout(_live(cfg, engine).model)
-    return engine_map(_live(cfg, engine).model, shapes, cfg.rollout.quantization)
+    model = _live(cfg, engine).model
+    if cfg.bridge.live_cpu_weights and kind.reads("bridge.live_cpu_weights"):
+        keep_loading_layout(model)
+    has_adapters, quantisation = adapters is not None, cfg.rollout.quantization
+    return map_engine(
+        model, {**shapes, **(adapters or {})}, kind.weights, has_adapters=has_adapters, quantisation=quantisation
+    )
 
 
 def _build_bridge(cfg: Config, actor: Actor, engine: Engine, traced: EngineMap | None) -> WeightBridge:
-    gatherer, geometry = None, sent_geometry(cfg, actor.model.spec.geometry)
-    parameters = part_of(actor.model.local_parameters(), actor.model.spec.geometry, geometry)
-    if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
-        from rlhf_mcore.bridge.files.gather import Gatherer
-
+    geometry = sent_geometry(cfg, actor.model.spec.geometry)
+    if cfg.bridge.method == "gather":
         model = actor.model.model
         assert model is not None, "config.validate keeps actor.ranks from these"
         pgs = model.groups.collection
-        gatherer = Gatherer(parameters, geometry, pgs.tp, pgs.pp, pgs.tp_ep)
-    if cfg.bridge.method == "gather":
-        from rlhf_mcore.bridge.run.stand_ins import GatherBridge
-
-        assert gatherer is not None
-        return GatherBridge(gatherer, engine)
-    sent = None
-    if cfg.actor.lora.rank is not None:
-        from rlhf_mcore.cli.adapter_sync import select_sent
-
-        sent = select_sent(cfg, actor.model)
-    bridge = PlannedBridge(
-        parameters if sent is None else sent.parameters,
-        geometry,
-        _live(cfg, engine),
-        world_group(),
-        bucket_bytes=cfg.bridge.bucket_bytes,
-        verify=cfg.bridge.verify,
-        digest_every=cfg.bridge.digest_every,
-        gatherer=gatherer,
-        traced=traced,
-        nodes=nodes(),
-        sources=None if sent is None else sent.sources,
-        adapter=None if sent is None else sent.adapter,
-        quantisation=sent_quantisation(cfg),
-    )
-    return bridge if cfg.bridge.verify == "full" else changed_only(cfg, actor, bridge, engine)
+        parameters = part_of(actor.model.local_parameters(), actor.model.spec.geometry, geometry)
+        return GatherBridge(Gatherer(parameters, geometry, pgs.tp, pgs.pp, pgs.tp_ep), engine)
+    sent = select_sent(cfg, actor.model)
+    weights = SentWeights(sent.parameters, geometry, sent.sources, sent.adapter, sent_quantisation(cfg))
+    options = SyncOptions(cfg.bridge.bucket_bytes, verify=cfg.bridge.verify == "digest", nodes=find_machines())
+    bridge = PlannedBridge(weights, EngineWeights(_live(cfg, engine), traced=traced), world_group(), options)
+    return changed_only(cfg, actor, bridge, engine)
 
 
 def changed_only(cfg: Config, actor: Actor, bridge: PlannedBridge | RemoteBridge, target: WeightTarget) -> WeightBridge:
-    trained = actor.model.trained
-    if cfg.actor.lora.rank is None and trained is None:
+    """Have a bridge send again what changes from one sync to the next only."""
+    model, geometry = actor.model, actor.model.spec.geometry
+    if model.adapter_geometry is not None:
+        names = ADAPTERS if sends_adapters(cfg, geometry) else adapted_weights(model.adapter_geometry)
+        return ChangedOnlyBridge(bridge.sync, target, names)
+    if model.trained is None:
         return bridge
-    from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge
-
-    if cfg.actor.lora.rank is not None:
-        from rlhf_mcore.cli.adapter_sync import changed_names
-
-        return ChangedOnlyBridge(bridge.sync, target, changed_names(cfg, actor.model))
-    sent = hf_shapes(sent_geometry(cfg, actor.model.spec.geometry))
-    return ChangedOnlyBridge(bridge.sync, target, [name for name in trained or () if name in sent])
+    sent = hf_shapes(sent_geometry(cfg, geometry))
+    return ChangedOnlyBridge(bridge.sync, target, [name for name in model.trained if name in sent])
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +236,47 @@ class OnDeviceBridge:
             return self.bridge.sync(version)
 
 
-def nodes() -> list[int] | None:
+def find_machines() -> list[int] | None:
     """List the machine of every rank, as torchrun has numbered them; None on a single one. Collective over the world."""
     numbers: list[int] = all_gather_json(int(os.environ.get("GROUP_RANK", 0)))
     return numbers if len(set(numbers)) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSources:
+    """Name what a rank sends, see :class:`PlannedBridge`. ``kept`` is the same as it was when it was last taken.
+
+    Without ``sources`` the parameters are sent as they are.
+    """
+
+    parameters: Sequence[LocalParameter]
+    sources: MergedSources | SeparateAdapterSources | None = None
+    kept: MergedSources | SeparateAdapterSources | None = None
+    adapter: AdapterSizes | None = None
+
+
+def engine_adapters(cfg: Config, geometry: ModelGeometry) -> Shapes | None:
+    """Return the names and shapes of the adapters that engines add themselves; None where they get merged weights."""
+    if not sends_adapters(cfg, geometry):
+        return None
+    return hf_shapes(replace(geometry.trunk, adapter=adapter_sizes(cfg.actor.lora)))
+
+
+def select_sent(cfg: Config, model: RoleModel) -> SyncSources:
+    """Choose what engines get (``actor.lora.sync``): merged weights, or adapters beside weights that are sent once."""
+    geometry, whole = model.adapter_geometry, model.spec.geometry
+    if geometry is None:
+        return SyncSources(part_of(model.local_parameters(), whole, sent_geometry(cfg, whole)))
+    weights, adapters = part_of(model.local_parameters(), whole, whole.trunk), model.adapter_parameters()
+    if sends_adapters(cfg, whole):
+        aside, kept_aside = (SeparateAdapterSources(weights, adapters, geometry, keep=keep) for keep in (False, True))
+        return SyncSources([*weights, *adapters], aside, kept_aside, model.adapter)
+    gains = _gains_of(model) if geometry.adapter is not None and geometry.adapter.use_dora else None
+    merged, kept = (MergedSources(weights, adapters, geometry, keep=keep, gains=gains) for keep in (False, True))
+    return SyncSources(weights, merged, kept, None)
+
+
+def _gains_of(model: RoleModel) -> Callable[[], Mapping[str, Tensor]]:
+    """Return a function that computes what the rows of this rank's weights are multiplied by, with DoRA."""
+    compute_gains = load_plugin("adapters", "dora", "actor.lora.use_dora=true").compute_gains
+    return partial(compute_gains, [] if model.model is None else model.model.chunks)

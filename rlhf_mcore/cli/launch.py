@@ -1,7 +1,7 @@
 """Start torchrun on this machine as a child, without torch in this process: signals are forwarded, the exit code is returned.
 
 A run on one machine listens on the loopback only. torchrun's usual stores listen on every interface, and its rendezvous
-unpickles what it finds there; so the store is ours (``bound_rendezvous``), at a port that is picked when it is opened. Nothing of it
+unpickles what it finds there; so the store is ours (``rendezvous``), at a port that is picked when it is opened. Nothing of it
 is a file, so a kill leaves none behind. For several machines see ``agent``.
 """
 
@@ -21,10 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, STOPPED, USER_ERROR, of_process
+from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, STOPPED, USER_ERROR, to_shell_code
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.config.show import REDACTED, redact_arguments
-from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all, has_ended
+from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all, has_ended, start
 from rlhf_mcore.parallel.addresses import LOOPBACK, interface_of, source_address
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -57,21 +57,21 @@ def launch(
     def attempt(_number: int) -> int:
         is_live = console in ("auto", "rich") and sys.stdout.isatty()
         ours = [*([SHOWN] if is_live else []), *([UNSAVED] if module != TRAIN else [])]
-        options = [*local_rendezvous(), *local_logs(logs, world_size), *ours]
+        options = [*list_rendezvous_options(), *list_log_options(logs, world_size), *ours]
         command = torchrun_command(options, world_size, arguments, module)
         return run_child(
-            command, child_environment(os.environ, threads_per_rank, nccl_interface=_interface_to(engines))
+            command, build_environment(os.environ, threads_per_rank, nccl_interface=_interface_to(engines))
         )
 
     code = with_restarts(attempt, max_restarts)
     if code in (REQUEUE, STOPPED):
-        again = this_command()
+        again = format_command()
         hidden = f"  (with your own in the place of {REDACTED})" if REDACTED in again else ""
         say(f"to continue: {again}{hidden}", file=sys.stderr)
     return code
 
 
-def local_logs(logs: Path | None, world_size: int) -> list[str]:
+def list_log_options(logs: Path | None, world_size: int) -> list[str]:
     """List the options of torchrun for a run whose first rank's stdout is the terminal."""
     if logs is None:
         return [
@@ -80,7 +80,7 @@ def local_logs(logs: Path | None, world_size: int) -> list[str]:
     return [f"--log-dir={logs}", f"--redirects={','.join(['0:2', *(f'{rank}:3' for rank in range(1, world_size))])}"]
 
 
-def this_command() -> str:
+def format_command() -> str:
     """Return the command line of this process, to be typed again. A secret in it is not printed."""
     is_script = os.access(sys.argv[0], os.X_OK) and not sys.argv[0].endswith(".py")
     return shlex.join(redact_arguments(sys.argv if is_script else sys.orig_argv))
@@ -104,7 +104,7 @@ def torchrun_command(
     return [*torchrun, *options, "-m", module, *arguments]
 
 
-def local_rendezvous() -> list[str]:
+def list_rendezvous_options() -> list[str]:
     """List the options of torchrun for a run on this machine alone."""
     return [
         "--nnodes=1",
@@ -125,7 +125,7 @@ def _interface_to(address: str | None) -> str | None:
     return None
 
 
-def child_environment(
+def build_environment(
     environment: Mapping[str, str],
     threads_per_rank: int,
     address: str = LOOPBACK,
@@ -178,10 +178,10 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], beside: Ca
             threading.Thread(target=beside, daemon=True).start()
         # A session of its own: Ctrl-C at the terminal then reaches the child once, through us, and not twice.
         environment = {**environment, STARTED_BY: str(os.getpid())}
-        child = subprocess.Popen(list(command), env=environment, start_new_session=True)
+        child = start(command, env=environment)
         for number in early:
             child.send_signal(number)
-        return of_process(child.wait())
+        return to_shell_code(child.wait())
     finally:
         end_rest(others)
         if sys.stdout.isatty():

@@ -22,6 +22,7 @@ from rlhf_mcore.cli import completion
 from rlhf_mcore.cli.exit_codes import EPILOG, INTERRUPTED, OF_OUTPUT, USER_ERROR, report_of_tool
 from rlhf_mcore.cli.terminal import say
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.plugins import find_plugins
 
 COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
@@ -30,6 +31,8 @@ COMMANDS = {
 # The others have rooms of their own: their folders make them known.
 ROOMS = {room.name.replace("_", "-") for room in pkgutil.iter_modules(import_module("rlhf_mcore.commands").__path__)}
 COMMANDS |= {name: import_module(f"rlhf_mcore.commands.{name.replace('-', '_')}").SUMMARY for name in ROOMS}
+PLUGINS = {name: point.value for name, point in find_plugins("commands").items()}  # packages like the folders of ours
+COMMANDS |= {name: import_module(package).SUMMARY for name, package in PLUGINS.items()}
 COMMANDS = dict(sorted(COMMANDS.items(), key=lambda item: (item[0] != "train", item[0])))
 
 
@@ -72,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def module_of(command: str) -> str:
     """Name the module of a command, which has its ``main`` and its ``_parser``."""
+    if command in PLUGINS:
+        return f"{PLUGINS[command]}.command"
     name = command.replace("-", "_")
     return f"rlhf_mcore.commands.{name}.command" if command in ROOMS else f"rlhf_mcore.cli.{name}"
 

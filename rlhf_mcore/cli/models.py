@@ -2,54 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.filesize import decimal
+from transformers import PreTrainedTokenizerBase
 
+from rlhf_mcore.algorithms.distillation import Divergence
+from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.implied import adapter_sizes, offloaded_parts
-from rlhf_mcore.config.model_files import sees_images
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,
     Config,
     CriticConfig,
-    LoraConfig,
     RecomputeConfig,
     ReferenceConfig,
     RewardModelConfig,
     TeacherConfig,
 )
+from rlhf_mcore.data.context import PromptContext
+from rlhf_mcore.data.images import ImageStore
+from rlhf_mcore.expected_kernels import why_unshared
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import MTP_KEY
-from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
+from rlhf_mcore.mcore.image_features import StepFeatures
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
+from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import model_flops
 from rlhf_mcore.platform import Platform
+from rlhf_mcore.plugins import load_plugin
+from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
+from rlhf_mcore.roles.adapters import add_adapters, initialize, load_adapters
+from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
-from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.policy import Actor, Reference, replay_routes
+from rlhf_mcore.roles.reward_model import RewardModel
+from rlhf_mcore.roles.teacher import OTHERS, Average, Context, Teacher
+from rlhf_mcore.roles.trained_weights import freeze, matrices_of, trained_names
+from rlhf_mcore.types import Prompt
 
-if TYPE_CHECKING:
-    from rlhf_mcore.mcore.image_features import StepFeatures
-    from rlhf_mcore.roles.critic import Critic
-    from rlhf_mcore.roles.reward_model import RewardModel
+SAVED_AS = "teacher"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedPlan:
+    """A model with an optimizer before it is built. Each of ``FEATURES`` may change it."""
+
+    role: str  # actor or critic, for messages
+    cfg: ActorConfig | CriticConfig
+    spec: ModelSpec
+    layout: ParallelLayout
+    options: BuildOptions
+    temperature: float
+    trained: Sequence[str] | None = None  # names of the trained tensors; None: all
+    adapter: AdapterSizes | None = None
+
+
+def predict_further_tokens(plan: TrainedPlan) -> TrainedPlan:
+    """Train the model's layers for multi-token prediction (``actor.mtp``)."""
+    if not isinstance(plan.cfg, ActorConfig) or plan.cfg.mtp.mode not in MTP_TRAINED:
+        return plan
+    spec, alone = plan.spec, plan.cfg.mtp.mode == "train"
+    spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY)))
+    learning = MTPLearning(alone, 1.0 if alone else plan.cfg.mtp.loss_coef, plan.temperature)
+    return replace(plan, spec=spec, options=replace(plan.options, mtp=learning))
+
+
+def add_low_rank_adapters(plan: TrainedPlan) -> TrainedPlan:
+    """Train adapters instead of the weights (``lora``)."""
+    sizes = adapter_sizes(plan.cfg.lora)
+    if sizes is None:
+        return plan
+    geometry = replace(plan.spec.geometry, adapter=sizes)
+    add = partial(add_adapters, geometry=geometry, layout=plan.layout, dropout=plan.cfg.lora.dropout, role=plan.role)
+    return replace(plan, options=replace(plan.options, add_adapters=add), adapter=sizes)
+
+
+def freeze_tensors(plan: TrainedPlan) -> TrainedPlan:
+    """Leave tensors as they are: those of ``freeze``, and those of an image tower that is not trained."""
+    geometry = plan.spec.geometry
+    if plan.adapter is not None or not (patterns := _frozen_tensors(plan.cfg, geometry)):
+        return plan
+    stop = partial(freeze, geometry=geometry, layout=plan.layout, patterns=patterns)
+    return replace(plan, options=replace(plan.options, freeze=stop), trained=trained_names(geometry, patterns))
+
+
+FEATURES: tuple[Callable[[TrainedPlan], TrainedPlan], ...] = (
+    predict_further_tokens,
+    add_low_rank_adapters,
+    freeze_tensors,
+)
+
+
+def _frozen_tensors(group: ActorConfig | CriticConfig, geometry: ModelGeometry) -> list[str]:
+    """List names and patterns of tensors of files that are not trained: those of ``freeze``, and of a tower."""
+    freeze, train = (group.freeze, group.vision.train) if isinstance(group, ActorConfig) else ([], "none")
+    vision = FAMILIES[geometry.family].vision
+    return freeze if vision is None else [*freeze, *vision.frozen(geometry, train)]
 
 
 @dataclass(slots=True)
@@ -98,15 +167,10 @@ class ModelBuilder:
         self._actor = model
         replay = self.cfg.actor.router_replay
         if replay != "off":
-            from rlhf_mcore.roles.routes import replay_routes
-
             replay_routes(model)
         return Actor(model, self.cfg.rollout.sampling.temperature, algorithm, router_replay=replay)
 
     def critic(self) -> Critic:
-        from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
-        from rlhf_mcore.roles.critic import Critic
-
         cfg = self.cfg.critic
         path = cfg.path or self.cfg.model.path
         assert cfg.minibatch_size is not None and cfg.ppo_epochs is not None, "resolved"
@@ -130,8 +194,6 @@ class ModelBuilder:
         return Reference(model, self._temperature)
 
     def reward_model(self) -> RewardModel:
-        from rlhf_mcore.roles.reward_model import RewardModel
-
         cfg = self.cfg.reward.model
         assert cfg.path is not None
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
@@ -154,7 +216,7 @@ class ModelBuilder:
         spec: ModelSpec,
         path: str,
         cfg: ActorConfig | CriticConfig,
-        plan: MinibatchPlan,
+        updates: MinibatchPlan,
         *,
         name: str,
         saved_as: str,
@@ -162,38 +224,26 @@ class ModelBuilder:
     ) -> TrainedModel:
         """Build a model with its optimizer. ``name`` prefixes its metrics."""
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
+        role = "critic" if cfg is self.cfg.critic else "actor"
         options = replace(
             self._options(dtype),
             recompute=cfg.recompute,
             trainable=True,
             aux_loss_coef=cfg.moe.aux_loss_coef,
-            overrides=Overrides.of("critic" if cfg is self.cfg.critic else "actor", cfg),
+            overrides=Overrides.of(role, cfg),
             expert_bias_rate=cfg.moe.expert_bias_rate,
             trains_tower=isinstance(cfg, ActorConfig) and cfg.vision.train != "none",
         )
-        trained = None
-        if isinstance(cfg, ActorConfig) and cfg.mtp.mode in MTP_TRAINED:
-            spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY)))
-            alone = cfg.mtp.mode == "train"
-            from rlhf_mcore.mcore.mtp import MTPLearning
-
-            options = replace(options, mtp=MTPLearning(alone, 1.0 if alone else cfg.mtp.loss_coef, self._temperature))
-        sizes = adapter_sizes(cfg.lora)
-        if sizes is None and (frozen := _frozen_tensors(cfg, spec.geometry)):
-            from rlhf_mcore.roles.freezing import freeze, trained_names
-
-            trained = trained_names(spec.geometry, frozen)
-            options = replace(options, freeze=partial(freeze, geometry=spec.geometry, layout=layout, patterns=frozen))
-        if sizes is None:
-            model = self._model(spec, path, layout, options, saved_as)
-        else:
-            adapters = replace(spec.geometry, adapter=sizes)
-            model = self._with_adapters(spec, path, layout, options, adapters, cfg.lora, saved_as)
+        plan = TrainedPlan(role, cfg, spec, layout, options, self._temperature)
+        for feature in FEATURES:
+            plan = feature(plan)
+        loaded_as = saved_as if plan.adapter is None else None  # adapters are saved without their model
+        model = self._model(plan.spec, path, layout, plan.options, loaded_as)
+        if plan.adapter is not None:
+            self._fill_adapters(plan, model, path, self.weights.get(saved_as) or cfg.lora.path)
         if model is not None:
             if cfg.optimizer.name == "muon":
-                from rlhf_mcore.roles.matrices import matrices_of
-
-                model.add_optimizer(cfg.optimizer, matrices_of(spec.geometry))
+                model.add_optimizer(cfg.optimizer, matrices_of(plan.spec.geometry))
             else:
                 model.add_optimizer(cfg.optimizer)
             assert self.sharing is not None
@@ -201,54 +251,39 @@ class ModelBuilder:
         return TrainedModel(
             layout,
             model,
-            spec,
+            plan.spec,
             self.cfg.trainer,
-            model_flops(spec.geometry),
+            model_flops(plan.spec.geometry),
             optimizer=cfg.optimizer,
-            plan=plan,
+            plan=updates,
             name=name,
-            trained=trained,
+            trained=plan.trained,
             progress=self.progress,
-            adapter=sizes,
+            adapter=plan.adapter,
+            unshared_because=why_unshared(plan.spec.geometry, layout.cp, torch.cuda.is_available()),
         )
 
-    def _with_adapters(
-        self,
-        spec: ModelSpec,
-        path: str,
-        layout: ParallelLayout,
-        options: BuildOptions,
-        adapters: ModelGeometry,
-        lora: LoraConfig,
-        saved_as: str,
-    ) -> MegatronModel | None:
-        """Build a model of ``path`` whose adapters are new ones, those of ``lora.path``, or a checkpoint's of ``saved_as``."""
-        from rlhf_mcore.roles.adapters import add_adapters, initialize, load_adapters
-
-        role = "critic" if lora is self.cfg.critic.lora else "actor"
-        add = partial(add_adapters, geometry=adapters, layout=layout, dropout=lora.dropout, role=role)
-        model = self._model(spec, path, layout, replace(options, add_adapters=add), None)
+    def _fill_adapters(
+        self, plan: TrainedPlan, model: MegatronModel | None, path: str, source: str | Path | None
+    ) -> None:
+        """Load adapters from ``source``; without one begin with new ones."""
+        lora, adapters = plan.cfg.lora, replace(plan.spec.geometry, adapter=plan.adapter)
         parameters = model.adapter_parameters() if model is not None else []
-        source = self.weights.get(saved_as) or lora.path
-
         if source is None and lora.init == "pissa":
-            from rlhf_mcore.roles.pissa import begin_with_principal
-
-            begin_with_principal(parameters, adapters, path, self.progress, f"{role}.lora")
-            return model
+            pissa = load_plugin("adapters", "pissa", f"{plan.role}.lora.init=pissa")
+            pissa.initialize(parameters, adapters, path, self.progress, f"{plan.role}.lora")
+            return
 
         def fill() -> None:
-            if source is None:
-                initialize(parameters, adapters, self.cfg.seed)
-                if lora.use_dora:
-                    from rlhf_mcore.roles.dora import begin_with_norms
-
-                    begin_with_norms(parameters, adapters, path)
-            else:
-                load_adapters(parameters, adapters, source, f"{role}.lora")
+            if source is not None:
+                load_adapters(parameters, adapters, source, f"{plan.role}.lora")
+                return
+            initialize(parameters, adapters, self.cfg.seed)
+            if lora.use_dora:
+                dora = load_plugin("adapters", "dora", f"{plan.role}.lora.use_dora=true")
+                dora.initialize(parameters, adapters, path)
 
         on_every_rank(fill)
-        return model
 
     def frozen(
         self,
@@ -267,7 +302,8 @@ class ModelBuilder:
         if model is not None and cfg.offload:
             assert self.sharing is not None
             model.share(self.sharing, name, (WEIGHTS,), by_layer=cfg.offload_by_layer)
-        return RoleModel(layout, model, spec, self.cfg.trainer, model_flops(spec.geometry))
+        because = why_unshared(spec.geometry, layout.cp, torch.cuda.is_available())
+        return RoleModel(layout, model, spec, self.cfg.trainer, model_flops(spec.geometry), unshared_because=because)
 
     def _model(
         self, spec: ModelSpec, path: str, layout: ParallelLayout, options: BuildOptions, saved_as: str | None
@@ -315,15 +351,60 @@ class ModelBuilder:
         """Return where models get images from, and what keeps their features; nothing where the policy sees none."""
         if not sees_images(self.cfg.model.path):
             return {}
-        from rlhf_mcore.data.images import ImageStore
-        from rlhf_mcore.mcore.image_features import StepFeatures
-
         self._kept = self._kept or StepFeatures()
         return {"images": ImageStore.of(self.cfg), "kept": self._kept}
 
 
-def _frozen_tensors(group: ActorConfig | CriticConfig, geometry: ModelGeometry) -> list[str]:
-    """List names and patterns of tensors of files that are not trained: those of ``freeze``, and of a tower."""
-    freeze, train = (group.freeze, group.vision.train) if isinstance(group, ActorConfig) else ([], "none")
-    vision = FAMILIES[geometry.family].vision
-    return freeze if vision is None else [*freeze, *vision.frozen(geometry, train)]
+def build_teacher(models: ModelBuilder, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> Teacher:
+    """Build the teacher, and give the actor its divergence where that is part of the loss. Collective over the world."""
+    cfg, geometry = models.cfg.teacher, actor.model.spec.geometry
+    if cfg.divergence != "k1":
+        actor.divergence = Divergence(cfg.divergence, cfg.beta, cfg.coef)
+    found: dict[str, RoleModel] = {OTHERS: actor.model}
+    average = None
+    if cfg.weights == "average":
+        model = _average(models, actor)
+        found, average = {OTHERS: model}, Average(model, actor.model, cfg.decay)
+    elif cfg.weights == "path":
+        assert cfg.path is not None, "checked"
+        paths = {OTHERS: cfg.path, **(cfg.sources or {})}
+        found = {source: _of_path(models, path, source) for source, path in paths.items()}
+    return Teacher(
+        found,
+        models.cfg.rollout.sampling.temperature,
+        geometry.vocab_size,
+        None if cfg.divergence == "k1" else min(cfg.top_k, geometry.vocab_size),
+        _context(models.cfg, found, tokenizer),
+        average,
+    )
+
+
+def _of_path(models: ModelBuilder, path: str, source: str) -> RoleModel:
+    cfg, field = models.cfg.teacher, "teacher.path" if source == OTHERS else f"teacher.sources[{source}]"
+    layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
+    overrides = Overrides.of("teacher", cfg)
+    name = SAVED_AS if source == OTHERS else f"{SAVED_AS}[{source}]"
+    return models.frozen(load_spec(path, field=field), path, layout, overrides, cfg, name=name, dtype=cfg.dtype)
+
+
+def _average(models: ModelBuilder, actor: Actor) -> RoleModel:
+    """Build a copy of the actor in its layout: in bf16 a small share of a step would be rounded away, so it is in fp32."""
+    cfg, spec = models.cfg, load_spec(models.cfg.model.path)
+    overrides = Overrides("actor.megatron", cfg.actor.megatron or {})
+    dtype = "fp32" if cfg.teacher.dtype in (None, "auto") else cfg.teacher.dtype
+    options = {"name": SAVED_AS, "dtype": dtype, "saved_as": SAVED_AS}
+    return models.frozen(spec, cfg.model.path, actor.model.layout, overrides, cfg.teacher, **options)
+
+
+def _context(cfg: Config, models: dict[str, RoleModel], tokenizer: PreTrainedTokenizerBase) -> Context | None:
+    if cfg.teacher.context is None:
+        return None
+    spec, trainer = cfg.teacher.context, cfg.trainer
+    positions = min(model.spec.hf_config.max_position_embeddings for model in models.values())
+    longest = min(positions, trainer.forward_tokens or 2 * trainer.max_tokens_per_microbatch)
+    render = on_every_rank(lambda: PromptContext(spec, tokenizer, longest - cfg.rollout.sampling.max_new_tokens))
+
+    def of_prompts(prompts: Sequence[Prompt]) -> list[list[int]]:
+        return on_every_rank(lambda: render(prompts))
+
+    return of_prompts

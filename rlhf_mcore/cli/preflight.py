@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,38 +11,41 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
 import rlhf_mcore
+from rlhf_mcore.checkpoint.housekeeping import best_rule, find_best
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.cli import terminal
-from rlhf_mcore.cli.continuing import continues_text, finished_text, is_over
-from rlhf_mcore.cli.progress import of_run, working
+from rlhf_mcore.cli.terminal import find_console, working
 from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.engine_kinds import ENGINES, engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import max_new_tokens
-from rlhf_mcore.config.model_files import inspect_model, read_config
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import NEVER
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.foreign import SMALL, read_text, shorten
+from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.machine import count_gpus, has_driver, has_gpu, is_torch_for_cpu, memory_bytes
 from rlhf_mcore.observability.files import (
     FullDiskError,
     free_bytes,
     json_line,
+    keep_steps,
     pretty_json,
     write_atomically,
 )
-from rlhf_mcore.observability.run_directory import LOCK, RunDirectory
+from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, DirectoryLock, RunDirectory
+from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.readers.model_files import inspect_model, read_config
 
+LAUNCH_LOCK = "launch.lock"  # held while a launcher of the run lives
 KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
@@ -101,8 +105,8 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
     Raises:
         ConfigError: it does not.
     """
+    from rlhf_mcore.planning.engines import kv_bytes_per_token
     from rlhf_mcore.planning.inputs import engine_grid
-    from rlhf_mcore.planning.sync import kv_bytes_per_token
 
     hf_config = read_config(cfg.model.path, "model.path")
     has_windows = hf_config.content.get("sliding_window") is not None and hf_config.content.get(
@@ -121,37 +125,49 @@ def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
         )
 
 
-def announce(cfg: Config) -> int | None:
+@contextmanager
+def take_directory(cfg: Config) -> Iterator[Path]:
+    """Keep other launchers out of the run directory within the block: the ranks take its lock only when they have started.
+
+    Raises:
+        ConfigError: the directory cannot be written, or is in use.
+    """
+    directory = RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)
+    directory.close()
+    with closing(DirectoryLock(directory.path / LAUNCH_LOCK, "change experiment or output_dir")):
+        yield directory.path
+
+
+def announce(cfg: Config, directory: Path) -> int | None:
     """Look at the run directory, and print where the run begins if it has begun before.
 
     Returns the step that was printed, 0 where nothing was printed; None: the run is complete, which was printed.
 
     Raises:
-        ConfigError: the directory cannot be written or is in use, or its newest checkpoint does not fit the configuration; or the run
-            is complete, and an input such as the reward is another one now.
+        ConfigError: its newest checkpoint does not fit the configuration, or an input such as the reward is another one now.
     """
-    directory = RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)
-    directory.close()
-    own, resume = scan(directory.path), cfg.checkpoint.resume
-    if not own or resume == NEVER or Path(resume).resolve().parent == directory.path:
+    own, resume = scan(directory), cfg.checkpoint.resume
+    if not own or resume == NEVER or Path(resume).resolve().parent == directory:
         return 0
     from rlhf_mcore.checkpoint.delta import verify_chain
+    from rlhf_mcore.trainer.inputs import fingerprints
+    from rlhf_mcore.trainer.resume import compare_inputs  # imports torch
+    from rlhf_mcore.trainer.run_state import read_inputs
 
     newest = own[-1]
     try:
         saved = read_text(newest.path / "config.yaml", limit=SMALL.num_bytes, remedy="choose another checkpoint")
         fixed, _ = compare_configs(saved, to_yaml(cfg), by_content=["data.train"])
         damaged = any(problem.is_damage for problem in verify_chain(newest.path, hashes=False))
+        if not damaged:
+            read_inputs(newest.path)
     except ConfigError:  # the ranks find out what is wrong with it, and whether another one will do
         return 0
     refuse(newest.path, fixed)
     if damaged:
         return 0
-    if is_over(cfg, directory.path, newest.step):
-        from rlhf_mcore.trainer.earlier_checkpoint import compare_inputs  # imports torch
-        from rlhf_mcore.trainer.inputs import fingerprints
-
-        compare_inputs(newest.path, cfg.checkpoint, fingerprints(cfg))
+    compare_inputs(newest.path, cfg.checkpoint, fingerprints(cfg))
+    if is_over(cfg, directory, newest.step):
         say(cfg, finished_text(cfg, newest.path, newest.step))
         return None
     say(cfg, continues_text(cfg, newest.path, newest.step))
@@ -167,19 +183,22 @@ def say(cfg: Config, text: str) -> None:
 
 
 @contextmanager
-def no_empty_directory(cfg: Config) -> Iterator[None]:
-    """Remove the run directory that a start has made, where the start is refused or interrupted in the block."""
+def remove_empty_directory(cfg: Config, *, is_kept: bool = True) -> Iterator[None]:
+    """Remove the run directory that a start has made if the start is refused or interrupted in the block, or unless ``is_kept``."""
     path = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment
     folders = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield
     except (ConfigError, KeyboardInterrupt):
+        is_kept = False
+        raise
+    finally:
         with suppress(OSError):
-            if folders and [file.name for file in path.iterdir()] == [LOCK]:
-                (path / LOCK).unlink()
+            if folders and not is_kept and {file.name for file in path.iterdir()} <= {LOCK, LAUNCH_LOCK}:
+                for file in path.iterdir():
+                    file.unlink()
                 for folder in folders:
                     folder.rmdir()
-        raise
 
 
 def check_environment(cfg: Config) -> None:
@@ -191,13 +210,13 @@ def check_environment(cfg: Config) -> None:
     if cfg.environment.function is not None:
         from rlhf_mcore.environments.sessions import check_loads
 
-        with working("loading the environment", console=of_run(cfg.logging.console)):
+        with working("loading the environment", console=find_console(cfg.logging.console)):
             check_loads(cfg.environment)
     if cfg.environment.container.kind is not None:
-        from rlhf_mcore.environments.containers.warming import warm
+        from rlhf_mcore.environments.build import warm_containers
 
-        with working("having what containers need", console=of_run(cfg.logging.console)):
-            warm(cfg)
+        with working("having what containers need", console=find_console(cfg.logging.console)):
+            warm_containers(cfg)
 
 
 def check_world(world_size: int, name: str = "trainer.world_size") -> None:
@@ -300,3 +319,35 @@ def _git_commit() -> str | None:
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     return None
+
+
+def is_over(cfg: Config, run: Path, step: int) -> bool:
+    """Tell whether nothing is left to do after ``step``, that of the newest checkpoint.
+
+    A run that ends with its best model (``checkpoint.load_best_model_at_end``) has to evaluate it after its last step.
+    """
+    if step != cfg.trainer.num_steps or not cfg.checkpoint.load_best_model_at_end:
+        return step >= cfg.trainer.num_steps
+    rule = best_rule(cfg.checkpoint)
+    best = find_best(scan(run), rule) if rule is not None else None
+    if best is None or best.step == step:
+        return True
+    metrics = run / METRICS
+    data = read_bytes(metrics, limit=MAX_METRICS_BYTES, remedy="move it away") if metrics.is_file() else b""
+    lines = keep_steps(data, step).splitlines()
+    return any(json.loads(line).get("final/step") == best.step for line in lines)
+
+
+def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
+    """Say that a run which has begun before goes on."""
+    where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
+    return f"the run continues after {where}, from {shown_path(checkpoint)}"
+
+
+def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
+    """Say that a run is done, where it is started again."""
+    return (
+        f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
+        f"trained model   {shown_path(checkpoint / run_kind(cfg).saved_as)}\n"
+        "raise trainer.num_steps (or num_epochs) to train on, or choose another experiment"
+    )

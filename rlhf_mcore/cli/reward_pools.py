@@ -8,7 +8,7 @@ from functools import partial
 
 from rlhf_mcore.config.schema import Config, RewardConfig
 from rlhf_mcore.protocols import RewardFunction
-from rlhf_mcore.rewards.pools import Pools, local_pool
+from rlhf_mcore.rewards.pool import Pools, local_pool
 from rlhf_mcore.rewards.reward import build_reward
 
 KEY = "reward.ray.address"
@@ -28,7 +28,7 @@ def build_graders(cfg: Config, pools: Pools = local_pool) -> RewardFunction:
     build = partial(build_reward, cfg.reward, pools, validated=True, images=images)
     if cfg.environment.function is None:
         return build()
-    from rlhf_mcore.environments.reward import EnvironmentReward
+    from rlhf_mcore.environments.episodes import EnvironmentReward
 
     score = cfg.environment.score
     return EnvironmentReward(None if score == "environment" else build(), adds=score == "sum")

@@ -1,27 +1,39 @@
-"""Hold what every part of a training run is built from."""
+"""What every part of a training run is built from: its context, and its data. In a dry run one process loads them, else all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.triggers import SignalRequests
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import grades, longest_example
+from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.data.examples import TokenizedExample, load_examples
+from rlhf_mcore.data.rendering import shown
+from rlhf_mcore.data.source import image_reader, load_prompts
+from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.platform import Platform
+from rlhf_mcore.readers.data_columns import file_keys, wanted_columns
+from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.run_state import Start
 from rlhf_mcore.types import Prompt
 
-if TYPE_CHECKING:
-    from rlhf_mcore.data.examples import TokenizedExample
-
-T = TypeVar("T", "Prompt", "TokenizedExample")
+T = TypeVar("T", Prompt, TokenizedExample)
+V = TypeVar("V")
+Note = Callable[[str], None]
+Group = dist.ProcessGroup | None  # ranks that share the work, collectively; None: this process alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +75,95 @@ class Data(Generic[T]):
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Decode texts of responses without special tokens."""
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+
+def load_prompt_data(cfg: Config, note: Note, group: Group) -> Data[Prompt]:
+    """Load prompts.
+
+    Raises:
+        ConfigError: anything is wrong with the tokenizer or with the data; raised on every rank.
+    """
+    return _load_data(cfg, note, group, _load_prompts)
+
+
+def load_example_data(cfg: Config, note: Note, group: Group) -> Data[TokenizedExample]:
+    """Load given responses. See ``load_prompt_data``."""
+    return _load_data(cfg, note, group, _load_examples)
+
+
+def _load_data(
+    cfg: Config,
+    note: Note,
+    group: Group,
+    load: Callable[[Config, PreTrainedTokenizerBase, Note, Group], tuple[list[T], list[T]]],
+) -> Data[T]:
+    tokenizer = _together(lambda: load_tokenizer(cfg.model.tokenizer_path or cfg.model.path), group)
+    train, held_out = load(cfg, tokenizer, note, group)
+    if len(train) < cfg.trainer.prompts_per_step:
+        one, many = ("a prompt", "prompts") if run_kind(cfg).generates else ("an example", "examples")
+        raise ConfigError(
+            f"data.train has {len(train)} {many}, fewer than trainer.prompts_per_step={cfg.trainer.prompts_per_step}: "
+            f"a step would hold {one} twice. Lower it, or add data."
+        )
+    first = train[0].prompt_ids
+    note(shown(tokenizer.decode(first), len(first)))
+    return Data(tokenizer, train, held_out[: cfg.evaluate.max_prompts])
+
+
+def _together(action: Callable[[], V], group: Group) -> V:
+    return action() if group is None else on_every_rank(action, group)
+
+
+def _load_prompts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, note: Note, group: Group
+) -> tuple[list[Prompt], list[Prompt]]:
+    data, reward = cfg.data, cfg.reward
+    tools = []
+    if (path := cfg.environment.tools) is not None:
+        from rlhf_mcore.readers.tool_schemas import read_tools
+
+        tools = _together(lambda: read_tools(path), group)
+    images = _together(lambda: image_reader(cfg), group)
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        cfg=data,
+        tools=tools,
+        note=note,
+        group=group,
+        images=images,
+    )
+    train = load(data.train)
+    held_out = load(data.eval, field="data.eval") if data.eval else []
+    if not scores_alone(reward) and grades(cfg):
+        check_sources(train, reward.sources, "data.train")
+        check_sources(held_out, reward.sources, "data.eval")
+    return train, held_out
+
+
+def _load_examples(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, note: Note, group: Group
+) -> tuple[list[TokenizedExample], list[TokenizedExample]]:
+    from rlhf_mcore.mcore.model_spec import load_spec  # imports Megatron-core, which prompts do not need
+
+    data = cfg.data
+    spec = _together(lambda: load_spec(cfg.model.path, run_kind(cfg).head), group)
+    positions = spec.hf_config.max_position_embeddings
+    images = _together(lambda: image_reader(cfg), group)
+
+    def load(files: list[str], field: str) -> list[TokenizedExample]:
+        columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(data, files, field)]
+        return load_examples(
+            files,
+            tokenizer,
+            columns,
+            max_tokens=min(longest_example(cfg), positions),
+            drop_longer=data.overlong_prompts == "drop",
+            data=data,
+            field=field,
+            note=note,
+            group=group,
+            images=images,
+        )
+
+    return load(data.train, "data.train"), load(data.eval, "data.eval") if data.eval else []

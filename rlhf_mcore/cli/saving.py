@@ -1,4 +1,4 @@
-"""From a run's models and its objects with a state to what saves them."""
+"""From a run's models and its objects with a state to what saves them, and brings them back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,32 +15,35 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.housekeeping import tidy
-from rlhf_mcore.checkpoint.layout import checkpoint_path
-from rlhf_mcore.checkpoint.links import best_rule
+from rlhf_mcore.checkpoint.housekeeping import ArchiveHook, Retention, best_rule, tidy
+from rlhf_mcore.checkpoint.layout import BEST, checkpoint_path, linked_step
 from rlhf_mcore.checkpoint.registry import Registry, Stateful
-from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.cli.run_context import RunContext
+from rlhf_mcore.cli.saved_checkpoint import SharedChecker, serve
+from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.rules.checkpoint import ARCHIVE, DELTAS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.run import time_left
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.own_files import shown_path
-from rlhf_mcore.parallel.collectives import on_every_rank, world_group
-from rlhf_mcore.roles.model import RoleModel
+from rlhf_mcore.parallel.collectives import Ask, broadcast_json, lead, on_every_rank, world_group
+from rlhf_mcore.plugins import load_plugin
+from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.dealing import ExpectedLengths
 from rlhf_mcore.trainer.record import RunRecord
-from rlhf_mcore.trainer.run_state import RunState
+from rlhf_mcore.trainer.run_state import RunState, restore_state
 
 if TYPE_CHECKING:
-    from rlhf_mcore.checkpoint.archive import Archiver
     from rlhf_mcore.trainer.ahead import SamplingAhead
 
 
@@ -74,7 +77,8 @@ def build_checkpointer(
     keeper = _Housekeeping(cfg, directory, record)
     writer = CheckpointWriter(
         directory,
-        full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1,
+        deltas=load_plugin(*DELTAS) if cfg.checkpoint.delta else None,
+        full_every=cfg.checkpoint.full_every,
         permissions=Permissions(cfg.checkpoint.mode),
     )
     checkpointer = RunCheckpointer(
@@ -94,8 +98,6 @@ def build_checkpointer(
     )
     if run.start.checkpoint is None and not cfg.checkpoint.load_best_model_at_end:
         return checkpointer
-    from rlhf_mcore.cli.restoring import Restorer  # most runs begin anew, and end with their last weights
-
     restorer = Restorer(directory, state, files, models, room)
     if cfg.checkpoint.load_best_model_at_end:
         checkpointer.load_best = partial(restorer.load_best, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
@@ -164,7 +166,7 @@ def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) ->
             [saved.path, cfg.model.tokenizer_path or cfg.model.path],
             world_group(),
             bucket_bytes=cfg.bridge.bucket_bytes,
-            adapters_of=None if adapters is None else os.path.abspath(saved.path),
+            adapters_of=None if adapters is None else saved.path,
             dropout=(cfg.critic if saved.name == "critic" else cfg.actor).lora.dropout,
             config_updates=spec.config_updates | (carried.config_updates if carried is not None else {}),
             carried=carried,
@@ -178,11 +180,9 @@ class _Housekeeping:
         self._run, self._record, self._disk = run, record, Disk()
         self._policy = Retention(cfg.checkpoint.save_total_limit, cfg.checkpoint.keep_every, tuple(cfg.checkpoint.keep))
         self._rule = best_rule(cfg.checkpoint)
-        self._archiver: Archiver | None = None
+        self._archiver: ArchiveHook | None = None
         if cfg.checkpoint.archive and dist.get_rank() == 0:
-            from rlhf_mcore.checkpoint.archive import Archiver
-
-            self._archiver = Archiver(run, self._disk)
+            self._archiver = load_plugin(*ARCHIVE)(run, self._disk)
 
     def after_commit(self, step: int) -> None:
         for line in tidy(self._run, self._policy, self._rule, self._disk, self._archiver):
@@ -207,3 +207,72 @@ class _OnFirstRank:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for key in state:
             _ = state[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Restorer:
+    """Brings a run to where it was at a checkpoint. Others leave the device while ``room`` is entered."""
+
+    directory: Path  # of the run
+    state: RunState
+    files: Sequence[RoleFiles]
+    models: Sequence[SavedModel]
+    room: Callable[[], AbstractContextManager[None]]
+
+    def resume(self, checkpoint: Path) -> list[str]:
+        """Restore everything but the weights, which were loaded when the models were built. Collective over the world.
+
+        Returns what the user should know.
+        """
+        for part in self.files:
+            on_every_rank(partial(part.load_state, checkpoint))
+        return on_every_rank(lambda: restore_state(self.state, checkpoint))
+
+    def load_best(self, last_step: int, *, hashes: bool) -> int | None:
+        """Restore the best checkpoint: weights, optimizers, counters. Collective over the world.
+
+        Returns its step; None where there is none, and where it is that of the last step.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        found = on_every_rank(lambda: lead(lambda ask: self._find_best(last_step, hashes, ask), serve, None))
+        best = broadcast_json(found, 0)
+        if best is None:
+            return None
+        step, weights = best
+        # Responses of engines are compared with the weights of the engines.
+        with self.room():
+            for saved in self.models:
+                if isinstance(saved.model, TrainedModel):
+                    on_every_rank(partial(_load_weights, saved.model, weights[saved.name]))
+            self.resume(checkpoint_path(self.directory, step))
+        return int(step)
+
+    def _find_best(self, last_step: int, hashes: bool, ask: Ask) -> tuple[int, dict[str, str]] | None:
+        """Return the best step, and by model the directory with its weights; on the first rank."""
+        step = linked_step(self.directory, BEST)
+        if step is None or step == last_step:
+            return None
+        checkpoint = checkpoint_path(self.directory, step)
+        checker = SharedChecker(ask, values=False)
+        problems = checker.verify(checkpoint, hashes=hashes)
+        if damage := [problem for problem in problems if problem.is_damage]:
+            raise ConfigError(
+                f"checkpoint.load_best_model_at_end: checkpoint-{step}, the best one, is damaged ({shortened(damage, 3)}); "
+                "the last one is whole, use that"
+            )
+        names = [model.name for model in self.models]
+        return step, {name: str(checker.readable(checkpoint, name, self.directory)) for name in names}
+
+
+def _load_weights(model: RoleModel, directory: str) -> None:
+    parameters = model.local_parameters() if model.adapter is None else model.adapter_parameters()
+    if model.model is not None:  # what is not on the device is loaded into its copy on the host
+        parameters = [replace(each, tensor=model.model.movable.current(each.tensor)) for each in parameters]
+    if model.adapter_geometry is not None:
+        from rlhf_mcore.roles.adapters import load_adapters
+
+        load_adapters(parameters, model.adapter_geometry, directory)
+    else:
+        load(parameters, model.spec.geometry, HFReader(directory))

@@ -29,20 +29,20 @@ from rlhf_mcore.cli.exit_codes import (
     STOPPED,
     USER_ERROR,
     full_disks_here,
-    of_process,
     report_of_tool,
+    to_shell_code,
 )
 from rlhf_mcore.cli.launch import SHOWN, UNSAVED
-from rlhf_mcore.cli.progress import working
-from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER
-from rlhf_mcore.cli.report_listener import RankReports
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.rank_files import RankFiles
+from rlhf_mcore.cli.terminal import say, working
 from rlhf_mcore.config.errors import printable
 from rlhf_mcore.observability.files import FULL, full_disks
+from rlhf_mcore.observability.rank_file import CONSEQUENCE, USER, VARIABLE
 from rlhf_mcore.own_files import shown_path
-from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended
+from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended, signal_name
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     """Run torchrun with ``argv``. Returns 0 if every rank has done all it should, the exit code of what failed first, or 128 + N after
     signal N."""
     end_with_parent(signal.SIGHUP)
-    agent = Agent(RankReports(has_ended))
-    os.environ.update(agent.reports.environment | {STARTED_BY: str(os.getpid())})
+    agent = Agent(RankFiles(has_ended))
+    os.environ[STARTED_BY] = str(os.getpid())
     agent.saves = UNSAVED not in argv
     agent.handle_signals()
     is_shown, argv = SHOWN in argv, [word for word in argv if word not in (SHOWN, UNSAVED)]
@@ -71,12 +71,13 @@ def main(argv: Sequence[str]) -> int:
         return working(what, console=Console()) if is_shown else contextlib.nullcontext()
 
     with show("importing torchrun"):
-        from rlhf_mcore.cli import bound_rendezvous, forked_ranks
+        from rlhf_mcore.cli import forked_ranks, rendezvous
 
-        bound_rendezvous.register()
+        rendezvous.register()
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.run import parse_args, run
+        from torch.distributed.launcher.api import elastic_launch
+        from torch.distributed.run import config_from_args, parse_args
 
     # It reports the end of every worker as an error, the one that was asked for too. Failures are printed here, with their ranks.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -87,28 +88,49 @@ def main(argv: Sequence[str]) -> int:
     if are_forks:
         forked_ranks.fork_ranks()
     agent.log_dir = Path(args.log_dir) if args.log_dir else None
-    agent.reports.follow(agent.stalled)
+    agent.ranks.watch(agent.stalled)
     try:
-        run(args)
+        config, command, arguments = config_from_args(args)
+        assert config.logs_specs is not None, "made from args"
+        config.logs_specs = with_files_in_memory(config.logs_specs, agent.ranks)
+        elastic_launch(config, command)(*arguments)
     except SignalException as ended:  # the workers have been ended with the same signal
-        return of_process(-ended.sigval)
+        return to_shell_code(-ended.sigval)
     except ChildFailedError as error:
         return agent.report(error.failures)
     except OSError as error:  # torchrun makes folders and files for the ranks' logs
         if error.errno not in FULL:
             raise
         return report_of_tool(error)
-    except bound_rendezvous.NoMeeting as error:
+    except rendezvous.RendezvousError as error:
         say(f"error: {error}", file=sys.stderr)
         return error.code
     return agent.check_done()
 
 
+def with_files_in_memory(logs: LogsSpecs, ranks: RankFiles) -> LogsSpecs:
+    """Give torchrun the logs of ``logs``, and for the errors of ranks the files that ``ranks`` makes."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class FilesInMemory(LogsSpecs):
+        @property
+        def root_log_dir(self) -> str:
+            return logs.root_log_dir
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            made = logs.reify(envs)
+            for local_rank, environment in envs.items():
+                made.error_files[local_rank] = environment[VARIABLE] = ranks.make(local_rank)
+            return made
+
+    return FilesInMemory()
+
+
 class Agent:
     """Hold what this process knows of its ranks, and reports about them."""
 
-    def __init__(self, reports: RankReports) -> None:
-        self.reports = reports
+    def __init__(self, ranks: RankFiles) -> None:
+        self.ranks = ranks
         self.log_dir: Path | None = None
         self.module = ""  # what the ranks run
         self.saves = True  # whether they answer what asks for a save
@@ -126,33 +148,39 @@ class Agent:
         The cause is the first reported error that is no consequence of another rank's end; else a killed rank; else a rank that left
         without an error; else torchrun's first failure.
         """
-        self.reports.read()
-        own = [entry for entry in self.reports.failures if entry.kind != CONSEQUENCE]
-        explained = {entry.rank for entry in self.reports.failures if entry.kind == CONSEQUENCE}
-        rank, failure = first_failure({n: each for n, each in failures.items() if n not in explained} or failures)
+        errors = {number: told for number, told in self.ranks.read().items() if "kind" in told}
+        own = {number: told for number, told in errors.items() if told["kind"] != CONSEQUENCE}
         if own:
-            self._say(own[0].text, own[0].rank)
+            cause = min(own, key=lambda number: own[number]["time"])
+            self._say(own[cause]["message"], cause)
             # By its own report: torchrun may have ended the rank before its own exit.
-            return USER_ERROR if own[0].kind == USER else FAILED
+            return USER_ERROR if own[cause]["kind"] == USER else FAILED
+        rank, failure = find_first_failure({n: each for n, each in failures.items() if n not in errors} or failures)
         if failure.exitcode in (REQUEUE, STOPPED):
             return failure.exitcode
-        reported = {entry.rank: entry.text for entry in self.reports.failures}
-        if rank not in reported:
-            self._say(f"rank {rank} {_how(failure.exitcode)}{self._full_disks()}", rank, failure.local_rank, tail=True)
-        elif unfinished := [number for number in self.reports.unfinished() if number not in failures]:
-            self._say(_LEFT.format(unfinished[0]), unfinished[0])
+        if rank not in errors:
+            self._say(
+                f"rank {rank} {_describe_exit(failure.exitcode)}{self._full_disks()}",
+                rank,
+                failure.local_rank,
+                tail=True,
+            )
+        elif left := [number for number in self._unfinished() if number not in failures]:
+            self._say(_LEFT.format(left[0]), left[0])
         else:
-            self._say(reported[rank], rank)
-        return of_process(failure.exitcode)
+            self._say(errors[rank]["message"], rank)
+        return to_shell_code(failure.exitcode)
 
     def check_done(self) -> int:
         """Exit code 0 is for runs whose ranks have all come to their end."""
-        self.reports.read()
-        unfinished = self.reports.unfinished()
-        if not unfinished:
-            return DONE
-        self._say(_LEFT.format(unfinished[0]), unfinished[0])
-        return FAILED
+        if unfinished := self._unfinished():
+            self._say(_LEFT.format(unfinished[0]), unfinished[0])
+            return FAILED
+        return DONE
+
+    def _unfinished(self) -> list[int]:
+        """List ranks that have begun and have not told that the run is done."""
+        return sorted(number for number, told in self.ranks.read().items() if not told.get("done"))
 
     def stalled(self, message: str, blamed: list[int]) -> None:
         """End a run that makes no progress. Does not return."""
@@ -167,7 +195,7 @@ class Agent:
     def log_of(self, rank: int, local_rank: int | None = None) -> Path | None:
         """Return the file of a rank's stderr, if it goes to one."""
         if local_rank is None:
-            local_rank = self.reports.ranks[rank].local_rank
+            local_rank = self.ranks.read()[rank]["local_rank"]
         logs = list(self.log_dir.glob(f"*/attempt_*/{local_rank}/stderr.log")) if self.log_dir else []
         return max(logs, key=lambda path: path.stat().st_mtime, default=None)
 
@@ -176,10 +204,11 @@ class Agent:
 
     def _say(self, text: str, rank: int, local_rank: int | None = None, *, tail: bool = False) -> None:
         log = self.log_of(rank, local_rank)
-        phase = f" in phase {self.reports.ranks[rank].phase}" if rank in self.reports.ranks else ""
+        told = self.ranks.read().get(rank)
+        phase = "" if told is None else f" in phase {told['phase']}"
         lines = [f"error: {text}"]
         if log is not None:
-            lines += last_lines(log) if tail else []
+            lines += read_last_lines(log) if tail else []
             lines.append(f"(rank {rank}{phase}; its log: {shown_path(log)})")
         else:
             lines.append(f"(rank {rank}{phase})")
@@ -194,8 +223,7 @@ class Agent:
         os._exit(128 + number)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        self.reports.read()
-        if self.reports.training and not self._interrupted:
+        if self.ranks.is_training() and not self._interrupted:
             self._interrupted = True
             _forward(signal.SIGINT)
             return
@@ -210,7 +238,7 @@ class Agent:
 _LEFT = "rank {} ended with exit code 0 before the run was done; does code that the run calls use sys.exit or os._exit?"
 
 
-def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Find the worker that failed first, with its rank. Those that torchrun ended because of it (by SIGTERM) are not the cause."""
     causes = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
     return min((causes or failures).items(), key=lambda item: item[1].timestamp)
@@ -234,7 +262,7 @@ def forward_signals() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def last_lines(log: Path) -> list[str]:
+def read_last_lines(log: Path) -> list[str]:
     """Return the end of a rank's stderr, without commands to a terminal."""
     try:
         with log.open("rb") as file:
@@ -245,10 +273,10 @@ def last_lines(log: Path) -> list[str]:
     return [f"    {printable(line[:MAX_LINE])}" for line in lines[-LINES:]]
 
 
-def _how(exitcode: int) -> str:
+def _describe_exit(exitcode: int) -> str:
     if exitcode == -signal.SIGKILL:
         return "was ended by SIGKILL (the kernel does that when memory runs out: see dmesg)"
-    return f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit code {exitcode}"
+    return f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
 
 
 def _forward(number: int) -> None:

@@ -8,13 +8,27 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
-from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli import exit_codes, launch, preflight, rank
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
+from rlhf_mcore.cli.rank import torchrun_world_size
+from rlhf_mcore.cli.terminal import find_console, say, working
+from rlhf_mcore.config.derive import default_world_size, epochs_text, resolve, warnings_of
+from rlhf_mcore.config.document import offer
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import WrongValues
+from rlhf_mcore.config.rules.data import check_fills_a_step
+from rlhf_mcore.config.rules.rollout import engine_keys
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.config.validate import report_all, validate
+from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.readers.hub import localize, notes_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,17 +41,100 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.resolved:
             return _run_rank(configuration(args), args.announced)
-        from rlhf_mcore.cli.starting import start
-
-        return start(args, _run_rank)
+        if args.dry_run:
+            quiet()
+        return _start(args)
     except ConfigError as error:
         return exit_codes.report(error)
 
 
+def _start(args: argparse.Namespace) -> int:
+    """Check the configuration of ``args``, then start its ranks, or under torchrun be one. Returns the exit code.
+
+    Raises:
+        ConfigError: what is wrong with it.
+    """
+    world_size = torchrun_world_size()
+    try:
+        cfg = configuration(args)
+    except WrongValues as error:
+        raise report_all(error, world_size) from None
+    if args.dry_run and world_size is not None:
+        raise ConfigError("--dry-run starts no ranks; run `rlhf-mcore train CONFIG --dry-run` without torchrun")
+    local = localize(cfg, download=not args.print_config)
+    try:
+        validate(cfg, world_size)
+    except ConfigError:
+        if args.print_config:
+            _show(cfg)  # what is wrong with it is easier to see beside it
+        raise
+    epochs, cfg = epochs_text(cfg), resolve(cfg)
+    if args.print_config:
+        _show(cfg)
+        return exit_codes.DONE
+    preflight.check_packages(cfg)
+    preflight.check_engine(cfg)
+    if world_size is None:
+        for note in (*notes_of(local), *([epochs] if epochs else [])):
+            preflight.say(cfg, note)
+        with offer(cfg) as document:
+            return _launch(cfg, [args.config, *args.overrides, f"--resolved={document}"], is_dry=args.dry_run)
+    return _run_rank(cfg)
+
+
+def _launch(cfg: Config, arguments: Sequence[str], *, is_dry: bool) -> int:
+    """Find mistakes that need no process to be found, then start the ranks, unless the run is a dry one."""
+    from rlhf_mcore.data.first_rows import check_first_rows
+    from rlhf_mcore.rewards.start_trial import check_reward
+
+    world_size = default_world_size(cfg)
+    with ExitStack() as held:
+        with preflight.remove_empty_directory(cfg, is_kept=not is_dry):
+            directory = held.enter_context(preflight.take_directory(cfg))
+            continues_after = preflight.announce(cfg, directory)
+            if continues_after is None:
+                return exit_codes.DONE
+            preflight.check_devices(cfg, world_size)
+            preflight.check_world(world_size)
+            if run_kind(cfg).generates:
+                if cfg.rollout.placement == "disaggregated" and cfg.rollout.ray.address is None:
+                    engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.num_ranks
+                    preflight.check_world(engine_ranks, f"rollout.num_engines x {engine_keys(cfg.rollout.layout)}")
+                check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
+                check_first_rows(cfg)
+                verdict = check_reward(cfg, "data.train", partial(preflight.say, cfg))
+                for warning in filter(None, (verdict, *warnings_of(cfg))):
+                    preflight.say(cfg, f"warning: {warning}")
+                preflight.check_environment(cfg)
+            if is_dry:
+                from rlhf_mcore.cli.dry_run import check_as_ranks
+
+                notes = check_as_ranks(cfg, directory, continues_after)
+                preflight.say(cfg, "\n  ".join(["the run would print:", *"\n".join(notes).splitlines()]))
+                preflight.say(cfg, "dry run: no mistake was found, nothing was started or changed")
+                return exit_codes.DONE
+        logs = preflight.logs_directory(cfg)
+        count = "one process" if world_size == 1 else f"{world_size} processes"
+        preflight.say(cfg, f"starting {count}; logs are in {shown_path(logs)}")
+        return launch.launch(
+            [*arguments, *([f"--announced={continues_after}"] if continues_after else [])],
+            world_size,
+            cfg.trainer.threads_per_rank,
+            max_restarts=cfg.trainer.max_restarts,
+            logs=logs,
+            console=cfg.logging.console,
+            engines=cfg.rollout.ray.address,
+        )
+
+
+def _show(cfg: Config) -> None:
+    """Print a configuration, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        say(to_yaml(cfg), end="")
+
+
 def preload(argv: Sequence[str]) -> None:
     """Import the modules of a rank with these arguments, in the process that it will be forked from."""
-    from rlhf_mcore.config.engine_kinds import engine_kind
-    from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.platform import eager_imports
 
     cfg = configuration(_parser().parse_intermixed_args(argv))
@@ -67,6 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--quiet", action="store_true", help="print errors alone (logging.console=off)")
     shown.add_argument("--json", action="store_true", help="print an object per line (logging.console=json)")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything that needs no rank, a resume and all data too, and stop",
+    )
     # From the launcher to its ranks: the step after which the run continues, printed already.
     parser.add_argument("--announced", type=int, default=0, help=argparse.SUPPRESS)
     accept_document(parser)
@@ -80,7 +182,7 @@ def _run_rank(cfg: Config, announced: int = 0) -> int:
     with _show_on_terminal(cfg.logging.console), eager_imports():
         from rlhf_mcore.cli.compose import run
 
-    with rank.no_early_exit():
+    with rank.forbid_early_exit():
         return run(cfg, announced)
 
 
@@ -88,9 +190,7 @@ def _show_on_terminal(mode: str) -> AbstractContextManager[Any]:
     """Show that libraries are imported, where a person sees it."""
     if not sys.stdout.isatty():
         return nullcontext()
-    from rlhf_mcore.cli.progress import of_run, working
-
-    return working("importing torch and Megatron-core", console=of_run(mode))
+    return working("importing torch and Megatron-core", console=find_console(mode))
 
 
 def quiet() -> None:

@@ -3,130 +3,170 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.registry import Stateful
+from rlhf_mcore.cli.disaggregated import build_disaggregated, start_fleet
 from rlhf_mcore.cli.generation import Generation, Rewards, build_colocated
-from rlhf_mcore.cli.models import ModelBuilder
+from rlhf_mcore.cli.models import ModelBuilder, build_teacher
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
-from rlhf_mcore.cli.run_context import Data, RunContext, T
+from rlhf_mcore.cli.run_context import Data, RunContext, load_prompt_data
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.implied import grades, has_teacher, needs_critic, needs_reference
+from rlhf_mcore.config.implied import has_teacher, needs_critic, needs_reference
 from rlhf_mcore.config.keys import value_of
-from rlhf_mcore.config.reward_sources import scores_alone
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.data.rendering import shown
+from rlhf_mcore.data.prefixes import SHORTEST
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
-from rlhf_mcore.data.source import image_reader, load_prompts
-from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.mcore.kernels import live_kernels
+from rlhf_mcore.observability.run_directory import episode_files
+from rlhf_mcore.observability.throughput import Throughput
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.planning.counts import model_flops, mtp_flops
+from rlhf_mcore.planning.inputs import GPUS, roles_of
+from rlhf_mcore.planning.plan import with_offload
 from rlhf_mcore.protocols import Evaluator, RewardFunction
-from rlhf_mcore.rewards.reward import check_sources
+from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import TrainedModel
-from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.reward_model import RewardModel
+from rlhf_mcore.roles.teacher import Teacher
+from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.failures import OnError
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
+from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
+from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.reinforcement import NoEvaluator, PolicyLearner, Roles, keep_scores
 from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.scores import OnError
+from rlhf_mcore.trainer.token_record import TokenRecord
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
 from rlhf_mcore.types import Prompt
 
-if TYPE_CHECKING:
-    from rlhf_mcore.rollout.remote.fleet import Fleet
+
+@dataclass(frozen=True, slots=True)
+class PolicyModels:
+    """The models of reinforcement learning; None: the run has no such model."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    teacher: Teacher | None
+    reward: RewardModel | None
+
+    @classmethod
+    def build(cls, run: RunContext, tokenizer: PreTrainedTokenizerBase) -> PolicyModels:
+        """Build all models of a run. Collective over the world."""
+        cfg, record = run.cfg, run.record
+        models = ModelBuilder(decide_offload(run), run.platform, run.start.weights, record.memory, record.progress)
+        run.stack.callback(models.release)
+        actor = models.actor()
+        return cls(
+            actor,
+            critic=models.critic() if needs_critic(cfg) else None,
+            reference=models.reference() if needs_reference(cfg) else None,
+            teacher=build_teacher(models, actor, tokenizer) if has_teacher(cfg) else None,
+            reward=models.reward_model() if cfg.reward.model.path is not None else None,
+        )
+
+    def saved(self, cfg: Config) -> list[SavedModel]:
+        """List the models whose weights change, which checkpoints contain."""
+        saved = [SavedModel("actor", self.actor.model, cfg.model.path)]
+        if self.critic is not None:
+            saved.append(SavedModel("critic", self.critic.model, cfg.critic.path or cfg.model.path))
+        if self.reference is not None and cfg.reference.refresh_steps:
+            saved.append(SavedModel("reference", self.reference.model, cfg.reference.path or cfg.model.path))
+        if self.teacher is not None and self.teacher.average is not None:
+            saved.append(SavedModel("teacher", self.teacher.average.model, cfg.model.path))
+        return saved
+
+    def work(self, cfg: Config, throughput: Throughput) -> StepWork:
+        """Return what counts the operations of a step."""
+        return StepWork(
+            throughput,
+            trained_work(self.actor.model),
+            trained_work(self.critic.model) if self.critic is not None else None,
+            model_flops(self.reference.model.spec.geometry) if self.reference is not None else None,
+            generates=cfg.rollout.placement == "colocated",
+            teacher=None if self.teacher is None else self.teacher.work,
+            shares_prefixes=self.actor.model.shares_prefixes,
+        )
+
+    def roles(self, cfg: Config) -> Roles:
+        """Return the part of the models in an update."""
+        return Roles(
+            self.actor,
+            self.critic,
+            self.reference,
+            warmup_steps=cfg.critic.warmup_steps if self.critic is not None else 0,
+            refresh_steps=cfg.reference.refresh_steps,
+            computes={} if self.teacher is None else {self.teacher.field: self.teacher.compute},
+        )
 
 
-def rl_trainer(run: RunContext) -> Trainer:
-    """Reinforcement learning from responses that engines draw and graders or a reward model score."""
+def rl_trainer(run: RunContext) -> TrainingLoop:
+    """Build reinforcement learning from responses that engines sample and graders or a reward model score."""
     cfg, record = run.cfg, run.record
     with record.phase("load_data"):
         pools = reward_pools(cfg.reward)
         graders = on_every_rank(lambda: build_graders(cfg, pools))
         on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
-    data = load_data(run, _load_prompts)
-    fleet = on_every_rank(lambda: _start_fleet(run))
+        data = load_prompt_data(cfg, record.note, world_group())
+    # Of a disaggregated run. The first rank alone talks to it.
+    has_fleet = cfg.rollout.placement == "disaggregated" and dist.get_rank() == 0
+    fleet = on_every_rank(lambda: start_fleet(run) if has_fleet else None)
     with record.phase("build_model"):
-        models = ModelBuilder(with_offload(run), run.platform, run.start.weights, record.memory, record.progress)
-        run.stack.callback(models.release)
-        actor = models.actor()
-        note_kernels(run, actor.model)
-        critic = models.critic() if needs_critic(cfg) else None
-        reference = models.reference() if needs_reference(cfg) else None
-        teacher = None
-        if has_teacher(cfg):
-            from rlhf_mcore.cli.teacher import build_teacher
-
-            teacher = build_teacher(models, actor, data.tokenizer)
-        model_reward = None
-        if cfg.reward.model.path is not None:
-            from rlhf_mcore.trainer.model_reward import ModelReward
-
-            model_reward = ModelReward(graders, models.reward_model().compute_scores, cfg.reward.model.weight)
-    sampler, counters = _prompt_sampler(cfg, data.train), Counters()
+        models = PolicyModels.build(run, data.tokenizer)
+    actor, teacher = models.actor, models.teacher
+    reward = (
+        None if models.reward is None else ModelReward(graders, models.reward.compute_scores, cfg.reward.model.weight)
+    )
+    rewards = Rewards(graders, keep_scores if reward is None else reward.add)
     in_advantages = teacher is not None and teacher.top_k is None
     estimation = AdvantageComputer(cfg.algorithm, teacher_coef=cfg.teacher.coef if in_advantages else 0.0)
-    saved = [SavedModel("actor", actor.model, cfg.model.path)]
-    holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
-    if critic is not None:
-        saved.append(SavedModel("critic", critic.model, cfg.critic.path or cfg.model.path))
-        if critic.normalizer is not None:
-            holders["return_normalizer"] = critic.normalizer
-    if reference is not None and cfg.reference.refresh_steps:  # its weights change
-        saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
-    if teacher is not None and teacher.average is not None:
-        saved.append(SavedModel("teacher", teacher.average.model, cfg.model.path))
-    rewards = Rewards(graders, keep_scores if model_reward is None else model_reward.add)
+    sampler, counters = _prompt_sampler(cfg, data.train), Counters()
     generation = _build_generation(run, actor, rewards, sampler, data, fleet)
+    note_kernels(run, actor.model, generation.kernels)
+    holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
+    if models.critic is not None and models.critic.normalizer is not None:
+        holders["return_normalizer"] = models.critic.normalizer
     lengths = generation.worker.dealer.lengths if cfg.rollout.placement == "colocated" else None
-    checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead, lengths, generation.room)
-
-    assert record.throughput is not None
-    work = StepWork(
-        record.throughput,
-        trained_work(actor.model),
-        trained_work(critic.model) if critic is not None else None,
-        model_flops(reference.model.spec.geometry) if reference is not None else None,
-        generates=cfg.rollout.placement == "colocated",
-        teacher=None if teacher is None else teacher.work,
+    checkpointer = build_checkpointer(
+        run, models.saved(cfg), holders, sampler, generation.ahead, lengths, generation.room
     )
-    roles = Roles(
-        actor,
-        critic,
-        reference,
-        warmup_steps=cfg.critic.warmup_steps if critic is not None else 0,
-        refresh_steps=cfg.reference.refresh_steps,
-        computes={} if teacher is None else {teacher.field: teacher.compute},
-    )
-    shown, tokens = cfg.logging, None
-    if shown.rollout_tokens:
-        from rlhf_mcore.trainer.token_record import TokenRecord
-
-        tokens = TokenRecord(shown.rollout_tokens, shown.rollouts_every, generation.worker.decode, record.directory)
     if cfg.environment.function is not None:
-        from rlhf_mcore.observability.episode_files import EpisodeFiles
-
-        record.episodes = EpisodeFiles(shown.episode_traces)
-    return Trainer(
+        record.episodes = episode_files(cfg.logging.episode_traces)
+    assert record.throughput is not None
+    return TrainingLoop(
         source=generation.source,
-        learner=PolicyLearner(roles, estimation, record, cfg.logging.entropy_every, work, tokens),
+        learner=PolicyLearner(
+            models.roles(cfg),
+            estimation,
+            record,
+            cfg.logging.entropy_every,
+            models.work(cfg, record.throughput),
+            _token_record(run, generation),
+        ),
         publisher=generation.publisher,
-        evaluator=_build_evaluator(run, data.held_out, generation.worker, model_reward or graders),
+        evaluator=_build_evaluator(run, data.held_out, generation.worker, reward or graders),
         checkpointer=checkpointer,
         recorder=record,
         max_bad_updates=cfg.trainer.max_bad_updates,
         counters=counters,
     )
+
+
+def _token_record(run: RunContext, generation: Generation) -> TokenRecord | None:
+    """Return what records the tokens of some responses, if the run asks for it."""
+    cfg = run.cfg.logging
+    if not cfg.rollout_tokens:
+        return None
+    return TokenRecord(cfg.rollout_tokens, cfg.rollouts_every, generation.worker.decode, run.record.directory)
 
 
 def _build_generation(
@@ -141,19 +181,8 @@ def _build_generation(
     with run.record.phase("start_engine"):
         if run.cfg.rollout.placement == "colocated":
             return build_colocated(run, actor, rewards, sampler, data)
-        from rlhf_mcore.cli.disaggregated import build_disaggregated
-
         on_every_rank(lambda: None if fleet is None else fleet.wait_until_ready(run.record.progress))
         return build_disaggregated(run, actor, rewards, sampler, data, fleet)
-
-
-def _start_fleet(run: RunContext) -> Fleet | None:
-    """Begin to start the engines of a disaggregated run, under Ray. The first rank alone talks to them; None on the others."""
-    if run.cfg.rollout.placement == "colocated" or dist.get_rank() != 0:
-        return None
-    from rlhf_mcore.cli.disaggregated import start
-
-    return start(run)
 
 
 def _build_evaluator(
@@ -161,8 +190,6 @@ def _build_evaluator(
 ) -> Evaluator:
     if not held_out:
         return NoEvaluator()
-    from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
-
     cfg, record = run.cfg, run.record
     return PolicyEvaluator(
         held_out,
@@ -177,14 +204,11 @@ def _build_evaluator(
     )
 
 
-def with_offload(run: RunContext) -> Config:
+def decide_offload(run: RunContext) -> Config:
     """Decide ``offload`` of every model for the devices at hand, and return that configuration. Collective over the world."""
     smallest = min(all_gather_json(run.platform.memory_bytes() or 0))
     if not smallest:
         return run.cfg
-    from rlhf_mcore.planning.inputs import GPUS, roles_of
-    from rlhf_mcore.planning.plan import with_offload
-
     decided = with_offload(run.cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=smallest))
     for role in roles_of(decided, dist.get_world_size(), run.dtype):
         group = role.name.partition("[")[0]  # of several teachers
@@ -199,58 +223,14 @@ def trained_work(model: TrainedModel) -> TrainedWork:
     return TrainedWork(model_flops(model.spec.geometry), model.plan.epochs, mtp_flops(model.spec.geometry))
 
 
-def note_kernels(run: RunContext, trained: TrainedModel) -> None:
-    if trained.model is not None:  # of a role on other ranks the first one has nothing to look at
-        run.record.note(kernels_text(live_kernels(trained.model)))
-
-
-def load_data(
-    run: RunContext, load: Callable[[RunContext, PreTrainedTokenizerBase], tuple[list[T], list[T]]]
-) -> Data[T]:
-    """Load what to learn from and what to evaluate on, before a model is built. Collective over the world, as ``load`` is.
-
-    Raises:
-        ConfigError: anything is wrong with the tokenizer or with the data; raised on every rank.
-    """
-    cfg = run.cfg
-    with run.record.phase("load_data"):
-        tokenizer = on_every_rank(lambda: load_tokenizer(cfg.model.tokenizer_path or cfg.model.path))
-        train, held_out = load(run, tokenizer)
-        if len(train) < cfg.trainer.prompts_per_step:
-            one, many = ("a prompt", "prompts") if run.kind.generates else ("an example", "examples")
-            raise ConfigError(
-                f"data.train has {len(train)} {many}, fewer than trainer.prompts_per_step={cfg.trainer.prompts_per_step}: "
-                f"a step would hold {one} twice. Lower it, or add data."
-            )
-        data = Data(tokenizer, train, held_out[: cfg.evaluate.max_prompts])
-    first = data.train[0].prompt_ids
-    run.record.note(shown(data.tokenizer.decode(first), len(first)))
-    return data
-
-
-def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
-    data, reward = run.cfg.data, run.cfg.reward
-    tools = []
-    if (path := run.cfg.environment.tools) is not None:
-        from rlhf_mcore.config.tool_schemas import read_tools
-
-        tools = on_every_rank(lambda: read_tools(path))
-    images = on_every_rank(lambda: image_reader(run.cfg))
-    load = partial(
-        load_prompts,
-        tokenizer=tokenizer,
-        cfg=data,
-        tools=tools,
-        note=run.record.note,
-        group=world_group(),
-        images=images,
-    )
-    train = load(data.train)
-    held_out = load(data.eval, field="data.eval") if data.eval else []
-    if not scores_alone(reward) and grades(run.cfg):
-        check_sources(train, reward.sources, "data.train")
-        check_sources(held_out, reward.sources, "data.eval")
-    return train, held_out
+def note_kernels(run: RunContext, trained: TrainedModel, of_engine: Mapping[str, str] | None = None) -> None:
+    of_model = {} if trained.model is None else live_kernels(trained.model)  # the first rank may have no part of it
+    if kernels := {**of_model, **(of_engine or {})}:
+        run.record.note(kernels_text(kernels))
+    if trained.shares_prefixes:
+        run.record.note(f"beginnings that sequences share are computed once, from {SHORTEST} tokens on")
+    elif trained.unshared_because is not None:
+        run.record.note(f"beginnings that sequences share are computed for each: {trained.unshared_because}")
 
 
 def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> Sampler:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib.metadata import EntryPoint
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+from rlhf_mcore.plugins import find_plugins
 
 F = TypeVar("F")
 
@@ -35,7 +35,7 @@ def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An advantage estimator (``algorithms/advantages.py``, ``baselines.py``, ``returns.py``)."""
+    """An advantage estimator (``algorithms/advantages.py``, ``returns.py``)."""
 
     compares_group: bool = False  # the responses to one prompt with each other: needs two of them
     needs_values: bool = False  # of a critic
@@ -77,14 +77,6 @@ class Grader:
 
     needs_answer: bool = True  # a ground truth to compare a response with
     options: tuple[str, ...] = ()  # keys of a rule that only this one reads
-
-
-@dataclass(frozen=True, slots=True)
-class Tracker:
-    """A place where metrics go beside metrics.jsonl."""
-
-    package: str  # that has to be installed, by ``pip install rlhf_mcore[<name of the tracker>]``
-    class_path: str  # under rlhf_mcore.observability.services; it is made with an ``observability.trackers.TrackedRun``
 
 
 ADVANTAGES = {
@@ -135,18 +127,21 @@ GRADERS = {
     "language": Grader(needs_answer=False, options=("scripts",)),
     "code": Grader(options=("partial", "max_tests", "test_s", "total_s")),
 }
+# Tracker -> the package that it imports, which ``pip install rlhf_mcore[<tracker>]`` installs.
 TRACKERS = {
-    "tensorboard": Tracker("tensorboard", "tensorboard:TensorboardTracker"),
-    "wandb": Tracker("wandb", "wandb:WandbTracker"),
-    "mlflow": Tracker("mlflow", "mlflow:MlflowTracker"),
-    "trackio": Tracker("trackio", "trackio:TrackioTracker"),
-    "comet": Tracker("comet_ml", "comet:CometTracker"),
-    "swanlab": Tracker("swanlab", "swanlab:SwanlabTracker"),
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "comet": "comet_ml",
+    "swanlab": "swanlab",
 }
+_CORE_TRACKERS = {"tensorboard": "TensorboardTracker", "wandb": "WandbTracker", "mlflow": "MlflowTracker"}
 
 AGENT = "agent"
+CONTRIB_ENVIRONMENTS = ("gymnasium", "openenv", "verifiers")  # plug-ins: contrib/environments
 ASKING = (AGENT, "verifiers")  # environments that ask for turns at an endpoint
-ENVIRONMENTS = ("tools", "gymnasium", "openenv", *ASKING)  # that need no file of the user's
+ENVIRONMENTS = ("tools", *CONTRIB_ENVIRONMENTS, AGENT)  # that need no file of the user's
 
 # What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -256,14 +251,13 @@ MTP_TRAINED = ("train", "joint")  # of actor.mtp.mode: the layers learn
 
 
 def find_trackers() -> dict[str, EntryPoint]:
-    """Return where the class of each tracker is: of those above, and of those that installed packages bring."""
-    from importlib.metadata import EntryPoint, entry_points  # takes a while, and no other choice needs it
+    """Return the class of each installed tracker, as an entry point: the core's, and those of plug-ins.
 
+    A class is called with an ``observability.trackers.TrackedRun``.
+    """
     group, folder = "rlhf_mcore.trackers", "rlhf_mcore.observability.services"
-    points = {name: EntryPoint(name, f"{folder}.{declared.class_path}", group) for name, declared in TRACKERS.items()}
-    for point in entry_points(group=group):
-        points.setdefault(point.name, point)
-    return points
+    core = {name: EntryPoint(name, f"{folder}.{name}:{made}", group) for name, made in _CORE_TRACKERS.items()}
+    return {**find_plugins("trackers"), **core}
 
 
 class OwnFunction(str):

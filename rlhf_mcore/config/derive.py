@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 
 from rlhf_mcore.config.choices import ADVANTAGES
-from rlhf_mcore.config.data_rows import count_rows
-from rlhf_mcore.config.implied import longest_response, max_new_tokens, role_layouts
+from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.implied import grades, longest_response, max_new_tokens, role_layouts
+from rlhf_mcore.config.reward_sources import unused_rules
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import Config, RolloutConfig
 from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
+from rlhf_mcore.readers.data_rows import count_rows
 
 
 def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:
@@ -27,6 +30,13 @@ def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:
     smallest = math.lcm(engine, *(role.model_size for role in roles if role.ranks is None))
     last = max((role.ranks[-1] for role in roles if role.ranks), default=1)
     return -(-last // smallest) * smallest
+
+
+def with_sequences(cfg: RolloutConfig, memory_bytes: int, device: str) -> RolloutConfig:
+    """Set ``max_num_seqs`` for a device if it is null. ``memory_bytes``: 0 on a CPU."""
+    return cfg.model_copy(
+        update={"max_num_seqs": cfg.max_num_seqs or engine_kind(cfg.engine).default_sequences(memory_bytes, device)}
+    )
 
 
 def balanced_stages(num_layers: int, num_stages: int) -> list[int]:
@@ -145,7 +155,16 @@ def part_weights(cfg: Config) -> dict[str, float] | None:
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def short_episodes(cfg: Config) -> str | None:
+def warnings_of(cfg: Config) -> Iterator[str]:
+    """List what a user probably did not mean, although it works."""
+    for unused, key in unused_rules(cfg.reward).items() if grades(cfg) else ():
+        also = "; reward.functions adds a function to rules" if key == "reward.function" else ""
+        yield f"{unused} has no effect, because {key} replaces it{also}"
+    if (warning := _short_episodes(cfg)) is not None:
+        yield warning
+
+
+def _short_episodes(cfg: Config) -> str | None:
     """Return a warning where ``environment.max_tokens`` is not set, so that several turns have the room of one."""
     own, limit = cfg.environment, cfg.rollout.sampling.max_new_tokens
     if own.function is None or own.max_tokens is not None or own.max_turns == 1:

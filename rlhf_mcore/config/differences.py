@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
 from rlhf_mcore.config.removed import REMOVED
 from rlhf_mcore.config.run_kinds import RL
 from rlhf_mcore.config.schema import Config, RuleConfig
+from rlhf_mcore.config.schema.group import to_dict
+from rlhf_mcore.config.yaml_text import load_yaml
 
 # Continuing with another value would make a run that is neither the old one nor a new one.
 FIXED = frozenset(name for name, description in DESCRIPTIONS.items() if description.is_fixed)
@@ -47,7 +48,7 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
     for tree in (before, now):  # rules of an older release lack new options: they have their defaults
         if isinstance(rules := tree.get("reward.rules"), list):
             tree["reward.rules"] = [
-                {**asdict(RuleConfig()), **rule} if isinstance(rule, dict) else rule for rule in rules
+                {**to_dict(RuleConfig()), **rule} if isinstance(rule, dict) else rule for rule in rules
             ]
     free = FREE if _has_critic(before) or _has_critic(now) else (*FREE, "critic.")
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(free)]
@@ -89,7 +90,7 @@ def further_models(saved: str) -> list[str]:
 
 @cache
 def _default_values() -> Mapping[str, Any]:
-    return dict(leaves(asdict(Config())))
+    return dict(leaves(to_dict(Config())))
 
 
 def refuse(checkpoint: Path, fixed: list[str]) -> None:
@@ -107,8 +108,6 @@ def refuse(checkpoint: Path, fixed: list[str]) -> None:
 @lru_cache(maxsize=4)
 def _read(text: str) -> Any:
     """Parse a configuration. Nobody changes the tree: a run that resumes asks for the same texts several times."""
-    from rlhf_mcore.config.yaml_text import load_yaml
-
     try:
         tree = load_yaml(text, "config.yaml of the checkpoint")
     except ConfigError as error:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.schema.group import fit, types_of
+from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.show import FromEnvironment
 
 _ENVIRONMENT = "!environment"  # a text from there, and how it was written
@@ -40,23 +38,12 @@ _Loader.add_constructor(_ENVIRONMENT, lambda loader, node: FromEnvironment(*load
 def offer(cfg: Config) -> Iterator[Path]:
     """Offer ``cfg`` to processes that this one starts. Yields the path that they call ``receive`` with."""
     with os.fdopen(os.memfd_create("rlhf_mcore-config"), "w", encoding="utf-8") as file:
-        yaml.dump(asdict(cfg), file, _Dumper)
+        yaml.dump(to_dict(cfg), file, _Dumper)
         file.flush()
         yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 def receive(path: str | Path) -> Config:
     """Build the configuration that the starter of this process offers."""
-    cfg = Config()
     text = Path(path).read_text(encoding="utf-8")
-    _assign(cfg, yaml.load(text, _Loader))  # noqa: S506 (a SafeLoader with one more tag)
-    return cfg
-
-
-def _assign(group: Any, values: dict[str, Any]) -> None:
-    types = types_of(group.__class__)
-    for name, value in values.items():
-        if is_dataclass(inner := getattr(group, name)):
-            _assign(inner, value)
-        else:
-            vars(group)[name] = fit(value, types[name])
+    return Config.read(yaml.load(text, _Loader))  # noqa: S506 (a SafeLoader with one more tag)

@@ -13,17 +13,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.plugins import find_plugins
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config, RolloutConfig
     from rlhf_mcore.geometry import ModelGeometry
     from rlhf_mcore.rollout.engine import Engine, EngineModel
 
-ENTRY_POINTS = "rlhf_mcore.engines"
+SEQUENCES = 256  # that an engine decodes at once by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class EngineKind:
     )  # that it imports, and distributions that have them
     runs_apart: bool = True  # its ranks may be processes of Ray, on devices of their own
     is_sharded: bool = False  # rollout.layout.tp ranks are one engine; else each has a whole model
-    # Parameters in the rank's process, which a bridge writes; else it takes full tensors by a call
-    has_live_weights: bool = True
+    # How its weights are written. In the rank's process: "loaders": the model's own loaders cut tensors, which a bridge traces;
+    # "plain": parameters have Hugging Face's names and shapes. "full": elsewhere, full tensors are passed to a call
+    weights: Literal["loaders", "plain", "full"] = "plain"
     records_routes: bool = False  # completions may have the experts that tokens went to
     sleeps: bool = False  # gives its device memory back while the trainer learns
     reserves_cache: bool = False  # when it starts; else its cache is what it draws at a time
@@ -47,9 +48,26 @@ class EngineKind:
     holds_8_bits: bool = False  # on CUDA, with rollout.quantization; else it gets their values in the model's dtype
     own_keys: tuple[str, ...] = ()  # keys, or groups of them, that not every engine reads, and this one does
 
+    @property
+    def has_live_weights(self) -> bool:
+        """Return whether its parameters are in the rank's process, where a bridge writes them."""
+        return self.weights != "full"
+
     def reads(self, key: str) -> bool:
         """Return whether a key has an effect on this engine. For keys that some engines do not read."""
         return any(key == own or key.startswith(f"{own}.") for own in self.own_keys)
+
+    def argument_problems(self, cfg: RolloutConfig) -> Iterator[str]:
+        """List the faults of the keys that only this engine reads."""
+        return iter(())
+
+    def cache_width(self, cfg: RolloutConfig, model_width: int) -> int:
+        """Return the bytes of a key or value in the cache. ``model_width``: of a weight."""
+        return model_width
+
+    def default_sequences(self, memory_bytes: int, device: str) -> int:
+        """Return the default of ``rollout.max_num_seqs`` on a device. ``memory_bytes``: 0 on a CPU. ``device``: its name."""
+        return SEQUENCES
 
     def model_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         """Name what keeps this engine from drawing with the model of a resolved configuration on this machine."""
@@ -103,8 +121,8 @@ def is_engine(name: str) -> bool:
 @cache
 def _load_installed(name: str) -> EngineKind | None:
     """Return what an installed package declares under this name."""
-    [*points] = entry_points(group=ENTRY_POINTS, name=name)
-    kind: EngineKind | None = points[0].load() if points else None
+    point = find_plugins("engines").get(name)
+    kind: EngineKind | None = point.load() if point is not None else None
     return kind
 
 

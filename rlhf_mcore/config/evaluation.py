@@ -10,22 +10,21 @@ from dataclasses import dataclass
 from os.path import isdir, isfile
 from pathlib import Path
 
-from rlhf_mcore.config.adapter_files import base_model, holds_adapter
 from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.generator_files import inspect_generator, tokenizer_problems
-from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.config.implied import needs_answer, role_layouts
-from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES
 from rlhf_mcore.config.rules.data import data_problems
 from rlhf_mcore.config.rules.layouts import engine_cut_problems, layout_problems, model_problems
 from rlhf_mcore.config.rules.reward import reward_problems
 from rlhf_mcore.config.rules.rollout import engine_keys, sharding_problems
 from rlhf_mcore.config.rules.trainer import microbatch_problems
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.tokenizer_match import token_problems, tokenizer_size
-from rlhf_mcore.config.validate import choice_problems, range_problems
+from rlhf_mcore.config.validate import sampling_problems
 from rlhf_mcore.foreign import INDEX, read_json
+from rlhf_mcore.readers.adapter_files import base_model, holds_adapter
+from rlhf_mcore.readers.hub_ids import absent_hint
+from rlhf_mcore.readers.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_generator, tokenizer_problems
+from rlhf_mcore.readers.tokenizer_match import token_problems, tokenizer_size
 
 CANDIDATES = ("", "actor", "latest/actor")  # an HF directory, a checkpoint of ours, a run directory
 SHARDED_CANDIDATES = ("", "actor")
@@ -134,17 +133,15 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
     Raises:
         ConfigError: with every problem.
     """
-    out_of_range = list(range_problems(cfg))
-    problems = [*choice_problems(cfg), *out_of_range, *reward_problems(cfg)]
+    problems = [*sampling_problems(cfg), *reward_problems(cfg)]
     if not cfg.data.eval:
         problems.append("data.eval=[] names no file; give a list of .parquet or .jsonl files")
     problems += data_problems(cfg.data, cfg.data.eval, "data.eval", needs_answer=needs_answer(cfg))
-    if not out_of_range:
-        problems += _world_problems(cfg, world_size)
+    problems += _world_problems(cfg, world_size)
     for field in ("checkpoint", "compare"):
         path = getattr(cfg.evaluate, field)
         if path is not None:
-            problems += _checkpoint_problems(cfg, path, f"evaluate.{field}", check_sizes=not out_of_range)
+            problems += _checkpoint_problems(cfg, path, f"evaluate.{field}")
     if cfg.evaluate.checkpoint is None:
         run = Path(cfg.output_dir) / cfg.project / cfg.experiment
         problems.append(
@@ -175,7 +172,7 @@ def _is_added(file: Path) -> bool:
     return f"{folder.name}/{file.name}" not in read_json(manifest, limits=INDEX).object("files")
 
 
-def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: bool) -> Iterator[str]:
+def _checkpoint_problems(cfg: Config, path: str, field: str) -> Iterator[str]:
     try:
         own = checkpoint_config(cfg, path, field)
     except ConfigError as error:
@@ -188,7 +185,7 @@ def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: boo
     geometry, problems = inspect_generator(folder, field, needs_weights=looks_at_weights)
     yield from [*problems, *tokenizer_problems(tokenizer, "model.tokenizer_path")]
     yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
-    if geometry is None or not check_sizes:
+    if geometry is None:
         return
     yield from engine_cut_problems(own.rollout, geometry, field)
     if own.reward.model.path is not None:

@@ -10,6 +10,7 @@ from rlhf_mcore.config.choices import ADVANTAGES, MTP_TRAINED, PREFERENCE_LOSSES
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.reward_sources import any_needs_truth, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.families.quantised import FP8_OF_TRAINING
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def longest_example(cfg: Config) -> int:
     return room // multiple * multiple
 
 
+# Shorter beginnings of sequences are not shared: a further segment costs more than it saves.
+SHORTEST_PREFIX = 32
 FP8_TOKENS = 32  # Transformer Engine takes tokens of products in 8 bits by 16, with MXFP8 by 32
 
 
@@ -136,7 +139,7 @@ def adapter_sizes(cfg: LoraConfig) -> AdapterSizes | None:
     if cfg.rank is None:
         return None
     alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
-    # Beside what learns is what it began with, see ``roles/pissa.py``: the scale stays as it is
+    # Beside what learns is what it began with, see ``contrib/pissa``: the scale stays as it is
     if cfg.init == "pissa":
         factor = 2**0.5 if cfg.use_rslora else 2
         return AdapterSizes(2 * cfg.rank, alpha * factor, tuple(cfg.targets), cfg.use_rslora, fixed=cfg.rank)
@@ -153,8 +156,6 @@ def sent_quantisation(cfg: Config) -> str | None:
     """Name how weights are quantised for engines: where the policy is trained with those of 8 bits, as it computes them."""
     if cfg.rollout.quantization != "fp8" or cfg.actor.fp8 is None:
         return cfg.rollout.quantization
-    from rlhf_mcore.families.quantised import FP8_OF_TRAINING
-
     return FP8_OF_TRAINING
 
 

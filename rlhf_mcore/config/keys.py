@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-from rlhf_mcore.config.schema.key import Choices, Description, description_of
+from rlhf_mcore.config.schema.group import Group, described, is_group_type
+from rlhf_mcore.config.schema.key import Choices, Description
 from rlhf_mcore.config.schema.tree import Config
 
 
-def walk(group: type, prefix: str = "") -> Iterator[tuple[str, Any, Description]]:
-    """Walk a dataclass of the schema: dotted name, type and description of everything in it, groups before what is in them."""
-    hints = get_type_hints(group)
-    for item in fields(group):
-        hint = hints[item.name]
-        yield prefix + item.name, hint, description_of(item)
-        if isinstance(hint, type) and is_dataclass(hint):
-            yield from walk(hint, f"{prefix}{item.name}.")
+def walk(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any, Description]]:
+    """Yield dotted name, type and description of every key of a group and of its groups, each group before its keys."""
+    for name, (hint, description) in described(group).items():
+        yield prefix + name, hint, description
+        if is_group_type(hint):
+            yield from walk(hint, f"{prefix}{name}.")
 
 
 KEYS: dict[str, Any] = {key: hint for key, hint, _ in walk(Config)}
@@ -38,7 +36,7 @@ def choices_of(key: str) -> tuple[str, ...]:
 
 def is_group(key: str) -> bool:
     """Tell whether a known key holds further keys."""
-    return is_dataclass(KEYS[key])
+    return is_group_type(KEYS[key])
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -80,7 +78,7 @@ def item_type(hint: Any) -> Any:
 def item_keys(hint: Any) -> list[str]:
     """List the names of the fields of a list's elements if they are groups (reward.rules), else return an empty list."""
     item = item_type(hint)
-    return [field.name for field in fields(item)] if is_dataclass(item) else []
+    return list(item.model_fields) if is_group_type(item) else []
 
 
 def is_text(hint: Any) -> bool:
@@ -90,15 +88,18 @@ def is_text(hint: Any) -> bool:
 
 def type_name(hint: Any) -> str:
     """Name a type in a user's words: "int", "int or null", "list of str"."""
-    if hint is Any:
-        return "str or list of str"
     if get_origin(hint) is dict:
         return f"a table of names, each with a {type_name(get_args(hint)[1])}"
     if get_origin(hint) is list:
         keys = item_keys(hint)
-        return "list of " + ("{" + ", ".join(keys) + "}" if keys else str(item_type(hint).__name__))
-    names = [type_name(kind) for kind in get_args(hint) if kind is not NoneType] or [hint.__name__]
-    return " or ".join(names) + (" or null" if NoneType in get_args(hint) else "")
+        return "list of " + (
+            "{" + ", ".join(keys) + "}" if keys else type_name(item_type(hint)).removesuffix(" or null")
+        )
+    if hint is Any:
+        return "plain value"
+    if inner := [kind for kind in get_args(hint) if kind is not NoneType]:
+        return " or ".join(map(type_name, inner)) + " or null" * (NoneType in get_args(hint))
+    return "null" if hint is NoneType else str(hint.__name__)
 
 
 def nearest(key: str, *, groups: bool = False) -> str | None:

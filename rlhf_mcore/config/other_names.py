@@ -1,6 +1,6 @@
 """Translate the keys of other trainers: their names here, and those that have no counterpart.
 
-It is read where a key is unknown. Names in full (``actor_rollout_ref.rollout.n``) are also in the tables of ``config.other_trainers``.
+It is used if a key is unknown. The plug-in ``migrate`` knows more full names (``actor_rollout_ref.rollout.n``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, is_group, nearest, type_name
 from rlhf_mcore.config.removed import REMOVED
+from rlhf_mcore.plugins import find_plugins
 
 # Key of ours: what verl, TRL, OpenRLHF, slime and NeMo-RL call it. A name with dots is looked up before its last part.
 _NAMES = {
@@ -163,7 +164,8 @@ _NAMES = {
         "vllm_importance_sampling_correction use_importance_sampling_correction use_tis rollout_is is_correction_enable"
     ),
     "algorithm.rollout_correction.cap": "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold tis_clip",
-    "algorithm.overlong.enabled": "mask_truncated_completions overlong_filtering overlong_buffer.enable",
+    "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
+    "algorithm.overlong.enabled": "overlong_buffer.enable",
     "algorithm.overlong.cache_tokens": "overlong_buffer_len overlong_buffer.len soft_punish_cache",
     "algorithm.overlong.penalty": "overlong_penalty_factor",
     "algorithm.dynamic_sampling.enabled": (
@@ -212,6 +214,7 @@ _NAMES = {
     "evaluate.temperature": "val_kwargs.temperature eval_temperature",
     "evaluate.prompts_per_batch": "eval_batch_size per_device_eval_batch_size val_batch_size evaluate.batch_size eval.batch_size",
     "evaluate.max_prompts": "max_val_samples val_max_samples eval_samples",
+    "logging.every": "logging_steps log_every log_interval logging_interval log_freq",
     "logging.trackers": "report_to logger use_wandb wandb wandb_enabled tensorboard_enabled use_tensorboard tracker loggers",
     "project": "project_name wandb_project wandb.project",
     "experiment": "experiment_name run_name exp_name wandb_name wandb_run_name wandb.name wandb.run_name",
@@ -252,7 +255,6 @@ _ABSENT = {
     "use_liger_kernel use_liger torch_compile use_torch_compile compile": (
         "the kernels are Megatron-core's and Transformer Engine's (model.layer_spec)"
     ),
-    "logging_steps log_every log_interval logging_interval": "every step is in metrics.jsonl; logging.* has what is rarer",
     "val_before_train eval_on_start": "held-out prompts are always scored before and after training",
     "save_strategy eval_strategy evaluation_strategy": (
         "how often is in checkpoint.save_steps, save_epochs, save_minutes and in evaluate.every"
@@ -310,7 +312,7 @@ def is_foreign_group(key: str) -> bool:
 def find_other_name(key: str) -> OtherName | None:
     """Look up a dotted key, or a command-line flag, of another trainer. The longest ending of it that is known decides."""
     name = key.lstrip("-").replace("-", "_").lower()
-    if other := _in_tables(name, rows=True):
+    if other := _find_full_name(name, rows=True):
         return other
     parts = name.split(".")
     trainer = "verl" if parts[0] in _VERL_GROUPS else ""
@@ -321,7 +323,7 @@ def find_other_name(key: str) -> OtherName | None:
             return OtherName((), reason)
     if reason := next(filter(None, map(_absent, parts)), ""):
         return OtherName((), reason)
-    return _in_tables(name, rows=False)
+    return _find_full_name(name, rows=False)
 
 
 def _meant(keys: tuple[str, ...]) -> str:
@@ -368,16 +370,11 @@ def _absent(name: str) -> str:
     return ""
 
 
-def _in_tables(name: str, *, rows: bool) -> OtherName | None:
-    """Look up in the tables of ``rlhf-mcore migrate`` a name in full: a key of ours (``rows``), or why there is none."""
-    from rlhf_mcore.config.other_trainers import openrlhf, verl  # which a run without mistakes does not need
-
-    first, dot, _ = name.partition(".")
-    for table in (verl.TABLE, openrlhf.TABLE):
-        if rows and dot and (ours := tuple(row.ours for row in table.rows if row.theirs == name)):
-            return OtherName(ours[:1], trainer=table.name)
-        if not rows and dot and (reason := table.reasons.get(name)):
-            return OtherName((), reason, table.name)
-        if not rows and dot and any(name in joint.theirs for joint in table.joints):
-            return OtherName((), f"it is a key of {table.name}'s", table.name)
-    return OtherName((), "it is a key of verl's", "verl") if not rows and first in _VERL_GROUPS else None
+def _find_full_name(name: str, *, rows: bool) -> OtherName | None:
+    """Ask plug-ins with tables of full names for a key of ours (``rows``), or for the reason why there is none."""
+    for point in find_plugins("other_trainers").values():
+        if other := point.load()(name, rows=rows):
+            return other
+    if not rows and name.partition(".")[0] in _VERL_GROUPS:
+        return OtherName((), "it is a key of verl's", "verl")
+    return None

@@ -31,6 +31,7 @@ REMOVED = {
     **{f"{role}.optimizer.loss_scale.{name}": was for role in ("actor", "critic") for name, was in _SCALE.items()},
     "reward.alarm.deviations": Removed(5.0, f"for another bound {_BOUND}; alarms.defaults=false switches the line off"),
     "reward.alarm.steps": Removed(20, f"for another bound {_BOUND}"),
+    "bridge.digest_every": Removed(100, "every sync is verified by hashes of all tensors"),
     "alarms.timeout_s": Removed(30.0, "a command that takes longer starts a process of its own"),
 }
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from rlhf_mcore.config.choices import GRADERS, Grader
 from rlhf_mcore.config.schema.rollout import FunctionConfig, RewardConfig, RuleConfig
 
-_NUMBER, _MATH = [RuleConfig("final_number")], [RuleConfig("math")]
-_DAPO = [RuleConfig("answer_line", incorrect=-1.0)]
+_NUMBER, _MATH = [RuleConfig(name="final_number")], [RuleConfig(name="math")]
+_DAPO = [RuleConfig(name="answer_line", incorrect=-1.0)]
 _CODE, _TENTHS = (
-    [RuleConfig("code")],
-    [RuleConfig("code", partial=True, max_tests=10)],
+    [RuleConfig(name="code")],
+    [RuleConfig(name="code", partial=True, max_tests=10)],
 )  # the share of the first ten tests
 _THINK_AND_BOX = r"^.*<think>.*</think>.*\\boxed\{.*\}.*$"
 # Names as verl's data preparation and the data sets themselves write them, graded as verl grades them.
@@ -24,7 +24,10 @@ SOURCES: dict[str, list[RuleConfig]] = {
     "numina_*": _MATH,
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _TENTHS),
     **dict.fromkeys(("openai_humaneval", "mbpp", "livecodebench*"), _CODE),
-    "hiyouga/geometry3k": [RuleConfig("math", 0.9), RuleConfig("regex", 0.1, pattern=_THINK_AND_BOX)],
+    "hiyouga/geometry3k": [
+        RuleConfig(name="math", weight=0.9),
+        RuleConfig(name="regex", weight=0.1, pattern=_THINK_AND_BOX),
+    ],
 }
 
 
@@ -68,6 +71,16 @@ def any_needs_truth(cfg: RewardConfig) -> bool:
 def scores_alone(cfg: RewardConfig) -> bool:
     """Tell whether something scores in the place of the rules."""
     return cfg.function is not None or cfg.remote.url is not None
+
+
+def unused_rules(cfg: RewardConfig) -> dict[str, str]:
+    """Return the keys of rules that are set and score nothing, each with the key that replaces it."""
+    replacing = {"reward.function": cfg.function, "reward.remote.url": cfg.remote.url, "reward.sources": cfg.sources}
+    key = next((key for key, value in replacing.items() if value is not None), None)
+    if key is None:
+        return {}
+    given = {"reward.rules": cfg.rules != RewardConfig().rules, "reward.sources": cfg.sources is not None}
+    return {unused: key for unused, is_given in given.items() if is_given and unused != key}
 
 
 def function_name(function: FunctionConfig) -> str:

@@ -8,21 +8,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, table_of
+from rlhf_mcore.config.keys import KEYS, is_group, table_of
 from rlhf_mcore.config.other_names import hint, is_foreign_group
 from rlhf_mcore.config.removed import GROUPS, REMOVED, warn_of
+from rlhf_mcore.config.schema.group import inner_types, is_group_type
 from rlhf_mcore.config.show import redact_arguments
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
 
-MAX_FILES = 32  # a configuration and all that it is based on
 BASE_KEY = "base"
 _NULL = "tag:yaml.org,2002:null"
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")
@@ -49,7 +49,7 @@ class SettingReader:
     def __init__(self) -> None:
         self.settings: list[Setting] = []
         self.problems: list[str] = []
-        self._num_files = self._num_unknown = 0
+        self._num_unknown = 0
 
     def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
         """Take the settings of a file, after those of the files named by its ``base``.
@@ -60,11 +60,6 @@ class SettingReader:
         if real in chain:
             names = " -> ".join(os.path.basename(name) for name in (*chain, real))
             self.problems.append(f"{path}: {BASE_KEY} files form a cycle ({names}); remove one {BASE_KEY} entry")
-            return
-        self._num_files += 1
-        if self._num_files > MAX_FILES:
-            if self._num_files == MAX_FILES + 1:
-                self.problems.append(f"{path}: more than {MAX_FILES} files by way of {BASE_KEY}; put them together")
             return
         try:
             document = Document(read_yaml_text(path, "config file"), str(path), is_file=True)
@@ -110,7 +105,7 @@ class SettingReader:
         elif key not in KEYS and key not in GROUPS:
             self._take_unknown(document, key, node)
         elif key in KEYS and not is_group(key):
-            self._take_leaf(document, key, node)
+            self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
         elif key == "algorithm" and isinstance(node, yaml.ScalarNode) and not is_null:
             self._take(document, "algorithm.preset", node)
         elif isinstance(node, yaml.MappingNode):
@@ -131,58 +126,25 @@ class SettingReader:
         problem = f"{document.place(node)}: unknown key {shorten(key, 100)}; "
         self.problems.append(problem + (hint(key[:100], holds_keys=holds_keys) if suggest else "correct or remove it"))
 
-    def _take_leaf(self, document: Document, key: str, node: yaml.Node) -> None:
-        node = _write_out(node, KEYS[key])
-        unknown = list(_unknown_item_keys(document, key, node))
-        if unknown:
-            self.problems.extend(unknown)
-            return
-        items = node.value if isinstance(node, yaml.SequenceNode) else []
-        if item_type(KEYS[key]) in (str, int, float) and not all(isinstance(item, yaml.ScalarNode) for item in items):
-            self.problems.append(
-                f"{document.place(node)}: {key} is a list of single values; write each of them plainly"
-            )
-            return
-        self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
-
-
-def _write_out(node: yaml.Node, hint: Any) -> yaml.Node:
-    """Write out a list, with the brackets of a single item and the ``name:`` of its rules that users may leave out.
-
-    A reference to another key (``${data.train}``) may stand for the whole list.
-    """
-    is_null = isinstance(node, yaml.ScalarNode) and node.tag == _NULL
-    kinds = {get_origin(kind): kind for kind in (hint, *get_args(hint))}
-    if is_null or (isinstance(node, yaml.ScalarNode) and _REFERENCE.fullmatch(node.value)):
-        return node
-    if list in kinds:
-        item = item_type(kinds[list])
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        first = next(iter(item_keys(kinds[list])), None)
-        named = items if first is None else [_with_name(one, first) for one in items]
-        is_single = not isinstance(node, yaml.MappingNode) or is_dataclass(item)
-        return yaml.SequenceNode("tag:yaml.org,2002:seq", named, node.start_mark) if is_single else node
-    if dict in kinds and isinstance(node, yaml.MappingNode):
-        pairs = [(name, _write_out(value, get_args(kinds[dict])[1])) for name, value in node.value]
-        return yaml.MappingNode(node.tag, pairs, node.start_mark)
-    return node
-
-
-def _with_name(item: yaml.Node, key: str) -> yaml.Node:
-    """Write out an item: ``final_number`` is short for ``{name: final_number}``, where ``name`` is the first key of such an item."""
-    if not isinstance(item, yaml.ScalarNode) or item.tag == _NULL:
-        return item
-    text = "tag:yaml.org,2002:str"
-    pair = (yaml.ScalarNode(text, key, item.start_mark), yaml.ScalarNode(text, item.value, item.start_mark))
-    return yaml.MappingNode("tag:yaml.org,2002:map", [pair], item.start_mark)
-
 
 def _value(document: Document, node: yaml.Node, hint: Any) -> Any:
-    """Convert the value of a node that is meant for a field of type ``hint``."""
-    if is_text(hint) and isinstance(node, yaml.ScalarNode) and node.tag != _NULL:
-        return node.value
-    if isinstance(node, yaml.SequenceNode) and item_type(hint) is not None:
-        return [_value(document, item, item_type(hint)) for item in node.value]
+    """Read the value of a node for a type. The value of a text field is the text as it was written."""
+    is_scalar = isinstance(node, yaml.ScalarNode)
+    if is_scalar and node.tag == _NULL:
+        return None
+    for kind in inner_types(hint):
+        if is_scalar and (kind is str or is_group_type(kind)):
+            return node.value
+        if get_origin(kind) is list and (is_scalar or isinstance(node, yaml.SequenceNode)):
+            item = get_args(kind)[0]
+            return _value(document, node, item) if is_scalar else [_value(document, one, item) for one in node.value]
+        if is_group_type(kind) and isinstance(node, yaml.MappingNode):
+            types = {name: field.annotation for name, field in kind.model_fields.items()}
+            return {name: _value(document, child, types.get(name, Any)) for name, child in _items(document, node)}
+        if get_origin(kind) is dict and isinstance(node, yaml.MappingNode) and get_args(kind)[1] is not Any:
+            return {name: _value(document, child, get_args(kind)[1]) for name, child in _items(document, node)}
+        if get_origin(kind) is list and isinstance(node, yaml.MappingNode) and is_group_type(get_args(kind)[0]):
+            return _value(document, node, get_args(kind)[0])
     return document.value(node)
 
 
@@ -197,17 +159,6 @@ def _items(document: Document, node: yaml.MappingNode) -> Iterator[tuple[str, ya
             raise ConfigError(f"{document.place(key_node)}: key {shorten(key)!r} appears twice {where}; keep one")
         places[key] = document.place(key_node)
         yield key, value_node
-
-
-def _unknown_item_keys(document: Document, key: str, node: yaml.Node) -> Iterator[str]:
-    allowed = item_keys(KEYS[key])
-    if not allowed or not isinstance(node, yaml.SequenceNode):
-        return
-    for index, item in enumerate(node.value):
-        names = [name for name, _ in _items(document, item)] if isinstance(item, yaml.MappingNode) else []
-        for name in names:
-            if name not in allowed:
-                yield f"{document.place(item)}: unknown key {key}[{index}].{shorten(name, 100)}; there are: {', '.join(allowed)}"
 
 
 def _base_files(document: Document, node: yaml.Node) -> list[str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
-from rlhf_mcore.config.schema import Config
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema.tree import Config
+
 
 REDACTED = "<redacted>"
 # A key is secret by its last words: "api_key" and "hf_token" are, "prompt_key" and "max_prompt_tokens" are not.
@@ -61,7 +62,19 @@ class FromEnvironment(str):
 
 def to_yaml(cfg: Config) -> str:
     """Write the whole tree in the order of the schema. It loads again as a config file."""
-    return str(yaml.safe_dump(redact(asdict(cfg)), sort_keys=False, allow_unicode=True, default_flow_style=False))
+    from rlhf_mcore.config.schema.group import to_dict  # `--help` needs none of the models
+
+    return str(yaml.safe_dump(redact(to_dict(cfg)), sort_keys=False, allow_unicode=True, default_flow_style=False))
+
+
+def changed_keys(cfg: Config) -> dict[str, Any]:
+    """Return the dotted keys that differ from the defaults, without secrets."""
+    from rlhf_mcore.config.keys import leaves
+    from rlhf_mcore.config.schema.group import to_dict
+    from rlhf_mcore.config.schema.tree import Config
+
+    defaults = dict(leaves(to_dict(Config())))
+    return {key: value for key, value in leaves(redact(to_dict(cfg))) if value != defaults.get(key)}
 
 
 def redact(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Check fields against each other, and the files that they name. No process has started yet.
 
-Every problem names the field, its value and the remedy, and all of them are reported at once. The values of a key are in its
-description (``schema.key``).
+Every problem names the field, its value and the remedy, and all of them are reported at once. ``schema``
+has checked the values of single keys.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.implied import reads_scores
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
-from rlhf_mcore.config.model_files import inspect_model
-from rlhf_mcore.config.rules.alarms import alarm_problems
-from rlhf_mcore.config.rules.algorithm import algorithm_problems
+from rlhf_mcore.config.load import WrongValues
+from rlhf_mcore.config.rules.algorithm import algorithm_problems, preference_problems
 from rlhf_mcore.config.rules.checkpoint import checkpoint_problems
 from rlhf_mcore.config.rules.data import example_problems, prompt_problems
 from rlhf_mcore.config.rules.environment import environment_problems
+from rlhf_mcore.config.rules.fp8 import fp8_problems, quantised_problems
 from rlhf_mcore.config.rules.layouts import (
     balance_problems,
     cut_problems,
@@ -31,24 +30,26 @@ from rlhf_mcore.config.rules.layouts import (
 from rlhf_mcore.config.rules.lora import lora_problems, target_problems
 from rlhf_mcore.config.rules.megatron import megatron_problems
 from rlhf_mcore.config.rules.mtp import mtp_problems
-from rlhf_mcore.config.rules.preference import preference_problems
 from rlhf_mcore.config.rules.reward import (
     ray_problems,
     reward_problems,
 )
-from rlhf_mcore.config.rules.rollout import rollout_problems
-from rlhf_mcore.config.rules.run import path_problems, tracker_problems
+from rlhf_mcore.config.rules.rollout import rollout_problems, route_problems
+from rlhf_mcore.config.rules.run import alarm_problems, path_problems, tracker_problems
+from rlhf_mcore.config.rules.teacher import teacher_problems
 from rlhf_mcore.config.rules.trainer import (
     batch_problems,
     example_batch_problems,
     position_problems,
     schedule_problems,
 )
+from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, TeacherConfig
-from rlhf_mcore.config.schema.key import Choices, Range
-from rlhf_mcore.config.tokenizer_match import own_tokenizer_problems
+from rlhf_mcore.config.schema.key import Choices
 from rlhf_mcore.config.user_functions import function_problems
+from rlhf_mcore.readers.model_files import inspect_model
+from rlhf_mcore.readers.tokenizer_match import own_tokenizer_problems
 
 
 def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = True) -> None:
@@ -60,94 +61,67 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         ConfigError: with every problem that was found.
     """
     kind = run_kind(cfg)
-    out_of_range = list(range_problems(cfg))
-    problems = [*choice_problems(cfg), *out_of_range, *unused_problems(cfg)]
-    problems += map(FileProblem, path_problems(cfg))
-    problems += [*tracker_problems(cfg.logging), *alarm_problems(cfg.alarms)]
-    problems += [*checkpoint_problems(cfg), *megatron_problems(cfg)]
-    problems += lora_problems(cfg)
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
-    problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
-    # Numbers are compared with each other only where each is in range: the checks divide by them.
-    in_range = not out_of_range
-    if in_range:
-        problems += [*world_problems(cfg, world_size), *schedule_problems(cfg)]
-    if in_range and geometry is not None:
+    problems = [*named_function_problems(cfg), *unused_problems(cfg), *map(FileProblem, path_problems(cfg))]
+    problems += [*tracker_problems(cfg.logging), *alarm_problems(cfg.alarms), *checkpoint_problems(cfg)]
+    problems += [*megatron_problems(cfg), *lora_problems(cfg), *model_problems]
+    problems += map(FileProblem, own_tokenizer_problems(cfg.model))
+    problems += [*world_problems(cfg, world_size), *schedule_problems(cfg)]
+    if geometry is not None:
         problems += cut_problems("actor", cfg.actor.layout, geometry, "model.path")
         problems += balance_problems("actor", cfg.actor.moe, geometry, "model.path")
-        problems += mtp_problems(cfg, geometry)
-        problems += target_problems(cfg, geometry)
-        if geometry.vision is not None or cfg.actor.vision.train in ("merger", "all"):
-            from rlhf_mcore.config.rules.vision import processor_problems, vision_problems  # few models read images
-
-            problems += [
-                *vision_problems(cfg, geometry),
-                *(processor_problems(cfg) if geometry.vision is not None else ()),
-            ]
+        problems += [*mtp_problems(cfg, geometry), *target_problems(cfg, geometry), *vision_problems(cfg, geometry)]
+        problems += processor_problems(cfg) if geometry.vision is not None else ()
     if kind.generates and cfg.rollout.quantization is not None:
-        from rlhf_mcore.config.rules.quantisation import quantised_problems
-
         problems += quantised_problems(cfg, geometry)
     if cfg.actor.fp8 == "blockwise":
-        from rlhf_mcore.config.rules.fp8 import fp8_problems
-
-        problems += fp8_problems(cfg, geometry if in_range else None)
+        problems += fp8_problems(cfg, geometry)
     if cfg.actor.router_replay != "off":
-        from rlhf_mcore.config.rules.routes import route_problems
-
         problems += route_problems(cfg, geometry)
     if kind.generates:
-        problems += [
-            *algorithm_problems(cfg),
-            *rollout_problems(cfg),
-            *environment_problems(cfg),
-            *reward_problems(cfg),
-        ]
-        problems += [*ray_problems(cfg), *prompt_problems(cfg), *role_problems(cfg, geometry if in_range else None)]
+        problems += [*algorithm_problems(cfg), *sampling_problems(cfg), *rollout_problems(cfg)]
+        problems += [*environment_problems(cfg), *reward_problems(cfg), *ray_problems(cfg), *prompt_problems(cfg)]
+        problems += [*role_problems(cfg, geometry), *engine_problems(cfg, world_size, geometry)]
+        problems += [*batch_problems(cfg), *position_problems(cfg, geometry)]
         if cfg.teacher != TeacherConfig() or not reads_scores(cfg):
-            from rlhf_mcore.config.rules.teacher import teacher_problems  # few runs have one
-
-            problems += teacher_problems(cfg, geometry if in_range else None)
-        if in_range:
-            problems += [
-                *engine_problems(cfg, world_size, geometry),
-                *batch_problems(cfg),
-                *position_problems(cfg, geometry),
-            ]
+            problems += teacher_problems(cfg, geometry)
     else:
-        problems += example_problems(cfg)
-        if kind.compares:
-            problems += preference_problems(cfg, geometry if in_range else None)
-        if in_range:
-            problems += example_batch_problems(cfg, geometry)
+        problems += [*example_problems(cfg), *example_batch_problems(cfg, geometry)]
+        problems += preference_problems(cfg, geometry) if kind.compares else ()
     if not check_files:
         problems = [problem for problem in problems if not isinstance(problem, FileProblem)]
     if problems:
         raise ConfigError.many(problems)
 
 
+def report_all(found: WrongValues, world_size: int | None = None) -> ConfigError:
+    """Add what rules find among the other keys. Problems that name a wrong key are left out: they would be consequences."""
+    try:
+        validate(found.rest, world_size)
+    except ConfigError as error:
+        others = [problem for problem in error.problems if not any(key in problem for key in found.keys)]
+        return ConfigError.many([*found.problems, *others])
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------------- single keys
-def choice_problems(cfg: Config) -> Iterator[str]:
-    """List the keys whose text is none of their choices."""
-    for key, value, allowed in _allowed_values(cfg):
-        if not isinstance(allowed, Choices) or value is None or allowed.holds(value):
-            continue
-        if allowed.or_function and is_file_spec(value):
-            yield from function_problems(value, key)
-        else:
-            null = ", or null" * bool(DESCRIPTIONS[key].null)
-            yield f"{key}={value!r} is not a choice; choose one of: {allowed}{null}"
+def named_function_problems(cfg: Config) -> Iterator[str]:
+    """List the problems with files whose functions stand for a choice."""
+    kind = run_kind(cfg)
+    for key, description in DESCRIPTIONS.items():
+        allowed = description.allowed
+        if isinstance(allowed, Choices) and allowed.or_function and kind.reads(key):
+            value = value_of(cfg, key)
+            if value is not None and not allowed.holds(value):
+                yield from function_problems(value, key)
 
 
-def range_problems(cfg: Config) -> Iterator[str]:
-    """List the keys whose number is out of range."""
-    for key, value, allowed in _allowed_values(cfg):
-        if isinstance(allowed, Range) and value is not None and not allowed.holds(value):
-            yield f"{key}={value} is out of range; it must be {allowed}"
-    if run_kind(cfg).generates and cfg.evaluate.samples > 1 and cfg.evaluate.temperature == 0:
+def sampling_problems(cfg: Config) -> Iterator[str]:
+    """Reject an evaluation that samples the same greedy response several times."""
+    if cfg.evaluate.samples > 1 and cfg.evaluate.temperature == 0:
         yield (
-            f"evaluate.samples={cfg.evaluate.samples} with evaluate.temperature=0.0 draws the same greedy response again and "
-            "again; raise evaluate.temperature or set evaluate.samples=1"
+            f"evaluate.samples={cfg.evaluate.samples} with evaluate.temperature=0.0 samples the same greedy response each time; raise "
+            "evaluate.temperature or set evaluate.samples=1"
         )
 
 
@@ -161,8 +135,6 @@ def unused_problems(cfg: Config) -> Iterator[str]:
         while description.only_with:
             owner, _, values = description.only_with.partition("=")
             owner_value, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # which may need another in its turn
-            if _is_misspelled(owner, owner_value) or _is_misspelled(key, value):
-                break  # which is another problem
             if owner == "rollout.engine" and engine_kind(owner_value).reads(key):
                 break
             if owner_value not in values.split(" or ") if values else owner_value == 0:
@@ -184,29 +156,13 @@ def _conditional_defaults() -> dict[str, Any]:
     return {key: value_of(default, key) for key, description in DESCRIPTIONS.items() if description.only_with}
 
 
-def _is_misspelled(key: str, value: Any) -> bool:
-    allowed = DESCRIPTIONS[key].allowed
-    return isinstance(allowed, Choices) and not allowed.holds(value)
-
-
-def _allowed_values(cfg: Config) -> Iterator[tuple[str, Any, Range | Choices]]:
-    """List every key that the run reads and whose values are bounded."""
-    kind = run_kind(cfg)
-    for key, description in DESCRIPTIONS.items():
-        if not kind.reads(key):
-            continue
-        if description.allowed is not None:
-            yield key, value_of(cfg, key), description.allowed
-
-
 # -------------------------------------------------------------------------------------------------------- several keys
 
 
 def reward_and_data_problems(cfg: Config) -> Iterator[str]:
     """Check scores and prompts alone: no model is read."""
     yield from (
-        *choice_problems(cfg),
-        *range_problems(cfg),
+        *named_function_problems(cfg),
         *environment_problems(cfg),
         *reward_problems(cfg),
         *prompt_problems(cfg),

@@ -10,15 +10,16 @@ Only ``to_model_layout`` and ``to_token_layout`` convert one into the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from rlhf_mcore.data.packing import group_by_length, pack, round_up
-from rlhf_mcore.parallel.ragged import split_tokens
+from rlhf_mcore.data.packing import check_budget, group_by_length, pack, round_up
+from rlhf_mcore.data.prefixes import Ids, build_tree, computed_tokens, units_of
+from rlhf_mcore.parallel.rows import split_tokens
 from rlhf_mcore.types import Microbatch, Ragged
 
 
@@ -60,6 +61,8 @@ def make_microbatches(
     min_count: int = 1,
     multiple_of: int = 1,
     pad_token_id: int = 0,
+    share_prefixes: bool = False,
+    alone: Collection[int] = (),
 ) -> list[Microbatch]:
     """Cut rows into microbatches of at most ``max_tokens`` tokens, padding included.
 
@@ -76,6 +79,9 @@ def make_microbatches(
     a multiple of the former; it has an entry in ``cu_seqlens`` but none in ``rows`` and ``lengths``. Padded: [b, T_b], T_b a multiple
     of ``pad_multiple``.
 
+    With ``share_prefixes`` packed rows that begin alike go together, and the model computes their beginning once: ``max_tokens`` then
+    limits the tokens of ``Microbatch.tree``. A microbatch whose rows share nothing has none. Rows at places ``alone`` never share.
+
     Raises:
         ConfigError: one row, or unit of rows, is longer than ``max_tokens``.
     """
@@ -87,8 +93,14 @@ def make_microbatches(
     units = in_units(range(len(tokens.rows)), rows_per_unit)
     lengths = [[round_up(tokens.lengths[place], sequence_multiple) for place in unit] for unit in units]
     assign, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)
+    sizes, ids = [size(unit) for unit in lengths], list[Ids]()
+    if share_prefixes and packing:
+        ids = [part.numpy() for part in tokens.fields["token_ids"].long().split(tokens.lengths)]
+        check_budget(sizes if rows_per_unit == 1 else [], max_tokens, pad_multiple)
+        limit = max_tokens // pad_multiple * pad_multiple
+        units, sizes = _sharing_units(ids, units, sizes, limit, sequence_multiple, alone)
     bins = assign(
-        [size(unit) for unit in lengths],
+        sizes,
         max_tokens,
         min_bins=min_count,
         multiple_of=multiple_of,
@@ -104,23 +116,47 @@ def make_microbatches(
     for places in chosen:
         if packing:
             microbatch = _build_packed(tokens, places, shifted, (sequence_multiple, pad_multiple), pad_token_id)
+            if ids:
+                own = [ids[place] for place in places]
+                lonely = [number for number, place in enumerate(places) if place in alone]
+                paddings = {"multiple": sequence_multiple, "pad_multiple": pad_multiple, "pad_token_id": pad_token_id}
+                microbatch.tree = build_tree(own, sequence_sizes(microbatch), alone=lonely, **paddings)
         else:
             microbatch = _build_padded(tokens, places, shifted, pad_multiple, pad_token_id)
         for name, rows in values.items():
-            # The shift keeps the values' order: a row's first token has none, and its last position gets none.
-            parts = [tokens.ragged[name].values[:0], *(rows[place] for place in places)]
-            ragged = Ragged(microbatch.fields.pop(name), torch.cat(parts))
-            assert int(ragged.counts.sum()) == len(ragged.values), name
-            microbatch.ragged[name] = ragged
+            microbatch.ragged[name] = _ragged_of(
+                microbatch.fields.pop(name), [tokens.ragged[name].values[:0], *(rows[place] for place in places)]
+            )
         microbatch.images = [tokens.images[place] for place in places] if tokens.images else []
         microbatches.append(microbatch)
     return microbatches
+
+
+def _ragged_of(counts: Tensor, rows: Sequence[Tensor]) -> Ragged[Tensor]:
+    """Join the values of some rows. The shift keeps their order: a row's first token has none, and its last position gets none."""
+    ragged = Ragged(counts, torch.cat(list(rows)))
+    assert int(ragged.counts.sum()) == len(ragged.values)
+    return ragged
 
 
 def in_units(rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
     """Cut consecutive rows into units of ``rows_per_unit``."""
     assert len(rows) % rows_per_unit == 0, (len(rows), rows_per_unit)
     return [list(rows[start : start + rows_per_unit]) for start in range(0, len(rows), rows_per_unit)]
+
+
+def _sharing_units(
+    ids: Sequence[Ids],
+    units: list[list[int]],
+    sizes: list[int],
+    max_tokens: int,
+    multiple: int,
+    alone: Collection[int],
+) -> tuple[list[list[int]], list[int]]:
+    """Join units of one row that begin alike. Returns units and the tokens that are computed of each, or those given if none does."""
+    if any(len(unit) > 1 for unit in units):
+        return units, [computed_tokens([ids[place] for place in unit], multiple) for unit in units]
+    return units_of(ids, max_tokens, multiple, alone) or (units, sizes)
 
 
 def _padded_size(lengths: Sequence[int]) -> int:
@@ -180,6 +216,11 @@ def sequence_sizes(microbatch: Microbatch) -> list[int]:
         return [microbatch.token_ids.size(1)]
     sizes: list[int] = microbatch.cu_seqlens.diff().tolist()
     return sizes
+
+
+def computed_sizes(microbatch: Microbatch) -> list[int]:
+    """Return the tokens of each sequence that the model computes: of the segments of a prefix tree, or of ``sequence_sizes``."""
+    return sequence_sizes(microbatch) if microbatch.tree is None else microbatch.tree.sizes
 
 
 def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:

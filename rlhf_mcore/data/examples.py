@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,16 +17,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_mcore.config.data_columns import row_limits
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.example_columns import example_contents
 from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.data import prefixes
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.shared_tokens import Tokens, tokenize
 from rlhf_mcore.data.source import left_out, load_transform, taken_images, transformed_rows
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.rows import owners_of
+from rlhf_mcore.readers.data_columns import example_contents, row_limits
 from rlhf_mcore.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -97,6 +97,15 @@ def load_examples(
     rows = read() if group is None else on_every_rank(read, group)
     tokens = tokenize([text for row in rows for text in (row.prompt, *row.responses)], tokenizer, field, group)
     examples = list(_pair(rows, tokens, int(tokenizer.eos_token_id)))
+    if equal := [example for example in examples if _has_equal_responses(example)]:
+        if len(equal) == len(examples):
+            raise ConfigError(
+                f"{field}: chosen and rejected are equal in all {len(examples)} pairs; correct the files, or the keys of the columns"
+            )
+        note(
+            f"{field}: {len(equal):,} of {len(examples):,} pairs have equal responses and are left out; the first is {equal[0].place}"
+        )
+        examples = [example for example in examples if not _has_equal_responses(example)]
     if images is not None:
         for example in examples:
             expanded = images.expand(example.prompt_ids.tolist(), example.images, example.place)
@@ -169,7 +178,16 @@ def _batch_of(examples: Sequence[TokenizedExample]) -> TrainBatch:
         loss_mask=torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks])),
         rollout_logprobs=torch.zeros(len(flat_ids)),
         images={row: [digests] for row, digests in enumerate(seen) if digests},
+        computed=_computed(tokens),
         ref_logprobs=_at_last_tokens([known[row] for row in rows], lengths[rows]) if known else None,
+    )
+
+
+def _computed(tokens: Sequence[tuple[Any, Any]]) -> Tensor:
+    """Return of rows, each a prompt and a response, what ``TrainBatch.computed`` holds of them."""
+    shared = [len(prompt) if len(prompt) >= prefixes.SHORTEST else 0 for prompt, _ in tokens]
+    return torch.tensor(
+        [(len(prompt) + len(response), own) for (prompt, response), own in zip(tokens, shared, strict=True)]
     )
 
 
@@ -225,6 +243,12 @@ def _pair(rows: Iterable[_Texts], tokens: Iterator[Tokens], eos_token_id: int) -
             raise ConfigError(f"{row.place}: the prompt {row.prompt!r:.60} has no tokens; remove the row")
         responses = [_end(next(tokens), eos_token_id) for _ in row.responses]
         yield TokenizedExample(row.place, prompt_ids, responses, row.images)
+
+
+def _has_equal_responses(example: TokenizedExample) -> bool:
+    """Return whether the two responses of a pair have the same tokens: there is no preference to learn."""
+    responses = example.response_ids
+    return len(responses) == 2 and np.array_equal(responses[0], responses[1])
 
 
 def _end(response_ids: Tokens, eos_token_id: int) -> Tokens:

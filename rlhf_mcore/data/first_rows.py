@@ -11,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.data_columns import file_keys, row_limits, settings_of
-from rlhf_mcore.config.data_rows import has_column, read_rows, require_column
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import INDEX, read_json, read_text
+from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
+from rlhf_mcore.readers.data_rows import has_column, read_rows, require_column
 
 ROWS = 64  # rows of each file that are checked
 _MAX_CHARACTERS = 2**20  # longer prompts are not tokenised here

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.images import LEVELS, ImageStore, ImageTokens
-from rlhf_mcore.data.square_images import SquareProcessor
+from rlhf_mcore.data.images import LEVELS, ImageStore, ImageTokens, SquareProcessor
 from rlhf_mcore.foreign import read_bytes
+from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -378,8 +378,6 @@ class ImageReader:
 
 def _load_processor(model_dir: str) -> Any:
     """Return the image processor of a model. Pillow scales images, so that they are the same wherever torchvision is or is not."""
-    from rlhf_mcore.platform.image_operators import declare_image_operators
-
     declare_image_operators()
     from transformers import AutoImageProcessor
 

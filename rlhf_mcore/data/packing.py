@@ -28,7 +28,7 @@ def pack(
     Raises:
         ConfigError: one padded row alone is longer than ``max_tokens``.
     """
-    _check_budget(lengths, max_tokens, pad_multiple)
+    check_budget(lengths, max_tokens, pad_multiple)
     budget = max_tokens // pad_multiple * pad_multiple
     fitted = _best_fit(lengths, budget)
     num_bins = round_up(max(len(fitted), min_bins), multiple_of)
@@ -49,7 +49,7 @@ def group_by_length(
     Raises:
         ConfigError: one padded row alone is longer than ``max_tokens``.
     """
-    _check_budget(lengths, max_tokens, pad_multiple)
+    check_budget(lengths, max_tokens, pad_multiple)
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     groups: list[list[int]] = []
     while order:
@@ -62,7 +62,8 @@ def group_by_length(
     return groups
 
 
-def _check_budget(lengths: Sequence[int], max_tokens: int, pad_multiple: int) -> None:
+def check_budget(lengths: Sequence[int], max_tokens: int, pad_multiple: int) -> None:
+    """Raise a ConfigError if a padded row alone is longer than ``max_tokens``."""
     assert min(lengths, default=1) >= 1, "a row has at least one token"
     longest = max(lengths, default=0)
     needed = round_up(longest, pad_multiple)

@@ -7,20 +7,17 @@ memory the kernel bounds. The bounds apply to each prompt, so the load of the ma
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import resource
-import signal
-import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from rlhf_mcore.config.data_rows import checked_prompt
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import is_plain
+from rlhf_mcore.own_processes import ProcessLost, map_in_fork
+from rlhf_mcore.readers.data_rows import checked_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +29,6 @@ MAX_CHARACTERS = 16 * 2**20  # of a rendered prompt
 Content = (
     str | list[dict[str, Any]]
 )  # a text, or messages of {role, content}; a content is a text, or a list of texts and images
-_EXCEEDED = -signal.SIGXCPU
 
 
 class Renderer:
@@ -121,58 +117,11 @@ class Renderer:
 
 def in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:
     """Yield the result of ``apply`` for each input, {"text": ...} or {"error": ...}, from a child with limited resources."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        # It is about threads, but the child runs no code that takes their locks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _serve(apply, inputs, writing)
-    os.close(writing)
-    ended = False
     try:
-        with os.fdopen(reading, "rb") as lines:
-            for _ in inputs:
-                line = lines.readline()
-                if not line.endswith(b"\n"):
-                    _, status = os.waitpid(child, 0)
-                    ended = True
-                    code = os.waitstatus_to_exitcode(status)
-                    exceeded = f"it takes more than {CPU_S} s of processor time for one prompt"
-                    reason = exceeded if code == _EXCEEDED else f"its process ended with {code}"
-                    yield {"error": f"{reason}; correct the template"}
-                    return
-                yield json.loads(line)
-    finally:
-        if not ended:
-            # A child that nobody reads from ends with a broken pipe.
-            os.waitpid(child, 0)
-
-
-def _serve(apply: Any, inputs: Sequence[Any], writing: int) -> None:
-    """Run the child. It ends here, without the exit handlers of its parent."""
-    code = 1
-    try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            size = int(statm.read().split()[0]) * resource.getpagesize()
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        allowed = size + MEMORY_BYTES
-        resource.setrlimit(
-            resource.RLIMIT_AS, (allowed if most == resource.RLIM_INFINITY else min(allowed, most), most)
-        )
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with os.fdopen(writing, "wb") as lines:
-            for item in inputs:
-                used = resource.getrusage(resource.RUSAGE_SELF)
-                allowed = int(used.ru_utime + used.ru_stime) + CPU_S + 1
-                resource.setrlimit(resource.RLIMIT_CPU, (allowed, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-                lines.write(json.dumps(_render_one(apply, item)).encode("ascii") + b"\n")
-                # Without it an earlier prompt would be blamed when the child is ended.
-                lines.flush()
-        code = 0
-    finally:
-        os._exit(code)
+        yield from map_in_fork(partial(_render_one, apply), inputs, cpu_s=CPU_S, memory_bytes=MEMORY_BYTES)
+    except ProcessLost as lost:
+        exceeded = f"it takes more than {CPU_S} s of processor time for one prompt"
+        yield {"error": f"{exceeded if lost.timed_out else lost.cause}; correct the template"}
 
 
 def _render_one(apply: Any, item: Any) -> dict[str, str]:

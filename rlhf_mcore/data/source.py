@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.data_columns import file_keys, row_limits, settings_of
-from rlhf_mcore.config.data_rows import (
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import load_function
+from rlhf_mcore.data.image_rows import ImageReader, images_of_row
+from rlhf_mcore.data.rendering import Renderer
+from rlhf_mcore.data.sampler import Sampler
+from rlhf_mcore.data.shared_tokens import tokenize
+from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.readers.data_columns import file_keys, row_limits, settings_of
+from rlhf_mcore.readers.data_rows import (
     RowLimits,
     check_characters,
     check_plain,
@@ -18,12 +25,7 @@ from rlhf_mcore.config.data_rows import (
     read_rows,
     require_column,
 )
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import sees_images
-from rlhf_mcore.data.rendering import Renderer
-from rlhf_mcore.data.sampler import Sampler
-from rlhf_mcore.data.shared_tokens import tokenize
-from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.readers.model_files import sees_images
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, DataConfig
-    from rlhf_mcore.data.image_rows import ImageReader
 
 Row = dict[str, Any]
 Transform = Callable[[Row], Row | None]
@@ -101,8 +102,6 @@ def image_reader(cfg: Config) -> ImageReader | None:
     """
     if not sees_images(cfg.model.path):
         return None
-    from rlhf_mcore.data.image_rows import ImageReader
-
     return ImageReader.of(cfg)
 
 
@@ -150,8 +149,6 @@ def taken_images(
     has_parts = any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
     if not column and not has_parts and (images is None or key is None):
         return content, content, ()
-    from rlhf_mcore.data.image_rows import images_of_row
-
     return images_of_row(content, column, images, folder, place)
 
 
@@ -233,8 +230,6 @@ def load_transform(spec: str | None) -> Transform | None:
     """Return the function that ``data.transform`` names, None if it is not set."""
     if spec is None:
         return None
-    from rlhf_mcore.config.user_functions import load_function
-
     return load_function(spec, "data.transform")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import growth_problems
 from rlhf_mcore.foreign import read_json
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ConfigError: no such directory, or the tokenizer asks to run its own code or has no end-of-sequence token.
     """
     _refuse_foreign_code(path)
-    if problems := list(growth_problems(path)):
-        raise ConfigError.many(problems)
     # It takes seconds to import, so the cheap checks come first.
     from transformers import AutoTokenizer
 

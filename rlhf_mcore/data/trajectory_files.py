@@ -12,8 +12,7 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from rlhf_mcore.data.episodes import flat_fields, flat_support
-from rlhf_mcore.data.token_fields import recorded_fields
+from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields
 from rlhf_mcore.types import Prompt, Ragged, Score, Trajectory, Turn
 
 # Names in a file of trajectories: the two parts of a support, and prefixes of the fields that engines recorded.

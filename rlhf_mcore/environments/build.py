@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rlhf_mcore.config.choices import ASKING
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import longest_response
-from rlhf_mcore.config.model_files import sees_images
-from rlhf_mcore.config.tool_schemas import read_tools
+from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.environments.containers.kinds import containers_of, options_of
+from rlhf_mcore.environments.containers.task import Task, task_of
+from rlhf_mcore.environments.control_tokens import most_characters
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.sessions import sessions_of
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.readers.data_columns import row_limits
+from rlhf_mcore.readers.data_rows import mapping
+from rlhf_mcore.readers.model_files import sees_images
+from rlhf_mcore.readers.tool_schemas import read_tools
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeOrder:
+class EpisodeSpec:
     """Hold what an engine's episodes are built from, in the process of its first rank.
 
     ``make_parser`` makes what finds calls of tools in a turn, of ``environment.tool_parser``.
@@ -60,7 +69,7 @@ class EpisodeOrder:
     variables: Mapping[str, str] = field(repr=False)  # those of environment.env
 
     @classmethod
-    def of(cls, cfg: Config, num_engines: int, make_parser: MakeParser) -> EpisodeOrder:
+    def of(cls, cfg: Config, num_engines: int, make_parser: MakeParser) -> EpisodeSpec:
         """Return the environment of a run."""
         own, in_time = cfg.environment, cfg.trainer.max_staleness > 0 and not cfg.rollout.deterministic_order
         return cls(
@@ -97,7 +106,7 @@ class EpisodeOrder:
     def _agents(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeDriver:
         from rlhf_mcore.environments.agents.conversation import Conversation
         from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
-        from rlhf_mcore.environments.agents.endpoint import Endpoint
+        from rlhf_mcore.environments.agents.endpoint import MAX_BYTES, Endpoint
 
         own, parse = self.own, None
         if (name := own.tool_parser) is not None:
@@ -117,7 +126,9 @@ class EpisodeOrder:
         rules = AgentRules(limits, self.max_total, self.fails, own.score != "reward", own.branches)
         os.environ.update(self.variables)
         sessions = sessions_of(own, self.num_engines, self.folder)
-        endpoint = Endpoint(own.agent.host)
+        # JSON writes a character with up to 6 bytes. Images are data URLs, whose size does not depend on the context.
+        max_bytes = MAX_BYTES if images is not None else min(6 * most_characters(self.max_total), MAX_BYTES)
+        endpoint = Endpoint(own.agent.host, max_bytes)
         episodes = AgentEpisodes(sessions, endpoint, Conversation(tokenizer, parse, images), rules)
         weakref.finalize(episodes, endpoint.close_all)
         return episodes
@@ -137,7 +148,7 @@ def episode_worker(
     cfg: Config, generator: Generator, engine: EngineRank, decode: Decode, make_parser: MakeParser
 ) -> RolloutWorker:
     """Build the worker that plays episodes on this rank's engine. Collective over the world."""
-    order = EpisodeOrder.of(cfg, engine.num_engines, make_parser)
+    order = EpisodeSpec.of(cfg, engine.num_engines, make_parser)
     episodes = on_every_rank(lambda: order.build() if engine.is_lead else None)
     plays = EpisodeGenerator(generator, episodes, _engine_group(engine))
     return RolloutWorker(plays, engine, decode, episode_request)
@@ -153,3 +164,26 @@ def _engine_group(engine: EngineRank) -> dist.ProcessGroup | None:
         for first in range(0, dist.get_world_size(), size)
     ]
     return groups[engine.engine_index]
+
+
+def warm_containers(cfg: Config) -> None:
+    """Read the tasks of all rows, and have what their containers need on this machine.
+
+    Raises:
+        ConfigError: naming the row whose task cannot be read, or what cannot be had.
+    """
+    containers = containers_of(options_of(cfg.environment))
+    different = {(task.image, tuple(sorted(task.context.items()))): task for task in _tasks(cfg)}
+    asyncio.run(containers.warm(different.values()))
+
+
+def _tasks(cfg: Config) -> Iterator[Task]:
+    limits, transform = row_limits(cfg.data), load_transform(cfg.data.transform)
+    for file in (*cfg.data.train, *cfg.data.eval):
+        for place, row in transformed_rows(Path(file), limits, transform):
+            if row is None:
+                continue
+            try:
+                yield task_of(mapping(row, "extra_info", place))
+            except ConfigError as error:
+                raise ConfigError(f"{place}: {error}") from error

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 CUT = "\ue0ff"  # a letter of private use, behind the first one of a control token's name that is only a name
 
 
+MIN_CHARACTERS = 2**16  # of a text that is tokenised, however short the context is
+
+
+def most_characters(max_tokens: int) -> int:
+    """Return the most characters of a text that is tokenised for a sequence of ``max_tokens``.
+
+    Texts have about 4 characters per token, and runs of spaces up to 16. A longer text does not fit.
+    """
+    return max(MIN_CHARACTERS, 16 * max_tokens)
+
+
 class UnreadableText(ValueError):
     """A text that the tokenizer cannot split."""
 

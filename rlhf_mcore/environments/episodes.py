@@ -16,17 +16,18 @@ from numpy.typing import NDArray
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.environments.control_tokens import UnreadableText
+from rlhf_mcore.environments.control_tokens import UnreadableText, most_characters
 from rlhf_mcore.environments.episode_log import EpisodeLog, linear_record
-from rlhf_mcore.environments.sessions import Answer, Sessions
+from rlhf_mcore.environments.sessions import Sessions, StepResult
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, check_completion, request_of, request_seed
-from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Score
+from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Score, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rlhf_mcore.data.image_rows import ImageReader
+    from rlhf_mcore.protocols import RewardFunction
 
 PART = "environment"  # of a score: the rewards of all turns
 
@@ -51,7 +52,7 @@ class _Episode:
     rewards: list[float] = field(default_factory=list)  # of the policy's turns
     log: EpisodeLog = field(default_factory=EpisodeLog)
     request: Request | None = None  # that is being answered
-    failure: Answer | None = None  # before the first turn
+    failure: StepResult | None = None  # before the first turn
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +122,7 @@ class Episodes:
 
     num_held = 0
 
-    def unheard(self) -> Collection[int]:
+    def abandoned_turns(self) -> Collection[int]:
         """Return none: a turn is asked for under the id of its episode, and cancelled with it."""
         return ()
 
@@ -205,24 +206,30 @@ class Episodes:
                 else:
                     self._next_turn(key, each, answer)
             except UnreadableText as error:
-                self._fail(key, Answer(error=str(error)))
+                self._fail(key, StepResult(error=str(error)))
+            except ConfigError:
+                raise
+            except Exception as error:
+                self._fail(key, StepResult(error=f"failed in the trainer ({type(error).__name__}: {error})"))
 
     # ---------------------------------------------------------------------------------------------------------- turns
-    def _begin_first_turn(self, key: int, each: _Episode, answer: Answer) -> None:
+    def _begin_first_turn(self, key: int, each: _Episode, answer: StepResult) -> None:
         if answer.messages:
+            if (size := _num_characters(answer)) > most_characters(each.max_tokens):
+                raise UnreadableText(f"returned a first observation of {size:,} characters, which is too long")
             prompt = self._seen(each.prompt, answer)
             tokens, text = self._text.opening(prompt, answer.messages, special=answer.special)
             tokens = self._expand(tokens, prompt.images)
             added = len(tokens) - len(each.prompt.prompt_ids)
             if added >= each.max_tokens:
                 error = f"returned a first observation of {added} tokens, which leaves no room in {each.max_tokens} of an episode"
-                self._fail(key, Answer(error=error))
+                self._fail(key, StepResult(error=error))
                 return
             each.prompt = replace(prompt, prompt_ids=tokens, text=text)
             each.max_tokens -= max(added, 0)
         self._ask(key, each)
 
-    def _next_turn(self, key: int, each: _Episode, answer: Answer) -> None:
+    def _next_turn(self, key: int, each: _Episode, answer: StepResult) -> None:
         each.rewards.append(answer.reward)
         turn = each.written[-1]
         assert isinstance(turn, Completion)
@@ -232,6 +239,8 @@ class Episodes:
             self._finish(key, "turns")
         elif self._limits.max_seconds is not None and time.monotonic() - each.started >= self._limits.max_seconds:
             self._finish(key, "seconds")
+        elif _num_characters(answer) > most_characters(each.max_tokens):
+            self._finish(key, "length")
         else:
             prompt = self._seen(each.prompt, answer)
             new = prompt.images[len(each.prompt.images) :]
@@ -248,7 +257,7 @@ class Episodes:
                 each.texts.append("".join(message["content"] for message in answer.messages))
             self._ask(key, each)
 
-    def _seen(self, prompt: Prompt, answer: Answer) -> Prompt:
+    def _seen(self, prompt: Prompt, answer: StepResult) -> Prompt:
         """Return the prompt of an episode with the images of an observation behind its own.
 
         Raises:
@@ -295,7 +304,7 @@ class Episodes:
         each.log.begin_turn(len(each.log.turns))
         self._requests.append(each.request)
 
-    def _fail(self, key: int, answer: Answer) -> None:
+    def _fail(self, key: int, answer: StepResult) -> None:
         """End an episode whose environment gave no answer: nobody answers the last turn."""
         each = self._open[key]
         cause = f"{self._sessions.name} on {each.asked.name}, turn {len(each.rewards)}, {answer.error}"
@@ -324,6 +333,10 @@ class Episodes:
         whole = replace(whole, record=linear_record(each.log, each.prompt.text, each.written, each.texts))
         last = next(part for part in reversed(each.written) if isinstance(part, Completion))
         self._finished.append(replace(last, trajectory=whole))
+
+
+def _num_characters(answer: StepResult) -> int:
+    return sum(len(message["content"]) for message in answer.messages)
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -358,3 +371,35 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{value!r:.60} is a {type(value).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReward:
+    """``graders``: of the last turn; None: the environment's rewards are all. ``adds``: these count beside the graders."""
+
+    graders: RewardFunction | None = None
+    adds: bool = True
+
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+        """Submit episodes to the graders. The result waits for them. An episode whose environment failed has no score."""
+        graded = self.graders.submit(trajectories) if self.graders is not None else None
+
+        def finish() -> list[Score]:
+            given = graded() if graded is not None else [None] * len(trajectories)
+            return [self._score(trajectory, score) for trajectory, score in zip(trajectories, given, strict=True)]
+
+        return finish
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Submit, and wait."""
+        return self.submit(trajectories)()
+
+    def _score(self, trajectory: Trajectory, graded: Score | None) -> Score:
+        own = trajectory.score
+        assert own is not None, "an episode of an environment"
+        if own.failure is not None or graded is None:
+            return own
+        if not self.adds:
+            return graded
+        value, parts = graded.value + own.value, own.parts | graded.parts
+        return Score(value, parts, graded.failure, graded.cause, graded.answered)

@@ -67,7 +67,7 @@ class EpisodeGenerator:
         try:
             while self._open:
                 turns = self._due(ended) if episodes is not None else []
-                unheard = list(episodes.unheard()) if episodes is not None else []
+                unheard = list(episodes.abandoned_turns()) if episodes is not None else []
                 ended_ids = [completion.request_id for completion in ended]
                 turns, unheard, ended_ids = self._agree(turns, unheard, ended_ids)
                 self._engine.cancel(unheard)

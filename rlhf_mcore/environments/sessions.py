@@ -19,10 +19,8 @@ from rlhf_mcore.config.choices import AGENT, ASKING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.environments.worker import KEY
-from rlhf_mcore.rewards.frames import encode
-from rlhf_mcore.rewards.items import MAX_LOST_IN_A_ROW, WorkerLimits
-from rlhf_mcore.rewards.pools import default_workers
-from rlhf_mcore.rewards.process import START_TIMEOUT_S, ProcessLost, WorkerProcess
+from rlhf_mcore.own_processes import MAX_STARTS, START_TIMEOUT_S, ProcessLost, WorkerProcess, encode, loading_problem
+from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, WorkerLimits, default_workers
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import EnvironmentConfig
@@ -32,7 +30,7 @@ MAX_CONCURRENT = 256  # calls at a time in a process whose environments are asyn
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StepResult:
     """Hold what came of a reset or of a step: ``messages`` of {"role", "content"}; or an error, with the cause in words.
 
     ``special``: the environment writes special tokens into its messages.
@@ -91,8 +89,9 @@ class Sessions:
         self._limits = limits
         self._hosts: list[_Host] = []
         self._sessions: dict[int, _Session] = {}
-        self._answers: list[tuple[int, Answer]] = []
+        self._answers: list[tuple[int, StepResult]] = []
         self._lost_in_a_row = 0
+        self._killed_starts = 0  # in a row
         self._num_calls = 0
         self.bound = f"environment.timeout_s={limits.timeout_s:g} s"
         self.wake: int | None = None  # a descriptor that ends a wait when it is readable
@@ -104,8 +103,9 @@ class Sessions:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        host = self._start()
-        while not host.ready:
+        while not any(host.ready for host in self._hosts):
+            if not self._hosts:
+                self._start()
             self._round(None)
 
     @property
@@ -141,7 +141,7 @@ class Sessions:
             if session.is_there:
                 host.process.send(encode({"close": key}))
 
-    def poll(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+    def poll(self, timeout_s: float | None) -> list[tuple[int, StepResult]]:
         """Return the answers that have come, by session. Waits for one while calls are under way, no longer than ``timeout_s``.
 
         Raises:
@@ -234,15 +234,16 @@ class Sessions:
             host.process.stop()
             raise ConfigError(message["problem"])
         if "ready" in message:
+            self._killed_starts = 0
             host.ready, host.capacity = True, MAX_CONCURRENT if message["concurrent"] else 1
         elif "lost" in message:
             cause = f"{message['lost']} (environment.memory_gib={self._limits.memory_gib:g})"
             self._lose(host, cause, [message["session"]])
         elif host.calls.pop(message["session"], None) is not None:
             self._lost_in_a_row = 0
-            self._answer(message.pop("session"), Answer(**message))
+            self._answer(message.pop("session"), StepResult(**message))
 
-    def _answer(self, key: int, answer: Answer) -> None:
+    def _answer(self, key: int, answer: StepResult) -> None:
         if key in self._sessions:  # and was not closed in the meantime
             self._answers.append((key, answer))
 
@@ -252,10 +253,13 @@ class Sessions:
         Of several that may have ended it each is made alone then; of those beyond their deadlines each is known.
         """
         self._hosts.remove(host)
+        was_killed = host.process.was_killed
         host.process.stop()
         tail = f"; it last printed: {host.process.tail.strip()!r}" if host.process.tail.strip() else ""
         if not host.ready:
-            raise ConfigError(f"{self.name} {cause} while it was loaded{tail}: correct the file")
+            self._killed_starts += was_killed
+            if not was_killed or self._killed_starts >= MAX_STARTS:
+                raise ConfigError(loading_problem(self.name, f"{cause} while it was loaded{tail}", was_killed))
         pending = [key for key in (*host.calls, *host.waiting) if key in self._sessions]
         for key in host.sessions:
             self._sessions[key].host = None
@@ -266,7 +270,7 @@ class Sessions:
                 self._call(key, again=True)
                 continue
             self._lost_in_a_row += 1
-            self._answer(key, Answer(error=cause + tail, timed_out=timed_out))
+            self._answer(key, StepResult(error=cause + tail, timed_out=timed_out))
             if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
                 raise ConfigError(
                     f"{self.name} gave no answer to {MAX_LOST_IN_A_ROW} calls in a row; in the last of them it {cause}{tail}: correct "

@@ -19,21 +19,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mcore.config.choices import AGENT
+from rlhf_mcore.config.choices import AGENT, is_file_spec
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.user_functions import load_function, place_of
-from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
+from rlhf_mcore.own_processes import DISCONNECTED, decode, encode, end_group_with, limit_memory, receive_messages
+from rlhf_mcore.plugins import load_plugin
 from rlhf_mcore.rewards.user_function import number_problem, shorten
-from rlhf_mcore.rewards.worker import end_with, limit_memory, messages_of
 
 KEY = "environment.function"
 BUILT_IN = {
     "tools": "rlhf_mcore.environments.tools:Tools",
-    "gymnasium": "rlhf_mcore.environments.gymnasium:Gymnasium",
-    "openenv": "rlhf_mcore.environments.openenv:OpenEnv",
-    "verifiers": "rlhf_mcore.environments.verifiers:Verifiers",
-    "agent": "rlhf_mcore.environments.agents.program:Agent",
+    "agent": "rlhf_mcore.environments.agents.program:AgentEnvironment",
 }
 _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages; content may be parts with images'
@@ -57,10 +54,10 @@ def main(descriptor: int) -> None:
     with ``"row"`` where this process does not have the session yet: it resets it, takes the actions, and answers with what came of
     the last one.
     """
-    end_with(descriptor)
+    end_group_with(descriptor)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    order = next(messages_of(connection))
+    order = next(receive_messages(connection))
     limit_memory(order["memory_bytes"])
     try:
         os.chdir(order["folder"])
@@ -99,6 +96,9 @@ def load_environment(spec: str) -> Callable[..., Any]:
 
         module, _, name = BUILT_IN[spec].partition(":")
         return getattr(import_module(module), name)
+    if not is_file_spec(spec):
+        plugin: Callable[..., Any] = load_plugin("environments", spec, f"{KEY}={spec}", package="environments")
+        return plugin
     kind = load_function(spec, KEY)
     missing = [name for name in ("reset", "step") if not callable(getattr(kind, name, None))]
     if not inspect.isclass(kind) or missing:
@@ -142,7 +142,7 @@ async def _serve(connection: socket.socket, environments: Environments) -> None:
 
 
 @dataclass(slots=True)
-class _Session:
+class _LiveSession:
     environment: Any
     seed: int
     turns: int = 0
@@ -153,7 +153,7 @@ class Environments:
 
     def __init__(self, make: Callable[[], Any], spec: str) -> None:
         self._make, self._spec = make, spec
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, _LiveSession] = {}
 
     async def answer(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a message: ``{"messages", "reward", "done"}``, or ``{"error"}``."""
@@ -177,7 +177,7 @@ class Environments:
             return {}
         reply: dict[str, Any] = {}
         if "row" in item:
-            session = self._sessions[item["session"]] = _Session(self._make(), item["seed"])
+            session = self._sessions[item["session"]] = _LiveSession(self._make(), item["seed"])
             observation = await self._call(session, "reset", item["row"], item["seed"])
             reply = self._reply(session, "reset", observation, (observation, 0.0, False))
         for action in item["actions"]:
@@ -188,7 +188,7 @@ class Environments:
             reply = self._reply(session, "step", result, result)
         return reply
 
-    async def _call(self, session: _Session, method: str, *arguments: Any) -> Any:
+    async def _call(self, session: _LiveSession, method: str, *arguments: Any) -> Any:
         # What an environment draws from the shared generators does not depend on the sessions beside it.
         random.seed(f"{session.seed} {session.turns}")
         if "numpy" in sys.modules:
@@ -198,7 +198,7 @@ class Environments:
         return await result if inspect.isawaitable(result) else result
 
     @staticmethod
-    def _reply(session: _Session, method: str, given: Any, result: Any) -> dict[str, Any]:
+    def _reply(session: _LiveSession, method: str, given: Any, result: Any) -> dict[str, Any]:
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             return {"error": f"returned {shorten(given)} from {method}: return observation, reward, done"}
         observation, reward, done = result

@@ -264,11 +264,6 @@ class Family:
     default_window: int = 0
 
     dequantised: tuple[Literal["mxfp4"], ...] = ()  # ways in which stored experts may be quantised
-    vllm_imports: str = ""  # a package that vLLM's module of the model needs and vLLM itself does not
-    on_every_stage: tuple[
-        Literal["embedding", "norm", "output"], ...
-    ] = ()  # of vLLM 0.32's model, computed there or not
-    shares_whole: bool = False  # vLLM's groups with requests of their own have a whole shared expert on each rank
 
     @property
     def parts(self) -> list[Latent | Windows | DeltaNet | Mixture | SigmoidMixture]:

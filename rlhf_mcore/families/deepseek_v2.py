@@ -11,5 +11,4 @@ FAMILY = Family(
     latent=Latent(),
     mixture=SoftmaxMixture(),
     flags={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
-    shares_whole=True,
 )

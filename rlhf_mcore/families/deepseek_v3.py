@@ -13,5 +13,4 @@ FAMILY = Family(
     flags={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
     # vLLM routes by a softmax and without the bias where config.json does not have these.
     texts={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    shares_whole=True,
 )

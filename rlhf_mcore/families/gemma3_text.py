@@ -25,5 +25,4 @@ FAMILY = Family(
     absent=("attn_logit_softcapping", "final_logit_softcapping"),
     settings=_settings,
     windows=Windows(every=6),
-    on_every_stage=("embedding", "norm", "output"),
 )

@@ -22,5 +22,4 @@ FAMILY = Family(
     numbers={"swiglu_alpha": 1.702, "swiglu_limit": LIMIT, "rms_norm_eps": 1e-5},  # vLLM has no others
     windows=Windows(every=2, is_fixed=True),
     dequantised=("mxfp4",),
-    on_every_stage=("embedding", "norm", "output"),
 )

@@ -9,5 +9,4 @@ FAMILY = Family(
     DECODER + experts("block_sparse_moe", ("w1", "w3", "w2")),
     mixture=Mixture("intermediate_size", top_k=2, always_renormalises=True),
     window_switch="sliding_window",
-    on_every_stage=("embedding", "norm", "output"),
 )

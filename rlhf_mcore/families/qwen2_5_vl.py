@@ -9,6 +9,5 @@ FAMILY = replace(
     TEXT,
     name="qwen2_5_vl",
     architecture="Qwen2_5_VL",
-    vllm_imports="torchvision",
     vision=Vision(gated_tower, "visual.", interleaved=False),
 )

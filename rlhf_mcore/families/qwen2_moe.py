@@ -12,5 +12,4 @@ FAMILY = Family(
     flags={"qkv_bias": True},
     window_switch="use_sliding_window",
     default_window=4096,
-    on_every_stage=("embedding", "norm", "output"),
 )

@@ -15,11 +15,8 @@ FAMILY = Family(
     megatron={**HYBRID_SETTINGS, "moe_shared_expert_gate": True},
     head_dim=256,
     delta=DeltaNet(),
-    vllm_imports="torchvision",
     mixture=Mixture("moe_intermediate_size", top_k=8, always_renormalises=True, shared_ffn=512),
     flags={"attention_bias": False, **GATED_FLAGS},
     rotates_partly=True,
     window_switch="use_sliding_window",
-    on_every_stage=("embedding",),
-    shares_whole=True,
 )

@@ -11,9 +11,7 @@ FAMILY = Family(
     megatron=HYBRID_SETTINGS,
     head_dim=256,
     delta=DeltaNet(),
-    vllm_imports="torchvision",
     flags={"attention_bias": False, **GATED_FLAGS},
     rotates_partly=True,
     window_switch="use_sliding_window",
-    on_every_stage=("embedding",),
 )

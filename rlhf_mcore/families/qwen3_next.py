@@ -19,6 +19,4 @@ FAMILY = Family(
     flags={"attention_bias": False, **GATED_FLAGS},
     rotates_partly=True,
     window_switch="use_sliding_window",
-    on_every_stage=("embedding", "output"),
-    shares_whole=True,
 )

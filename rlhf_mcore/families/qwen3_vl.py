@@ -10,6 +10,5 @@ FAMILY = replace(
     name="qwen3_vl",
     architecture="Qwen3VL",
     rules=within(TEXT.rules, "model.language_model."),
-    vllm_imports="torchvision",
     vision=Vision(plain_tower, "model.visual.", interleaved=True, head_dim=TEXT.head_dim),
 )

@@ -13,6 +13,5 @@ FAMILY = replace(
     architecture="Qwen3VLMoe",
     rules=within(DECODER + QK_NORM + stacked_experts("mlp.gate", biased=False), "model.language_model."),
     mixture=Mixture("moe_intermediate_size", top_k=4, has_dense_layers=True, always_renormalises=True),
-    vllm_imports="torchvision",
     vision=Vision(plain_tower, "model.visual.", interleaved=True),
 )

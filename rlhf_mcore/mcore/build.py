@@ -19,21 +19,26 @@ from megatron.core.transformer.module import Float16Module
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.geometry import LatentSizes
+from rlhf_mcore.mcore.attention import set_latent_frequencies, set_window_frequencies
 from rlhf_mcore.mcore.ends import ScalarHead, defer_logits, scale_embeddings
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.kernels import use_fast_kernels
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
+from rlhf_mcore.mcore.mixture import keep_biases_whole
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
+from rlhf_mcore.mcore.mtp import add_mtp_layers
+from rlhf_mcore.mcore.needs import make_buffers
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.packed import rotate_packed, tell_of_padding
 from rlhf_mcore.mcore.weights import mark_tensor_parallel
 from rlhf_mcore.platform import Platform
 
 if TYPE_CHECKING:
+    from rlhf_mcore.data.images import ImageStore
     from rlhf_mcore.mcore.image_features import StepFeatures
     from rlhf_mcore.mcore.lora import Adapters
     from rlhf_mcore.mcore.mtp import MTPLearning
-    from rlhf_mcore.mcore.vision import ImageSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class BuildOptions:
     microbatch_tokens: int = 0  # the most of a training pass; for ``tp_comm_overlap``
     mtp: MTPLearning | None = None
     add_adapters: Callable[[Sequence[torch.nn.Module]], Adapters] | None = None  # which freezes the weights
-    images: ImageSource | None = None  # of a model that reads images
+    images: ImageStore | None = None  # of a model that reads images
     kept: StepFeatures | None = None  # of all models of the process; None: its own
     trains_tower: bool = False
 
@@ -75,8 +80,6 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         options = replace(options, overrides=options.overrides.overlapping())
     platform.prepare_megatron()
     if options.overrides.needs_one_shape:
-        from rlhf_mcore.mcore.needs import make_buffers
-
         make_buffers(options.overrides, platform, groups.layout, options.microbatch_tokens, spec.geometry.hidden_size)
     rotate_packed()
     with use_groups(groups, platform):
@@ -103,7 +106,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         chunks = [_build_chunk(spec, groups, config, options, stage) for stage in stages]
         vision = None
         if spec.geometry.vision is not None:
-            from rlhf_mcore.mcore.vision import add_vision
+            from rlhf_mcore.mcore.vision import add_vision  # imports transformers' models
 
             vision = add_vision(chunks, spec, groups, config, platform, options.images, options.kept)
         if options.freeze is not None:
@@ -112,13 +115,9 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
         modules = [module for chunk in chunks for module in chunk.modules()]
         if spec.geometry.experts is not None:
-            from rlhf_mcore.mcore.mixture import keep_biases_whole
-
             keep_biases_whole(modules)
         tell_of_padding(modules)
         if platform.name == "cuda":
-            from rlhf_mcore.mcore.fast_kernels import use_fast_kernels
-
             use_fast_kernels(modules, config)
         # Or Megatron would move it with every gradient, over its globals.
         config.moe_router_enable_expert_bias = False
@@ -170,19 +169,13 @@ def _build_chunk(
     elif last:
         defer_logits(chunk.output_layer, groups.collection.tp)
     if options.mtp is not None:
-        from rlhf_mcore.mcore.mtp import add_mtp_layers
-
         family = FAMILIES[spec.geometry.family]
         add_mtp_layers(chunk, spec.geometry, groups, options.layer_spec, family, alone=options.mtp.alone)
     if isinstance(spec.geometry.attention, LatentSizes):
-        from rlhf_mcore.mcore.rotation import set_latent_frequencies
-
         set_latent_frequencies(chunk, spec.inv_freq, spec.rope_scale)
     else:
         chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
         if spec.window_inv_freq is not None:
-            from rlhf_mcore.mcore.rotation import set_window_frequencies
-
             set_window_frequencies(chunk, spec.window_inv_freq)
     if first and FAMILIES[spec.geometry.family].scales_embeddings:
         scale_embeddings(chunk.embedding, spec.geometry.hidden_size**0.5)

@@ -1,9 +1,17 @@
-"""Core attention over torch's scaled_dot_product_attention: packed or padded, with windows and sinks, on any device."""
+"""Core attention over torch's scaled_dot_product_attention: packed or padded, with windows and sinks, on any device.
+
+On CUDA its sums can have one order: its passes then run in torch's strict deterministic mode. Elsewhere torch only warns, for not
+every operation has a deterministic kernel; then flash and memory-efficient attention add gradients in any order (torch's
+``attention_backward.cu``). In strict mode both have a fixed one, and cuDNN's attention, which has none, is not chosen
+(``sdp_utils.cpp``).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +22,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from rlhf_mcore.mcore.image_features import mask_with_images
 from rlhf_mcore.mcore.packed import PackedSequences
+from rlhf_mcore.mcore.prefix_attention import SpanAttention, TreePart, attend_by_pieces
+from rlhf_mcore.parallel.context import chunks_of, gather_context, order_of_one
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -26,7 +37,7 @@ class SDPACoreAttention(torch.nn.Module):
     all ranks] that tokens are of, -1 is none: those of one see each other.
     """
 
-    # Chosen in ``fast_kernels.py``:
+    # Chosen in ``kernels.py``:
     varlen: Callable[..., Any] | None = None  # one kernel for all packed sequences
     in_fixed_order = False  # whether its sums need one order
 
@@ -63,8 +74,6 @@ class SDPACoreAttention(torch.nn.Module):
         """Return [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
         cp = 1 if self._group is None else self._group.size()
         if self._group is not None:
-            from rlhf_mcore.parallel.context import gather_context, order_of_one
-
             order = None if packed_seq_params is None else packed_seq_params.order
             if order is None:
                 order = order_of_one(len(query) * cp, cp, query.device)
@@ -73,6 +82,8 @@ class SDPACoreAttention(torch.nn.Module):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._attend(q, k, v, attention_mask)  # [b, heads, s, d]
             return out.permute(2, 0, 1, 3).flatten(2)
+        if packed_seq_params.tree is not None:
+            return self._attend_tree(query, key, value, packed_seq_params.tree)
         if self.varlen is not None and attention_mask is None:
             return self._attend_packed(query, key, value, packed_seq_params)
         # Neighbours of one length are a batch. All are cut at once: the gradient of a slice is as long as what it is cut from.
@@ -97,6 +108,12 @@ class SDPACoreAttention(torch.nn.Module):
             parts = 2 * self._group.size()
             borders, seen_borders, seen = packed.seen_by_chunks(self._group.rank(), self._group.size())
             k, v = (x.index_select(0, seen) for x in (k, v))
+        return self._one_kernel(q, k, v, borders, seen_borders, longest // parts, longest).flatten(1)
+
+    def _one_kernel(
+        self, q: Tensor, k: Tensor, v: Tensor, borders: Tensor, seen_borders: Tensor, longest: int, most_seen: int
+    ) -> Tensor:
+        assert self.varlen is not None
         window = (-1 if self._window is None else self._window - 1, 0)
         shares = q.size(1) != k.size(1)
         out: Tensor = self.varlen(
@@ -105,23 +122,32 @@ class SDPACoreAttention(torch.nn.Module):
             v,
             borders,
             seen_borders,
-            longest // parts,
             longest,
+            most_seen,
             scale=self._scale,
             window_size=window,
             enable_gqa=shares,
         )
+        return out
+
+    def _attend_tree(self, q: Tensor, k: Tensor, v: Tensor, part: TreePart) -> Tensor:
+        """Attend over a prefix tree. Spans have neither windows nor sinks, and want values as wide as keys."""
+        plain = self._window is None and self.softmax_offset is None and q.size(-1) == v.size(-1)
+        if self.varlen is not None:
+            k, v = (x.index_select(0, part.placed["path_places"]) for x in (k, v))
+            borders = part.placed["piece_borders"], part.placed["path_borders"]
+            out = self._one_kernel(q, k, v, *borders, part.longest_piece, part.tree.longest)
+        elif plain and q.device.type == "cpu":
+            out = SpanAttention.apply(q, k, v, part, self._scale)
+        else:
+            out = attend_by_pieces(q, k, v, part, self._window, self._attend_last)
         return out.flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, images: Tensor | None) -> Tensor:
         if images is not None:
-            from rlhf_mcore.mcore.image_features import mask_with_images
-
             return self._attend_masked(q, k, v, mask_with_images(images, q.size(2), self._window, self._group))
         if self._group is None:
             return self._attend_last(q, k, v)
-        from rlhf_mcore.parallel.context import chunks_of
-
         parts = []
         for part, number in zip(q.chunk(2, dim=2), chunks_of(self._group.rank(), self._group.size()), strict=True):
             end = (number + 1) * part.size(2)
@@ -145,9 +171,7 @@ class SDPACoreAttention(torch.nn.Module):
             scale = scale or q.size(-1) ** -0.5
             q, k, v = _with_sinks(q, k, v, sinks / scale)
             mask = mask if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
-        attend: Callable[..., Tensor] = F.scaled_dot_product_attention
-        if self.in_fixed_order:
-            from rlhf_mcore.mcore.fixed_order import attend_in_fixed_order as attend
+        attend = attend_in_fixed_order if self.in_fixed_order else F.scaled_dot_product_attention
         out = attend(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares)
         return out if sinks is None else out[:, :, 1:]
 
@@ -163,3 +187,74 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor,
     token[-1] = 1.0
     k = torch.cat([token.expand(*k.shape[:2], 1, -1), k[:, :, 1:]], dim=2)
     return F.pad(q, (0, 0, 1, 0)), k, F.pad(v, (0, 0, 1, 0))
+
+
+def with_trees(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Derive from Transformer Engine's core attention one that computes prefix trees by ``SDPACoreAttention``.
+
+    Transformer Engine (2.17) takes no keys of other lengths than the queries under context parallelism, and its fused attention is
+    causal from the upper left then.
+    """
+
+    class TreeAttention(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.of_trees = SDPACoreAttention(*args, **kwargs)
+            self.of_trees._parameters.pop("softmax_offset", None)  # it takes that of this module
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            *args: Any,
+            packed_seq_params: PackedSequences | None = None,
+            **kwargs: Any,
+        ) -> Tensor:
+            if packed_seq_params is None or packed_seq_params.tree is None:
+                kwargs["packed_seq_params"] = packed_seq_params
+                out: Tensor = super().forward(query, key, value, attention_mask, *args, **kwargs)
+                return out
+            vars(self.of_trees)["softmax_offset"] = getattr(self, "softmax_offset", None)
+            out = self.of_trees(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+            return out
+
+    return TreeAttention
+
+
+def attend_in_fixed_order(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Compute ``scaled_dot_product_attention`` with its ``options``; a mask among them gets no gradient."""
+    out: Tensor = _InFixedOrder.apply(partial(F.scaled_dot_product_attention, **options), query, key, value)
+    return out
+
+
+class _InFixedOrder(torch.autograd.Function):
+    """A graph of its own around the attention, so that torch is strict in its backward pass and in no other operation's."""
+
+    @staticmethod
+    def forward(ctx: Any, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        with torch.enable_grad(), _strict():
+            ctx.out = attend(*ctx.inputs)
+        out: Tensor = ctx.out.detach()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        learned = [x for x in ctx.inputs if x.requires_grad]
+        with _strict():
+            gradients = iter(torch.autograd.grad(ctx.out, learned, grads[0]))
+        by_input = [next(gradients) if x.requires_grad else None for x in ctx.inputs]
+        ctx.inputs = ctx.out = None  # the graph and what it keeps
+        return None, *by_input
+
+
+@contextmanager
+def _strict() -> Iterator[None]:
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)

@@ -1,6 +1,6 @@
 """Gated delta nets (Yang et al. 2024, arXiv 2412.06464): packed or padded, under tensor and context parallelism.
 
-In plain torch, or on CUDA by the kernels of flash-linear-attention where they are installed (``fast_kernels.py``).
+In plain torch, or on CUDA by the kernels of flash-linear-attention where they are installed (``kernels.py``).
 
 Megatron's own layer needs kernels of other packages, and in 0.16 has no packed sequences. Its parameters have the same names.
 """
@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_mcore.data.prefixes import PrefixTree
+from rlhf_mcore.mcore.groups import SummedGradient
 from rlhf_mcore.mcore.packed import PackedSequences
-from rlhf_mcore.mcore.sums import SummedGradient
 from rlhf_mcore.parallel.context import order_of_one, to_parts, to_tokens
 
 CHUNK = 64  # tokens whose states are never made: what they read of each other is one triangular system
@@ -156,7 +157,8 @@ class GatedDeltaNet(torch.nn.Module):
         fla = None
         if self.fla is not None and self._mine.values:
             fla = replace(self.fla, batch=batch, borders=None if packed is None else packed.cu_seqlens_q)
-        out = checkpoint(self._heads, rows, lengths, fla, use_reentrant=False, preserve_rng_state=False)
+        tree = None if packed is None or packed.tree is None else packed.tree.tree
+        out = checkpoint(self._heads, rows, lengths, fla, tree, use_reentrant=False, preserve_rng_state=False)
         out = out.unflatten(0, (batch, -1)).transpose(0, 1)
         if cp > 1:
             out = to_tokens(out, [len(heads.values) * self.value_dim for heads in self._shares], order, self._cp)
@@ -171,7 +173,9 @@ class GatedDeltaNet(torch.nn.Module):
             begin += count * width
         return torch.cat(parts)
 
-    def _heads(self, mixed: Tensor, lengths: NDArray[np.int64], fla: DeltaKernels | None) -> Tensor:
+    def _heads(
+        self, mixed: Tensor, lengths: NDArray[np.int64], fla: DeltaKernels | None, tree: PrefixTree | None
+    ) -> Tensor:
         """[N, outputs of ``in_proj`` that are of the heads of this rank] -> [N, its heads of values * value_dim]."""
         mine, keys, values = self._mine, len(self._mine.keys), len(self._mine.values)
         key_size, value_size = keys * self.key_dim, values * self.value_dim
@@ -180,14 +184,21 @@ class GatedDeltaNet(torch.nn.Module):
         kernels, local = self.conv1d.weight.squeeze(1), slice(mine.values.start, mine.values.stop)
         if self._cp.size() > 1:
             kernels = kernels.index_select(0, self._columns(mine, kernels.device)[:channels])
-        qkv = F.silu(causal_convolution(qkv, kernels, lengths)) if fla is None else fla.convolve(qkv, kernels)
+        if tree is not None:
+            assert fla is None, "such a model shares nothing"
+            qkv = F.silu(convolve_paths(qkv, kernels, tree))
+        else:
+            qkv = F.silu(causal_convolution(qkv, kernels, lengths)) if fla is None else fla.convolve(qkv, kernels)
         query, key, value = qkv.split([key_size, key_size, value_size], dim=-1)
         q, k = (x.unflatten(-1, (keys, self.key_dim)) for x in (query, key))
         decay = -self.A_log[local].float().exp() * F.softplus(alpha.float() + self.dt_bias[local].float())
         v, beta = value.unflatten(-1, by_head := (values, self.value_dim)), beta.float().sigmoid()
         if fla is None:
             q, k = (mine.repeat_keys(_unit(x)) for x in (q, k))
-            out = gated_delta_rule(q, k, v, decay, beta, lengths)
+            if tree is None:
+                out, _ = gated_delta_rule(q, k, v, decay, beta, lengths)
+            else:
+                out = delta_rule_of_paths(q, k, v, decay, beta, tree)
         else:
             out = fla.apply_rule(mine.repeat_keys(q), mine.repeat_keys(k), v, decay, beta)
         out = self._norm_heads(out.to(value.dtype)) * F.silu(gate.float()).unflatten(-1, by_head)
@@ -240,9 +251,45 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) ->
     return out.to(x.dtype)
 
 
+def convolve_paths(x: Tensor, weight: Tensor, tree: PrefixTree) -> Tensor:
+    """Convolve as ``causal_convolution``, where the first tokens of a segment see the last ones of its ancestors."""
+    kernel, wide, factors = weight.size(1), x.float(), weight.float()
+    out, padded = wide * factors[:, -1], F.pad(wide, (0, 0, 0, 1))
+    for back in range(1, kernel):
+        earlier = torch.from_numpy(tree.earlier(back)).to(x.device)  # len(x): there is none
+        out = out + padded.index_select(0, earlier) * factors[:, kernel - 1 - back]
+    return out.to(x.dtype)
+
+
+def delta_rule_of_paths(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, tree: PrefixTree) -> Tensor:
+    """Apply the gated delta rule to all segments of a depth together, each from the state at the end of its parent."""
+    depths = np.array(tree.depths())
+    begins, sizes, parents = (
+        np.array([getattr(segment, name) for segment in tree.segments]) for name in ("begin", "size", "parent")
+    )
+    ranks = np.zeros_like(depths)  # of segments among the states of their depth
+    out, ends = q.new_zeros(len(q), q.size(1), v.size(-1), dtype=torch.float32), list[Tensor]()
+    for depth in range(depths.max() + 1):
+        (numbers,) = np.nonzero(depths == depth)
+        own, initial = sizes[numbers], None
+        if depth:
+            initial = torch.cat(ends).index_select(0, torch.from_numpy(ranks[parents[numbers]]).to(q.device))
+        places = torch.from_numpy(np.repeat(begins[numbers], own) + _numbers(own)).to(q.device)
+        one, two, three, four, five = (x.index_select(0, places) for x in (q, k, v, decay, beta))
+        found, ends = gated_delta_rule(one, two, three, four, five, own, initial)
+        out, ranks[numbers] = out.index_copy(0, places, found), _ranks(own)
+    return out
+
+
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: NDArray[np.int64]
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    lengths: NDArray[np.int64],
+    initial: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]]:
     """Apply the gated delta rule to sequences back to back, in fp32 (arXiv 2412.06464, equation 10, in the chunks of section 3.3).
 
     Of each head a state S [K, V] begins at zero with every sequence: S' = exp(decay_t) S_{t-1},
@@ -255,11 +302,12 @@ def gated_delta_rule(
         v: [N, H, V].
         decay, beta: [N, H]; decays are not positive.
         lengths: of the sequences.
+        initial: [sequences, H, K, V] states to begin with; None: zero.
 
     Returns:
-        o [N, H, V] fp32.
+        o [N, H, V] fp32, and the last states, which joined have the order of ``_ranks``.
     """
-    places, sizes = _chunk_places(lengths, CHUNK)
+    places, sizes = _chunk_places(lengths)
     places, count = places.to(q.device), sum(sizes)
 
     def chunked(x: Tensor) -> Tensor:
@@ -279,23 +327,33 @@ def gated_delta_rule(
     own, of_state = solved.split([v.size(-1), k.size(-1)], dim=-1)
     reads, inside = q * since, (q @ k.mT) * faded
     writes, ends = k * (total[..., -1:] - total).exp()[..., None], since[..., -1:, :]
-    state, parts, first = q.new_zeros(0), [], 0
+    state, parts, first, ended = q.new_zeros(0), [], 0, list[Tensor]()
+    if initial is not None:
+        state = torch.empty_like(initial).index_copy(0, torch.from_numpy(_ranks(lengths)).to(q.device), initial)
     for size in sizes:  # the first chunks of all sequences, then the second ones of those that have a second one
         now = slice(first, first + size)
-        if first == 0:
+        if first == 0 and initial is None:
             corrections, out = own[now], inside[now] @ own[now]
             state = writes[now].mT @ corrections
         else:
+            ended.append(state[size:])
             state = state[:size]
             corrections = own[now] - of_state[now] @ state
             out = reads[now] @ state + inside[now] @ corrections
             state = state * ends[now] + writes[now].mT @ corrections
         parts.append(out)
         first += size
-    return torch.cat(parts).transpose(1, 2).flatten(0, 1).index_select(0, places)
+    return torch.cat(parts).transpose(1, 2).flatten(0, 1).index_select(0, places), [state, *ended[::-1]]
 
 
-def _chunk_places(lengths: NDArray[np.int64], chunk: int) -> tuple[Tensor, list[int]]:
+def _ranks(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rank sequences by their chunks, longer ones first."""
+    ranks = np.empty_like(lengths)
+    ranks[np.argsort(lengths // -CHUNK, kind="stable")] = np.arange(len(lengths))
+    return ranks
+
+
+def _chunk_places(lengths: NDArray[np.int64]) -> tuple[Tensor, list[int]]:
     """Place tokens where sequences are cut into chunks: all first chunks of sequences, then all second ones, and so on.
 
     Longer sequences come before shorter ones, so sequences with a further chunk are always the first of their kind.
@@ -303,13 +361,11 @@ def _chunk_places(lengths: NDArray[np.int64], chunk: int) -> tuple[Tensor, list[
     Returns:
         The place of each token [N] among all places, and how many sequences have a first, a second, ... chunk.
     """
-    chunks = -(-lengths // chunk)
-    ranks = np.empty_like(lengths)
-    ranks[np.argsort(-chunks, kind="stable")] = np.arange(len(lengths))
+    chunks = -(-lengths // CHUNK)
     sizes = [int((chunks > nth).sum()) for nth in range(chunks.max())]
     starts, token = np.cumsum([0, *sizes]), _numbers(lengths)
-    row = starts[token // chunk] + np.repeat(ranks, lengths)
-    return torch.from_numpy(row * chunk + token % chunk), sizes
+    row = starts[token // CHUNK] + np.repeat(_ranks(lengths), lengths)
+    return torch.from_numpy(row * CHUNK + token % CHUNK), sizes
 
 
 def _numbers(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

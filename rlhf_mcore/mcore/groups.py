@@ -3,23 +3,31 @@
 Every model has a collection of its own, so an actor and a critic with different layouts live in the same world. Megatron's
 ``parallel_state`` is never initialised; the few places in Megatron-core that still read its globals see this collection's groups
 while :func:`use_groups` is entered.
+
+It also defines what ranks of a model exchange within a pass: messages between the stages of a pipeline, and sums over a group.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.platform.megatron_versions import LATER_GLOBALS
+from rlhf_mcore.types import Microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +152,82 @@ def use_groups(groups: ModelGroups, platform: Platform) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(parallel_state, name, value)
+
+
+Shape = tuple[int, int, int]
+
+
+class StageMessages(P2PCommunicator):
+    """Sends and receives hidden states of microbatches that differ in length.
+
+    Megatron's own sends each shape before its tensor, and waits for the device to read it. But stages run the same microbatches in
+    the same order, so messages from the stage before, and from the one behind, come in an order that is known too.
+    """
+
+    def __init__(self, groups: ModelGroups, config: TransformerConfig, microbatches: Sequence[Microbatch]):
+        super().__init__(pp_group=groups.collection.pp, config=config)
+        layout = groups.layout
+        parts = layout.cp * (layout.tp if config.sequence_parallel else 1)
+        shapes = [(m.width // parts, m.token_ids.size(0), config.hidden_size) for m in microbatches]
+        chunks, last = layout.vpp or 1, layout.pp - 1
+        together = config.microbatch_group_size_per_vp_stage or layout.pp
+        # Nothing comes to the model's first chunk, nor back to its last one.
+        self._forward = _repeat(shapes, together, chunks - (groups.pp_rank == 0))
+        self._backward = _repeat(shapes, together, chunks - (groups.pp_rank == last))
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape | None, Shape | None]:
+        """Return the shapes of the next messages from the stages before and behind; None: nothing is received."""
+        return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
+
+
+def _repeat(shapes: Sequence[Shape], together: int, times: int) -> Iterator[Shape]:
+    """Yield shapes in the order of the schedule: so many microbatches together go through one chunk after the other."""
+    for begin in range(0, len(shapes), together):
+        for _ in range(times):
+            yield from shapes[begin : begin + together]
+
+
+class SummedGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over a group. Megatron's own leaves a gradient that is not contiguous as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.group), None
+
+
+class Sum(torch.autograd.Function):
+    """The sum over a group, of which each rank makes another use: so gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.group), None
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class SumOfParts(torch.autograd.Function):
+    """Sum over a group whose ranks all make the same use of the sum. Each takes the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

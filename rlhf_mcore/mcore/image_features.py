@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_mcore.data.packing import balance
 from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.context import chunks_of
 
 KEPT_BYTES = 2 * 2**30  # of a process
 Key = tuple[tuple[int, ...], str]  # of a tower and an image
@@ -103,8 +104,6 @@ def mask_with_images(images: Tensor, num_queries: int, window: int | None, group
     """
     keys = queries = torch.arange(images.size(1), device=images.device)
     if group is not None:
-        from rlhf_mcore.parallel.context import chunks_of
-
         chunks = queries.split(num_queries // 2)
         queries = torch.cat([chunks[number] for number in chunks_of(group.rank(), group.size())])
     back = queries[:, None] - keys

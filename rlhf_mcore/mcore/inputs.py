@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf_mcore.data.collate import last_positions, sequence_ids, sequence_sizes
+from rlhf_mcore.data.collate import computed_sizes, last_positions, sequence_ids
+from rlhf_mcore.data.prefixes import PrefixTree
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.packed import PackedSequences
-from rlhf_mcore.parallel.ragged import take_tokens
+from rlhf_mcore.mcore.prefix_attention import TreePart
+from rlhf_mcore.parallel.context import local_places, order_of_ranks
+from rlhf_mcore.parallel.rows import take_tokens
+from rlhf_mcore.parallel.subsets import Subsets
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import TEACHER_TOP, Microbatch
 
 if TYPE_CHECKING:
-    from rlhf_mcore.mcore.vision import Vision
-    from rlhf_mcore.parallel.subsets import Subsets
+    from rlhf_mcore.mcore.vision import ModelVision
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class PassInputs:
     groups: ModelGroups
     platform: Platform
     with_padding: bool = False
-    vision: Vision | None = None
+    vision: ModelVision | None = None
 
     @contextmanager
     def place(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
@@ -49,74 +52,105 @@ class PassInputs:
         """Return what passes read of a microbatch beside its fields, by name, on the host.
 
         ``token_ids``, ``position_ids``, ``padding`` and the ``targets`` [n] and teacher's distributions of the tokens with logits, at
-        places ``counted`` [n], are of this context-parallel rank; the rest is of all tokens.
+        places ``counted`` [n], are of this context-parallel rank; the rest is of all tokens. Of a prefix tree ``token_ids``,
+        ``position_ids``, ``padding`` and ``uses`` are in the computed layout. ``counted`` are places of the row layout then, and
+        ``hidden_at`` those of their hidden states.
         """
-        derived = {
-            "token_ids": self.of_rank(microbatch, microbatch.token_ids),
-            "position_ids": self.of_rank(microbatch, microbatch.position_ids),
-            "sequence_ids": sequence_ids(microbatch)[0],
-            "last_positions": last_positions(microbatch),
-        }
+        tree, sizes = microbatch.tree, computed_sizes(microbatch)
+        derived = {"sequence_ids": sequence_ids(microbatch)[0], "last_positions": last_positions(microbatch)}
+        if tree is None:
+            computed = {"token_ids": microbatch.token_ids, "position_ids": microbatch.position_ids}
+            if self.with_padding:
+                computed["padding"] = self._padding(microbatch)
+        else:
+            computed = {"token_ids": tree.token_ids[None], "position_ids": tree.positions[None]}
+            if self.with_padding:
+                computed |= {"padding": tree.uses[None] == 0, "uses": tree.uses[None]}
+            derived["sources"] = tree.sources
+            if self.platform.name == "cuda":  # where one kernel may compute all pieces
+                derived |= self._tree_part(tree).borders()
+        derived |= {name: self.of_rank(microbatch, values) for name, values in computed.items()}
         if microbatch.cu_seqlens is not None:
-            derived["borders"] = microbatch.cu_seqlens
+            derived["borders"] = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         if (cp := self.groups.layout.cp) > 1:
-            from rlhf_mcore.parallel.context import order_of_ranks
-
-            derived["order"] = order_of_ranks(sequence_sizes(microbatch), cp)
+            derived["order"] = order_of_ranks(sizes, cp)
         if self.vision is not None:
             derived |= self.vision.derive(microbatch, partial(self.of_rank, microbatch))
-        if self.with_padding:
-            derived["padding"] = self._padding(microbatch)
         if "labels" in microbatch.fields:
-            derived["targets"] = self.of_rank(microbatch, microbatch.fields["labels"]).flatten()
+            rows, hidden = self._with_logits(microbatch)
+            derived["targets"] = microbatch.fields["labels"].flatten()[rows]
             if (top := microbatch.fields.get(TEACHER_TOP)) is not None:
-                derived[TEACHER_TOP] = self.of_rank(microbatch, top).flatten(0, 1)
-            if (counted := self.counted(microbatch)) is not None:
-                derived |= {name: derived[name][counted] for name in ("targets", TEACHER_TOP) if name in derived}
-                derived["counted"] = counted
+                derived[TEACHER_TOP] = top.flatten(0, 1)[rows]
+            if tree is not None:
+                derived |= {"counted": rows, "hidden_at": hidden}
+            elif self._weights(microbatch) is not None:
+                derived["counted"] = hidden
         if (subsets := self.subsets(microbatch)) is not None:
             derived |= {"subset_tokens": subsets.tokens, "subset_ids": subsets.ids, "is_cut": subsets.is_cut}
         return derived
+
+    def in_rows(self, microbatch: Microbatch) -> Microbatch:
+        """Return a placed microbatch without its prefix tree, for layers that compute whole rows."""
+        if microbatch.tree is None:
+            return microbatch
+        rows = replace(microbatch, tree=None, placed={})
+        derived = self.derive(rows)
+        copies = self.platform.to_device(list(derived.values()))
+        rows.placed = {**microbatch.placed, **dict(zip(derived, copies, strict=True))}
+        return rows
 
     def subsets(self, microbatch: Microbatch) -> Subsets | None:
         """Return the ``support`` of this rank's tokens with logits, on the device where it is placed there; None without one."""
         if (support := microbatch.ragged.get("support")) is None:
             return None
-        from rlhf_mcore.parallel.subsets import Subsets
-
-        own = self.of_rank(
-            microbatch, torch.arange(microbatch.token_ids.numel()).view_as(microbatch.token_ids)
-        ).flatten()
-        counted, placed = self.counted(microbatch), microbatch.placed
-        subsets = Subsets.of(take_tokens(support, own if counted is None else own[counted]))
+        subsets, placed = Subsets.of(take_tokens(support, self._with_logits(microbatch)[0])), microbatch.placed
         if not placed:
             return subsets
         return replace(subsets, tokens=placed["subset_tokens"], ids=placed["subset_ids"], is_cut=placed["is_cut"])
 
     def of_rank(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Return of [b, T, ...] values of a microbatch those at this context-parallel rank's places: [b, T / cp, ...]."""
+        """Return of [b, T, ...] values of what is computed those at this context-parallel rank's places: [b, T / cp, ...]."""
         cp = self.groups.layout.cp
         if cp == 1:
             return values
-        from rlhf_mcore.parallel.context import local_places
+        return values[:, local_places(computed_sizes(microbatch), self.groups.cp_rank, cp)]
 
-        return values[:, local_places(sequence_sizes(microbatch), self.groups.cp_rank, cp)]
+    def _with_logits(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Return the places [n] int64 of this rank's tokens with logits in the flat row layout, and among its hidden states."""
+        count = microbatch.token_ids.size(0) * microbatch.width
+        own = self.of_rank(microbatch, torch.arange(count).view(-1, microbatch.width)).flatten()
+        rows, hidden = own, torch.arange(len(own))
+        if microbatch.tree is not None:
+            local = torch.full((count,), -1).index_copy(0, own, hidden)[microbatch.tree.sources]
+            rows = (local >= 0).nonzero().flatten()
+            hidden = local[rows]
+        if (weights := self._weights(microbatch)) is None:
+            return rows, hidden
+        has_logits = weights.flatten()[rows] != 0
+        return rows[has_logits], hidden[has_logits]
 
-    def counted(self, microbatch: Microbatch) -> Tensor | None:
-        """Return the places [n] int64 of tokens with logits among this rank's tokens, on the host; None: all tokens have some."""
-        weights = microbatch.fields.get("weights", microbatch.fields.get("loss_mask"))
-        return None if weights is None else self.of_rank(microbatch, weights).flatten().nonzero().flatten()
+    @staticmethod
+    def _weights(microbatch: Microbatch) -> Tensor | None:
+        return microbatch.fields.get("weights", microbatch.fields.get("loss_mask"))
 
-    def packed(self, microbatch: Microbatch) -> PackedSequences | None:
-        """Describe the sequences of a placed microbatch; None where it is padded."""
+    def packed_sequences(self, microbatch: Microbatch) -> PackedSequences | None:
+        """Describe the sequences, or segments, that a placed microbatch computes; None where it is padded."""
         if microbatch.cu_seqlens is None:
             return None
-        placed = microbatch.placed
+        placed, tree = microbatch.placed, microbatch.tree
         places = placed.get("places", placed["position_ids"]).flatten()
-        return PackedSequences.of(placed["borders"], places, sequence_sizes(microbatch), placed.get("order"))
+        packed = PackedSequences.of(placed["borders"], places, computed_sizes(microbatch), placed.get("order"))
+        if tree is not None:
+            packed.max_seqlen_q = packed.max_seqlen_kv = tree.longest  # Megatron makes angles of so many positions
+            placed["borders"].is_tree = True  # type: ignore[attr-defined]  # for packed.py
+            packed.tree = replace(self._tree_part(tree), placed=placed)
+        return packed
+
+    def _tree_part(self, tree: PrefixTree) -> TreePart:
+        return TreePart.of(tree, self.groups.cp_rank, self.groups.layout.cp)
 
     def _padding(self, microbatch: Microbatch) -> Tensor:
         """Return True at the tokens that routers leave out of the balance."""
         ids, count = sequence_ids(microbatch)
         real = torch.tensor(microbatch.lengths + [0] * (count - len(microbatch.lengths)))
-        return self.of_rank(microbatch, microbatch.position_ids >= real[ids])
+        return microbatch.position_ids >= real[ids]

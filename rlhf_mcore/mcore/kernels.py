@@ -1,17 +1,110 @@
-"""Name the implementation of each hot part that a built model runs with."""
+"""Kernels of CUDA in the place of plain torch, where they are installed and compute the same; and the kernels of a built model."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import Adam
+from megatron.core.transformer import TransformerConfig
 
-from rlhf_mcore.expected_kernels import FLA, FUSED_ADAM, MEGATRON, OURS, TE, TORCH, VARLEN
+from rlhf_mcore.expected_kernels import (
+    FLA,
+    FUSED_ADAM,
+    GROUPS_EXPERTS,
+    MEGATRON,
+    ONE_BY_ONE,
+    OURS,
+    TE,
+    TORCH,
+    VARLEN,
+    computes_delta_gradients,
+)
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
+from rlhf_mcore.mcore.delta_net import DeltaKernels, GatedDeltaNet
+from rlhf_mcore.mcore.grouped import GroupedExperts, group_experts
+from rlhf_mcore.mcore.mixture import routers
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.mcore.weights import unwrap
+
+if TYPE_CHECKING:
+    from rlhf_mcore.mcore.delta_net import DeltaKernels
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def use_fast_kernels(modules: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
+    """Give the layers of a model on CUDA the kernels that compute them. With ``deterministic`` they keep torch's, in a fixed order."""
+    if config.deterministic_mode:
+        for module in modules:
+            if isinstance(module, SDPACoreAttention):
+                module.in_fixed_order = True
+        return
+    capability = torch.cuda.get_device_capability()
+    if config.params_dtype not in HALVES or capability[0] < 8:
+        return
+    modules, varlen = list(modules), _varlen_attention(config)
+    for module in modules:
+        if isinstance(module, SDPACoreAttention):
+            module.varlen = varlen
+    if config.linear_key_head_dim:
+        delta = _delta_kernels(config.linear_key_head_dim)
+        for module in modules:
+            if isinstance(module, GatedDeltaNet):
+                module.fla = delta
+    if config.num_moe_experts and config.params_dtype is torch.bfloat16 and capability == GROUPS_EXPERTS:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        for module in modules:
+            if isinstance(module, MoELayer):
+                group_experts(module)
+
+
+def _varlen_attention(config: TransformerConfig) -> Any:
+    """Return torch's attention over packed sequences; None where it does not compute that of a model.
+
+    It has no sinks, and heads of one size for keys and values, up to 256 elements; of 193 to 224 not on every GPU.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    size = config.kv_channels or 0
+    fits = size % 8 == 0 and (size <= 192 or 224 < size <= 256)
+    if not fits or config.multi_latent_attention or config.softmax_type != "vanilla":
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= parameters.keys() or not torch.backends.cuda.is_flash_attention_available():
+        return None
+    return varlen_attn if "enable_gqa" in parameters else partial(_varlen_with_all_heads, varlen_attn)
+
+
+def _varlen_with_all_heads(varlen: Callable[..., Any], q: Any, k: Any, v: Any, *borders: Any, **options: Any) -> Any:
+    """Attend by torch 2.11, which wants a head of keys and values [N, heads, d] for each of the queries: shared ones are repeated."""
+    shared = q.size(1) // k.size(1)
+    if options.pop("enable_gqa"):
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    return varlen(q, k, v, *borders, **options)
+
+
+def _delta_kernels(key_dim: int) -> DeltaKernels | None:
+    """Return those of flash-linear-attention, 0.4.2 or later; None where it is not installed, or has none for heads of this size."""
+    if key_dim > 256 or not computes_delta_gradients():
+        return None
+    try:
+        from fla.modules.convolution import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    if any("cu_seqlens_cpu" not in inspect.signature(x).parameters for x in (causal_conv1d, chunk_gated_delta_rule)):
+        return None
+    return DeltaKernels(causal_conv1d, chunk_gated_delta_rule)
+
 
 Kind = TypeVar("Kind")
 ADAM = Adam.__module__  # of the class that Megatron has found
@@ -21,7 +114,10 @@ def live_kernels(model: MegatronModel) -> dict[str, str]:
     """Name the kernels of a model by part, as found in the model itself and in the config that its code branches on."""
     config, chunk = model.config, unwrap(model.chunks[0])
     fused_rope = config.apply_rope_fusion or config.fused_single_qkv_rope
-    local = _first(chunk, SDPACoreAttention)
+    cores = (
+        m for name, m in chunk.named_modules() if isinstance(m, SDPACoreAttention) and not name.endswith("of_trees")
+    )
+    local = next(cores, None)
     by_torch = f"{TORCH} {'SDPA' if local is None or local.varlen is None else VARLEN}"
     kernels = {
         "attention": by_torch if local is not None else f"{TE} ({config.attention_backend.name})",
@@ -32,18 +128,17 @@ def live_kernels(model: MegatronModel) -> dict[str, str]:
     }
     if config.fp8:
         kernels["products"] = f"{TE}, {config.fp8} ({config.fp8_recipe})"
-    if config.linear_attention_freq:
-        from rlhf_mcore.mcore.delta_net import GatedDeltaNet
-
-        if (delta := _first(chunk, GatedDeltaNet)) is not None:
-            kernels["gated delta nets"] = TORCH if delta.fla is None else FLA
+    if config.linear_attention_freq and (delta := _first(chunk, GatedDeltaNet)) is not None:
+        kernels["gated delta nets"] = TORCH if delta.fla is None else FLA
     if config.num_moe_experts:
-        from rlhf_mcore.mcore.mixture import routers
-
         kind = config.moe_token_dispatcher_type
         backend = "" if kind != "flex" else f" ({config.moe_flex_dispatcher_backend})"
-        grouped = config.moe_grouped_gemm and next(routers(model.chunks), None) is not None
-        kernels |= {"experts": f"{TE}, grouped" if grouped else "one after the other", "dispatcher": f"{kind}{backend}"}
+        experts = ONE_BY_ONE
+        if config.moe_grouped_gemm and next(routers(model.chunks), None) is not None:
+            experts = f"{TE}, grouped"
+        elif _first(chunk, GroupedExperts) is not None:
+            experts = f"{TORCH}, grouped"
+        kernels |= {"experts": experts, "dispatcher": f"{kind}{backend}"}
     if model.optimizer is not None:
         kernels["AdamW"] = FUSED_ADAM.get(ADAM.partition(".")[0], TORCH)
     return kernels

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
-from rlhf_mcore.mcore.sums import SummedGradient
+from rlhf_mcore.mcore.groups import SummedGradient
 from rlhf_mcore.platform.megatron_versions import LayersOfSpec
 
 # Of the norms of latents, whatever the model's other norms have: as in the authors' code and in transformers.

@@ -28,7 +28,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from rlhf_mcore.families.base import Family
-from rlhf_mcore.mcore.core_attention import SDPACoreAttention
+from rlhf_mcore.mcore.attention import add_parts
+from rlhf_mcore.mcore.core_attention import SDPACoreAttention, with_trees
+from rlhf_mcore.mcore.delta_net import delta_net_spec
+from rlhf_mcore.mcore.latent import LatentAttention, local_attention_spec
+from rlhf_mcore.mcore.mixture import use_mixture
 from rlhf_mcore.mcore.norms import NormedAdd, RMSNorm
 from rlhf_mcore.platform.megatron_versions import submodules_of
 
@@ -66,8 +70,6 @@ def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: boo
     else:
         _add_parts(layer.self_attention, config, family)
     if moe:
-        from rlhf_mcore.mcore.mixture import use_mixture
-
         use_mixture(layer.mlp, family)
     _place_norms(layer, config, family)
     return spec
@@ -90,14 +92,10 @@ def _add_parts(attention: ModuleSpec, config: TransformerConfig, family: Family)
         "projection_norms": family.norm_of_projections,
     }
     if any(parts.values()):
-        from rlhf_mcore.mcore.attention import add_parts
-
         add_parts(attention, **parts)
 
 
 def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
-    from rlhf_mcore.mcore.delta_net import delta_net_spec
-
     backend: Any = LocalSpecProvider()
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -131,14 +129,14 @@ def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleS
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
+    attention = spec.submodules.self_attention
+    attention.submodules.core_attention = with_trees(attention.submodules.core_attention)
     if config.multi_latent_attention:
-        from rlhf_mcore.mcore.latent import LatentAttention
-
-        spec.submodules.self_attention.module = LatentAttention
+        attention.module = LatentAttention
     if family.norms == "outputs":  # and none is a part of the linear layers
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
-        spec.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        attention.submodules.linear_qkv = TEColumnParallelLinear
         submodules_of(spec.submodules.mlp).linear_fc1 = TEColumnParallelLinear
     return spec
 
@@ -151,8 +149,6 @@ def _local_spec(config: TransformerConfig, family: Family, *, moe: bool) -> Modu
     else:
         mlp = get_mlp_module_spec_for_backend(backend=backend)
     if config.multi_latent_attention:
-        from rlhf_mcore.mcore.latent import local_attention_spec
-
         attention = local_attention_spec(RMSNorm, SDPACoreAttention)
     else:
         submodules = SelfAttentionSubmodules(

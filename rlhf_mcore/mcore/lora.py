@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from torch.autograd.function import FunctionCtx
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.geometry import AdapterSizes
 from rlhf_mcore.mcore.layers import HAVE_TE
+from rlhf_mcore.plugins import load_plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,11 @@ class Adapters:
     dropout: float = 0.0
     is_on: bool = True
     role: str = "actor"  # the group of the configuration, for messages
+    _dora: Any = field(init=False, default=None)  # the plug-in, if the adapters have magnitudes
+
+    def __post_init__(self) -> None:
+        if self.sizes.use_dora:
+            self._dora = load_plugin("adapters", "dora", f"{self.role}.lora.use_dora=true")
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -92,12 +98,10 @@ class Adapters:
         self._fix(layer, a, b)
         path.mark(a, b, getattr(weight, "allreduce", True))
         magnitudes = None
-        if self.sizes.use_dora:
-            from rlhf_mcore.mcore.dora import Magnitudes
-
+        if self._dora is not None:
             assert not path.is_expert, "checked with the targets"
             split_group = path.group if isinstance(path, _RowPath) else None
-            magnitudes = Magnitudes(layer, matrices, self.sizes, split_group)
+            magnitudes = self._dora.build_magnitudes(layer, matrices, self.sizes, split_group)
         if hasattr(layer, "lora_rows"):  # another expert's weight came first
             return
         layer.register_buffer("lora_b_order", torch.tensor(order, device=weight.device), persistent=False)
@@ -120,9 +124,9 @@ class Adapters:
             x, y, bias, counts = form.parts_of(module, inputs, output)
             if not self.is_on:
                 return y, bias
-            x = path.entered(self._drop_out(x, path, module.training))
-            hidden = path.reduced(_by_expert(F.linear, x, module, "lora_a", counts)) * self.sizes.scale
-            added = path.shared(_by_expert(product, hidden, module, "lora_b", counts))
+            x = path.prepare_input(self._drop_out(x, path, module.training))
+            hidden = path.reduce_hidden(_by_expert(F.linear, x, module, "lora_a", counts)) * self.sizes.scale
+            added = path.scale_output(_by_expert(product, hidden, module, "lora_b", counts))
             if magnitudes is not None:
                 return magnitudes.scale(y, bias, added), bias
             return (y + added if covers else y.index_add(-1, module.lora_rows, added)), bias
@@ -192,15 +196,15 @@ class _Path:
         """Tell whether tensor-parallel ranks have different inputs."""
         return self.sequence_parallel
 
-    def entered(self, x: Tensor) -> Tensor:
+    def prepare_input(self, x: Tensor) -> Tensor:
         """Return the input as A needs it."""
         return x
 
-    def reduced(self, u: Tensor) -> Tensor:
+    def reduce_hidden(self, u: Tensor) -> Tensor:
         """Return A x as B needs it."""
         return u
 
-    def shared(self, product: Tensor) -> Tensor:
+    def scale_output(self, product: Tensor) -> Tensor:
         """Return this rank's part of the product, if ranks' outputs are summed behind the layer."""
         return product
 
@@ -224,11 +228,11 @@ class _Path:
 class _ColumnPath(_Path):
     """Ranks have different rows of B, and the same A."""
 
-    def entered(self, x: Tensor) -> Tensor:
+    def prepare_input(self, x: Tensor) -> Tensor:
         # The gradient of an expert's input is summed over ranks by the dispatcher.
         return _Scaled.apply(x, 1.0, 1.0 / self.group.size()) if self.is_expert else x
 
-    def reduced(self, u: Tensor) -> Tensor:
+    def reduce_hidden(self, u: Tensor) -> Tensor:
         if self.sequence_parallel and not self.is_expert:
             return gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
         return copy_to_tensor_model_parallel_region(u, group=self.group)
@@ -244,12 +248,12 @@ class _RowPath(_Path):
     def inputs_differ(self) -> bool:
         return self.group.size() > 1
 
-    def reduced(self, u: Tensor) -> Tensor:
+    def reduce_hidden(self, u: Tensor) -> Tensor:
         if self.sequence_parallel and not self.is_expert:
             return reduce_scatter_to_sequence_parallel_region(u, group=self.group)
         return reduce_from_tensor_model_parallel_region(u, group=self.group)
 
-    def shared(self, product: Tensor) -> Tensor:
+    def scale_output(self, product: Tensor) -> Tensor:
         return _Scaled.apply(product, 1.0 / self.group.size(), 1.0) if self.is_expert else product
 
     def mark(self, a: Any, b: Any, allreduce: bool) -> None:

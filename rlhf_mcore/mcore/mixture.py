@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class Router(TopKRouter):
     loss, over the microbatches since it was last set.
 
     ``assigned`` [E] counts this rank's tokens by expert over the microbatches of an update; None: they are not counted.
+
+    A token of several rows (``data/prefixes.py``) counts as often as if it was computed for each: ``enter`` says how often.
     """
 
     balance_weight: float = 0.0
@@ -43,11 +47,37 @@ class Router(TopKRouter):
             if config.moe_router_fusion:
                 raise ConfigError("moe_router_fusion chooses other groups of experts than this model; remove it")
             self.router_replay = _BestExpertOfGroups()
+        self._uses: Tensor | None = None  # of the tokens in the running forward pass
+        self._runs = False  # whether a forward pass is running, which is not one that is computed again
+        self._waiting: deque[Tensor | None] = deque()  # uses of passes that will be computed again
+
+    def begin(self) -> None:
+        """Forget what an update has left, which may have ended before its time."""
+        self._waiting.clear()
+
+    @contextmanager
+    def enter(self, uses: Tensor | None) -> Iterator[None]:
+        """Run a forward pass, whose tokens are of ``uses`` [n] rows, within this block. None: of one each."""
+        self._uses, self._runs = uses, True
+        try:
+            yield
+        finally:
+            self._runs = False
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
+        """Route tokens. A backward pass computes layers again in the order of their forward passes, which had no gradients."""
+        if not self._runs:
+            self._uses = self._waiting.popleft() if self._waiting else None
+        elif self.training and not torch.is_grad_enabled():
+            self._waiting.append(self._uses)
+        return super().forward(input, padding_mask)
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
         """Attach the loss to ``probs`` [n, E]; ``scores_for_aux_loss`` and ``routing_map`` [n, E] are zero at padding."""
+        if self._uses is not None:
+            routing_map, scores_for_aux_loss = (x * self._uses[:, None] for x in (routing_map, scores_for_aux_loss))
         assigned = routing_map.sum(dim=0).float()
         dist.all_reduce(assigned, group=self.tp_cp_group)
         fractions = assigned / assigned.sum().clamp(min=1.0)
@@ -60,7 +90,8 @@ class Router(TopKRouter):
         """Count tokens [n, E], once where activations are recomputed. Megatron's own counts in 16 bits where weights have as many."""
         if self.assigned is not None and torch.is_grad_enabled():
             real = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
-            self.assigned = self.assigned + real.sum(dim=0)
+            counted = real if self._uses is None else real * self._uses[:, None]
+            self.assigned = self.assigned + counted.sum(dim=0)
 
 
 class _BestExpertOfGroups:
@@ -118,19 +149,21 @@ def use_mixture(mlp: ModuleSpec, family: Family) -> None:
     parts.router = Router
     if "glu_linear_offset" in family.megatron:
         experts = submodules_of(parts.experts)
-        experts.linear_fc1 = taking_turns(experts.linear_fc1)
+        experts.linear_fc1 = deinterleaved_linear(experts.linear_fc1)
         if experts.linear_fc2 is RowParallelLinear:
             experts.linear_fc2 = BiasedExpertOutput
 
 
-def taking_turns(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def deinterleaved_linear(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Derive a linear layer whose rows are of gate and linear part in turn: it returns all of the gate, then the linear part."""
 
     class TakingTurns(linear):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def arrange(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+
         def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-            return tuple(
-                x if x is None else x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in super().forward(*args, **kwargs)
-            )
+            return tuple(x if x is None else self.arrange(x) for x in super().forward(*args, **kwargs))
 
     return TakingTurns
 

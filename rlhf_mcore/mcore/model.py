@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,21 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig
 from rlhf_mcore.geometry import LocalParameter
-from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.groups import ModelGroups, StageMessages, SumOfParts, use_groups
 from rlhf_mcore.mcore.inputs import PassInputs
+from rlhf_mcore.mcore.mixture import move_expert_biases, routers
 from rlhf_mcore.mcore.model_spec import ModelSpec
+from rlhf_mcore.mcore.mtp import mtp_loss, sum_embedding_gradients
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
-from rlhf_mcore.mcore.overrides import Overrides
+from rlhf_mcore.mcore.overrides import Overrides, copies_of_pass
 from rlhf_mcore.mcore.weights import adapter_parameters, local_parameters, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
+from rlhf_mcore.parallel.context import gather_context
 from rlhf_mcore.parallel.logprobs import TokenLogprobs, linear_logprobs
+from rlhf_mcore.parallel.top_tokens import TeacherTopTokens
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
+from rlhf_mcore.residency.parts import Gradients, MovablePart
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable
 from rlhf_mcore.types import TEACHER_TOP, Microbatch
 
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.mcore.momentum import Locate
     from rlhf_mcore.mcore.mtp import MTPLearning
     from rlhf_mcore.mcore.route_replay import Routing
-    from rlhf_mcore.mcore.vision import Vision
+    from rlhf_mcore.mcore.vision import ModelVision
 
 Metrics = dict[str, Tensor]
 # Both are called on the last pipeline stage only, with the model's outputs for one microbatch.
@@ -78,7 +83,7 @@ class MegatronModel:
     movable: Movable = field(default_factory=Movable)  # what leaves the device between uses
     mtp: MTPLearning | None = None  # of MTP layers, where they are trained
     adapters: Adapters | None = None  # which learn in the place of the weights
-    vision: Vision | None = None  # of a model that reads images
+    vision: ModelVision | None = None  # of a model that reads images
     routing: Routing | None = None  # replays the choice of experts, where a run does
 
     @property
@@ -101,13 +106,11 @@ class MegatronModel:
         """Run the model without its adapters within this block."""
         return self.adapters.off() if self.adapters is not None else nullcontext()
 
-    def _routers(self) -> Iterator[Router]:
-        """Return the routers of all layers but MTP layers; of a dense model none, which does not load them."""
+    def _routers(self, chunks: Iterable[torch.nn.Module] | None = None) -> Iterator[Router]:
+        """Return the routers of all layers but MTP layers; of a dense model none, which does not load them. ``chunks``: None: all."""
         if self.spec.geometry.experts is None:
             return iter(())
-        from rlhf_mcore.mcore.mixture import routers
-
-        return routers(self.chunks)
+        return routers(self.chunks if chunks is None else chunks)
 
     def add_optimizer(self, cfg: OptimizerConfig, locate: Locate = lambda *_: []) -> None:
         """Make the optimizer. The weights must be loaded: master weights are copies. Collective over the model's ranks."""
@@ -124,14 +127,12 @@ class MegatronModel:
         self.movable.sharing = sharing
         if not kinds:
             return
-        from rlhf_mcore.residency.parts import Gradients, Part
-
         if GRADIENTS in kinds:
             self.movable.add(GRADIENTS, Gradients(f"{name} {GRADIENTS}", self.chunks, self.platform))
         if OPTIMIZER in kinds:
             assert self.optimizer is not None
             tensors = [tensor for shard in self.optimizer.shards() for tensor in shard.tensors.values()]
-            self.movable.add(OPTIMIZER, Part(f"{name} {OPTIMIZER}", tensors, self.platform))
+            self.movable.add(OPTIMIZER, MovablePart(f"{name} {OPTIMIZER}", tensors, self.platform))
         if WEIGHTS in kinds:
             for chunk in self.chunks if by_layer else ():
                 assert not isinstance(chunk, DistributedDataParallel), "its weights are in one buffer"
@@ -139,7 +140,7 @@ class MegatronModel:
             tensors = [tensor for chunk in self.chunks for tensor in weight_storage(chunk)]
             rest = [tensor for tensor in tensors if not any(part.holds(tensor) for part in self.movable.layers)]
             lingers = self.optimizer is not None  # what is frozen is used once a step
-            self.movable.add(WEIGHTS, Part(f"{name} {WEIGHTS}", rest, self.platform, lingers=lingers))
+            self.movable.add(WEIGHTS, MovablePart(f"{name} {WEIGHTS}", rest, self.platform, lingers=lingers))
 
     def release(self) -> None:
         """Let go of the model. Megatron refers to it from C++ (hooks) and from caches of methods, and would keep it for ever."""
@@ -183,9 +184,10 @@ class MegatronModel:
             # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
             sums = LossSums(value.detach().clone(), metrics)
             if self.mtp is not None:
-                from rlhf_mcore.mcore.mtp import mtp_loss
-
-                added, sums.mtp = mtp_loss(self, outputs, microbatch, self._inputs.packed(microbatch), self.mtp)
+                rows = self._inputs.in_rows(microbatch)
+                if microbatch.tree is not None:
+                    outputs = outputs.index_select(1, microbatch.placed["sources"])
+                added, sums.mtp = mtp_loss(self, outputs, rows, self._inputs.packed_sequences(rows), self.mtp)
                 value = value + added
             return value, torch.zeros([], dtype=torch.int), sums
 
@@ -193,6 +195,7 @@ class MegatronModel:
             chunk.train()
             chunk.zero_grad_buffer()  # type: ignore[operator]
         for router in self._routers():
+            router.begin()
             device = self.platform.device()
             router.assigned = torch.zeros(router.num_experts, device=device) if self.expert_bias_rate else None
         if self.aux_loss_coef:
@@ -232,8 +235,6 @@ class MegatronModel:
         outcome = self.optimizer.step(lr)
         self._has_stale_weights |= outcome.updated and self.overrides.wants("overlap_param_gather")
         if outcome.updated and self.expert_bias_rate:
-            from rlhf_mcore.mcore.mixture import move_expert_biases
-
             move_expert_biases(self._routers(), self.expert_bias_rate, self.groups.collection.tp_dp_cp)
         return outcome
 
@@ -264,12 +265,10 @@ class MegatronModel:
         stage. ``output_weight``: of the output layer; None: the model's.
         """
         placed = microbatch.placed or self._inputs.derive(microbatch)
-        hidden, weight, added = self.output_layer(outputs, placed.get("counted"), output_weight)
+        hidden, weight, added = self.output_layer(outputs, placed, output_weight)
         compared = None
         if divergence is not None:
-            from rlhf_mcore.parallel.top_tokens import Compared
-
-            compared = Compared.of(placed[TEACHER_TOP].to(hidden.device), divergence)
+            compared = TeacherTopTokens.of(placed[TEACHER_TOP].to(hidden.device), divergence)
         computed = linear_logprobs(
             hidden,
             weight,
@@ -284,35 +283,42 @@ class MegatronModel:
             main_grad=getattr(weight, "main_grad", None),  # Megatron's: what microbatches add up to, in fp32
             added=added,
         )
-        whole = partial(self.in_shape, microbatch, outputs.shape[:2], placed.get("counted"))
+        whole = partial(self.in_shape, microbatch, placed)
         return TokenLogprobs(whole(computed.logprobs), *(x if x is None else whole(x) for x in computed[1:]))
 
     def output_layer(
-        self, outputs: Tensor, places: Tensor | None, output_weight: Tensor | None = None
+        self, outputs: Tensor, placed: Mapping[str, Tensor], output_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Return hidden states [n, h] at ``places`` (None: at all), the output layer's weight, and what adapters add to its logits."""
+        """Return the hidden states [n, h] of tokens with logits, the output layer's weight, and what adapters add to its logits.
+
+        ``placed``: what ``PassInputs.derive`` returns for the microbatch.
+        """
         chunk, adapters = unwrap(self.chunks[-1]), self.adapters if output_weight is None else None
         if (weight := output_weight) is None:
             tied = chunk.share_embeddings_and_output_weights
             weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
         hidden = outputs.reshape(-1, outputs.size(-1))
-        if places is not None:
+        if (places := placed.get("hidden_at", placed.get("counted"))) is not None:
             hidden = hidden.index_select(0, places.to(hidden.device))
         return hidden, weight, adapters.of_logits(chunk.output_layer, hidden) if adapters is not None else None
 
-    def in_shape(self, microbatch: Microbatch, shape: torch.Size, places: Tensor | None, values: Tensor) -> Tensor:
-        """Return values [n, ...] at ``places`` of this rank's tokens, ``shape`` of them, in the shape of the microbatch's tokens."""
-        if places is not None:
-            filled = values.new_zeros(shape.numel(), *values.shape[1:])
+    def in_shape(self, microbatch: Microbatch, placed: Mapping[str, Tensor], values: Tensor) -> Tensor:
+        """Return values [n, ...] of this rank's tokens with logits in the shape of the microbatch's ``token_ids``, zero elsewhere."""
+        (height, width), cp = microbatch.token_ids.shape, self.groups.layout.cp
+        shape = (height, width // cp if microbatch.tree is None else width)
+        if (places := placed.get("counted")) is not None:
+            filled = values.new_zeros(shape[0] * shape[1], *values.shape[1:])
             values = filled.index_copy(0, places.to(values.device), values)
-        return self._whole(microbatch, values.view(*shape, *values.shape[1:]))
+        values = values.view(*shape, *values.shape[1:])
+        if microbatch.tree is None or cp == 1:
+            return self._whole(microbatch, values)
+        whole: Tensor = SumOfParts.apply(values, self.groups.collection.cp)
+        return whole
 
     def _whole(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """Gather [b, T, ...] of all context-parallel ranks, which compute the same loss then. A rank's gradient is of its places."""
         if self.groups.layout.cp == 1:
             return values
-        from rlhf_mcore.parallel.context import gather_context
-
         order = (microbatch.placed or self._inputs.derive(microbatch))["order"].to(values.device)
         whole = gather_context(values.transpose(0, 1), order, self.groups.collection.cp, sums_gradient=False)
         return whole.transpose(0, 1)
@@ -325,8 +331,6 @@ class MegatronModel:
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
         communicator = None
         if layout.pp > 1:
-            from rlhf_mcore.mcore.stages import StageMessages
-
             communicator = StageMessages(self.groups, self.config, microbatches)
         step: Any = partial(self._forward_step, on_outputs)
         if self.routing is not None:
@@ -334,8 +338,6 @@ class MegatronModel:
         reading = nullcontext() if self.vision is None else self.vision.reading(microbatches)
         copies: AbstractContextManager[None] = nullcontext()
         if self.overrides.wants("fp8"):
-            from rlhf_mcore.mcore.fp8 import copies_of_pass
-
             copies = copies_of_pass(self.chunks)
         with self._inputs.place(microbatches), use_groups(self.groups, self.platform), reading, copies:
             return schedule(
@@ -343,7 +345,7 @@ class MegatronModel:
                 data_iterator=[iter(microbatches) for _ in self.chunks],
                 model=list(self.chunks),
                 num_microbatches=len(microbatches),
-                seq_length=max(m.token_ids.size(1) for m in microbatches),
+                seq_length=max(m.width for m in microbatches),
                 micro_batch_size=microbatches[0].token_ids.size(0),
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -361,21 +363,35 @@ class MegatronModel:
         if padding is not None and self.config.sequence_parallel and not unwrap(chunk).pre_process:
             # Megatron shards the mask on the first stage, where it shards the embeddings, and not on the later ones.
             padding = padding.chunk(self.groups.layout.tp, dim=1)[self.groups.tp_rank].contiguous()
-        output = chunk(
-            input_ids=microbatch.placed["token_ids"],
-            position_ids=microbatch.placed["position_ids"],
-            attention_mask=microbatch.placed.get("image_blocks"),  # one of vision.py, see core_attention.py
-            packed_seq_params=self._inputs.packed(microbatch),
-            padding_mask=padding,
-        )
-        if self.groups.layout.cp > 1 and self.spec.geometry.head != "lm" and unwrap(chunk).post_process:
-            output = self._whole(microbatch, output.squeeze(-1)).unsqueeze(-1)
+        uses = microbatch.placed.get("uses")
+        if uses is not None:
+            uses = uses.flatten()
+            if self.config.sequence_parallel:
+                uses = uses.chunk(self.groups.layout.tp)[self.groups.tp_rank]
+        with ExitStack() as running:
+            for router in self._routers([chunk]) if self._inputs.with_padding else ():
+                running.enter_context(router.enter(uses))
+            output = chunk(
+                input_ids=microbatch.placed["token_ids"],
+                position_ids=microbatch.placed["position_ids"],
+                attention_mask=microbatch.placed.get("image_blocks"),  # one of vision.py, see core_attention.py
+                packed_seq_params=self._inputs.packed_sequences(microbatch),
+                padding_mask=padding,
+            )
+        if self.spec.geometry.head != "lm" and unwrap(chunk).post_process:
+            output = self._in_rows(microbatch, output)
         return output, partial(on_outputs, microbatch)
+
+    def _in_rows(self, microbatch: Microbatch, outputs: Tensor) -> Tensor:
+        """Return what a scalar head gives [b, T, 1] in the row layout, for the tokens of all context-parallel ranks."""
+        if self.groups.layout.cp > 1:
+            outputs = self._whole(microbatch, outputs.squeeze(-1)).unsqueeze(-1)
+        return outputs if microbatch.tree is None else outputs.index_select(1, microbatch.placed["sources"])
 
 
 def _finalize(
     copies_embedding: bool,
-    vision: Vision | None,
+    vision: ModelVision | None,
     chunks: list[torch.nn.Module],
     num_tokens: Tensor | None = None,
     **kwargs: Any,
@@ -385,8 +401,6 @@ def _finalize(
         vision.backward()
     finalize_model_grads(chunks, None, **kwargs)
     if copies_embedding:
-        from rlhf_mcore.mcore.mtp import sum_embedding_gradients
-
         sum_embedding_gradients(chunks, kwargs["pg_collection"].embd)
 
 

@@ -21,7 +21,6 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.expected_kernels import APEX
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, head_fields
@@ -31,6 +30,7 @@ from rlhf_mcore.geometry import LatentSizes, ModelGeometry
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.platform import DTYPES, Platform
+from rlhf_mcore.readers.model_files import inspect_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ update is the same in every layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.algorithms.muon import orthogonalized, update_scale
 from rlhf_mcore.geometry import Shard
 from rlhf_mcore.parallel.collectives import all_gather_json
 
@@ -43,7 +43,7 @@ Locate = Callable[[str, Shard, int, int], list[MatrixPart]]
 
 
 @dataclass(slots=True)
-class Stepped:
+class MuonRange:
     """A flat range of a parameter, [n] fp32, that is stepped here; ``state`` and ``group`` are those of the optimizer that has it."""
 
     tensor: Tensor
@@ -61,7 +61,7 @@ class Stepped:
 class MomentumSteps:
     """Steps of the ranges ``held``, which no other optimizer steps then. With ``exchange`` they are Muon's, else SGD's."""
 
-    def __init__(self, held: Sequence[Stepped], momentum: float, exchange: MatrixExchange | None):
+    def __init__(self, held: Sequence[MuonRange], momentum: float, exchange: MatrixExchange | None):
         self._stepped, self._momentum, self._exchange = held, momentum, exchange
 
     def step(self) -> None:
@@ -94,7 +94,7 @@ class _Bucket:
 class MatrixExchange:
     """Replaces flat ranges of matrices by those of their orthogonalised matrices, scaled."""
 
-    def __init__(self, held: Sequence[Stepped], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
+    def __init__(self, held: Sequence[MuonRange], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
         """Collective over ``group``. ``dtype``: in which matrices travel and are orthogonalised."""
         self._group, self._dtype, self._device = group, dtype, device
         mine = [(number, part) for number, one in enumerate(held) for part in one.parts]
@@ -179,3 +179,25 @@ def _buckets(shapes: dict[str, tuple[int, int]], limit: int) -> list[set[str]]:
         groups[-1].add(name)
         size += rows * columns
     return groups
+
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, of the quintic iteration
+_STEPS = 5
+# The root mean square of AdamW's updates, as Liu et al. measured it.
+_RMS = 0.2
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Approximate U V^T of matrix = U S V^T [m, n] by five Newton-Schulz iterations. Its singular values are 0.7 to 1.2."""
+    first, second, third = _COEFFICIENTS
+    wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(_STEPS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=second, alpha=third), wide, beta=first)
+    return wide.T if matrix.size(0) > matrix.size(1) else wide
+
+
+def update_scale(rows: int, columns: int) -> float:
+    """Return the factor of a direction with which the root mean square of its elements is 0.2."""
+    return _RMS * math.sqrt(max(rows, columns))

@@ -12,6 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rlhf_mcore.mcore.groups import Sum
 from rlhf_mcore.platform import cpu_kernels
 
 
@@ -58,8 +59,6 @@ class ProjectionNorm(torch.nn.Module):
         wide, num_local, ranks = x.float(), x.size(-2), self._group.size()
         squares = wide.pow(2).sum((-2, -1), keepdim=True)
         if ranks > 1:  # a head that several ranks have is counted as often
-            from rlhf_mcore.mcore.sums import Sum
-
             squares = Sum.apply(squares, self._group) * (self.num_heads / (num_local * ranks))
         normed = wide * torch.rsqrt(squares / self.weight.numel() + self.eps)
         first = self._group.rank() * self.num_heads // ranks

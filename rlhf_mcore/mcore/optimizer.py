@@ -28,6 +28,7 @@ from torch.nn.utils import get_total_norm
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.geometry import LocalParameter, StateShard
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.momentum import MatrixExchange, MomentumSteps, MuonRange
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import adapter_parameters, local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
@@ -36,7 +37,7 @@ from rlhf_mcore.residency.ledger import OPTIMIZER
 from rlhf_mcore.residency.sharing import Movable
 
 if TYPE_CHECKING:
-    from rlhf_mcore.mcore.momentum import Locate, MomentumSteps, Stepped
+    from rlhf_mcore.mcore.momentum import Locate, MomentumSteps, MuonRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,6 @@ class Optimizer:
         self._reader: Future[None] | None = None
         self._momentum: MomentumSteps | None = None
         if cfg.name != "adamw":
-            from rlhf_mcore.mcore.momentum import MatrixExchange, MomentumSteps  # AdamW is Megatron's
-
             ranges = list(self._ranges_with_momentum(cfg.name, locate))
             kind = torch.float32 if config.params_dtype == torch.float32 else torch.bfloat16
             whole = groups.collection.intra_dist_opt
@@ -134,19 +133,27 @@ class Optimizer:
         for group in self.megatron.param_groups:
             group["lr"] = lr
         with use_groups(self._groups, self._platform), torch.no_grad():
-            if self.megatron.prepare_grads():
-                return StepOutcome(False, math.nan)
-            norms = self._norms()
-            if not all(map(math.isfinite, norms)):
-                return StepOutcome(False, norms[0], finite=False)
-            for part in self._parts():
-                for parameters, norm in zip(self._split_by_clipping(part), norms, strict=True):
-                    if parameters and part.config.clip_grad > 0.0:
-                        clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
-            if self._momentum is not None:
-                self._momentum.step()
-            updated = bool(self.megatron.step_with_ready_grads())
-            return StepOutcome(updated, norms[0], norm_alone=norms[-1])
+            try:
+                return self._step()
+            finally:
+                for part in self._parts():
+                    for parameter in part.get_parameters():
+                        parameter.grad = None  # of 16-bit gradients it is a copy in fp32
+
+    def _step(self) -> StepOutcome:
+        if self.megatron.prepare_grads():
+            return StepOutcome(False, math.nan)
+        norms = self._norms()
+        if not all(map(math.isfinite, norms)):
+            return StepOutcome(False, norms[0], finite=False)
+        for part in self._parts():
+            for parameters, norm in zip(self._split_by_clipping(part), norms, strict=True):
+                if parameters and part.config.clip_grad > 0.0:
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+        if self._momentum is not None:
+            self._momentum.step()
+        updated = bool(self.megatron.step_with_ready_grads())
+        return StepOutcome(updated, norms[0], norm_alone=norms[-1])
 
     def _norms(self) -> list[float]:
         """Compute norms of the gradient, of parameters that are clipped together. Collective over the model's ranks."""
@@ -171,17 +178,15 @@ class Optimizer:
             parts[id(parameter) in alone].append(parameter)
         return parts
 
-    def _ranges_with_momentum(self, name: str, locate: Locate) -> Iterator[Stepped]:
+    def _ranges_with_momentum(self, name: str, locate: Locate) -> Iterator[MuonRange]:
         """Select all ranges with SGD, those of matrices with Muon."""
-        from rlhf_mcore.mcore.momentum import Stepped
-
         groups = {
             id(p): group for part in self._parts() for group in part.optimizer.param_groups for p in group["params"]
         }
         for part, parameter, span, stepped in self._ranges():
             matrices = locate(parameter.name, parameter.shard, span.start, span.stop) if name == "muon" else []
             if matrices or name == "sgd":
-                yield Stepped(stepped, part.optimizer.state[stepped], groups[id(stepped)], matrices)
+                yield MuonRange(stepped, part.optimizer.state[stepped], groups[id(stepped)], matrices)
 
     def _ranges(self) -> Iterator[tuple[DistributedOptimizer, LocalParameter, range, Tensor]]:
         """List the optimizer, the local parameter, which of its elements this rank steps, and the flat fp32 tensor of these."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from megatron.core.transformer.enums import AttnBackend
+from torch import nn
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.mcore.needs import problems
 from rlhf_mcore.platform import DTYPES, Platform
 
 T = TypeVar("T")
@@ -74,8 +77,6 @@ class Overrides:
         """
         if not self.values:
             return
-        from rlhf_mcore.mcore.needs import problems
-
         if found := list(problems(self, platform)):
             raise ConfigError.many(found)
 
@@ -93,3 +94,17 @@ def _to_typed(hint: Any, value: Any) -> Any:
     if (isinstance(value, list) and "Tuple" in str(hint)) or get_origin(hint) is tuple:
         return tuple(value)
     return value
+
+
+@contextmanager
+def copies_of_pass(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Let go of the weights of 8 bits that a pass has made, at the end of this block.
+
+    Layers make them of their weights in the first microbatch of a pass, for all of it (``is_first_microbatch``), and would keep one
+    or two bytes a parameter until the next: while weights are offloaded, and beside an engine.
+    """
+    yield
+    for chunk in chunks:
+        for module in chunk.modules():
+            if (kept := getattr(module, "_fp8_workspaces", None)) is not None:
+                kept.clear()

@@ -14,6 +14,9 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlhf_mcore.mcore.prefix_attention import TreePart
+from rlhf_mcore.parallel.context import chunks_of
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -23,6 +26,7 @@ class PackedSequences(PackedSeqParams):
     order: Tensor | None = None  # with context parallelism: of ``parallel.context.order_of_ranks``
     pad_between_seqs: bool | None = False  # borders tell of padding as of tokens
     seen: tuple[Tensor, Tensor, Tensor] | None = None  # of ``seen_by_chunks``, which all layers share
+    tree: TreePart | None = None  # the sequences are segments of a prefix tree
 
     @classmethod
     def of(cls, borders: Tensor, places: Tensor, sizes: Sequence[int], order: Tensor | None) -> PackedSequences:
@@ -48,8 +52,6 @@ class PackedSequences(PackedSeqParams):
             sees, and the places of these tokens [sum(sizes) * (2 * cp + 1) / (2 * cp)] among all.
         """
         if self.seen is None:
-            from rlhf_mcore.parallel.context import chunks_of
-
             begins, total = self.cu_seqlens_q[:-1], sum(self.sizes) // (2 * cp) * (2 * cp + 1)
             chunk = self.cu_seqlens_q.diff() // (2 * cp)
             counts = torch.stack([(number + 1) * chunk for number in chunks_of(rank, cp)], dim=1).flatten()
@@ -83,6 +85,19 @@ def rotate_packed() -> None:
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *turns, **kinds).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = rotate
+    if (fused := rope_utils.fused_apply_rotary_pos_emb_thd) is None:
+        return
+
+    @wraps(fused)
+    def rotate_fused(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **options: Any) -> Tensor:
+        """Transformer Engine begins each sequence at position 0. A segment of a prefix tree begins where its parent ends."""
+        if not getattr(cu_seqlens, "is_tree", False):
+            return fused(t, cu_seqlens, freqs, **options)
+        angles = freqs.index_select(0, cu_seqlens.places)  # type: ignore[attr-defined]
+        turns = {name: value for name, value in options.items() if name == "interleaved"}
+        return rope_utils.fused_apply_rotary_pos_emb(t.unsqueeze(1), angles, **turns).squeeze(1)
+
+    rope_utils.fused_apply_rotary_pos_emb_thd = rotate_fused
 
 
 def tell_of_padding(modules: Iterable[torch.nn.Module]) -> None:
@@ -90,6 +105,7 @@ def tell_of_padding(modules: Iterable[torch.nn.Module]) -> None:
     for module in modules:
         if (names := getattr(module, "kept_packed_seq_params", None)) is None:
             continue
-        attention: Any = type(module).__mro__[1]  # Transformer Engine's own, behind Megatron's
+        # Transformer Engine's own, behind Megatron's and ours
+        attention: Any = [kind for kind in type(module).__mro__ if kind.__name__ != "TreeAttention"][1]
         if "pad_between_seqs" in inspect.signature(attention.forward).parameters:
             names.add("pad_between_seqs")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -91,6 +92,7 @@ class Routing:
     learns: bool = False
     # Routes by the id of a microbatch and by layer, where a pass is recorded.
     noted: dict[int, dict[int, Tensor]] | None = None
+    num_unshared: int = 0  # rows of updates whose shared beginning an engine had routed otherwise
     _current: int = 0  # the id of the microbatch that is run
     # Of updates: tokens and layers whose router had chosen others, and all that were replayed.
     _counts: Tensor | None = None
@@ -121,7 +123,7 @@ class Routing:
         places = [self._places(microbatch, inputs) for microbatch in microbatches]
         columns = [layer.column for layer in layers]
         given = {
-            id(microbatch): self._cut(microbatch.fields.pop(ROUTES), own, columns)
+            id(microbatch): self._cut(_computed(microbatch, microbatch.fields.pop(ROUTES)), own, columns)
             for microbatch, own in zip(microbatches, places, strict=True)
             if ROUTES in microbatch.fields
         }
@@ -146,7 +148,7 @@ class Routing:
 
     def _places(self, microbatch: Microbatch, inputs: PassInputs) -> Tensor:
         """Return the places [n] of this rank's tokens in each line of a microbatch."""
-        places = inputs.of_rank(microbatch, torch.arange(microbatch.token_ids.size(1))[None])[0]
+        places = inputs.of_rank(microbatch, torch.arange(microbatch.width)[None])[0]
         layout = self.groups.layout
         return places.chunk(layout.tp)[self.groups.tp_rank] if layout.sequence_parallel else places
 
@@ -171,12 +173,18 @@ class Routing:
     def mismatch(self) -> dict[str, float]:
         """Return the share of tokens and layers of the last updates that were replayed otherwise than their router had chosen.
 
-        Nothing where no routes were replayed. Collective over the model's ranks.
+        ``unshared_rows`` counts the rows whose beginning was computed again because it was routed otherwise. Nothing where no routes
+        were replayed. Collective over the model's ranks.
         """
         changed, known = [0.0, 0.0] if self._counts is None else self._counts.tolist()
-        self._counts = None
-        sums = reduce_sums({"changed": changed, "known": known}, self.groups.collection.intra_dist_opt)
-        return {"route_mismatch": sums["changed"] / sums["known"]} if sums["known"] else {}
+        layout = self.groups.layout
+        unshared = self.num_unshared / (layout.tp * layout.cp * layout.pp)
+        self._counts, self.num_unshared = None, 0
+        own = {"changed": changed, "known": known, "unshared": unshared}
+        sums = reduce_sums(own, self.groups.collection.intra_dist_opt)
+        if not sums["known"]:
+            return {}
+        return {"route_mismatch": sums["changed"] / sums["known"], "unshared_rows": round(sums["unshared"])}
 
     def recorded(self) -> tuple[list[Tensor], list[Microbatch]]:
         """Return routes [b, T, layers, k] int32 of the microbatches of the recorded pass, on the host, and these microbatches.
@@ -192,11 +200,25 @@ class Routing:
         """Add up what ranks have noted of a microbatch: each token and layer once."""
         assert self.noted is not None
         noted, pgs, layout = self.noted.pop(id(microbatch), {}), self.groups.collection, self.groups.layout
-        height, width = microbatch.token_ids.shape
-        whole = torch.zeros(height, width, self.num_layers, self.per_token, dtype=torch.int32, device=self.device)
+        height = microbatch.token_ids.size(0)
+        whole = torch.zeros(
+            height, microbatch.width, self.num_layers, self.per_token, dtype=torch.int32, device=self.device
+        )
         for column, routes in noted.items():
             whole[:, places, column] = routes.int().view(len(places), height, -1).transpose(0, 1)
         for group, is_split in ((pgs.tp, layout.sequence_parallel), (pgs.cp, layout.cp > 1), (pgs.pp, layout.pp > 1)):
             if is_split:
                 dist.all_reduce(whole, group=group)
-        return whole.cpu()
+        whole = whole.cpu()
+        return whole if microbatch.tree is None else whole[:, microbatch.tree.sources]
+
+
+def _computed(microbatch: Microbatch, routes: Tensor) -> Tensor:
+    """Return of routes [b, T, L, k] in the row layout those of the computed tokens: of a row that knows them, if one does."""
+    if (tree := microbatch.tree) is None:
+        return routes
+    is_known = (routes[0, :, 0, 0] > 0).numpy()
+    places = np.concatenate([np.flatnonzero(~is_known), np.flatnonzero(is_known)[::-1]])
+    chosen = np.zeros(microbatch.width, np.int64)
+    chosen[tree.sources.numpy()[places]] = places  # the last one wins
+    return routes[:, torch.from_numpy(chosen)] * (tree.uses > 0)[None, :, None, None]

@@ -12,37 +12,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.images import whole_images
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import MAX_PATCHES, TOWER, VisionSizes
+from rlhf_mcore.mcore.attention import Rotary
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.image_features import StepFeatures, fingerprint, needed_by_any, read_together
 from rlhf_mcore.mcore.model_spec import ModelSpec
-from rlhf_mcore.mcore.rotation import Rotary
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.platform.image_operators import declare_image_operators
+from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 from rlhf_mcore.types import Microbatch
 
-
-class Image(Protocol):
-    """Patches [patches, channels * temporal_patch_size * patch_size^2] fp32 of a grid (time, rows, columns)."""
-
-    pixel_values: Tensor
-    grid_thw: tuple[int, int, int]
-
-
-class ImageSource(Protocol):
-    """Find images by their digests."""
-
-    def features(self, digest: str) -> Image: ...
+if TYPE_CHECKING:
+    from rlhf_mcore.data.images import ImageStore, ProcessedImage
 
 
 @dataclass(slots=True)
@@ -54,11 +46,11 @@ class _Pass:
 
 
 @dataclass(slots=True)
-class Vision:
+class ModelVision:
     """The images of a model on this rank. ``tower`` is None but on the first pipeline stage."""
 
     sizes: VisionSizes
-    source: ImageSource | None  # None: there are no images, only text
+    source: ImageStore | None  # None: there are no images, only text
     groups: ModelGroups
     sequence_parallel: bool
     platform: Platform
@@ -120,7 +112,7 @@ class Vision:
             first += total
         return positions, rows, blocks
 
-    def _image(self, digest: str) -> Image:
+    def _image(self, digest: str) -> ProcessedImage:
         assert self.source is not None, "a model of rows with images is built with their source"
         return self.source.features(digest)
 
@@ -280,7 +272,7 @@ def image_positions(length: int, places: Tensor, grids: Sequence[Sequence[int]],
 class ImageRotary(Rotary):
     """Rotary embeddings by time, row and column."""
 
-    def __init__(self, like: Any, inv_freq: Tensor, axes: Sequence[int], vision: Vision):
+    def __init__(self, like: Any, inv_freq: Tensor, axes: Sequence[int], vision: ModelVision):
         super().__init__(like, inv_freq)
         self._axes, self._vision = torch.tensor(axes), vision
 
@@ -294,9 +286,9 @@ def add_vision(
     groups: ModelGroups,
     config: TransformerConfig,
     platform: Platform,
-    source: ImageSource | None,
+    source: ImageStore | None,
     kept: StepFeatures | None = None,
-) -> Vision:
+) -> ModelVision:
     """Give a model that has no wrappers yet its tower and its positions.
 
     Raises:
@@ -305,7 +297,7 @@ def add_vision(
     sizes, family = spec.geometry.vision, FAMILIES[spec.geometry.family]
     assert sizes is not None and family.vision is not None
     hidden_size, kept = spec.geometry.hidden_size, kept or StepFeatures()
-    vision = Vision(sizes, source, groups, config.sequence_parallel, platform, hidden_size, kept)
+    vision = ModelVision(sizes, source, groups, config.sequence_parallel, platform, hidden_size, kept)
     vision.attends_within = family.vision.attends_within
     for chunk in chunks if sizes.sections else ():
         chunk.rotary_pos_emb = ImageRotary(
@@ -350,8 +342,6 @@ def _new_tower(spec: ModelSpec, dtype: torch.dtype) -> torch.nn.Module:
     if sizes.sections:
         tower: torch.nn.Module = _tower_class(spec.vision_config)._from_config(spec.vision_config, dtype=dtype)
         return tower
-    from rlhf_mcore.mcore.siglip import SquareTower
-
     return SquareTower(spec.vision_config, sizes, spec.geometry.hidden_size, dtype)
 
 
@@ -361,3 +351,44 @@ def _tower_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     kinds: list[Any] = [kind for kind in vars(modeling).values() if isinstance(kind, type)]
     [tower] = [kind for kind in kinds if issubclass(kind, PreTrainedModel) and kind.config_class is type(config)]
     return tower
+
+
+class SquareTower(torch.nn.Module):
+    """The tower of Gemma 3, which reads images of one size: transformers' SigLIP and its projection.
+
+    It takes the arguments of the towers of Qwen's models.
+    """
+
+    def __init__(self, config: PretrainedConfig, sizes: VisionSizes, hidden_size: int, dtype: torch.dtype):
+        """Build from the tower's ``config``; ``hidden_size`` is the decoder's."""
+        from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+
+        super().__init__()
+        self._channels = sizes.channels
+        self.vision_tower = torch.nn.Module()  # as files name it
+        self.vision_tower.vision_model = AutoModel.from_config(config, dtype=dtype)
+        whole: Any = SimpleNamespace(
+            vision_config=config,
+            text_config=SimpleNamespace(hidden_size=hidden_size),
+            mm_tokens_per_image=sizes.positions // sizes.merge_size**2,
+        )
+        self.multi_modal_projector = Gemma3MultiModalProjector(whole).to(dtype)
+
+    def forward(self, pixels: Tensor, *, grid_thw: Tensor, return_dict: bool) -> SimpleNamespace:
+        """Return the features ``pooler_output`` [tokens, hidden] of images as patches, see ``data.images.whole_images``."""
+        patches = pixels.size(0) // len(grid_thw)
+        edge = int(patches**0.5)
+        hidden = self._siglip(whole_images(pixels, (1, edge, edge), self._channels)).last_hidden_state
+        return SimpleNamespace(pooler_output=self.multi_modal_projector(hidden).flatten(0, 1))
+
+    @property
+    def _siglip(self) -> Any:
+        return self.vision_tower.vision_model
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return bool(self._siglip.is_gradient_checkpointing)
+
+    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        """Keep activations of one block at a time."""
+        self._siglip.gradient_checkpointing_enable(options)

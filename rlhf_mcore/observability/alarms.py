@@ -1,27 +1,29 @@
-"""Alarms: metrics that leave their bounds, judged after every step on the first rank, and what is done then."""
+"""Alarms: metrics that leave their bounds, judged after every step on the first rank; then notes, posts and commands."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import subprocess
+import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
+from threading import Thread
 
-from rlhf_mcore.config.metric_rules import BAD, MEASURES, RULES, Rule, Series
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
+from rlhf_mcore.config.show import without_secrets
+from rlhf_mcore.metrics.rules import BAD, MEASURES, RULES, MetricRule, Series
 from rlhf_mcore.observability.files import json_line
-
-if TYPE_CHECKING:
-    from rlhf_mcore.observability.alarm_messages import AlarmMessages
+from rlhf_mcore.own_processes import kill_group, start
 
 MEAN, MIN, MAX, DEVIATION, SAMPLES = "reward/mean", "reward/min", "reward/max", "reward/std", "progress/samples"
 # Of the span of a step's scores: a smaller change of a mean is none, however steady the steps before were
 LEAST_SHARE = 0.05
 EARLY, RECENT = 20, 200  # values of a metric that are remembered: its first and its last ones
 QUIET_STEPS = 10  # without trouble in a row, after which the same alarm may be given again
-MESSAGES = ("webhook", "command")  # actions that ``alarm_messages`` takes
+MESSAGES = ("webhook", "command")  # actions of ``AlarmMessages``
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def _own(rule: AlarmRuleConfig, actions: tuple[str, ...]) -> _Watch:
     return _Watch(rule.metric, rule.metric, rule.measure, trouble, rule.steps, own_actions)
 
 
-def _default(rule: Rule, actions: tuple[str, ...]) -> _Watch:
+def _default(rule: MetricRule, actions: tuple[str, ...]) -> _Watch:
     """Make an alarm of one of the report's rules."""
 
     def trouble(value: float) -> str | None:
@@ -161,8 +163,6 @@ class AlarmBell:
         self._messages: AlarmMessages | None = None
         actions = {*cfg.actions, *(action for rule in cfg.rules for action in rule.actions or ())}
         if actions.intersection(MESSAGES):
-            from rlhf_mcore.observability.alarm_messages import AlarmMessages
-
             self._messages = AlarmMessages(cfg, note)
 
     def recall(self, metrics: Mapping[str, float]) -> None:
@@ -222,3 +222,63 @@ class RewardAlarm:
                         "look at the responses under rollouts/"
                     )
             known.append(metrics[name])
+
+
+TIMEOUT_S = 30.0  # of a post or a command
+CLOSE_S = 10.0  # for messages that are under way when the run ends
+
+
+class AlarmMessages:
+    """Sends alarms to where ``cfg`` tells. ``note`` shows a line: the first failure of each way."""
+
+    def __init__(self, cfg: AlarmsConfig, note: Callable[[str], None]) -> None:
+        self._cfg, self._note = cfg, note
+        self._failed: set[str] = set()
+        self._sending: list[Thread] = []
+        self._commands: list[subprocess.Popen[bytes]] = []
+
+    def send(self, action: str, content: bytes) -> None:
+        """Begin to send. ``action``: webhook or command."""
+        thread = Thread(target=self._try, args=(action, content), name=f"alarm {action}", daemon=True)
+        self._sending = [other for other in self._sending if other.is_alive()] + [thread]
+        thread.start()
+
+    def close(self) -> None:
+        """Wait a moment for messages that are under way. A command that takes longer is ended with all that it has started."""
+        end = time.monotonic() + CLOSE_S
+        for thread in self._sending:
+            thread.join(max(end - time.monotonic(), 0.0))
+        for process in self._commands:
+            if process.poll() is None:
+                kill_group(process)
+
+    def _try(self, action: str, content: bytes) -> None:
+        try:
+            (self._post if action == "webhook" else self._call)(content)
+        except Exception as error:
+            if action not in self._failed:  # once is enough
+                self._failed.add(action)
+                secret = self._cfg.webhook or "\0"
+                why = without_secrets(str(error)).replace(secret, "<redacted>").splitlines() or [""]
+                self._note(
+                    f"warning: alarms.{action} did not work ({type(error).__name__}: {why[0][:300]}); the run continues"
+                )
+
+    def _post(self, content: bytes) -> None:
+        assert self._cfg.webhook is not None
+        request = urllib.request.Request(self._cfg.webhook, content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+            pass
+
+    def _call(self, content: bytes) -> None:
+        nothing, program = subprocess.DEVNULL, self._cfg.command[0]  # its arguments may be secrets
+        process = start(self._cfg.command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing)
+        self._commands = [other for other in self._commands if other.poll() is None] + [process]
+        with process:
+            try:
+                process.communicate(content, TIMEOUT_S)
+            except subprocess.TimeoutExpired as late:
+                kill_group(process)
+                raise subprocess.TimeoutExpired(program, late.timeout) from None
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, program)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from textwrap import TextWrapper
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rich.console
 from rich import box
@@ -21,9 +21,7 @@ from rlhf_mcore.config.errors import ConfigError, for_terminal, printable
 from rlhf_mcore.config.keys import choices_of
 from rlhf_mcore.observability.figures import explain_labels, step_line
 from rlhf_mcore.observability.files import json_line
-
-if TYPE_CHECKING:
-    from rlhf_mcore.observability.live_display import LiveDisplay
+from rlhf_mcore.observability.live_display import LiveDisplay
 
 MAX_WARNINGS = 20  # of other ranks
 
@@ -32,8 +30,8 @@ class Console:
     """A run's progress, for rank 0: ``with Console("auto", total_steps, title) as console: ...``.
 
     ``mode``: "rich" is a live display, "plain" one line per step, "auto" rich on a terminal and plain elsewhere, "json" an object per
-    line, "off" prints nothing. ``first_step``: steps that were made before, by a run that is continued. ``output`` is where it goes,
-    standard output except in tests.
+    line, "off" prints nothing. ``first_step``: steps that were made before, by a run that is continued. ``every``: steps between step
+    lines. ``output`` is where it goes, standard output except in tests.
 
     Raises:
         ConfigError: an unknown mode.
@@ -46,12 +44,13 @@ class Console:
         title: str,
         *,
         first_step: int = 0,
+        every: int = 1,
         output: rich.console.Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if mode not in (modes := choices_of("logging.console")):
             raise ConfigError(f"logging.console={mode!r}: must be one of {', '.join(modes)}")
-        self.total_steps = total_steps
+        self.total_steps, self._every = total_steps, every
         self.title = for_terminal(title)
         if mode == "auto":
             mode = "rich" if sys.stdout.isatty() and not rich.console.Console().is_dumb_terminal else "plain"
@@ -62,8 +61,6 @@ class Console:
         self._step_ended = clock()
         self.display: LiveDisplay | None = None
         if mode == "rich":
-            from rlhf_mcore.observability.live_display import LiveDisplay
-
             self.display = LiveDisplay(self._output, self.title, total_steps, first_step, clock)
         self._warnings: set[str] = set()
         self._explained = False  # the labels of step lines
@@ -108,6 +105,9 @@ class Console:
         self._step_ended = now
         if self.display is not None:
             self.display.step(step, metrics, float(seconds))
+        is_evaluated = any(name.startswith("evaluate/") for name in metrics)
+        if (step - 1) % self._every and step != self.total_steps and not is_evaluated:
+            return
         if self.mode == "plain":
             if not self._explained and (explained := explain_labels(metrics)):
                 self._explained = True

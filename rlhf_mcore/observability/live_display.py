@@ -275,7 +275,10 @@ def rates(metrics: Mapping[str, Any]) -> list[str]:
     for suffix in ("_allocated_bytes", "_bytes"):
         peaks = [value for name, value in metrics.items() if name.startswith("memory/") and name.endswith(suffix)]
         if peaks:
-            return [*parts, f"memory {max(peaks) / 2**30:.1f} GiB"]
+            parts.append(f"memory {max(peaks) / 2**30:.1f} GiB")
+            break
+    if outside := [value for name, value in metrics.items() if name.endswith("_outside_bytes")]:
+        parts.append(f"{max(outside) / 2**30:.1f} GiB outside torch")
     return parts
 
 

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.metrics import find_metric
+from rlhf_mcore.metrics.catalogue import find_metric
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rollout.remote.fleet_state import EngineStatus
 
 PREFIX = "rlhf_mcore_"
 
 
-class EngineState(Protocol):
-    """An engine of its own; :class:`rlhf_mcore.rollout.remote.fleet_state.EngineStatus`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def state(self) -> str: ...
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def failures(self) -> int: ...
-
-
-class Exporter(Collector):
+class PrometheusExporter(Collector):
     """Answers ``GET /metrics`` in a thread, and is a tracker. It has what was logged last."""
 
     def __init__(self, address: str, project: str, experiment: str) -> None:
@@ -49,7 +30,7 @@ class Exporter(Collector):
         """
         self._labels = {"project": project, "experiment": experiment}
         self._metrics: dict[str, float] = {}
-        self.engines: Callable[[], Sequence[EngineState]] = list  # asked at every scrape
+        self.engines: Callable[[], Sequence[EngineStatus]] = list  # asked at every scrape
         host, _, port = address.rpartition(":")
         registry = CollectorRegistry()
         registry.register(self)

@@ -11,7 +11,8 @@ import socket
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import SMALL, read_bytes
 from rlhf_mcore.observability.files import json_line, keep_steps, read_lines, write_atomically
 from rlhf_mcore.own_files import open_own, own_directory, refuse_link
+from rlhf_mcore.plugins import load_plugin
 from rlhf_mcore.types import Score, Trajectory
 
 METRICS = "metrics.jsonl"
@@ -193,6 +195,46 @@ class RunDirectory:
 def write_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write one JSON line per record, in the given order. The file appears whole or not at all."""
     write_atomically(path, b"".join(map(json_line, records)))
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFiles:
+    """Write episodes beside files of rollouts, which have no times and so are the same whenever a run is made again.
+
+    ``episodes-<step>.jsonl`` has all of them, with turns, calls and times. ``traces-<step>/<number>.json`` are the traces of the first
+    ``num_traces``, built by ``trace_of`` (:func:`episode_files`).
+    """
+
+    num_traces: int = 0
+    trace_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+
+    def __call__(self, rollouts: Path, records: list[dict[str, Any]]) -> None:
+        """Write the episodes of a step, and take them out of its ``records``. ``rollouts``: the file that these go to."""
+        played = [dict(record) for record in records if record["episode"] is not None]
+        for record in records:
+            del record["episode"]
+        if not played:
+            return
+        lines = [{name: record[name] for name in ("prompt_id", "sample")} | record["episode"] for record in played]
+        write_atomically(
+            rollouts.with_name(rollouts.name.replace("step-", "episodes-")), b"".join(map(json_line, lines))
+        )
+        if self.trace_of is not None:
+            folder = own_directory(rollouts.with_name(rollouts.stem.replace("step-", "traces-")))
+            for number, record in enumerate(played[: self.num_traces]):
+                write_atomically(folder / f"{number:04d}.json", json_line(self.trace_of(record)))
+
+
+def episode_files(num_traces: int) -> EpisodeFiles:
+    """Return what writes the episodes of a run, with traces of ``num_traces`` of a step.
+
+    Raises:
+        ConfigError: traces are wanted, and the plug-in is not installed.
+    """
+    if not num_traces:
+        return EpisodeFiles()
+    needed_by = f"logging.episode_traces={num_traces}"
+    return EpisodeFiles(num_traces, load_plugin("traces", "opentelemetry", needed_by, package="traces"))
 
 
 def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:

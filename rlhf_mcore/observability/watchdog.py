@@ -5,36 +5,26 @@ from __future__ import annotations
 import faulthandler
 import sys
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TextIO
 
-
-class Watcher(Protocol):
-    """Somebody who watches all ranks from outside of them, and can tell which of them stands still."""
-
-    def watch(self, limit_s: int) -> None:
-        """End the run from now on when no rank begins a phase for ``limit_s`` seconds; 0: this one does not count."""
-        ...
-
-    def phase(self, name: str) -> None:
-        """Note that a phase begins."""
-        ...
+from rlhf_mcore.observability import rank_file
 
 
 class Watchdog:
-    """Ends a run in which :meth:`progress` is not called in time.
+    """Ends a run in which neither :meth:`progress` nor :meth:`beat` is called in time.
 
-    With a ``watcher`` that one does it. Without (under the user's own torchrun) this process prints the stacks of all its threads and
-    ends itself with exit code 1. That clock runs in a thread that needs no Python lock (``faulthandler``), so a held GIL or an endless
-    loop in a library is noticed too. A process has one watchdog at a time.
+    Under a command of ours that command does it, with the files of all ranks. Under the user's own torchrun this process prints the
+    stacks of all its threads and ends itself with exit code 1. That clock runs in a thread that needs no Python lock
+    (``faulthandler``), so a held GIL or an endless loop in a library is noticed too. A process has one watchdog at a time.
 
     Args:
         seconds: without progress; 0 switches it off.
         file: where stacks go.
-        watcher: gets the reports of progress.
     """
 
-    def __init__(self, seconds: int, file: TextIO | None = None, watcher: Watcher | None = None):
-        self._seconds, self._file, self._watcher = seconds, file or sys.stderr, watcher
+    def __init__(self, seconds: int, file: TextIO | None = None):
+        self._seconds, self._file = seconds, file or sys.stderr
+        self._is_watched = rank_file.is_read()
         self._armed = self._counts = False
 
     def __enter__(self) -> Watchdog:
@@ -46,19 +36,28 @@ class Watchdog:
         """Note that a phase begins, and count anew. Outside of a ``with`` block nothing is counted."""
         if not self._seconds or not self._armed:
             return
-        if self._watcher is not None:
+        if self._is_watched:
             if not self._counts:
-                self._watcher.watch(self._seconds)
-            self._watcher.phase(phase)
+                rank_file.watch(self._seconds)
+            rank_file.note_phase(phase)
         else:
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
         self._counts = True
 
+    def beat(self) -> None:
+        """Note progress within a phase, and count anew."""
+        if not self._counts:
+            return
+        if self._is_watched:
+            rank_file.beat()
+        else:
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
+
     def pause(self) -> None:
         """Count nothing until the next :meth:`progress`: this process waits for others."""
         self._counts = False
-        if self._watcher is not None:
-            self._watcher.watch(0)
+        if self._is_watched:
+            rank_file.watch(0)
         else:
             faulthandler.cancel_dump_traceback_later()
 

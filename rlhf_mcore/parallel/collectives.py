@@ -1,4 +1,6 @@
-"""Small collectives on host data: JSON instead of pickles, reductions of named numbers, and errors shared among ranks."""
+"""Small collectives on host data: JSON instead of pickles, reductions of named numbers, errors shared among ranks, and the first
+rank's requests to all. tests/distributed/nccl_rules.py counts everything here as an operation of the host.
+"""
 
 from __future__ import annotations
 
@@ -163,3 +165,36 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     if all(failure.kind == ConfigError.__name__ for failure in failures):
         raise ConfigError(failures[0].text) from caught
     raise caught if caught is not None else RanksFailed(failures)
+
+
+# Sends a request to all ranks, and returns their answers in rank order. Both are JSON.
+Ask = Callable[[Any], list[Any]]
+
+
+def lead(action: Callable[[Ask], T], serve: Callable[[Any], Any], otherwise: T) -> T:
+    """Run ``action`` on the first rank, while all ranks ``serve`` its requests. Collective over the world.
+
+    No rank waits for another one longer than their answers to a request differ in time. ``serve`` must not raise.
+
+    Returns:
+        the result of the action on the first rank, ``otherwise`` on the others.
+    """
+    if dist.get_rank() != 0:
+        while (request := broadcast_json(None, 0)) is not None:
+            gather_json(serve(request))
+        return otherwise
+    waiting = True  # whether the others expect a request
+
+    def ask(request: Any) -> list[Any]:
+        nonlocal waiting
+        waiting = False
+        broadcast_json(request, 0)
+        answers = gather_json(serve(request))
+        waiting = True
+        return answers
+
+    try:
+        return action(ask)
+    finally:
+        if waiting:
+            broadcast_json(None, 0)

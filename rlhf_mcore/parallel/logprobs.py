@@ -19,7 +19,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from rlhf_mcore.parallel.subsets import Subsets
-    from rlhf_mcore.parallel.top_tokens import Compared
+    from rlhf_mcore.parallel.top_tokens import TeacherTopTokens
 
 CHUNK_TOKENS = 2048  # tokens whose softmax is computed at a time from stored logits
 CACHE_BYTES = 2**19  # the same in bytes of logits on a CPU, so that they stay in its cache
@@ -55,7 +55,7 @@ def linear_logprobs(
     chunk_tokens: int | None = None,
     with_entropy: bool = True,
     support: Subsets | None = None,
-    compared: Compared | None = None,
+    compared: TeacherTopTokens | None = None,
     main_grad: Tensor | None = None,
     added: tuple[Tensor, Tensor] | None = None,
 ) -> TokenLogprobs:
@@ -315,7 +315,7 @@ class _Columns:
 
 
 # What is computed beside logprobs: whether the entropy, the mass of a support, the divergence from a teacher.
-Wanted = tuple[bool, Union["Subsets", None], Union["Compared", None]]
+Wanted = tuple[bool, Union["Subsets", None], Union["TeacherTopTokens", None]]
 
 
 def _wanted_of(wanted: Wanted, a: int, b: int) -> Wanted:

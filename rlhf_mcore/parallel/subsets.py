@@ -1,4 +1,4 @@
-"""The tokens that each token was drawn from, under top-k and top-p: loaded where a batch has them."""
+"""Keep the tokens that each token was drawn from, under top-k and top-p."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _log_rest(z: Tensor, ids: Tensor, columns: _Columns) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class TeacherTopTokens:
     """A teacher's events of N tokens, which a policy's distributions are compared with."""
 
     ids: Tensor  # [N, k] int64
@@ -95,12 +95,12 @@ class Compared:
     divergence: Divergence
 
     @classmethod
-    def of(cls, top: Tensor, divergence: Divergence) -> Compared:
+    def of(cls, top: Tensor, divergence: Divergence) -> TeacherTopTokens:
         """Build it from the result [N, 2, k + 1] of ``top_tokens``."""
         return cls(top[:, 0, :-1].long(), top[:, 1].clamp(min=LOWEST), divergence)
 
-    def of_tokens(self, a: int, b: int) -> Compared:
-        return Compared(self.ids[a:b], self.log_t[a:b], self.divergence)
+    def of_tokens(self, a: int, b: int) -> TeacherTopTokens:
+        return TeacherTopTokens(self.ids[a:b], self.log_t[a:b], self.divergence)
 
     def log_events(self, z: Tensor, log_sum: Tensor, columns: _Columns) -> Tensor:
         """Compute the policy's logprobs [n, k + 1] of the events. Collective over the columns' group.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from rlhf_mcore.config.choices import MTP_TRAINED
+from rlhf_mcore.config.derive import with_sequences
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import (
+    SHORTEST_PREFIX,
     adapter_sizes,
     in_fp8,
     longest_example,
@@ -17,20 +20,23 @@ from rlhf_mcore.config.implied import (
     needs_reference,
     offloaded_parts,
 )
-from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import (
+    ActorConfig,
     Config,
+    CriticConfig,
     LayoutConfig,
     RecomputeConfig,
     ReferenceConfig,
     RewardModelConfig,
     TeacherConfig,
 )
+from rlhf_mcore.expected_kernels import why_unshared
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.readers.model_files import read_config, read_geometry
 
 GIB = 1 << 30
 
@@ -64,8 +70,10 @@ GPUS = {
 class Assumptions:
     """Assume what cannot be computed. The defaults err on the side of caution for memory."""
 
-    reserve_bytes: int = int(2.5 * GIB)  # CUDA context, NCCL's and cuBLAS's buffers
-    usable_memory: float = 0.95  # the allocator's holes
+    # Outside torch: 1 GiB for CUDA's context and kernels, and 0.4 GiB for each of ten NCCL communicators. A rank of the trainer has
+    # six to eleven, depending on its layouts, and a colocated engine adds its own. Estimated: ``plan --run`` takes a measured value.
+    reserve_bytes: int = 5 * GIB
+    usable_memory: float = 0.94  # 5 % are left to the allocator's holes, 1 % to what the formulas do not count
     train_efficiency: float = 0.4  # share of the peak reached in forward and backward passes of dense models
     moe_efficiency: float = 0.25  # and of mixtures of experts
     decode_efficiency: float = 0.6  # share of the memory's bandwidth reached while generating
@@ -97,99 +105,77 @@ class PlannedRole:
     adapters: ModelGeometry | None = None  # what learns in the place of the weights
     frozen: frozenset[str] = frozenset()
     fp8: bool = False
+    megatron: Mapping[str, Any] = field(default_factory=dict)  # fields of Megatron that the user sets
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
-    """List the models that a resolved configuration builds, the actor first. ``dtype``: of those that do not have their own."""
-    trainer, critic, reward = cfg.trainer, cfg.critic, cfg.reward.model
-    layout = parallel_layout(cfg.actor.layout, cfg.actor.ranks, world_size, "actor.layout")
+    """List the models that a resolved configuration builds, the actor first. ``dtype``: for those without their own."""
+    trainer, generates = cfg.trainer, run_kind(cfg).generates
     geometry = read_geometry(cfg.model.path, run_kind(cfg).head)
     if cfg.actor.mtp.mode in MTP_TRAINED:
         geometry = replace(geometry, mtp_layers=num_mtp_layers(read_config(cfg.model.path, "model.path")))
-    sizes = adapter_sizes(cfg.actor.lora)
-    adapters = None if sizes is None else replace(geometry, adapter=sizes)
-    name = cfg.actor.optimizer.name
-    still = _frozen_of_tower(geometry, cfg.actor.vision.train)
-    frozen = []
-    if (
-        needs_reference(cfg) and adapters is None and not cfg.reference.precompute
-    ):  # else it is gone before the actor is there
+    actor = _trained("actor", cfg.actor, geometry, world_size, dtype, cfg.actor.vision.train)
+    if generates:  # otherwise a step is one update of one model
+        updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
+        parts = offloaded_parts(cfg.actor.offload)
+        actor = replace(actor, offload=parts, epochs=trainer.ppo_epochs, updates=updates)
+    roles = [actor]
+    # With adapters the reference is the actor without them; a precomputed one is gone before the actor is built.
+    if needs_reference(cfg) and actor.adapters is None and not cfg.reference.precompute:
         compared = read_geometry(cfg.reference.path or cfg.model.path, "lm")
-        reference = _frozen("reference", compared, layout, dtype, cfg.reference)
-        frozen = [replace(reference, fp8=in_fp8(cfg.actor))]
-    if not run_kind(cfg).generates:  # a step is one update of one model
-        how = cfg.actor.recompute
-        learned = PlannedRole(
-            "actor", geometry, layout, True, dtype, how, optimizer=name, adapters=adapters, frozen=still
-        )
-        return [replace(learned, fp8=in_fp8(cfg.actor)), *frozen]
-    updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
-    roles = [
-        PlannedRole(
-            "actor",
-            geometry,
-            layout,
-            True,
-            dtype,
-            cfg.actor.recompute,
-            offloaded_parts(cfg.actor.offload),
-            epochs=trainer.ppo_epochs,
-            updates=updates,
-            optimizer=name,
-            adapters=adapters,
-            frozen=still,
-            fp8=in_fp8(cfg.actor),
-        ),
-        *frozen,
-    ]
+        roles.append(_frozen("reference", compared, actor.layout, dtype, cfg.reference, cfg.actor))
+    if not generates:
+        return roles
+    critic, reward = cfg.critic, cfg.reward.model
     if needs_critic(cfg):
-        own = parallel_layout(critic.layout, critic.ranks, world_size, "critic.layout")
-        geometry = read_geometry(critic.path or cfg.model.path, "token")
+        valued = read_geometry(critic.path or cfg.model.path, "token")
         epochs = critic.ppo_epochs or trainer.ppo_epochs
         updates = _updates(trainer.prompts_per_step, critic.minibatch_size or trainer.minibatch_size, epochs)
-        own_dtype = _dtype(critic.dtype, dtype)
-        parts = offloaded_parts(critic.offload)
-        name, how = critic.optimizer.name, critic.recompute
-        critic_sizes = adapter_sizes(critic.lora)
-        learns = None if critic_sizes is None else replace(geometry, adapter=critic_sizes)
-        role = PlannedRole("critic", geometry, own, True, own_dtype, how, parts, epochs, updates, optimizer=name)
-        still = _frozen_of_tower(geometry, "none")
-        roles.append(replace(role, adapters=learns, frozen=still, fp8=in_fp8(critic)))
+        role = _trained("critic", critic, valued, world_size, _dtype(critic.dtype, dtype), "none")
+        roles.append(replace(role, offload=offloaded_parts(critic.offload), epochs=epochs, updates=updates))
     if reward.path is not None:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
-        geometry = read_geometry(reward.path, "sequence")
-        own_dtype = _dtype(reward.dtype, dtype)
-        roles.append(replace(_frozen("reward", geometry, own, own_dtype, reward), fp8=in_fp8(reward)))
-    return [*roles, *_teachers(cfg, roles[0], world_size, dtype)]
+        scoring = read_geometry(reward.path, "sequence")
+        roles.append(_frozen("reward", scoring, own, _dtype(reward.dtype, dtype), reward, reward))
+    return [*roles, *_teachers(cfg, actor, world_size, dtype)]
 
 
 def _teachers(cfg: Config, actor: PlannedRole, world_size: int, dtype: str) -> list[PlannedRole]:
-    """List the models that the policy learns from, beside itself."""
+    """List the models that the policy learns from, in addition to itself."""
     teacher = cfg.teacher
     if teacher.weights == "average":
-        return [_frozen("teacher", actor.geometry, actor.layout, _dtype(teacher.dtype, "fp32"), teacher)]
+        return [_frozen("teacher", actor.geometry, actor.layout, _dtype(teacher.dtype, "fp32"), teacher, None)]
     if teacher.path is None:
         return []
     own = parallel_layout(teacher.layout, teacher.ranks, world_size, "teacher.layout")
     paths = {"teacher": teacher.path, **{f"teacher[{name}]": path for name, path in (teacher.sources or {}).items()}}
     return [
-        replace(
-            _frozen(name, read_geometry(path, "lm"), own, _dtype(teacher.dtype, dtype), teacher), fp8=in_fp8(teacher)
-        )
+        _frozen(name, read_geometry(path, "lm"), own, _dtype(teacher.dtype, dtype), teacher, teacher)
         for name, path in paths.items()
     ]
 
 
-def _frozen_of_tower(geometry: ModelGeometry, train: str) -> frozenset[str]:
-    """Return Megatron's names of the tensors of a tower of which ``train`` learns."""
-    if (vision := FAMILIES[geometry.family].vision) is None:
-        return frozenset()
-    still = set(vision.frozen(geometry, train))
-    return frozenset(rule.mcore for rule in vision.rules(geometry) if still & set(rule.tensors))
-
-
-def _dtype(stated: str | None, default: str) -> str:
-    return default if stated in (None, "auto") else str(stated)
+def _trained(
+    name: str, group: ActorConfig | CriticConfig, geometry: ModelGeometry, world_size: int, dtype: str, tower: str
+) -> PlannedRole:
+    """Describe a trained model; ``tower``: the part of its tower that learns."""
+    sizes, vision, still = adapter_sizes(group.lora), FAMILIES[geometry.family].vision, frozenset[str]()
+    if vision is not None:
+        frozen = set(vision.frozen(geometry, tower))
+        still = frozenset(rule.mcore for rule in vision.rules(geometry) if frozen & set(rule.tensors))
+    return PlannedRole(
+        name,
+        geometry,
+        parallel_layout(group.layout, group.ranks, world_size, f"{name}.layout"),
+        True,
+        dtype,
+        group.recompute,
+        optimizer=group.optimizer.name,
+        adapters=None if sizes is None else replace(geometry, adapter=sizes),
+        frozen=still,
+        fp8=in_fp8(group),
+        megatron=group.megatron or {},
+    )
 
 
 def _frozen(
@@ -197,10 +183,19 @@ def _frozen(
     geometry: ModelGeometry,
     layout: ParallelLayout,
     dtype: str,
-    cfg: ReferenceConfig | RewardModelConfig | TeacherConfig,
+    group: ReferenceConfig | RewardModelConfig | TeacherConfig,
+    computed_as: ActorConfig | RewardModelConfig | TeacherConfig | None,
 ) -> PlannedRole:
-    parts, by_layer = (("weights",) if cfg.offload else ()), bool(cfg.offload) and cfg.offload_by_layer
-    return PlannedRole(name, geometry, layout, False, dtype, offload=parts, by_layer=by_layer)
+    """Describe a model that does not learn. ``computed_as``: the group with its ``megatron`` fields."""
+    role = PlannedRole(name, geometry, layout, False, dtype, offload=("weights",) if group.offload else ())
+    role = replace(role, by_layer=bool(group.offload) and group.offload_by_layer)
+    if computed_as is None:
+        return role
+    return replace(role, fp8=in_fp8(computed_as), megatron=computed_as.megatron or {})
+
+
+def _dtype(stated: str | None, default: str) -> str:
+    return default if stated in (None, "auto") else str(stated)
 
 
 def _updates(prompts: int, minibatch: int | None, epochs: int) -> int:
@@ -208,18 +203,23 @@ def _updates(prompts: int, minibatch: int | None, epochs: int) -> int:
 
 
 def engines_apart(cfg: Config) -> bool:
-    """Tell whether engines have devices of their own. Their ranks follow those of the trainer."""
+    """Return whether engines have their own devices. Their ranks follow the ranks of the trainer."""
     return cfg.rollout.placement == "disaggregated" and run_kind(cfg).generates
 
 
 def num_engines(cfg: Config, world_size: int) -> int:
-    """Count the engines beside, or on, so many ranks of the trainer."""
+    """Count the engines for ``world_size`` ranks of the trainer."""
     return cfg.rollout.num_engines if engines_apart(cfg) else world_size // engine_grid(cfg).size
+
+
+def num_devices(cfg: Config, world_size: int) -> int:
+    """Count the trainer's devices, and those of disaggregated engines."""
+    return world_size + (cfg.rollout.num_engines * engine_grid(cfg).size if engines_apart(cfg) else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGrid:
-    """Cut an engine into ranks, counted as vLLM counts them: tensor parallel, then stages, then data parallel.
+    """Cut an engine into ranks: tensor parallel, stages, data parallel.
 
     Data-parallel ranks have the same attention, and share the experts. With ``ep`` each has whole ones, else a part of all.
     ``drafts``: whether the last stage drafts by MTP layers, and so has an embedding.
@@ -235,20 +235,6 @@ class EngineGrid:
     def size(self) -> int:
         """Ranks of an engine."""
         return self.tp * self.pp * self.dp
-
-    def stage(self, rank: int) -> int:
-        return rank // self.tp % self.pp
-
-    def expert_rank(self, rank: int) -> int:
-        """Return its number among the ranks of its stage, which share the experts."""
-        return rank // (self.tp * self.pp) * self.tp + rank % self.tp
-
-    def layers(self, num_layers: int, stage: int) -> range:
-        """Return the layers of a stage. Those that are left over are on the last stages but the very last, as in vLLM."""
-        each, more = divmod(num_layers, self.pp)
-        sizes = [each + (self.pp - 1 - more <= number < self.pp - 1) for number in range(self.pp)]
-        first = sum(sizes[:stage])
-        return range(first, first + sizes[stage])
 
 
 def engine_grid(cfg: Config) -> EngineGrid:
@@ -278,6 +264,30 @@ class Workload:
     prompt_tokens: float
     response_tokens: float  # of a sequence
     microbatch_tokens: int
+    responses_per_prompt: int = 1  # whose prompt is computed once; 1: prefixes are not shared
+
+    def spared(self, role: PlannedRole) -> float:
+        """Return how many prompts of a step a model does not compute again."""
+        is_short = self.prompt_tokens < SHORTEST_PREFIX
+        if is_short or why_unshared(role.geometry, role.layout.cp, has_gpu=True) is not None:
+            return 0.0
+        return self.sequences * (1 - 1 / self.responses_per_prompt)
+
+    def computed(self, role: PlannedRole) -> float:
+        """Return the tokens of a step that a model computes, over all ranks."""
+        return self.tokens - self.spared(role) * self.prompt_tokens
+
+    def copied_keys(self, role: PlannedRole) -> float:
+        """Return the keys that attention copies for each token that a model computes, if it shares prefixes.
+
+        One kernel reads the paths of all segments one behind the other: a prompt once more for each of its responses. With context
+        parallelism a rank has two pieces of every segment, and reads the keys of all ranks.
+        """
+        if not self.spared(role):
+            return 0.0
+        cp, n = role.layout.cp, self.responses_per_prompt
+        own, above = self.prompt_tokens + n * self.response_tokens, n * self.prompt_tokens
+        return (own * cp + above * (2 * cp if cp > 1 else 1)) / own
 
     @property
     def tokens(self) -> float:
@@ -296,6 +306,7 @@ def workload(cfg: Config, assumed: Assumptions) -> Workload:
         cfg.data.max_prompt_tokens * assumed.mean_length,
         sampling.max_new_tokens * assumed.mean_length,
         trainer.max_tokens_per_microbatch,
+        sampling.n if trainer.share_prefixes and trainer.packing else 1,
     )
 
 
@@ -303,8 +314,6 @@ def workload(cfg: Config, assumed: Assumptions) -> Workload:
 class RankShare:
     """The share of one data-parallel rank in one update (for a frozen model in one pass)."""
 
-    dp: int
-    sequences: float
     num_microbatches: int
     bubble: float  # share of the pipeline's time in which a stage waits
 
@@ -312,11 +321,11 @@ class RankShare:
 def rank_share(work: Workload, role: PlannedRole) -> RankShare:
     """Count microbatches of an update, and the bubble (p - 1) / (v m + p - 1) (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
     layout, share = role.layout, role.epochs / role.updates / role.layout.dp
-    count = max(1, -(-int(work.tokens * share) // work.microbatch_tokens))
+    count = max(1, -(-int(work.computed(role) * share) // work.microbatch_tokens))
     if layout.vpp:
         count = -(-count // layout.pp) * layout.pp
     waiting = layout.pp - 1
-    return RankShare(layout.dp, work.sequences * share, count, waiting / ((layout.vpp or 1) * count + waiting))
+    return RankShare(count, waiting / ((layout.vpp or 1) * count + waiting))
 
 
 def forward_roles(cfg: Config, roles: Sequence[PlannedRole]) -> Sequence[PlannedRole]:
@@ -340,8 +349,24 @@ class PlanInputs:
     world_size: int
 
     @property
+    def sequences(self) -> int:
+        """Responses that a group of an engine decodes at once."""
+        return with_sequences(self.cfg.rollout, self.gpu.memory_bytes, self.gpu.name).sequences
+
+    @property
     def available(self) -> int:
         return int(self.gpu.memory_bytes * self.assumed.usable_memory)
+
+
+def plan_inputs(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> PlanInputs:
+    """Collect what memory and time of a resolved configuration depend on.
+
+    Raises:
+        ConfigError: a model's config.json cannot be read, or a layout does not divide its ranks.
+    """
+    dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
+    roles = roles_of(cfg, world_size, dtype)
+    return PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
 
 
 RATES = [field.name for field in fields(GpuType) if field.name != "name"]

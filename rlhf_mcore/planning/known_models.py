@@ -17,7 +17,7 @@ _ENDS = re.compile(r"[-_.](reward|rm|critic|value|sft|instruct|chat)([-_.]?model
 
 
 @contextmanager
-def described(cfg: Config) -> Iterator[list[str]]:
+def with_known_configs(cfg: Config) -> Iterator[list[str]]:
     """Point every missing model path, within this block, to a directory with the config.json of a known model.
 
     A reward model that is known by no name is as large as ``model.path``. Yields a line for every path that was replaced.

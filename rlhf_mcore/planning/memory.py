@@ -1,271 +1,427 @@
-"""Memory of every rank in every phase of a step, and what does not fit."""
+"""Bytes of one model on one rank: its weights, gradients and optimizer state, and the activations of its passes.
+
+State: Megatron's flat buffers hold every trained element in the width of weights and of gradients; data-parallel ranks share masters
+and moments. Padding of buffers is not counted.
+
+Activations: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections 4 and
+5, for layers without dropout, with RMSNorm, gated MLPs and grouped queries. Their equation 1 has 34 h + 5 a s bytes a token of a
+layer. Here dropout masks are gone, the 5 a s of the score matrix is never kept (flash attention recomputes it; what stays is one fp32
+number a head), queries, keys and values are n_q d + 2 n_kv d wide, and a gated MLP with a fused activation keeps both halves and
+their product. Tensor parallelism divides what is inside of attention and MLP, sequence parallelism (their section 4.2.2) the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from rlhf_mcore.bridge.plan.rank_plan import DEPTH
-from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.implied import draws_greedy, sent_geometry
-from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, tower_bytes, training_activations
-from rlhf_mcore.planning.counts import num_parameters
-from rlhf_mcore.planning.inputs import (
-    PlanInputs,
-    PlannedRole,
-    engine_grid,
-    engines_apart,
-    forward_roles,
-    num_engines,
-    rank_share,
-)
-from rlhf_mcore.planning.sync import engine_bytes, kv_bytes_per_token, state_bytes_per_sequence
-from rlhf_mcore.planning.weights import BYTES, copies_in_8_bits, state_bytes, weights_of_pass
-from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
+from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families.vision import MAX_PATCHES
+from rlhf_mcore.geometry import DeltaSizes, LatentSizes
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.counts import first_alike, stage_elements, tower_elements
+from rlhf_mcore.planning.inputs import PlannedRole
 
-_STATE = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("masters", OPTIMIZER), ("moments", OPTIMIZER))
-GENERATE, SYNC, SCORE = "generate", "sync", "score"
-_Maker = Callable[[PlanInputs, int], "PhaseMemory"]
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+FP32 = 4
+_FP8 = 1 + FP32 / 128  # of an element, with a scale for each 128
+# As parallel/logprobs.py has them, which imports torch: tokens of given logits, bytes of logits that an output layer makes.
+CHUNK_TOKENS = 2048
+CHUNK_BYTES = 512 * 2**20
+# Tensors of a gated delta net with an element for each number of a key, a value, a token of a chunk, and a state.
+_DELTA_KEYS, _DELTA_VALUES, _DELTA_CHUNKS, _DELTA_STATES = 11, 8, 6, 3
 
 
+# ------------------------------------------------------------------------------------------------------------------ state
 @dataclass(frozen=True, slots=True)
-class PhaseMemory:
-    """Parts of the device memory of the worst rank of a phase, in bytes. ``kv_tokens`` counts in ``generate`` only."""
+class StateBytes:
+    """Hold the bytes that a model takes on one rank all the time. ``masters`` and ``moments`` are those of the rank's shard."""
 
-    phase: str
-    rank: int
-    parts: Mapping[str, int]
-    available: int
-    problem: str = ""
+    weights: int
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        return self.weights + self.gradients + self.masters + self.moments
+
+
+def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
+    """Count the bytes on a rank; nothing on one that holds no part of the model."""
+    if rank not in role.layout.ranks:
+        return StateBytes(0)
+    if role.adapters is not None:
+        learned = state_bytes(replace(role, geometry=role.adapters, adapters=None), rank)
+        weights = state_bytes(replace(role, trained=False, adapters=None), rank).weights
+        return replace(learned, weights=learned.weights + weights)
+    layout, width = role.layout, BYTES[role.dtype]
+    stage = layout.coordinates(rank)["pp"]
+    held = stage_elements(role.geometry, layout, stage)
+    weights = int(width * held.total)
+    if not role.trained:
+        return StateBytes(weights)
+    if stage == 0:
+        held = replace(held, ends=held.ends - tower_elements(role.geometry, role.frozen))
+    in_layers = held.layers / (layout.dp * layout.cp) + held.experts / layout.expert_dp
+    owned = held.ends / (layout.dp * layout.cp) + in_layers
+    masters = 0 if role.dtype == "fp32" else int(FP32 * owned)  # fp32 weights are their own masters
+    moments = int(FP32 * _num_moments(role, owned, in_layers))
+    return StateBytes(weights, int(_gradient_width(role) * held.total), masters, moments)
+
+
+def _num_moments(role: PlannedRole, owned: float, in_layers: float) -> float:
+    """Count the numbers that an optimizer keeps beside masters. Muon keeps one for each element of a matrix in a layer."""
+    return {"adamw": 2 * owned, "muon": 2 * owned - in_layers, "sgd": owned}[role.optimizer]
+
+
+def _gradient_width(role: PlannedRole) -> int:
+    """Return the bytes of an element of the gradients' buffer."""
+    return FP32 if role.megatron.get("grad_reduce_in_fp32", True) else BYTES[role.dtype]
+
+
+def stepped_gradients(role: PlannedRole, rank: int) -> int:
+    """Count the bytes that gradients take while the optimizer steps, beside their buffer: those of 16 bits are copied in fp32."""
+    state = state_bytes(role, rank)
+    return state.masters if state.masters and _gradient_width(role) < FP32 else 0
+
+
+def copies_in_8_bits(role: PlannedRole, rank: int, *, training: bool) -> int:
+    """Count what products in 8 bits keep of a rank's matrices for a pass: each once, and transposed if there are gradients."""
+    if not role.fp8 or rank not in role.layout.ranks:
+        return 0
+    held = stage_elements(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
+    return int(held.in_layers * (1 + training))
+
+
+def weights_of_pass(role: PlannedRole, rank: int) -> int:
+    """Count the most bytes of weights at a time while a model runs. If layers come one by one: two of them, and the rest."""
+    if not role.by_layer or rank not in role.layout.ranks:
+        return state_bytes(role, rank).weights
+    held = stage_elements(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
+    return int(BYTES[role.dtype] * (held.ends + min(2 * held.largest_layer, held.in_layers)))
+
+
+def checkpoint_bytes(role: PlannedRole) -> int:
+    """Sum the bytes of a checkpoint of a trained role: weights, moments, and masters of 16-bit weights.
+
+    Of a role with adapters only these are saved.
+    """
+    geometry = role.adapters or role.geometry
+    whole = stage_elements(geometry, ParallelLayout(1), 0)
+    learned = whole.total - tower_elements(geometry, role.frozen)
+    masters = 0 if role.dtype == "fp32" else FP32
+    moments = _num_moments(role, learned, whole.in_layers)
+    return int(BYTES[role.dtype] * whole.total + masters * learned + FP32 * moments)
+
+
+# ------------------------------------------------------------------------------------------------------------ activations
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """Store the bytes that microbatches in flight keep on a pipeline rank, and those that only logits need."""
+
+    layers: int
+    logits: int
 
     @property
-    def fits(self) -> bool:
-        return self.total <= self.available and not self.problem
-
-    def biggest(self, count: int = 3) -> list[tuple[str, int]]:
-        """List the largest parts, by size."""
-        return sorted(self.parts.items(), key=lambda item: -item[1])[:count]
+    def total(self) -> int:
+        return self.layers + self.logits
 
 
-def phases(inputs: PlanInputs) -> list[PhaseMemory]:
-    """List each phase with the rank that needs most in it."""
-    ranks, makers = _ranks(inputs), [*_engine_phases(inputs), *_model_phases(inputs)]
-    return [max((make(inputs, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass of a model over microbatches of ``tokens`` tokens, which are a rank's part of its sequences.
+
+    ``imbalance``: tokens of the busiest expert rank over their mean. ``copied_keys``: keys that attention copies for each token.
+    ``groups_experts``: one product computes all experts of a rank.
+    """
+
+    role: PlannedRole
+    tokens: int
+    imbalance: float = 1.0
+    copied_keys: float = 0.0
+    groups_experts: bool = True
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation's element."""
+        return BYTES[self.role.dtype]
+
+    @property
+    def share(self) -> int:
+        """Ranks that share what tensor parallelism does not divide."""
+        return self.role.layout.tp if self.role.layout.sequence_parallel else 1
+
+    @property
+    def copies(self) -> float:
+        """Copies of each token for the experts of a rank. If experts are split over more ranks than tokens, it sees those of all."""
+        assert self.role.geometry.experts is not None
+        return self.role.geometry.experts.per_token * self.role.layout.expert_tp / self.share * self.imbalance
 
 
-def models_fit(inputs: PlanInputs) -> bool:
-    """Tell whether every phase of the models fits, whatever the engines need in theirs. Stops at the first that does not."""
-    ranks = _ranks(inputs)
-    return all(make(inputs, rank).fits for make in reversed(_model_phases(inputs)) for rank in ranks)
+def training_activations(run: Pass, pp: int, num_microbatches: int) -> ActivationBytes:
+    """Estimate the peak of a forward and backward pass over microbatches on a pipeline rank.
+
+    The peak is the sum of all that microbatches keep and the largest of three, one after the other: the working memory of one layer,
+    the logits, and the gradient of the embedding.
+    """
+    role, layout, geometry = run.role, run.role.layout, run.role.geometry
+    kept = computing = 0.0
+    for chunk in range(layout.vpp or 1):
+        layers = [*layout.layers_of(geometry.num_layers, pp, chunk)]
+        if (pp, chunk) == (layout.pp - 1, (layout.vpp or 1) - 1):
+            if role.recompute.granularity == "full":  # MTP layers are not recomputed
+                kept += sum(_of_each(run, geometry.mtp_numbers, _layer_bytes))
+            else:
+                layers += geometry.mtp_numbers
+        kept += _chunk_bytes(run, layers)
+        computing = max([computing, *_of_each(run, layers, _computing_bytes)])
+    in_flight, embedding = _in_flight(role, pp, num_microbatches), 0.0
+    if pp == 0:  # its gradient is whole, in the width of weights, and what the microbatch kept is free by then
+        left = in_flight if role.recompute.granularity == "full" else max(in_flight - 1, 0)
+        rows = geometry.padded_vocab(layout.tp) // layout.tp
+        embedding = run.width * geometry.hidden_size * (rows + run.tokens) - run.tokens * kept * (in_flight - left)
+    # What comes from the stage before, and the gradient from the one behind.
+    passed_on = 2 * run.width * geometry.hidden_size / run.share if layout.pp > 1 else 0.0
+    head = head_bytes(run, pp, training=True)
+    return _peak(run.tokens * (kept * in_flight + passed_on), max(computing, embedding), head)
 
 
-def engines_fit(inputs: PlanInputs) -> bool:
-    """Tell the same of the phases of the engines."""
-    ranks = _ranks(inputs)
-    return all(make(inputs, rank).fits for make in _engine_phases(inputs) for rank in ranks)
+def forward_activations(run: Pass, pp: int) -> ActivationBytes:
+    """Estimate the peak of a forward pass without gradients: one layer at a time, and the logits."""
+    layout = run.role.layout
+    chunks = (layout.layers_of(run.role.geometry.num_layers, pp, chunk) for chunk in range(layout.vpp or 1))
+    layers = [layer for chunk in chunks for layer in chunk]
+    return _peak(0.0, max(_of_each(run, layers, _forward_bytes)), head_bytes(run, pp, training=False))
 
 
-def _engine_phases(inputs: PlanInputs) -> list[_Maker]:
-    return [_generate, _sync] if run_kind(inputs.cfg).generates else []
+def _peak(kept: float, layers: float, head: int) -> ActivationBytes:
+    """Take the larger of logits and layer: logits are made after the last forward pass, and freed before a layer's backward pass."""
+    return ActivationBytes(int(kept), head) if head > layers else ActivationBytes(int(kept + layers), 0)
 
 
-def _model_phases(inputs: PlanInputs) -> list[_Maker]:
-    forward = [partial(_forward, role) for role in forward_roles(inputs.cfg, inputs.roles)]
-    return [*forward, *(partial(_update, role) for role in inputs.roles if role.trained)]
+def _of_each(run: Pass, layers: Iterable[int], compute: Callable[[Pass, int], float]) -> list[float]:
+    """Return a number for each layer. Layers of one kind have the same: it is computed once."""
+    first, known = first_alike(run.role.geometry), dict[int, float]()
+    kinds = [first[layer] for layer in layers]
+    for kind in kinds:
+        if kind not in known:
+            known[kind] = compute(run, kind)
+    return [known[kind] for kind in kinds]
 
 
-def _ranks(inputs: PlanInputs) -> Collection[int]:
-    """Return the first rank of every combination of pipeline stages: all others hold as much as one of these, or less."""
-    borders = {0}
-    for role in inputs.roles:
-        per_stage = role.layout.world_size // role.layout.pp
-        borders.update(range(role.layout.first_rank, role.layout.ranks.stop + 1, per_stage))
-    end = max(role.layout.ranks.stop for role in inputs.roles)
-    ranks: dict[tuple[int, ...], int] = {}
-    for rank in sorted(borders - {end}):
-        ranks.setdefault(tuple(_stage(role, rank) for role in inputs.roles), rank)
-    return ranks.values()
+def _in_flight(role: PlannedRole, pp: int, num_microbatches: int) -> float:
+    """Count the microbatches whose activations of all its chunks a stage keeps at most (their section 4.2.3; 1F1B).
+
+    Interleaved, the first stage keeps 1 + (p - 1) / (p v) times those of p microbatches, later ones two chunks less each.
+    """
+    stages, chunks = role.layout.pp, role.layout.vpp or 1
+    if chunks == 1:
+        return min(stages - pp, num_microbatches)
+    group = role.megatron.get("microbatch_group_size_per_vp_stage") or stages
+    return min(2 * (stages - pp - 1) + (chunks - 1) * group + 1, num_microbatches * chunks) / chunks
 
 
-def _stage(role: PlannedRole, rank: int) -> int:
-    """Return the pipeline stage of a rank; -1 for one that holds no part of the model."""
-    return role.layout.coordinates(rank)["pp"] if rank in role.layout.ranks else -1
+def _chunk_bytes(run: Pass, layers: list[int]) -> float:
+    """Count the bytes a token that one microbatch leaves behind in the layers of a chunk, its input and output among them."""
+    recompute, fields = run.role.recompute, run.role.megatron
+    whole = _of_each(run, layers, _layer_bytes)
+    inputs = run.width * run.role.geometry.hidden_size / run.share
+    if fields.get("cpu_offloading") and fields.get("cpu_offloading_activations", True):
+        # Layers whose activations are on the host, while those of the next one are copied.
+        return inputs + sum(whole[max(fields.get("cpu_offloading_num_layers", 0) - 1, 0) :])
+    if recompute.granularity != "full":
+        return inputs + sum(whole) - sum(_of_each(run, layers, _dropped_bytes))
+    if fields.get("distribute_saved_activations"):
+        inputs = run.width * run.role.geometry.hidden_size / run.role.layout.tp
+    if recompute.method == "block":
+        recomputed = min(recompute.num_layers, len(whole))
+        return (1 + recomputed) * inputs + sum(whole[recomputed:])
+    return (1 + -(-len(whole) // recompute.num_layers)) * inputs
 
 
-def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[str] = (WEIGHTS,)) -> dict[str, int]:
-    """Sum what the models hold on a rank in every phase, and the ``kinds`` that the ``used`` one needs in this one."""
-    parts: dict[str, int] = {}
-    for role in inputs.roles:
-        state = state_bytes(role, rank)
-        sizes = (weights_of_pass(role, rank), state.gradients, state.masters, state.moments)
-        for (name, kind), size in zip(_STATE, sizes, strict=True):
-            if size and (kind not in role.offload or (role.name == used and kind in kinds)):
-                parts[f"{role.name} {name}"] = size
-    parts["reserve"] = inputs.assumed.reserve_bytes
+def _layer_parts(run: Pass, layer: int) -> dict[str, float]:
+    """Count the bytes a token of what a layer keeps, by the names under which Megatron recomputes it, or none.
+
+    Of inputs of products in 8 bits only these and scales are kept, but for what others keep as it is: attention its output, and in
+    a mixture the router and the copying of tokens the norm's output.
+    """
+    role, geometry, layout, width = run.role, run.role.geometry, run.role.layout, run.width
+    hidden, input_width = geometry.hidden_size / run.share, _FP8 if role.fp8 else width
+    is_moe = geometry.is_moe_layer(layer)
+    attended = _FP8 * geometry.num_heads * geometry.value_dim / layout.tp if role.fp8 else 0.0
+    parts = {
+        # Inputs of norms; cosines and sines of queries and of keys.
+        "": width * (2 * hidden + _attention(run, layer) / layout.tp + 4 * geometry.attention.rope_dim) + attended,
+        "layernorm": (input_width + (width if is_moe else input_width)) * hidden,
+        "core_attn": FP32 * geometry.num_heads / layout.tp,
+    }
+    # Tensors as wide as an MLP: both halves, the activation unless it is fused, and the product.
+    wide = width * (2 if role.megatron.get("bias_activation_fusion", True) else 3)
+    if geometry.experts is None or not is_moe:
+        return parts | {"mlp": (wide + input_width) * geometry.ffn_size / layout.tp}
+    experts, copies = geometry.experts, run.copies
+    number = 8 if role.megatron.get("moe_router_dtype") == "fp64" else FP32  # logits and probabilities
+    jitter = width * hidden if role.megatron.get("moe_input_jitter_eps") else 0.0
+    copied = copies * (input_width * geometry.hidden_size + wide * experts.ffn_size / layout.expert_tp)
+    parts["moe"] = copied + jitter + number * (copies + 2 * experts.count / run.share)
+    parts["moe_act"] = input_width * copies * experts.ffn_size / layout.expert_tp
+    if experts.shared_ffn_size:  # a gated MLP, its output and, times its gate, once more
+        mlp = (wide + input_width) * experts.shared_ffn_size / layout.tp
+        parts["shared_experts"] = mlp + 2 * width * hidden + (_FP8 * hidden if role.fp8 else 0.0)
     return parts
 
 
-def _shares_device(inputs: PlanInputs) -> bool:
-    """Tell whether there is an engine that can sleep on the trainer's devices."""
-    cfg = inputs.cfg
-    return run_kind(cfg).generates and not engines_apart(cfg) and engine_kind(cfg.rollout.engine).sleeps
+def _layer_bytes(run: Pass, layer: int) -> float:
+    """Count the bytes a token of one whole layer."""
+    return sum(_layer_parts(run, layer).values())
 
 
-def _engine_weights(inputs: PlanInputs) -> int:
-    return engine_bytes(inputs.cfg, sent_geometry(inputs.cfg, inputs.roles[0].geometry), inputs.dtype)
+def _dropped_bytes(run: Pass, layer: int) -> float:
+    """Count the bytes a token of a layer that selective recomputation does not keep."""
+    if run.role.recompute.granularity != "selective":
+        return 0.0
+    modules = set(run.role.recompute.modules)
+    if "moe" in modules:
+        modules |= {"moe_act", "shared_experts"}
+    return sum(size for name, size in _layer_parts(run, layer).items() if name in modules)
 
 
-def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
-    """Estimate what an engine holds in a phase: nothing while it sleeps. For a sync it wakes its weights, and its cache afterwards.
-    A reward model scores beside an engine that is awake, which may have to draw more.
+def _attention(run: Pass, layer: int) -> float:
+    """Count elements a token: the fused projection, queries and keys after the rotation, the output, and copies of keys and values.
 
-    One that reserves no cache has one only while it generates.
+    With latent attention what is projected up, queries and keys put together from their parts, values, the output.
     """
-    rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
-    sleeps = rollout.sleep and _shares_device(inputs)
-    if not engine_kind(rollout.engine).has_live_weights:
-        return {}  # it is on devices of others
-    if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SCORE)):
-        return {}
-    weights = _engine_weights(inputs)
-    if apart and phase == SCORE:
-        return {}
-    if engine_kind(rollout.engine).reserves_cache:
-        cache = max(int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - weights, 0)
-    else:
-        cache = kv_tokens(inputs) * _kv_bytes(inputs) if phase == GENERATE else 0
-    return {"engine weights": weights} | ({} if (sleeps and phase == SYNC) or not cache else {"engine cache": cache})
+    geometry = run.role.geometry
+    if geometry.delta is not None and layer in geometry.delta.layers:
+        return delta_elements(geometry.delta)
+    queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
+    values = geometry.num_kv_heads * geometry.value_dim
+    copied = run.copied_keys * (keys + values)
+    if isinstance(geometry.attention, LatentSizes):
+        return 4 * queries + 3 * values + copied
+    return (queries + 2 * keys) + (queries + keys) + queries + copied
 
 
-def _kv_bytes(inputs: PlanInputs) -> int:
-    """Count the bytes of a token's keys and values on one rank of an engine."""
-    return kv_bytes_per_token(
-        sent_geometry(inputs.cfg, inputs.roles[0].geometry), engine_grid(inputs.cfg), BYTES[inputs.dtype]
+def delta_elements(delta: DeltaSizes) -> int:
+    """Count what goes into the heads of a gated delta net and comes out, of a token; the rest is computed again."""
+    return 2 * delta.keys + 2 * delta.value_heads + 3 * delta.values
+
+
+# ------------------------------------------------------------------------------------------- what exists only for a moment
+def _forward_bytes(run: Pass, layer: int) -> float:
+    is_moe = run.role.geometry.is_moe_layer(layer)
+    return run.tokens * _layer_bytes(run, layer) + (_dispatch_bytes(run) + _stacked_bytes(run) if is_moe else 0.0)
+
+
+def _computing_bytes(run: Pass, layer: int) -> float:
+    """Estimate the most that a layer needs beside what is kept: what it computes again, and what exists for a moment only."""
+    recompute, again = run.role.recompute, _dropped_bytes(run, layer)
+    if recompute.granularity == "full":  # the activations of a recomputed unit exist while its backward pass runs
+        again = (recompute.num_layers if recompute.method == "uniform" else 1) * _layer_bytes(run, layer)
+    own = _backward_bytes(run)
+    if run.role.geometry.is_moe_layer(layer):  # beside stacked weights the gradients of all experts
+        own = _dispatch_bytes(run) + 2 * _stacked_bytes(run)
+    return run.tokens * again + max(own, _delta_bytes(run, layer))
+
+
+def _stacked_bytes(run: Pass) -> float:
+    """Estimate the copy of a layer's first matrices of all experts of a rank, which a grouped product reads (``mcore/grouped.py``)."""
+    role, experts = run.role, run.role.geometry.experts
+    assert experts is not None
+    count = experts.count // role.layout.ep
+    if count == 1 or not run.groups_experts or role.adapters is not None or role.dtype != "bf16":
+        return 0.0
+    return run.width * count * 2 * experts.ffn_size * role.geometry.hidden_size / role.layout.expert_tp
+
+
+def _backward_bytes(run: Pass) -> float:
+    """Take the larger of the two sets of gradients that are there at a time in the backward pass of a dense MLP.
+
+    One has the gradients of the output and the halves; the product is free by then. The other has those of the halves, of their
+    weight and of their input, with what sequence parallelism gathers and scatters for them.
+    """
+    hidden, ffn = run.role.geometry.hidden_size, run.role.geometry.ffn_size / run.role.layout.tp
+    gathered = hidden + 2 * hidden / run.share if run.share > 1 else 0.0
+    activation = run.tokens * (hidden + 2 * ffn)
+    is_added = run.role.megatron.get("gradient_accumulation_fusion")  # to the buffer at once, and never there by itself
+    weight = (0 if is_added else 2 * hidden * ffn) + run.tokens * (hidden + gathered - ffn)
+    return run.width * max(activation, weight)
+
+
+def _dispatch_bytes(run: Pass) -> float:
+    """Count what a mixture holds when it has computed.
+
+    These are its tokens' copies before and after they were sent, the experts' outputs, and the outputs in the order of the copies.
+    Experts that are split over ranks add these up in fp32.
+    """
+    role, etp = run.role, run.role.layout.expert_tp
+    sent, several = run.copies / etp, role.geometry.num_experts > role.layout.ep
+    if role.megatron.get("moe_token_dispatcher_type") == "allgather":  # every expert rank gets the tokens of all
+        sent = max(sent, role.layout.ep)
+    there = run.width * (2 * sent + (2 if several else 1) * run.copies)
+    summed = FP32 * (run.copies + sent) if etp > 1 else 0.0
+    return run.tokens * role.geometry.hidden_size * (there + summed)
+
+
+def _delta_bytes(run: Pass, layer: int) -> float:
+    """Count what mcore/delta_net.py holds of a layer in its backward pass, in fp32.
+
+    Queries and keys are there once for each head of values. Under context parallelism an exchange adds its message, the received one,
+    and a copy in the order of the tokens. Counted by tracing it.
+    """
+    layout = run.role.layout
+    if (delta := run.role.geometry.delta) is None or layer not in delta.layers:
+        return 0.0
+    keys, values, chunk = delta.key_dim, delta.value_dim, 64
+    per_head = (
+        _DELTA_KEYS * keys + _DELTA_VALUES * values + _DELTA_CHUNKS * chunk + _DELTA_STATES * keys * values / chunk
     )
+    cp = layout.cp  # all tokens of some of the heads, which may not be equally many on all ranks
+    heads = -(-delta.value_heads // layout.tp // cp) * cp
+    exchanged = 3 * run.width * delta_elements(delta) / layout.tp if cp > 1 else 0.0
+    return run.tokens * (FP32 * heads * per_head + exchanged)
 
 
-def kv_tokens(inputs: PlanInputs) -> int:
-    """Count the tokens that fit an engine's cache: into its share of the device, beside weights and one prefill.
+def head_bytes(run: Pass, pp: int, *, training: bool) -> int:
+    """Count the last stage's logits as parallel/logprobs.py makes them, in fp32: scaled, exponentials, two more for entropies.
 
-    One that reserves no cache has no share: its cache is that of the longest responses that it decodes at a time.
+    Of a microbatch that is no more than a chunk they stay, and become their gradient: in the model's own type beside that of the
+    weight. Beyond that a chunk has them at a time. Hidden states are there in fp32 and in the model's own type.
     """
-    rollout = inputs.cfg.rollout
-    if not engine_kind(rollout.engine).reserves_cache:
-        drawn = rollout.sampling.n + draws_greedy(inputs.cfg)
-        rows = inputs.cfg.trainer.prompts_per_step * drawn // num_engines(inputs.cfg, inputs.world_size)
-        return min(rollout.max_num_seqs, max(rows, 1)) * (_longest(inputs) + state_tokens(inputs))
-    budget = int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - _engine_weights(inputs)
-    budget -= _prefill_bytes(inputs)
-    return max(0, budget // _kv_bytes(inputs)) * engine_grid(inputs.cfg).dp
+    role, tokens, width = run.role, run.tokens, run.width
+    if pp != role.layout.pp - 1:
+        return 0
+    hidden = role.geometry.hidden_size
+    norm = 2 * width * tokens * hidden // run.share
+    if role.geometry.head != "lm":
+        return norm + 2 * FP32 * tokens
+    columns = role.geometry.padded_vocab(role.layout.tp) // role.layout.tp
+    chunk_tokens = max(CHUNK_BYTES // (FP32 * columns), 1)
+    at_a_time = min(tokens, chunk_tokens)
+    softmax_tokens = min(tokens, CHUNK_TOKENS) if tokens <= chunk_tokens else chunk_tokens
+    logits = FP32 * columns * (at_a_time + 3 * softmax_tokens)
+    if training:
+        logits = max(logits, (FP32 + width) * at_a_time * columns + width * hidden * (columns + tokens))
+    return norm + (FP32 + width) * tokens * hidden + logits
 
 
-def state_tokens(inputs: PlanInputs) -> int:
-    """Count the tokens of that cache that take as much as the states of a sequence's gated delta nets."""
-    width = BYTES[inputs.dtype]
-    return -(-state_bytes_per_sequence(inputs.roles[0].geometry, engine_grid(inputs.cfg), width) // _kv_bytes(inputs))
+def tower_bytes(role: PlannedRole, pp: int) -> int:
+    """Estimate what a tower needs while it reads images: of one block, and of all blocks' inputs if it learns; 0 without one."""
+    if (sizes := role.geometry.vision) is None or pp > 0:
+        return 0
+    vision, width = FAMILIES[role.geometry.family].vision, BYTES[role.dtype]
+    assert vision is not None
+    hidden = width * sizes.hidden_size
+    block = 6 * hidden + 3 * width * sizes.ffn_size
+    pixels = FP32 * sizes.channels * sizes.temporal_patch_size * sizes.patch_size**2
+    learns = role.trained and any(rule.mcore not in role.frozen for rule in vision.rules(role.geometry))
+    return MAX_PATCHES * (pixels + block + (sizes.depth * hidden + block if learns else 0))
 
 
-def _longest(inputs: PlanInputs) -> int:
-    return inputs.cfg.data.max_prompt_tokens + inputs.cfg.rollout.sampling.max_new_tokens
-
-
-def _prefill_bytes(inputs: PlanInputs) -> int:
-    """Estimate the step of 8192 tokens that vLLM profiles: hidden states, the widest MLP, fp32 logits of every running sequence."""
-    geometry, layout = inputs.roles[0].geometry, inputs.cfg.rollout.layout
-    routed = 0 if (e := geometry.experts) is None else e.ffn_size * e.per_token + e.shared_ffn_size
-    widest = max(geometry.ffn_size, routed)
-    hidden = 8192 * BYTES[inputs.dtype] * (4 * geometry.hidden_size + 3 * widest // layout.tp)
-    return hidden + 4 * inputs.cfg.rollout.max_num_seqs * geometry.vocab_size
-
-
-def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
-    rank, beside = _beside_engine(inputs, rank)
-    parts = beside | _engine(inputs, GENERATE)
-    longest, problem, tokens = _longest(inputs) + state_tokens(inputs), "", kv_tokens(inputs)
-    if tokens < longest:
-        problem = (
-            f"rollout.gpu_memory_utilization={inputs.cfg.rollout.gpu_memory_utilization:g} leaves room for {tokens} tokens of "
-            f"keys and values, one sequence has {longest}"
-        )
-    return PhaseMemory(GENERATE, rank, parts, inputs.available, problem)
-
-
-def _beside_engine(inputs: PlanInputs, rank: int, used: str = "") -> tuple[int, dict[str, int]]:
-    """Find a rank with an engine, and what else it holds: nothing where engines are apart."""
-    if engines_apart(inputs.cfg):
-        return inputs.world_size, {"reserve": inputs.assumed.reserve_bytes}
-    return rank, resident(inputs, rank, used)
-
-
-def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
-    """Return the worse side of a sync, where engines are apart."""
-    buckets = {"bridge buckets": 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, _engine_weights(inputs))}
-    there, beside = _beside_engine(inputs, rank, inputs.roles[0].name)
-    sides = {there: beside | _engine(inputs, SYNC) | buckets}
-    if there != rank:
-        sides[rank] = resident(inputs, rank, inputs.roles[0].name) | buckets
-    return max(
-        (PhaseMemory(SYNC, place, parts, inputs.available) for place, parts in sides.items()),
-        key=lambda side: side.total,
-    )
-
-
-def _forward(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
-    stage, trainer = _stage(role, rank), inputs.cfg.trainer
-    tokens = -(-(trainer.forward_tokens or 2 * trainer.max_tokens_per_microbatch) // role.layout.cp)
-    activations = None
-    if stage >= 0:
-        activations = forward_activations(role, stage, tokens, BYTES[role.dtype], inputs.assumed)
-    return _pass(f"{role.name} forward", role, activations, inputs, rank, (WEIGHTS,))
-
-
-def _update(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
-    tokens, stage = -(-inputs.work.microbatch_tokens // role.layout.cp), _stage(role, rank)
-    activations = None
-    if stage >= 0:
-        count = rank_share(inputs.work, role).num_microbatches
-        activations = training_activations(role, stage, tokens, count, BYTES[role.dtype], inputs.assumed)
-    return _pass(f"{role.name} update", role, activations, inputs, rank, KINDS)
-
-
-def _pass(
-    name: str,
-    role: PlannedRole,
-    activations: ActivationBytes | None,
-    inputs: PlanInputs,
-    rank: int,
-    kinds: Collection[str],
-) -> PhaseMemory:
-    parts = resident(inputs, rank, role.name, kinds) | _engine(inputs, SCORE if role.name == "reward" else "")
-    if activations is not None:
-        parts |= {f"{role.name} activations": activations.layers, f"{role.name} logits": activations.logits}
-        if copies := copies_in_8_bits(role, rank, training=kinds is KINDS):
-            parts[f"{role.name} weights in 8 bits"] = copies
-        if images := tower_bytes(role, _stage(role, rank), BYTES[role.dtype]):
-            parts[f"{role.name} images"] = images
-    return PhaseMemory(name, rank, parts, inputs.available)
-
-
-def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Sum the pinned host memory of a rank: what is offloaded, and copies by asynchronous saves of state and a share of the weights.
-
-    And the weights of an engine that keeps them when it sleeps, and the copies of what engines of their own were sent last.
-    """
-    keeps = _shares_device(inputs) and inputs.cfg.rollout.sleep and inputs.cfg.rollout.sleep_level == 1
-    total = _engine_weights(inputs) if keeps else 0
-    for role in inputs.roles:
-        state = state_bytes(role, rank)
-        total += state.weights * (WEIGHTS in role.offload)
-        total += (state.masters + state.moments) * (OPTIMIZER in role.offload)
-        if role.name == "actor" and inputs.cfg.rollout.deterministic_order:
-            total += state.weights
-        if role.trained and inputs.cfg.checkpoint.async_save:
-            share = -(-num_parameters(role.adapters or role.geometry) * BYTES[role.dtype] // role.layout.world_size)
-            total += state.masters + state.moments + share
-    return total
+def describe(recompute: RecomputeConfig) -> str:
+    """Describe the recomputation in a few words, for tables."""
+    if recompute.granularity != "full":
+        return recompute.granularity
+    return f"full/{recompute.method} {recompute.num_layers}"

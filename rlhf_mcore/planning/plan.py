@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
-from rlhf_mcore.config.rules.rollout import engine_keys
+from rlhf_mcore.config.implied import sends_adapters
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.families import hf_shapes
 from rlhf_mcore.geometry import ModelGeometry
-from rlhf_mcore.planning.activations import describe
 from rlhf_mcore.planning.counts import num_parameters
+from rlhf_mcore.planning.engines import kv_tokens, state_tokens
 from rlhf_mcore.planning.inputs import (
     Assumptions,
     GpuType,
@@ -21,24 +24,59 @@ from rlhf_mcore.planning.inputs import (
     RankShare,
     Workload,
     engines_apart,
+    num_devices,
+    plan_inputs,
     rank_share,
-    roles_of,
-    workload,
 )
-from rlhf_mcore.planning.memory import (
+from rlhf_mcore.planning.memory import BYTES, StateBytes, checkpoint_bytes, describe, state_bytes
+from rlhf_mcore.planning.phases import (
     GENERATE,
     SYNC,
     PhaseMemory,
     engines_fit,
-    kv_tokens,
     models_fit,
     phases,
     pinned_bytes,
-    state_tokens,
 )
-from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, later_bytes, num_devices, plan_sync
-from rlhf_mcore.planning.timing import phase_seconds
-from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, state_bytes
+from rlhf_mcore.planning.timing import SyncEstimate, phase_seconds, sync_of
+from rlhf_mcore.readers.adapter_files import adapted_modules
+
+# Fields of Megatron that change the memory of a model in a way that is not counted: a plan names those that are set.
+UNCOUNTED = frozenset(
+    (
+        "activation_func_fp8_input_store",
+        "activation_offload_fraction",
+        "batch_invariant_mode",
+        "bucket_size",
+        "cpu_offloading_weights",
+        "defer_embedding_wgrad_compute",
+        "expert_gtp_weight_remat_size",
+        "expert_tensor_parallel_num_weight_shards",
+        "fine_grained_activation_offloading",
+        "first_last_layers_bf16",
+        "fp4",
+        "gtp_weight_remat_size",
+        "keep_fp8_transpose_cache",
+        "log_max_attention_logit",
+        "memory_efficient_layer_norm",
+        "mlp_chunks_for_training",
+        "moe_expert_rank_capacity_factor",
+        "moe_paged_stash",
+        "moe_router_padding_for_fp8",
+        "moe_router_padding_for_quantization",
+        "moe_router_topk_limited_devices",
+        "moe_shared_expert_overlap",
+        "moe_z_loss_coeff",
+        "nccl_ub",
+        "num_buckets",
+        "param_name_patterns_for_fp32_local_accumulation",
+        "qk_clip",
+        "tensor_parallel_num_weight_shards",
+        "tp_comm_overlap",
+        "use_te_activation_func",
+        "use_transformer_engine_op_fuser",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +92,12 @@ class RolePlan:
     checkpoint_bytes: int
     cut: RankShare
     offload: tuple[str, ...] = ()  # what is on the device only while it is used
+    computed_share: float = 1.0  # of a step's tokens: beginnings that sequences share are computed once
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Report as ``rlhf-mcore plan``. ``sync`` is None where it was only estimated (while comparing layouts) or there is none."""
+    """Report as ``rlhf-mcore plan``. ``sync`` is None if there is none."""
 
     world_size: int
     gpu: GpuType
@@ -67,15 +106,16 @@ class RunPlan:
     phases: list[PhaseMemory]
     kv_tokens: int
     pinned_bytes: int
-    sync: SyncBytes | None
+    sync: SyncEstimate | None
     work: Workload
     seconds: dict[str, float]
     engine_devices: int = 0  # beside the trainer's, which are ``world_size``
     state_tokens: int = 0  # of cache, as much as which a sequence's gated delta nets take
     samples_ahead: bool = False  # trainer.max_staleness: responses are drawn while the trainer learns
-    route_bytes: int = 0  # of a token's routes, where they are replayed: on the host, and from an engine to the models
+    route_bytes: int = 0  # of a token's routes, if they are replayed, on the host and from an engine to the models
     later_sync_bytes: int | None = None  # that each engine needs at every sync but the first; None: all are alike
-    engine_problem: str = ""  # why no machine takes an engine of its own
+    engine_nodes: int = 1  # that an engine of its own spans
+    warnings: tuple[str, ...] = ()  # phases that may take longer than the run waits, and memory that is not counted
 
     @property
     def step_s(self) -> float:
@@ -83,16 +123,15 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        return all(phase.fits for phase in self.phases) and not self.engine_problem
+        return all(phase.fits for phase in self.phases)
+
+    @property
+    def fullest(self) -> PhaseMemory:
+        return max(self.phases, key=lambda phase: phase.total / phase.available)
 
 
-def make_plan(
-    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None, *, exact_sync: bool = True
-) -> RunPlan:
+def make_plan(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> RunPlan:
     """Plan a valid and resolved configuration (``config.validate``, ``config.derive``).
-
-    Args:
-        exact_sync: make the bridge's own plan (up to some seconds for models with many experts), not a guess of its time.
 
     Raises:
         ConfigError: a model's config.json cannot be read.
@@ -100,43 +139,30 @@ def make_plan(
     assumed = assumed or Assumptions()
     cfg = with_offload(cfg, world_size, gpu, assumed)
     inputs = plan_inputs(cfg, world_size, gpu, assumed)
-    roles, dtype = inputs.roles, inputs.dtype
-    generates = run_kind(cfg).generates
-    sync = plan_sync(cfg, roles[0], world_size, gpu, assumed) if exact_sync and generates else None
-    sync_s = sync.seconds if sync else estimate_seconds(cfg, roles[0], gpu, assumed)
+    roles, seconds, generates = inputs.roles, phase_seconds(inputs), run_kind(cfg).generates
     return RunPlan(
         world_size,
         gpu,
-        dtype,
+        inputs.dtype,
         [_role_plan(role, inputs) for role in roles],
         phases(inputs),
         kv_tokens(inputs) if generates else 0,
         max(pinned_bytes(inputs, rank) for rank in (0, world_size - 1)),
-        sync,
+        sync_of(inputs) if generates else None,
         inputs.work,
-        phase_seconds(inputs, sync_s),
+        seconds,
         num_devices(cfg, world_size) - world_size,
         state_tokens(inputs) if generates else 0,
         samples_ahead(cfg),
         _route_bytes(cfg, roles[0].geometry),
-        later_bytes(cfg, roles[0]) if generates else None,
-        engine_problem(cfg, gpu) if generates else "",
+        _later_bytes(cfg, roles[0]) if generates else None,
+        _engine_nodes(cfg, gpu) if engines_apart(cfg) else 1,
+        (*_late_phases(inputs, seconds), *_uncounted_fields(roles)),
     )
 
 
-def plan_inputs(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> PlanInputs:
-    """Collect what memory and time of a resolved configuration depend on.
-
-    Raises:
-        ConfigError: a model's config.json cannot be read, or a layout does not divide its ranks.
-    """
-    dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
-    roles = roles_of(cfg, world_size, dtype)
-    return PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
-
-
 def samples_ahead(cfg: Config) -> bool:
-    """Tell whether responses are sampled while the trainer learns."""
+    """Return whether responses are sampled while the trainer learns."""
     return run_kind(cfg).generates and cfg.trainer.max_staleness > 0
 
 
@@ -148,15 +174,47 @@ def step_seconds(seconds: dict[str, float], samples_ahead: bool) -> float:
     return max(seconds[GENERATE], learning) + seconds[SYNC]
 
 
-def engine_problem(cfg: Config, gpu: GpuType) -> str:
-    """Explain why Ray has no machine for an engine, whose ranks are on one; empty: it has."""
+def _engine_nodes(cfg: Config, gpu: GpuType) -> int:
+    """Count the nodes of an engine, which has equally many ranks on each: see ``rollout.remote.cluster``."""
     ranks = cfg.rollout.layout.num_ranks
-    if not engines_apart(cfg) or ranks <= gpu.per_node:
-        return ""
-    return (
-        f"{engine_keys(cfg.rollout.layout)}={ranks}: under Ray an engine is on one node, and a node has {gpu.per_node} devices "
-        "(--set per_node); lower it, and have more engines (rollout.num_engines)"
-    )
+    return next(nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= gpu.per_node)
+
+
+def _late_phases(inputs: PlanInputs, seconds: Mapping[str, float]) -> Iterator[str]:
+    """Name phases for which a limit of the run is too low. Generation has none: sampled tokens are progress.
+
+    All ranks begin the next phase after this one, and ranks without a part of its model wait for it in a collective.
+    """
+    trainer = inputs.cfg.trainer
+    partial = {role.name for role in inputs.roles if role.layout.world_size < inputs.world_size}
+    for phase, estimate in seconds.items():
+        limits = {"trainer.watchdog_s": trainer.watchdog_s or math.inf}
+        if phase.partition(" ")[0] in partial:
+            limits["trainer.collective_timeout_s"] = trainer.collective_timeout_s
+        low = [f"{key}={limit}" for key, limit in limits.items() if estimate > limit]
+        if phase != GENERATE and low:
+            yield f"{phase} is estimated at {estimate:.0f} s, longer than {' and '.join(low)}; raise it"
+
+
+def _uncounted_fields(roles: Sequence[PlannedRole]) -> Iterator[str]:
+    """Name the fields of Megatron that change the memory of a model, and whose effect is not counted."""
+    for role in roles:
+        names = [f"megatron.{name}" for name, value in role.megatron.items() if value and name in UNCOUNTED]
+        if names:
+            yield f"{role.name}: the memory that {', '.join(names)} saves or takes is not counted"
+
+
+def _later_bytes(cfg: Config, actor: PlannedRole) -> int | None:
+    """Count the bytes that each engine needs at the second sync and later, of a run with adapters; None without any.
+
+    They are A and B, or the whole weights that have some, with these merged in.
+    """
+    if actor.adapters is None:
+        return None
+    if sends_adapters(cfg, actor.geometry):
+        return num_parameters(actor.adapters) * BYTES[actor.dtype]
+    shapes = hf_shapes(actor.geometry)
+    return sum(math.prod(shapes[f"{module}.weight"]) for module in adapted_modules(actor.adapters)) * BYTES[actor.dtype]
 
 
 def _route_bytes(cfg: Config, geometry: ModelGeometry) -> int:
@@ -169,7 +227,7 @@ def _route_bytes(cfg: Config, geometry: ModelGeometry) -> int:
 def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Config:
     """Decide ``offload`` of every model that leaves it to the plan: as little as makes everything fit, else everything.
 
-    If two ways fit, less of the trained models leaves. They stay where no sleeping engine shares the device.
+    If two ways fit, less of the trained models leaves. They stay if no sleeping engine shares the device.
     """
     assumed = assumed or Assumptions()
     *ways, last = _ways_to_offload(cfg)
@@ -200,13 +258,15 @@ def _offloaded(cfg: Config, trained: str, frozen: bool) -> Config:
     groups: dict[str, Any] = {}
     for name in ("actor", "critic"):
         if getattr(cfg, name).offload == "auto":
-            groups[name] = replace(getattr(cfg, name), offload=trained)
+            groups[name] = getattr(cfg, name).model_copy(update={"offload": trained})
     for name in ("reference", "teacher"):
         if getattr(cfg, name).offload is None:
-            groups[name] = replace(getattr(cfg, name), offload=frozen)
+            groups[name] = getattr(cfg, name).model_copy(update={"offload": frozen})
     if cfg.reward.model.offload is None:
-        groups["reward"] = replace(cfg.reward, model=replace(cfg.reward.model, offload=frozen))
-    return replace(cfg, **groups) if groups else cfg
+        groups["reward"] = cfg.reward.model_copy(
+            update={"model": cfg.reward.model.model_copy(update={"offload": frozen})}
+        )
+    return cfg.model_copy(update={**groups}) if groups else cfg
 
 
 def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
@@ -222,6 +282,7 @@ def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
         checkpoint_bytes(role) if role.trained else 0,
         rank_share(inputs.work, role),
         ("weights layer by layer",) if role.by_layer else role.offload,
+        inputs.work.computed(role) / inputs.work.tokens,
     )
 
 

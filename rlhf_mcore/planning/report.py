@@ -26,9 +26,22 @@ def refusal(plan: RunPlan) -> str:
             lines.append(f"{needed}; its biggest parts: {parts}")
         if phase.problem:
             lines.append(f"{phase.phase}: {phase.problem}")
-    if plan.engine_problem:
-        lines.append(plan.engine_problem)
     return "\n".join(lines)
+
+
+def out_of_memory(plan: RunPlan, phase: str, outside: int | None, error: Exception) -> str:
+    """Compare a device that ran out of memory with its plan. ``outside``: bytes in use outside torch, if known."""
+    lines = [f"the device is out of memory in phase {phase or 'start'}: {str(error).strip()}"]
+    if outside is not None:
+        reserve = gib(plan.phases[0].parts["reserve"])
+        lines.append(
+            f"outside torch (CUDA, NCCL, other processes): {gib(outside)} GiB; the plan reserves {reserve} GiB"
+        )
+    lines += [
+        "this run was planned as follows (rlhf-mcore plan; --run DIR plans with the measured memory outside torch):"
+    ]
+    remedies = "trainer.max_tokens_per_microbatch, rollout.gpu_memory_utilization, actor.offload and actor.recompute"
+    return "\n".join([*lines, *_memory(plan), f"settings that lower it: {remedies} (docs/faq.md)"])
 
 
 def gib(size: float) -> str:
@@ -48,7 +61,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _head(plan: RunPlan) -> Iterator[str]:
     gpu, verdict = plan.gpu, "fits" if plan.fits else "does not fit"
-    apart = f" and {plan.engine_devices} of engines" if plan.engine_devices else ""
+    spans = f" (each on {plan.engine_nodes} nodes)" if plan.engine_nodes > 1 else ""
+    apart = f" and {plan.engine_devices} of engines{spans}" if plan.engine_devices else ""
     yield f"{plan.world_size}{apart} x {gpu.name} ({gib(gpu.memory_bytes)} GiB each, {gpu.per_node} a node), {plan.dtype}: {verdict}"
 
 
@@ -68,6 +82,10 @@ def _roles(plan: RunPlan) -> list[str]:
     sizes = [(name, *map(gib, (one.weights, one.gradients, one.masters, one.moments))) for name, one in states]
     lines = table(("model", "parameters", "layout", "recompute", "microbatches", "bubble"), cut)
     lines += ["", *table(("on the first rank (GiB)", "weights", "grads", "masters", "moments"), sizes)]
+    if plan.roles[0].computed_share < 1.0:
+        lines += _wrap(
+            f"(what responses to a prompt share is computed once: {plan.roles[0].computed_share:.0%} of the tokens)", 1
+        )
     away = [f"{role.name}: {', '.join(role.offload)}" for role in plan.roles if role.offload]
     return [*lines, *_wrap(f"(on the device only while they are used: {'; '.join(away)})", 1)] if away else lines
 
@@ -92,11 +110,8 @@ def _memory(plan: RunPlan) -> list[str]:
 def _traffic(plan: RunPlan) -> Iterator[str]:
     sync = plan.sync
     if sync is not None:
-        yield from _wrap(
-            f"sync        {gib(sync.received)} GiB to the busiest rank ({gib(sync.imported)} from other nodes), "
-            f"{gib(sync.received_total)} in all, {gib(sync.local_total)} stay where they are; "
-            f"{sync.num_buckets} buckets, {gib(sync.buffers)} GiB of buffers"
-        )
+        way = "between nodes" if sync.crosses_nodes else "within nodes"
+        yield from _wrap(f"sync        at most {gib(sync.received)} GiB to each rank of an engine, {way}")
     if plan.later_sync_bytes is not None:
         later = plan.later_sync_bytes
         size = f"{gib(later)} GiB" if later >= GIB else f"{later / 2**20:.1f} MiB"
@@ -117,7 +132,8 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
 def _time(plan: RunPlan) -> list[str]:
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.seconds.items())
     ahead = ", generation meanwhile" if plan.samples_ahead else ""
-    return _wrap(f"step        about {plan.step_s:.1f} s ({parts}{ahead}); an estimate, good for comparing layouts")
+    lines = _wrap(f"step        about {plan.step_s:.1f} s ({parts}{ahead}); an estimate, good for comparing layouts")
+    return lines + [line for text in plan.warnings for line in _wrap(f"warning     {text}")]
 
 
 def _wrap(text: str, indent: int = 12) -> list[str]:

@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhf_mcore.config.implied import draws_greedy
+from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.implied import draws_greedy, sent_geometry
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.planning.activations import delta_elements
 from rlhf_mcore.planning.counts import active_parameters, model_flops, mtp_flops
+from rlhf_mcore.planning.engines import (
+    engine_bytes,
+    engine_elements,
+    held_bytes,
+    kv_bytes_per_token,
+    kv_tokens,
+    state_bytes_per_sequence,
+    state_tokens,
+)
 from rlhf_mcore.planning.inputs import (
     PlanInputs,
     PlannedRole,
     Workload,
     engine_grid,
+    engines_apart,
     forward_roles,
+    num_devices,
     num_engines,
     rank_share,
 )
-from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
-from rlhf_mcore.planning.sync import engine_bytes, engine_numel, kv_bytes_per_token, state_bytes_per_sequence
-from rlhf_mcore.planning.weights import BYTES, state_bytes
+from rlhf_mcore.planning.memory import (
+    BYTES,
+    delta_elements,
+    state_bytes,
+)
+from rlhf_mcore.planning.phases import GENERATE, SYNC
 
 FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # forward passes that a pass is worth
 _UPDATE_BYTES = 28  # an element of the optimizer: gradient, master and two moments read, three written
 
 
-def phase_seconds(inputs: PlanInputs, sync_s: float) -> dict[str, float]:
-    """Estimate the seconds of every phase of a step, by the names of ``memory.phases``."""
+def phase_seconds(inputs: PlanInputs) -> dict[str, float]:
+    """Estimate the seconds of every phase of a step, by the names of ``planning.phases``."""
     times: dict[str, float] = {}
     if run_kind(inputs.cfg).generates:
-        times = {GENERATE: _generate(inputs), SYNC: sync_s}
+        times = {GENERATE: _generate(inputs), SYNC: sync_of(inputs).seconds}
     for role in forward_roles(inputs.cfg, inputs.roles):
         times[f"{role.name} forward"] = max(_pass(inputs, role, FORWARD), _copies_s(inputs, role))
     for role in inputs.roles:
@@ -43,6 +57,35 @@ def phase_seconds(inputs: PlanInputs, sync_s: float) -> dict[str, float]:
     return times
 
 
+@dataclass(frozen=True, slots=True)
+class SyncEstimate:
+    """Store the most bytes that a rank of an engine receives in a sync, whether they cross nodes, and the seconds."""
+
+    received: int
+    crosses_nodes: bool
+    seconds: float
+
+
+def sync_of(inputs: PlanInputs) -> SyncEstimate:
+    """Estimate a sync: all of an engine rank's weights come over the slowest link of its replica.
+
+    The trainer's ranks send those of disaggregated engines in equal parts, to each machine once.
+    """
+    cfg, actor, gpu = inputs.cfg, inputs.roles[0], inputs.gpu
+    layout, grid = actor.layout, engine_grid(cfg)
+    received = engine_bytes(sent_geometry(cfg, actor.geometry), grid, actor.dtype, cfg.rollout.quantization)
+    moved = received
+    if engines_apart(cfg):
+        engine_ranks = cfg.rollout.num_engines * grid.size
+        spread = num_devices(cfg, layout.world_size) > gpu.per_node
+        copies = grid.size * -(-engine_ranks // gpu.per_node) if spread else engine_ranks
+        moved = max(moved, moved * copies // layout.world_size)
+    else:
+        spread = layout.world_size // (layout.dp * layout.cp) > gpu.per_node
+    rate = gpu.network_bytes_per_s if spread else gpu.nvlink_bytes_per_s
+    return SyncEstimate(received, spread, moved / (rate * inputs.assumed.link_efficiency))
+
+
 def _generate(inputs: PlanInputs) -> float:
     """Estimate prompts once, then steps of decoding with as many sequences as there are or fit."""
     work, sampling = inputs.work, inputs.cfg.rollout.sampling
@@ -51,13 +94,15 @@ def _generate(inputs: PlanInputs) -> float:
     running = max(1.0, min(sequences, most_running(inputs)))
     steps = max(sequences * work.response_tokens / running, float(sampling.max_new_tokens))
     prompts_s = prefill_token_s(inputs) * work.prompt_tokens * sequences / drawn
-    return prompts_s + steps * decode_step_s(inputs, running)
+    # Responses of different lengths finish at different times: at the end of a step few are decoded.
+    mean_running = max(1.0, sequences * work.response_tokens / steps)
+    return prompts_s + steps * decode_step_s(inputs, mean_running)
 
 
 def most_running(inputs: PlanInputs) -> float:
     """Count the sequences that an engine decodes at a time: its cache limits them."""
     length = inputs.work.prompt_tokens + inputs.work.response_tokens + state_tokens(inputs)
-    return max(1.0, min(inputs.cfg.rollout.slots, kv_tokens(inputs) / length))
+    return max(1.0, min(inputs.sequences * inputs.cfg.rollout.layout.dp, kv_tokens(inputs) / length))
 
 
 def prefill_token_s(inputs: PlanInputs) -> float:
@@ -69,15 +114,14 @@ def prefill_token_s(inputs: PlanInputs) -> float:
 
 def decode_step_s(inputs: PlanInputs, running: float) -> float:
     """Estimate one token for each of ``running`` sequences: bound by reading weights and cache, or by arithmetic."""
-    actor, work, gpu = inputs.roles[0], inputs.work, inputs.gpu
+    actor, work, gpu, rollout = inputs.roles[0], inputs.work, inputs.gpu, inputs.cfg.rollout
     grid = replace(engine_grid(inputs.cfg), pp=1)  # what its stages read one after the other
     running, active = running / grid.dp, active_parameters(actor.geometry)
     trunk = actor.geometry.trunk  # as without drafts, whose acceptance is not known
-    width = engine_bytes(inputs.cfg, trunk, inputs.dtype) / engine_numel(trunk, engine_grid(inputs.cfg))
-    read = min(engine_numel(trunk, grid), active * running / grid.tp) * width
-    read += (
-        running * (work.prompt_tokens + work.response_tokens / 2) * kv_bytes_per_token(trunk, grid, BYTES[inputs.dtype])
-    )
+    held = engine_elements(trunk, grid).total
+    read = min(1.0, active * running / grid.tp / held) * held_bytes(inputs, trunk, grid)
+    cached = engine_kind(rollout.engine).cache_width(rollout, BYTES[inputs.dtype])
+    read += running * (work.prompt_tokens + work.response_tokens / 2) * kv_bytes_per_token(trunk, grid, cached)
     read += running * 2 * state_bytes_per_sequence(actor.geometry, grid, BYTES[inputs.dtype])  # and written again
     memory_s = read / (gpu.memory_bytes_per_s * inputs.assumed.decode_efficiency)
     compute_s = running * grid.dp * prefill_token_s(inputs)
@@ -91,12 +135,12 @@ def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
     """Estimate all tokens of a step through a model: arithmetic, exchanges within layers, and the pipeline's bubble."""
     work, layout, gpu = inputs.work, role.layout, inputs.gpu
     efficiency = inputs.assumed.moe_efficiency if role.geometry.experts is not None else inputs.assumed.train_efficiency
-    flops = passes * _flops_per_token(role, work) * work.tokens
+    flops = passes * _forward_flops(role, work)
     if passes > FORWARD:  # MTP layers have a loss and nothing else, and are never recomputed as a whole
         mtp, length = mtp_flops(role.geometry), work.prompt_tokens + work.response_tokens
         flops += TRAIN * (mtp.token + mtp.logits + mtp.pair * length / 2) * work.tokens
     compute_s = flops / (layout.world_size * gpu.bf16_flops * efficiency)
-    exchange_s = passes * sum(_exchanges(inputs, role, work.tokens / (layout.dp * layout.cp)))
+    exchange_s = passes * sum(_exchanges(inputs, role, work.computed(role) / (layout.dp * layout.cp)))
     return (compute_s + exchange_s) / (1 - rank_share(work, role).bubble)
 
 
@@ -106,14 +150,17 @@ def _copies_s(inputs: PlanInputs, role: PlannedRole) -> float:
         return 0.0
     trainer, weights = inputs.cfg.trainer, state_bytes(role, role.layout.first_rank).weights
     limit = trainer.forward_tokens or 2 * trainer.max_tokens_per_microbatch
-    count = max(1, -(-int(inputs.work.tokens / role.layout.dp) // limit))
+    count = max(1, -(-int(inputs.work.computed(role) / role.layout.dp) // limit))
     return count * weights / (inputs.gpu.host_bytes_per_s * inputs.assumed.link_efficiency)
 
 
-def _flops_per_token(role: PlannedRole, work: Workload) -> float:
-    """Forward pass of a token with logits, in a row of the length of a prompt and a response."""
-    flops, length = model_flops(role.geometry), np.float64(work.prompt_tokens + work.response_tokens)
-    return float(flops.token + flops.logits + flops.attention(length) / length)
+def _forward_flops(role: PlannedRole, work: Workload) -> float:
+    """Forward pass of a step's rows, each a prompt and a response; with logits of all computed tokens."""
+    flops, prompt, whole = model_flops(role.geometry), work.prompt_tokens, work.prompt_tokens + work.response_tokens
+    pairs = work.sequences * flops.attention(np.float64(whole)) - work.spared(role) * flops.attention(
+        np.float64(prompt)
+    )
+    return float((flops.token + flops.logits) * work.computed(role) + pairs)
 
 
 def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator[float]:
@@ -142,7 +189,7 @@ def _reduce_s(inputs: PlanInputs, size: int, nbytes: float, count: float) -> flo
 
 
 def _link(inputs: PlanInputs, group: int) -> float:
-    """Return the bytes/s of a rank within a group of so many consecutive ranks."""
+    """Return the bytes/s of a rank within a group of ``group`` consecutive ranks."""
     gpu = inputs.gpu
     rate = gpu.nvlink_bytes_per_s if group <= gpu.per_node else gpu.network_bytes_per_s
     return rate * inputs.assumed.link_efficiency

@@ -52,6 +52,9 @@ class Platform:
         """
         raise NotImplementedError
 
+    def bind_to_node(self) -> None:
+        """Run this process on the cores of the NUMA node that its device is attached to, where there are several nodes."""
+
     def is_host(self, device: torch.device) -> bool:
         """Tell whether tensors of a device are in the host's memory."""
         return device.type == "cpu"
@@ -82,12 +85,20 @@ class Platform:
     def empty_cache(self) -> None:
         """Give cached device memory back."""
 
+    def device_name(self) -> str:
+        """Return the name of the device; "" if it is the host."""
+        return ""
+
     def memory_bytes(self) -> int | None:
         """Return the memory of the device, whoever uses it; None where the host's memory is all there is."""
         return None
 
     def free_bytes(self) -> int | None:
         """Return the memory of the device that nobody uses; None where that is not known."""
+        return None
+
+    def outside_bytes(self) -> int | None:
+        """Return the device memory that is in use and not reserved by torch; None if that is not known."""
         return None
 
     def reset_peak(self) -> None:

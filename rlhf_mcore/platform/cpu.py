@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.platform import cpu_kernels, matrix_products
+from rlhf_mcore.platform import cpu_kernels, cpu_libraries
 from rlhf_mcore.platform.base import ModuleView, Platform
 
 _CPU = torch.device("cpu")
@@ -182,14 +182,14 @@ class CpuPlatform(Platform):
 
     def setup_process(self, local_rank: int, threads: int, deterministic: bool = False) -> None:
         torch.set_num_threads(threads)
-        matrix_products.make_reproducible()
+        cpu_libraries.make_reproducible()
 
     def varying(self) -> str:
-        if matrix_products.make_reproducible():
+        if cpu_libraries.make_reproducible():
             return ""
         return (
-            f"MKL had multiplied in this process before {matrix_products.VARIABLE} was set, so on some processors two equal runs "
-            f"differ in the last bits; set {matrix_products.VARIABLE}={matrix_products.MODE} where the process is started"
+            f"MKL had multiplied in this process before {cpu_libraries.VARIABLE} was set, so on some processors two equal runs "
+            f"differ in the last bits; set {cpu_libraries.VARIABLE}={cpu_libraries.MODE} where the process is started"
         )
 
     def prepare_megatron(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.machine import bind_to_cores, numa_node
 from rlhf_mcore.platform.base import Copies, Platform
 
 # Values of variables with which sums have one order, the first by default: cuBLAS over streams (its documentation, "Results
@@ -57,6 +58,13 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(local_rank)
         # A rank compiles a few small kernels; torch would start up to 32 processes of each rank for them.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+    def bind_to_node(self) -> None:
+        found: Any = torch.cuda.get_device_properties(self.device())
+        domain, bus, device = (getattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+        address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
+        if (node := numa_node(address)) is not None:
+            bind_to_cores(node[1])
 
     def varying(self) -> str:
         for name, values in _FIXED_SUMS.items():
@@ -106,12 +114,19 @@ class CudaPlatform(Platform):
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device())
+
     def memory_bytes(self) -> int | None:
         return int(torch.cuda.get_device_properties(self.device()).total_memory)
 
     def free_bytes(self) -> int | None:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
+
+    def outside_bytes(self) -> int | None:
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()

@@ -1,6 +1,6 @@
-"""Find the tensors of a checkpoint in a live transformers model.
+"""Find a checkpoint's tensors in a live model of transformers, for its engine and the bridge to it.
 
-transformers stacks the experts of a layer, and their gate and up projections, in tensors of its own; a checkpoint has them one by one.
+transformers stacks the experts of a layer, and their gate and up projections, in its own tensors; a checkpoint stores them one by one.
 """
 
 from __future__ import annotations

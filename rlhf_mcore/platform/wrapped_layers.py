@@ -1,4 +1,7 @@
-"""Layers of a vLLM model that add adapters, told by what they have: their engine and the bridge to it look at the same."""
+"""Find the layers of a live vLLM model that add adapters, for its engine and the bridge to it.
+
+A file of its own: tools/certify looks up the names that a file uses in the libraries that the file imports.
+"""
 
 from __future__ import annotations
 

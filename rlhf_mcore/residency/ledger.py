@@ -12,8 +12,12 @@ ENGINE_WEIGHTS, ENGINE_CACHE = "engine weights", "engine cache"
 OUTSIDE = "between_phases"
 
 
-class OutOfOrder(RuntimeError):
+class LedgerOrderError(RuntimeError):
     """Memory was allocated or freed against the plan. It is a bug of this program, not a mistake of its user."""
+
+
+class OutOfDeviceMemory(RuntimeError):
+    """The device has no memory left for an allocation. The text compares it with the plan."""
 
 
 @dataclass(slots=True)
@@ -46,12 +50,12 @@ class Ledger:
         """Record an allocation.
 
         Raises:
-            OutOfOrder: ``name`` is allocated already, or something that it must not be beside.
+            LedgerOrderError: ``name`` is allocated already, or something that it must not be beside.
         """
         if name in self.resident:
-            raise OutOfOrder(f"{name} was allocated twice, the second time in phase {self._phase}")
+            raise LedgerOrderError(f"{name} was allocated twice, the second time in phase {self._phase}")
         if beside := [other for other in self.resident if _exclude(name, other)]:
-            raise OutOfOrder(f"{name} was allocated in phase {self._phase} while {beside[0]} is on the device")
+            raise LedgerOrderError(f"{name} was allocated in phase {self._phase} while {beside[0]} is on the device")
         self.resident[name] = num_bytes
         self._note()
 
@@ -59,10 +63,10 @@ class Ledger:
         """Record that memory was freed.
 
         Raises:
-            OutOfOrder: ``name`` is not allocated.
+            LedgerOrderError: ``name`` is not allocated.
         """
         if name not in self.resident:
-            raise OutOfOrder(f"{name} was freed in phase {self._phase} and is not on the device")
+            raise LedgerOrderError(f"{name} was freed in phase {self._phase} and is not on the device")
         del self.resident[name]
 
     def pop(self) -> dict[str, float]:

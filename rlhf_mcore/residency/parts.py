@@ -20,7 +20,7 @@ from rlhf_mcore.platform import Platform
 _ALIGNMENT = 512  # bytes, of a storage in the host buffer
 
 
-class Part:
+class MovablePart:
     """Tensors that move to and from the device together.
 
     Args:
@@ -110,7 +110,7 @@ class Part:
         return self._host[self._offsets[key] : self._offsets[key] + self._sizes[key]]
 
 
-class Gradients(Part):
+class Gradients(MovablePart):
     """Gradient buffers, which Megatron-core frees and allocates itself."""
 
     def __init__(self, name: str, chunks: Iterable[Any], platform: Platform) -> None:

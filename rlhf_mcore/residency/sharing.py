@@ -14,9 +14,10 @@ from torch.nn import Module
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, Sleeper
 from rlhf_mcore.residency.ledger import ENGINE_CACHE, ENGINE_WEIGHTS, OPTIMIZER, WEIGHTS, Ledger
+from rlhf_mcore.residency.parts import MovablePart
 
 if TYPE_CHECKING:
-    from rlhf_mcore.residency.parts import Part
+    from rlhf_mcore.residency.parts import MovablePart
 
 _OF_ENGINES = dict(zip(MEMORY, (ENGINE_WEIGHTS, ENGINE_CACHE), strict=True))
 
@@ -31,19 +32,21 @@ class DeviceSharing:
 
     platform: Platform
     ledger: Ledger = field(default_factory=Ledger)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MovablePart] = field(default_factory=list)
     engine_bytes: int = 0  # size of this rank's weights of an engine
     sleep_level: int = 2  # of engines: see ``Sleeper``
     _allocated: dict[str, int] = field(default_factory=dict)
+    _outside: dict[str, int] = field(default_factory=dict)
+    _sleeping: int = 0  # bytes of a sleeping engine, which torch still counts as reserved
 
-    def join(self, part: Part) -> None:
+    def join(self, part: MovablePart) -> None:
         """Move a part off the device between its uses from now on. It is on the device now."""
         self.parts.append(part)
         self.ledger.add(part.name, part.num_bytes)
         self.send(part)
 
     @contextmanager
-    def use(self, parts: Sequence[Part], *, writes: bool = False, beside: bool = False) -> Iterator[None]:
+    def use(self, parts: Sequence[MovablePart], *, writes: bool = False, beside: bool = False) -> Iterator[None]:
         """Keep parts on the device within this block. ``writes``: the block changes them. ``beside``: idle parts stay too."""
         if not beside:
             self.make_room(0, keep=parts)
@@ -65,19 +68,19 @@ class DeviceSharing:
                 if not lingers:
                     self.send(part)
 
-    def bring(self, part: Part) -> None:
+    def bring(self, part: MovablePart) -> None:
         """Begin to move a part to the device, if it is not there."""
         if not part.is_resident:
             part.come()
             self.ledger.add(part.name, part.num_bytes)
 
-    def send(self, part: Part) -> None:
+    def send(self, part: MovablePart) -> None:
         """Move a part off the device, if it is there and not in use."""
         if part.is_resident and not part.users:
             part.leave()
             self.ledger.remove(part.name)
 
-    def make_room(self, num_bytes: int, keep: Collection[Part] = ()) -> None:
+    def make_room(self, num_bytes: int, keep: Collection[MovablePart] = ()) -> None:
         """Move idle parts except ``keep`` off the device. With ``num_bytes`` stop when so many bytes are free there."""
         idle = [part for part in self.parts if part.is_resident and not part.users and part not in keep]
         for part in sorted(idle, key=lambda part: part.name.endswith(WEIGHTS)):  # weights are used again first
@@ -88,16 +91,32 @@ class DeviceSharing:
     def wake(self, sleeper: Sleeper, tag: str) -> None:
         """Allocate an engine's weights, or its cache, on the device."""
         before = self.platform.free_bytes()
-        sleeper.wake((tag,))
+        with self._same_outside():
+            sleeper.wake((tag,))
         if (name := _OF_ENGINES[tag]) not in self.ledger.resident:
             after = self.platform.free_bytes()
             self.ledger.add(name, before - after if before is not None and after is not None else 0)
 
     def sleep(self, sleeper: Sleeper) -> None:
         """Move an engine off the device until the next weights arrive."""
-        sleeper.sleep(self.sleep_level)
+        with self._same_outside():
+            sleeper.sleep(self.sleep_level)
         for name in self.ledger.resident.keys() & _OF_ENGINES.values():
             self.ledger.remove(name)
+
+    def outside_bytes(self) -> int | None:
+        """Return the device memory in use outside torch: CUDA, NCCL, other processes; None if that is not known."""
+        found = self.platform.outside_bytes()
+        return None if found is None else found + self._sleeping
+
+    @contextmanager
+    def _same_outside(self) -> Iterator[None]:
+        """Attribute a change of the memory outside torch to an engine: it unmaps memory that torch counts as reserved."""
+        before = self.outside_bytes()
+        yield
+        after = self.outside_bytes()
+        if before is not None and after is not None:
+            self._sleeping += before - after
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -107,14 +126,18 @@ class DeviceSharing:
             yield
         if (peak := self.platform.peak_bytes()) is not None:
             self._allocated[name] = max(self._allocated.get(name, 0), peak)
+        if (outside := self.outside_bytes()) is not None:
+            self._outside[name] = max(self._outside.get(name, 0), outside)
 
     def pop(self) -> dict[str, float]:
         """Return this rank's metrics since the last call. ``memory/<phase>_bytes``: the peak of the parts that move, if any do.
-        ``memory/<phase>_allocated_bytes``: the peak of everything that torch has allocated on a GPU, including passes."""
-        allocated = {f"memory/{name}_allocated_bytes": float(peak) for name, peak in self._allocated.items()}
-        self._allocated = {}
+        ``memory/<phase>_allocated_bytes``: the peak of everything that torch has allocated on a GPU, including passes.
+        ``memory/<phase>_outside_bytes``: see :meth:`outside_bytes`, at the end of a phase."""
+        metrics = {f"memory/{name}_allocated_bytes": float(peak) for name, peak in self._allocated.items()}
+        metrics |= {f"memory/{name}_outside_bytes": float(size) for name, size in self._outside.items()}
+        self._allocated, self._outside = {}, {}
         moved = self.ledger.pop()
-        return allocated | (moved if self.parts else {})
+        return metrics | (moved if self.parts else {})
 
     def settle(self) -> None:
         """Move all idle parts off the device, and release its cached memory to other allocators, such as an engine's."""
@@ -130,23 +153,23 @@ class Movable:
     """
 
     sharing: DeviceSharing | None = None
-    parts: dict[str, Part] = field(default_factory=dict)
-    layers: list[Part] = field(default_factory=list)
+    parts: dict[str, MovablePart] = field(default_factory=dict)
+    layers: list[MovablePart] = field(default_factory=list)
 
-    def add(self, kind: str, part: Part) -> None:
+    def add(self, kind: str, part: MovablePart) -> None:
         assert self.sharing is not None
         self.parts[kind] = part
         self.sharing.join(part)
 
     def add_layers(self, name: str, layers: Sequence[Module]) -> None:
         """Move layers that run one after the other separately. While one runs the next is copied; afterwards it leaves."""
-        from rlhf_mcore.residency.parts import Part
-
         assert self.sharing is not None
         first, platform = len(self.layers), self.sharing.platform
         for layer in layers:
             tensors = (*layer.parameters(), *layer.buffers())
-            self.layers.append(Part(f"{name} layer {len(self.layers)} {WEIGHTS}", tensors, platform, lingers=False))
+            self.layers.append(
+                MovablePart(f"{name} layer {len(self.layers)} {WEIGHTS}", tensors, platform, lingers=False)
+            )
             self.sharing.join(self.layers[-1])
         for number, layer in enumerate(layers, first):
             layer.register_forward_pre_hook(partial(self._enter_layer, self.layers[number : number + 2]))
@@ -188,13 +211,13 @@ class Movable:
             if kind in self.parts:
                 self.parts[kind].ready()
 
-    def _enter_layer(self, coming: Sequence[Part], *_: Any) -> None:
+    def _enter_layer(self, coming: Sequence[MovablePart], *_: Any) -> None:
         assert self.sharing is not None
         for part in coming:
             self.sharing.bring(part)
         coming[0].ready()
 
-    def _exit_layer(self, part: Part, *_: Any) -> None:
+    def _exit_layer(self, part: MovablePart, *_: Any) -> None:
         assert self.sharing is not None
         self.sharing.send(part)
 

@@ -33,6 +33,23 @@ _NAMES_OR_COMPUTES = re.compile(
 )  # left of an equals sign
 _PROSE = re.compile(r"\s(?:[A-Za-z]{2}|[aIL]\b|[a-z]{1,2}\.)[A-Za-z\s.,'/-]*")
 _SYMBOLS = re.compile("[\x00-\x1f\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]+")  # such as a check mark
+# Of a question with several options:
+_CHOICE_IS = re.compile(
+    r"\b(?:answer|choice|option)\s{0,4}(?:is)?\s{0,4}:?\s{0,4}(?=[*_(\[\\$]{0,8}[A-Ja-j](?![A-Za-z]))", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[\n;]|\.(?=\s|$)|,?\s(?:because|since|as|which)\s")
+_CHOICE_NOISE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\b|[*_`${}\\]")
+_CHOICES = re.compile(r"[(\[]?([A-J])[)\].]?(?:\s{0,4}(?:,|;|&|and\b)?\s{0,4}[(\[]?([A-J])[)\].]?){0,9}", re.IGNORECASE)
+_CHOICE_AND_TEXT = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])[.):])\s{0,4}(?=\S)", re.IGNORECASE)
+# In what follows a choice: another one, or that it is none.
+_OTHER_CHOICE = re.compile(
+    r"[(\[][A-J][)\]]|(?<![A-Za-z])[A-J][):]|\bor\b\s{0,4}(?:option\s{0,4})?[A-J]\b|/\s{0,4}[A-J]\b", re.IGNORECASE
+)
+_OTHER_LETTER = re.compile(r"(?:^|[\s,;/])[B-HJ]\.\s")
+_IS_NONE = re.compile(
+    r"(?:is|are|was|seems?)?\s{0,4}(?:not|n't|wrong|incorrect|false|maybe|perhaps|possibly)\b|(?:or|and|/|\||\?)\s*$",
+    re.IGNORECASE,
+)
 
 
 def fits(response: str) -> bool:
@@ -85,7 +102,7 @@ def answer_lines(text: str) -> list[tuple[int, str]]:
 
 
 def marked_number(text: str) -> Fraction | None:
-    r"""Return the number behind a ``####``, or the content of the last box where that is a number; the later of the two."""
+    r"""Return the number behind a ``####``, or the content of the last box if that is a number; the later of the two."""
     marked, box = next(marked_numbers(text), None), last_box(text)
     if box is not None and (marked is None or box[0] > marked[0]):
         number = number_of(text[box[0] : box[1]])
@@ -104,11 +121,11 @@ def last_answer(text: str) -> str | None:
         candidates.append((box[0], text[box[0] : box[1]]))
     if not candidates:
         return lines[-1][1] or None if lines else None
-    return within(max(candidates)[1])
+    return unbox(max(candidates)[1])
 
 
-def within(answer: str) -> str:
-    """Return the content of the box in an answer, or the answer where there is none."""
+def unbox(answer: str) -> str:
+    """Return the content of the box in an answer, or the answer if there is none."""
     inner = last_boxed(answer)
     return answer if inner is None else inner
 
@@ -168,3 +185,40 @@ def truth_text(ground_truth: Any) -> str:
         return ""
     text = str(ground_truth).strip()
     return text if fits(text) else ""
+
+
+def chosen_letters(text: str) -> str:
+    """Return the options that a response chooses, sorted ("B", "AC"), or "".
+
+    They are what it marks last: in ``<answer>``, a box, behind ``Answer:``; else what follows the last "answer is", "option" or
+    "choice"; else the whole text if that is nothing but a choice. "B", "(b)", "**B.** Paris", "A, C" and "A and C" are choices,
+    "A or B" is none.
+    """
+    opened = text.rfind("<answer>")
+    if opened >= 0:
+        return letters_of(text[opened + len("<answer>") :].partition("</answer>")[0])
+    box, line = last_box(text), (answer_lines(text) or [(-1, "")])[-1]
+    if box is not None and box[0] > line[0]:
+        return letters_of(text[box[0] : box[1]])
+    if line[1]:
+        return letters_of(unbox(line[1]))
+    ends = [match.end() for match in _CHOICE_IS.finditer(text)][-1:]
+    if ends:
+        sentence = _SENTENCE_END.split(text[ends[0] : ends[0] + MAX_LINE_CHARS], maxsplit=1)[0]
+        return letters_of(sentence)
+    return letters_of(text) if "\n" not in text.strip() else ""
+
+
+def letters_of(answer: str) -> str:
+    """Return the letters A to J that an answer is, sorted; "" if it is something else."""
+    if len(answer) > MAX_LINE_CHARS:
+        return ""
+    answer = " ".join(_CHOICE_NOISE.sub("", answer).split())
+    if _CHOICES.fullmatch(answer):
+        letters = re.findall("[A-J]", re.sub(r"\band\b", "", answer, flags=re.IGNORECASE).upper())
+        return "".join(sorted(set(letters))) if len(set(letters)) == len(letters) else ""
+    match = _CHOICE_AND_TEXT.match(answer)
+    rest = "" if match is None else answer[match.end() :]
+    if match is None or any(search(rest) for search in (_OTHER_CHOICE.search, _OTHER_LETTER.search, _IS_NONE.match)):
+        return ""
+    return (match[1] or match[2]).upper()

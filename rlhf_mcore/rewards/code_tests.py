@@ -28,7 +28,7 @@ class CodeTest:
     name: str = ""
 
 
-def code_of(response: str) -> str:
+def find_code(response: str) -> str:
     """Return the last fenced block in Python, else the last fenced block, else the whole response. The last fence may be left open."""
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None

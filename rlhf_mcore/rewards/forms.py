@@ -7,7 +7,6 @@ base and approximations are texts: as arithmetic they would be something else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -71,7 +70,7 @@ _NO_MATHEMATICS = re.compile(  # of a whole text without spaces
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerForm:
     """An answer in its form. ``spelling`` is the same for what differs in spelling alone; "" for nothing."""
 
     kind: str  # number | text | expression | equation | relation | collection
@@ -79,7 +78,7 @@ class Answer:
     source: str = ""  # as LaTeX for a solver
     value: Fraction | None = None  # of a number
     is_percent: bool = False
-    parts: tuple[Answer, ...] = ()  # of a collection
+    parts: tuple[AnswerForm, ...] = ()  # of a collection
     brackets: str = LIST  # of a collection: LIST, SET, MATRIX (parts are rows), or one of (), [], [), (]
     name: str = ""  # x of x = 3
 
@@ -93,10 +92,10 @@ class Answer:
 
 
 @lru_cache(maxsize=1024)
-def read_answer(text: str) -> Answer:
+def read_answer(text: str) -> AnswerForm:
     """Read the form of an answer in LaTeX or plain text."""
-    if len(text) > MAX_ANSWER_CHARS or text.count("{") > MAX_BRACES or _depth(text) > MAX_DEPTH:
-        return Answer("text", "".join(text.split()))
+    if len(text) > MAX_ANSWER_CHARS or text.count("{") > MAX_BRACES or bracket_depth(text) > MAX_DEPTH:
+        return AnswerForm("text", "".join(text.split()))
     # Before anything is dropped, so that a number is read as parse_number reads it.
     value = parse_number(text)
     if value is not None and "%" not in text:
@@ -108,13 +107,13 @@ def canonical(text: str) -> str:
     r"""Return the one spelling of an answer: "1/2" for ``\dfrac12``, ``\frac{1}{2}``, 0.5 and ``x = 1/2``; "" for nothing.
 
     Units, currency, percent signs and degrees are dropped; a list without brackets and a set are sorted. A comma is a
-    thousands separator only where it groups three digits, and no list is around it.
+    thousands separator only if it groups three digits, and no list is around it.
     """
     return read_answer(text).spelling
 
 
 # --------------------------------------------------------------------------------------------------------------- reading
-def _read(text: str) -> Answer:
+def _read(text: str) -> AnswerForm:
     """Read the form of plain text."""
     answer = _quantity(text)
     if answer is not None:
@@ -144,7 +143,7 @@ def _read(text: str) -> Answer:
     return _leaf(text)
 
 
-def _quantity(text: str) -> Answer | None:
+def _quantity(text: str) -> AnswerForm | None:
     """Return the number that plain text is, with a percent sign or a unit."""
     rest, is_percent = without_percent(unwrapped(text))
     number, factor = without_unit(rest)
@@ -154,30 +153,30 @@ def _quantity(text: str) -> Answer | None:
     return None if value is None else _number(value * factor, text, is_percent)
 
 
-def _number(value: Fraction, text: str, is_percent: bool = False) -> Answer:
+def _number(value: Fraction, text: str, is_percent: bool = False) -> AnswerForm:
     spelling = str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
     sign, digits = "-" * (value < 0), abs(value.numerator)
     source = f"{sign}{digits}" if value.denominator == 1 else rf"{sign}\frac{{{digits}}}{{{value.denominator}}}"
-    return Answer("number", spelling, source, value, is_percent)
+    return AnswerForm("number", spelling, source, value, is_percent)
 
 
-def _collection(brackets: str, parts: list[Answer], text: str, marks: tuple[str, str]) -> Answer:
+def _collection(brackets: str, parts: list[AnswerForm], text: str, marks: tuple[str, str]) -> AnswerForm:
     spelled = [f"{part.name}={part.spelling}" if part.name else part.spelling for part in parts]
     if brackets in (LIST, SET):
         spelled.sort()
-    return Answer(
+    return AnswerForm(
         "collection", f"{marks[0]}{', '.join(spelled)}{marks[1]}", text, parts=tuple(parts), brackets=brackets
     )
 
 
-def _leaf(text: str) -> Answer:
+def _leaf(text: str) -> AnswerForm:
     """Read what is neither a number nor a collection."""
     if text.startswith("{") and text.endswith("}") and _is_balanced(text[1:-1]):
         return _read(text[1:-1].strip())
     if (match := _MATRIX.fullmatch(text)) is not None and r"\begin" not in match[1]:
         rows = [[_read(cell.strip()) for cell in row.split("&")] for row in _NEW_ROW.split(match[1]) if row.strip()]
         lines = tuple(_collection("()", row, "", ("(", ")")) for row in rows)
-        return Answer("collection", "".join(text.split()), text, parts=lines, brackets=MATRIX)
+        return AnswerForm("collection", "".join(text.split()), text, parts=lines, brackets=MATRIX)
     is_worded = any(len(each[1].strip()) > 1 for each in WRAPPED.finditer(text))
     flat = unwrapped(text).removeprefix("+")
     core, factor = without_unit(without_percent(flat)[0])
@@ -188,13 +187,13 @@ def _leaf(text: str) -> Answer:
         spelling = choice[1]
     if factor != 1 or (is_worded and _WORDS.search(COMMAND.sub("", core))) or not _is_mathematics(core):
         words = re.sub(r"(?<=[A-Za-z])\.", "", spelling)
-        return Answer("text", words.lower() if _WORDS.search(words) else spelling)
+        return AnswerForm("text", words.lower() if _WORDS.search(words) else spelling)
     source = _DECIMAL.sub(lambda match: rf"\frac{{{match[1]}{match[2]}}}{{1{'0' * len(match[2])}}}", core)
     if core.count(r"\pm") == 1:
         both = [_read(re.sub(r"^\s*\+", "", core.replace(r"\pm", sign)).strip()) for sign in "+-"]
-        return Answer("collection", spelling, source, parts=tuple(both))
+        return AnswerForm("collection", spelling, source, parts=tuple(both))
     kind = "relation" if _RELATION.search(core) else "equation" if _EQUALS.search(core) else "expression"
-    return Answer(kind, spelling, source)
+    return AnswerForm(kind, spelling, source)
 
 
 def _is_mathematics(text: str) -> bool:
@@ -261,36 +260,37 @@ def _argument(text: str, start: int) -> tuple[str, int]:
     return text[start + 1 :], len(text)
 
 
-def _depth(text: str) -> int:
+def bracket_depth(text: str) -> int:
+    """Return how deep brackets of any kinds are nested."""
     return max(accumulate((letter in "([{") - (letter in ")]}") for letter in text), default=0)
 
 
-def _is_balanced(text: str) -> bool:
-    return _depths(text, lambda place: None)
-
-
 def _split(text: str) -> list[str]:
-    """Cut a list into its elements, at the commas that no bracket is around."""
-    cuts: list[int] = []
-    if not _depths(text, cuts.append):
+    """Cut a list into its elements, at the commas outside of brackets."""
+    commas = _find_commas(text)
+    if not commas:
         return [text]
-    parts = [text[start + 1 : end] for start, end in pairwise([-1, *cuts, len(text)])]
+    parts = [text[start + 1 : end] for start, end in pairwise([-1, *commas, len(text)])]
     return parts if all(part.strip() for part in parts) else [text]
 
 
-def _depths(text: str, at_comma: Callable[[int], None]) -> bool:
-    """Call ``at_comma`` with the place of every comma outside brackets. Returns whether brackets are balanced, of any kinds."""
-    depth = 0
-    for place, letter in enumerate(text):
+def _is_balanced(text: str) -> bool:
+    return _find_commas(text) is not None
+
+
+def _find_commas(text: str) -> list[int] | None:
+    """Return the indices of the commas outside of brackets of any kinds; None if brackets are not balanced."""
+    depth, commas = 0, []
+    for index, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
         if depth < 0:
-            return False
+            return None
         if letter == "," and depth == 0:
-            at_comma(place)
-    return depth == 0
+            commas.append(index)
+    return commas if depth == 0 else None
 
 
-def names_differ(truth: Answer, answer: Answer) -> bool:
+def names_differ(truth: AnswerForm, answer: AnswerForm) -> bool:
     """Return whether answers give values to different variables: x = 3 and y = 3."""
     ours, theirs = truth.name.lower(), answer.name.lower()
     return ours != theirs and len(ours) == len(theirs) == 1

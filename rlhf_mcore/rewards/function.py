@@ -8,12 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.choices import OwnFunction
+from rlhf_mcore.config.choices import GRADERS, OwnFunction
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import function_name
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.items import Collect, Outcome, Pool, WorkerLimits
-from rlhf_mcore.rewards.pools import Pools, default_workers, local_pool
+from rlhf_mcore.rewards.pool import (
+    Collect,
+    Outcome,
+    Pool,
+    Pools,
+    WorkerLimits,
+    default_workers,
+    encode_item,
+    local_pool,
+)
+from rlhf_mcore.rewards.user_function import BatchCall, load_reward
 from rlhf_mcore.types import Score, Trajectory
 
 if TYPE_CHECKING:
@@ -25,7 +34,7 @@ KEY = "reward.function"
 PART = "function."  # begins the names of the parts that functions beside rules are
 
 
-class CalledHere:
+class InProcessPool:
     """A function that was given from Python: called in this process, in a thread beside the one that generates.
 
     It has no deadline and no limit of memory: a function that hangs, hangs the run.
@@ -39,7 +48,7 @@ class CalledHere:
         return lambda: [Outcome(call.result()) for call in calls]
 
     def close(self) -> None:
-        """Wait for what is being called."""
+        """Wait for running calls."""
         self._thread.shutdown(cancel_futures=True)
 
 
@@ -53,6 +62,7 @@ class PooledReward:
         batched: the items of a call are one item of the pool.
         part: as which the score is a part of itself, and what its own parts are called after.
         images: folder of files by digests, of which items name those of their prompt.
+        from_server: a server scores, whose parts may be grades of rules.
     """
 
     def __init__(
@@ -65,7 +75,9 @@ class PooledReward:
         batched: bool = False,
         part: str | None = None,
         images: Path | None = None,
+        from_server: bool = False,
     ) -> None:
+        self._from_server = from_server
         self._name, self._pool, self._on_error, self._with_prompt = name, pool, on_error, with_prompt
         self._batched, self._part, self._images = batched, part, images
 
@@ -77,7 +89,7 @@ class PooledReward:
         Raises:
             ConfigError: it raised, gave no result in time or none at all, or returned something other than a finite
                 number or a dict with one; the message names it, the prompt, the sample and the cause. Unless ``on_error`` is "fail",
-                only where response after response gets no result.
+                only if response after response gets no result.
         """
         items = [self._item(each) for each in trajectories]
         if self._batched and items:
@@ -104,7 +116,11 @@ class PooledReward:
 
     def _parts(self, answer: Mapping[str, Any]) -> dict[str, float]:
         if self._part is None:
-            return dict(answer["parts"])
+            # A rule's grade decides whether a response is correct, and grades are known by the names of rules.
+            names = {
+                name: f"{PART}{name}" if name in GRADERS and not self._from_server else name for name in answer["parts"]
+            }
+            return {names[name]: value for name, value in answer["parts"].items()}
         own = {self._part: answer["score"]} if answer.get("applies", True) else {}
         return own | {f"{self._part}.{name}": value for name, value in answer["parts"].items()}
 
@@ -141,7 +157,7 @@ class PooledReward:
             item["messages"] = prompt.messages
             item["completion_ids"], item["policy_version"] = trajectory.sampled_ids.tolist(), trajectory.policy_version
         try:
-            return json.dumps(item, default=_plain).encode("ascii")
+            return encode_item(item)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{self._name} is given ground_truth and extra_info as JSON, and those of {_place(trajectory)} are not: "
@@ -149,7 +165,7 @@ class PooledReward:
             ) from error
 
 
-def function_reward(cfg: RewardConfig, pools: Pools = local_pool) -> PooledReward:
+def build_function_reward(cfg: RewardConfig, pools: Pools = local_pool) -> PooledReward:
     """Build the reward of a function.
 
     It is called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``, or for a batch.
@@ -170,11 +186,11 @@ def function_reward(cfg: RewardConfig, pools: Pools = local_pool) -> PooledRewar
     return _pooled_reward(cfg, cfg.function, KEY, None, pools)
 
 
-def added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[float, PooledReward]]:
+def build_added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[float, PooledReward]]:
     """Build the rewards of ``reward.functions``, each with its weight.
 
     Raises:
-        ConfigError: as ``function_reward``, naming the entry.
+        ConfigError: as ``build_function_reward``, naming the entry.
     """
     return [
         (
@@ -188,10 +204,8 @@ def added_functions(cfg: RewardConfig, pools: Pools = local_pool) -> list[tuple[
 def _pooled_reward(cfg: RewardConfig, spec: str, key: str, part: str | None, pools: Pools) -> PooledReward:
     name = f"{key}={spec}"
     if isinstance(spec, OwnFunction):
-        from rlhf_mcore.rewards.user_function import BatchCall, load_reward
-
         call = load_reward(spec, key)
-        return PooledReward(name, CalledHere(call), cfg.on_error, batched=isinstance(call, BatchCall), part=part)
+        return PooledReward(name, InProcessPool(call), cfg.on_error, batched=isinstance(call, BatchCall), part=part)
     limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
     pool = pools(name, "reward", {"spec": spec, "key": key}, limits)
     return PooledReward(name, pool, cfg.on_error, batched=bool(pool.check().get("batched")), part=part)
@@ -199,10 +213,3 @@ def _pooled_reward(cfg: RewardConfig, spec: str, key: str, part: str | None, poo
 
 def _place(trajectory: Trajectory) -> str:
     return f"prompt {trajectory.prompt.prompt_id!r}, sample {trajectory.sample},"
-
-
-def _plain(value: Any) -> Any:
-    """Return arrays and numbers of numpy, which parquet files hold, as lists and numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{value!r:.60} is a {type(value).__name__}")

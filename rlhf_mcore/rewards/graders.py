@@ -11,62 +11,38 @@ A ground truth may be a number, an answer in LaTeX or plain text, or a worked so
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.choices import registering
 from rlhf_mcore.config.schema import RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.answers import (
-    MAX_RESPONSE_CHARS,
     answer_lines,
     boxes,
+    chosen_letters,
     fits,
     last_answer,
     last_boxed,
+    letters_of,
     marked_number,
     marked_numbers,
     number_of,
     truth_answer,
     truth_text,
-    within,
+    unbox,
 )
+from rlhf_mcore.rewards.code import CodeGrader
+from rlhf_mcore.rewards.code_tests import find_code
 from rlhf_mcore.rewards.forms import canonical, names_differ, read_answer
-from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, parse_number
-from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
-
-__all__ = [
-    "GRADERS",
-    "MAX_RESPONSE_CHARS",
-    "answer_format",
-    "answer_line",
-    "answer_of",
-    "boxed",
-    "exact_match",
-    "final_number",
-    "last_boxed",
-    "parse_number",
-]
+from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS
+from rlhf_mcore.rewards.mathematics import MathGrader
+from rlhf_mcore.rewards.pool import Pools, local_pool
+from rlhf_mcore.rewards.shape import LanguageGrader, LengthGrader, PatternGrader
 
 Grader = Callable[[str, Any], float]
-GRADERS: dict[str, Grader] = {}  # with the options that a rule has by default
-grader = registering(GRADERS, choices.GRADERS)  # a decorator: what it decorates is the rule of that name
-
-
-@runtime_checkable
-class BatchGrader(Protocol):
-    """A grader with processes of its own, which judges many responses at a time."""
-
-    def __call__(self, response: str, ground_truth: Any) -> float: ...
-
-    def submit(self, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-        """Begin with responses and their ground truths. What is returned waits for the verdicts, in order."""
-        ...
-
-    def close(self) -> None: ...
-
-
+GRADERS: dict[str, Grader] = {}  # of rules without options
+grader = registering(GRADERS, choices.GRADERS)  # a decorator that registers a rule
 _BLANK = re.compile(r"\s*")
 
 
@@ -109,14 +85,14 @@ def answer_line(response: str, ground_truth: Any) -> float:
     It is what the prompts of DAPO-Math-17k (Yu et al. 2025, arXiv 2503.14476) ask for.
     """
     lines = answer_lines(response)[-1:] if fits(response) else []
-    return _same(within(lines[0][1]), ground_truth) if lines else 0.0
+    return _same(unbox(lines[0][1]), ground_truth) if lines else 0.0
 
 
 @grader("format")
 def answer_format(response: str, ground_truth: Any = None) -> float:
     r"""Grade 1 if the response marks exactly one answer: one ``#### number`` or one ``\boxed{...}`` that is not empty.
 
-    Where there is neither, one line ``Answer: ...`` does. Right or wrong does not matter, so ``ground_truth`` is ignored. A nested
+    If there is neither, one line ``Answer: ...`` does. Right or wrong does not matter, so ``ground_truth`` is ignored. A nested
     box is a second one.
     """
     if not fits(response):
@@ -128,29 +104,22 @@ def answer_format(response: str, ground_truth: Any = None) -> float:
     return float((num_marks or len(answer_lines(response))) == 1)
 
 
-def _register_deferred(name: str) -> None:
-    """Register a rule with its default options that is built when somebody asks for it: a run loads the rules that it uses."""
-
-    @cache
-    def build() -> Grader:
-        return _build(RuleConfig(name))
-
-    def grade(response: str, ground_truth: Any = None) -> float:
-        return build()(response, ground_truth)
-
-    grader(name)(grade)
+@grader("multiple_choice")
+def multiple_choice(response: str, ground_truth: Any) -> float:
+    """Grade 1 if the letters that the response chooses (see ``chosen_letters``) are those of the ground truth: "B", "A, C"."""
+    truth = truth_text(ground_truth)
+    expected = letters_of(truth) or chosen_letters(truth)
+    return float(bool(expected) and fits(response) and chosen_letters(response) == expected)
 
 
-for _name in ("math", "code", "multiple_choice", "regex", "length", "language"):
-    _register_deferred(_name)
-# What a response has to hold for a rule to find an answer in it.
+# What a rule needs to find in a response; nothing found counts as no answer.
 ANSWERS: dict[str, Callable[[str], Any]] = {
     "final_number": marked_number,
     "boxed": last_boxed,
     "answer_line": answer_lines,
     "math": last_answer,
-    "multiple_choice": lambda response: _letters_in(response),
-    "code": lambda response: _program_in(response),
+    "multiple_choice": chosen_letters,
+    "code": lambda response: find_code(response).strip(),
 }
 
 
@@ -165,52 +134,15 @@ def build_grader(
     Raises:
         ConfigError: an option that the grader does not take, or a sandbox that this machine does not give.
     """
-    built = _build(rule, workers, sandbox, pools)
     if rule.name == "code":
-        from rlhf_mcore.rewards.code import CodeGrader
-
-        assert isinstance(built, CodeGrader)
-        return built.check()
-    return built
-
-
-def _build(
-    rule: RuleConfig, workers: int | None = None, sandbox: SandboxConfig | None = None, pools: Pools = local_pool
-) -> Grader:
-    """Import the module of a rule, and build its grader."""
-    if rule.name == "code":
-        from rlhf_mcore.rewards.code import CodeGrader
-
-        return CodeGrader(rule, sandbox, workers, pools)
+        return CodeGrader(rule, sandbox, workers, pools).check()
     if rule.name == "math":
-        from rlhf_mcore.rewards.mathematics import MathGrader
-
         return MathGrader(workers, pools)
-    if rule.name == "multiple_choice":
-        from rlhf_mcore.rewards.choice_letters import multiple_choice
-
-        return multiple_choice
-    if rule.name not in ("regex", "length", "language"):
-        return GRADERS[rule.name]
-    from rlhf_mcore.rewards.shape import Language, Length, Pattern
-
     if rule.name == "regex":
-        return Pattern(rule.pattern)
+        return PatternGrader(rule.pattern)
     if rule.name == "length":
-        return Length(rule.min_chars, rule.max_chars, rule.margin_chars)
-    return Language(tuple(rule.scripts))
-
-
-def _program_in(response: str) -> str:
-    from rlhf_mcore.rewards.code_tests import code_of
-
-    return code_of(response).strip()
-
-
-def _letters_in(response: str) -> str:
-    from rlhf_mcore.rewards.choice_letters import chosen_letters
-
-    return chosen_letters(response)
+        return LengthGrader(rule.min_chars, rule.max_chars, rule.margin_chars)
+    return LanguageGrader(tuple(rule.scripts)) if rule.name == "language" else GRADERS[rule.name]
 
 
 def finds_answer(name: str, response: str) -> bool:

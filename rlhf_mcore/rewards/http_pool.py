@@ -1,27 +1,33 @@
 """A pool whose workers are on a server: items are sent over HTTP, by a thread with an event loop of its own.
 
-A request is tried again where that may help, later and later, until its deadline. A server that has failed several times in a row
+A request is tried again if that may help, later and later, until its deadline. A server that has failed several times in a row
 is left alone for a while (a circuit breaker), then asked by one request before the others. Redirects are refused: they would bring
 responses and token to somebody else. Answers are bounded before they are read.
+
+The JSON that travels. Both sides check what they get::
+
+    {"items": [{"data_source", "solution_str", "ground_truth", "extra_info", "prompt", "seed"}, ...]}
+    {"scores": [{"score": 0.5, "parts": {"format": 1.0}} or {"error": "why there is none"}, ...]}
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import random
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.items import MAX_LOST_IN_A_ROW, Collect, Outcome
-from rlhf_mcore.rewards.wire import MAX_ANSWER_BYTES, WireError, excerpt, read_json, read_scores
+from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, Collect, Outcome
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -32,6 +38,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # between tries; the second is also 
 FAILURES_TO_OPEN = 5  # in a row, after which the circuit breaker opens
 RETRIED = (408, 425, 429)  # statuses below 500 that another try may change
 MISTAKES = (401, 403, 404, 405)  # statuses that no response will ever change
+MAX_ANSWER_BYTES = 2**15  # of one score
+MAX_ERROR_CHARS = 2000
+_MAX_PARTS = 64
+_MAX_NAME_CHARS = 100
+_MAX_FLOAT32 = 3.4e38  # scores travel as float32
 
 T = TypeVar("T")
 
@@ -106,9 +117,9 @@ class HttpPool(ABC):
         """
 
     def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Begin with items, from any thread; see :class:`rlhf_mcore.rewards.items.Pool`.
+        """Begin with items, from any thread; see :class:`rlhf_mcore.rewards.pool.Pool`.
 
-        What is returned raises ConfigError where no request will ever succeed, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
+        What is returned raises ConfigError if no request will ever succeed, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
         """
         future = self._client.run(self._outcomes(items, stop_at_failure))
 
@@ -126,17 +137,16 @@ class HttpPool(ABC):
     # --------------------------------------------------------------------------------------------------- in the thread
     async def _outcomes(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome | None]:
         outcomes: list[Outcome | None] = [None] * len(items)
-        everything = range(len(items))
-        tasks = [
-            asyncio.create_task(self._batch(items, everything[start : start + self._batch_size], stop_at_failure))
-            for start in everything[:: self._batch_size]
-        ]
+
+        async def send(start: int) -> bool:
+            batch = await self._batch(items[start : start + self._batch_size], stop_at_failure)
+            outcomes[start : start + len(batch)] = batch
+            return any(outcome.problem for outcome in batch)
+
+        tasks = [asyncio.create_task(send(start)) for start in range(0, len(items), self._batch_size)]
         try:
             for task in asyncio.as_completed(tasks):
-                answered = await task
-                for index, outcome in answered.items():
-                    outcomes[index] = outcome
-                if stop_at_failure and any(outcome.problem for outcome in answered.values()):
+                if await task and stop_at_failure:
                     break
         finally:
             for each in tasks:
@@ -144,33 +154,32 @@ class HttpPool(ABC):
             await asyncio.gather(*tasks, return_exceptions=True)
         return outcomes
 
-    async def _batch(self, items: Sequence[bytes], indices: Sequence[int], stop_at_failure: bool) -> dict[int, Outcome]:
-        """Return the outcomes of some items. Where a batch is refused, its items are sent one by one."""
+    async def _batch(self, items: Sequence[bytes], stop_at_failure: bool) -> list[Outcome]:
+        """Return the outcomes of a batch. If it is refused, its items are sent one by one."""
         async with self._slots:
             deadline = time.monotonic() + self._cfg.deadline_s
             try:
-                answers = await self._ask([items[index] for index in indices], deadline, self._cfg.retries)
-                return dict(zip(indices, answers, strict=True))
+                return await self._ask(items, deadline, self._cfg.retries)
             except _TryFailed as failed:
-                if len(indices) == 1 or not failed.one_by_one:
-                    return self._lose(indices, failed, stop_at_failure)
-            outcomes: dict[int, Outcome] = {}
-            for index in indices:
+                if len(items) == 1 or not failed.one_by_one:
+                    return self._lose(len(items), failed, stop_at_failure)
+            outcomes = []
+            for item in items:
                 try:
-                    [outcomes[index]] = await self._ask([items[index]], deadline, 0)
+                    outcomes += await self._ask([item], deadline, 0)
                 except _TryFailed as failed:
-                    outcomes |= self._lose([index], failed, stop_at_failure)
+                    outcomes += self._lose(1, failed, stop_at_failure)
             return outcomes
 
-    def _lose(self, indices: Sequence[int], failed: _TryFailed, stop_at_failure: bool) -> dict[int, Outcome]:
-        self._lost_in_a_row += len(indices)
+    def _lose(self, count: int, failed: _TryFailed, stop_at_failure: bool) -> list[Outcome]:
+        self._lost_in_a_row += count
         if not stop_at_failure and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             self._lost_in_a_row = 0
             raise ConfigError(
                 f"{self.name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row or more; for the last of them it "
                 f"{failed.cause}: look at the server, or give it more with {self._key}.deadline_s and .timeout_s"
             )
-        return {index: Outcome(lost=failed.cause, timed_out=failed.timed_out) for index in indices}
+        return [Outcome(lost=failed.cause, timed_out=failed.timed_out)] * count
 
     async def _ask(self, items: Sequence[bytes], deadline: float, retries: int) -> list[Outcome]:
         """Return the outcomes of some items, after as many tries as are allowed.
@@ -248,7 +257,7 @@ class HttpPool(ABC):
 
 
 class ScorePool(HttpPool):
-    """Asks a reward server for scores, ``rlhf-mcore serve-reward`` or one that answers as ``rlhf_mcore.rewards.wire`` describes it."""
+    """Asks a reward server for scores, ``rlhf-mcore serve-reward`` or one that answers as the head of this module describes it."""
 
     max_answer_bytes = MAX_ANSWER_BYTES
 
@@ -352,7 +361,7 @@ class _Breaker:
 
 
 async def _read_bounded(content: Any, most: int) -> bytes | None:
-    """Read an answer; None where it has more than ``most`` bytes."""
+    """Read an answer; None if it has more than ``most`` bytes."""
     read = bytearray()
     async for piece in content.iter_chunked(2**16):
         read += piece
@@ -362,5 +371,68 @@ async def _read_bounded(content: Any, most: int) -> bytes | None:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Read the header Retry-After, where it is a number of seconds and no date."""
+    """Read the header Retry-After, if it is a number of seconds, not a date."""
     return min(float(retry_after), LONGEST_PAUSE_S) if retry_after is not None and retry_after.isdecimal() else 0.0
+
+
+# ------------------------------------------------------------------------------------------------- the JSON that travels
+class WireError(ValueError):
+    """A text that does not follow the agreed form. The message names the mistake."""
+
+
+def read_json(text: bytes) -> Any:
+    """Parse a JSON text that has finite numbers only.
+
+    Raises:
+        WireError: it is something else, or nested too deep.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"is not JSON ({str(error) or type(error).__name__}): {excerpt(text)}") from error
+
+
+def read_scores(value: Any, count: int) -> list[Outcome]:
+    """Read the scores in a server's answer to ``count`` items.
+
+    Raises:
+        WireError: they are not as many, or not finite numbers.
+    """
+    scores = value.get("scores") if isinstance(value, Mapping) else None
+    if not isinstance(scores, list):
+        raise WireError("has no list 'scores'")
+    if len(scores) != count:
+        raise WireError(f"has {len(scores)} scores for {count} responses")
+    return [_read_score(entry, f"scores[{index}]") for index, entry in enumerate(scores)]
+
+
+def excerpt(text: bytes) -> str:
+    """Shorten a text for a message."""
+    return repr(text[:200].decode(errors="replace")) + ("..." if len(text) > 200 else "")
+
+
+def _read_score(entry: Any, where: str) -> Outcome:
+    if not isinstance(entry, Mapping):
+        raise WireError(f"{where} is no object")
+    if "error" in entry:
+        cause = f"answered {str(entry['error'])[:MAX_ERROR_CHARS]!r}"
+        return Outcome(lost=cause, timed_out=entry.get("kind") == "timeout")
+    parts = entry.get("parts") or {}
+    if not isinstance(parts, Mapping) or len(parts) > _MAX_PARTS:
+        raise WireError(f"{where}.parts is no object of at most {_MAX_PARTS} numbers")
+    if any(len(name) > _MAX_NAME_CHARS for name in parts):
+        raise WireError(f"{where}.parts has a name of more than {_MAX_NAME_CHARS} characters")
+    numbers = {name: _number(value, f"{where}.parts[{name!r}]") for name, value in parts.items()}
+    return Outcome({"score": _number(entry.get("score"), f"{where}.score"), "parts": numbers})
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, (int, float)):
+        raise WireError(f"{where} is no number: {str(value)[:80]!r}")
+    if not -_MAX_FLOAT32 <= value <= _MAX_FLOAT32 or math.isnan(value):  # compared: float() of a huge int raises
+        raise WireError(f"{where} is not finite")
+    return float(value)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.http_pool import HttpPool
-from rlhf_mcore.rewards.items import Outcome
-from rlhf_mcore.rewards.wire import WireError, excerpt
+from rlhf_mcore.rewards.http_pool import HttpPool, WireError, excerpt
+from rlhf_mcore.rewards.pool import Outcome
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import JudgeConfig
@@ -43,7 +42,7 @@ Give your reasons in a few sentences. Then end with one line, "Score: " and the 
 """
 
 
-def rubric_of(cfg: JudgeConfig) -> str:
+def read_rubric(cfg: JudgeConfig) -> str:
     """Return the rubric that a configuration names.
 
     Raises:
@@ -79,7 +78,7 @@ class JudgePool(HttpPool):
         assert cfg.model is not None
         super().__init__("reward.judge", cfg, "/chat/completions")
         self._model, self._max_tokens, self._max_score = cfg.model, cfg.max_tokens, cfg.max_score
-        self._pattern, self._rubric = _pattern_of(cfg.parse), rubric_of(cfg)
+        self._pattern, self._rubric = _pattern_of(cfg.parse), read_rubric(cfg)
 
     def encode(self, items: Sequence[bytes]) -> bytes:
         """Return the request for one item."""

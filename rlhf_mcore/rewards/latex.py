@@ -1,6 +1,6 @@
 r"""Plain text for what LaTeX, Unicode and taste write in many ways, and the numbers and quantities in it.
 
-Only spellings are unified; nothing is computed beyond reading a number. Text is hostile by assumption: every pass is linear in
+Only spellings are unified; numbers are read, nothing else is computed. Text is hostile by assumption: every pass is linear in
 a length that is capped first, and numbers are capped before any arithmetic.
 """
 
@@ -186,7 +186,7 @@ def unwrapped(text: str) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- numbers
 def parse_number(text: str) -> Fraction | None:
-    r"""Read ``text`` as a number as a whole; None where it is none: 1,234.5, -3/4, 1 1/2, 2e3, ``\$5``, 50%.
+    r"""Read ``text`` as a number as a whole; None if it is not one: 1,234.5, -3/4, 1 1/2, 2e3, ``\$5``, 50%.
 
     Currency signs, thousands separators (``,`` in front of three digits, ``{,}``, ``\!``, ``\,``), a final ``%`` and a final dot are
     dropped. None also for more than ``MAX_NUMBER_CHARS`` characters or an exponent beyond +-``MAX_EXPONENT``.
@@ -201,7 +201,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def leading_number(text: str) -> tuple[Fraction, str] | None:
-    """Return the number that ``text`` begins with, and what follows it; None where there is none."""
+    """Return the number that ``text`` begins with, and the text after it; None if there is none."""
     shown = re.match(rf"([-+\u2212]?)\s?{_CURRENCY}?\s?", text)
     assert shown is not None
     rest = text[shown.end() :]
@@ -231,7 +231,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the value of a match of ``_NUMBER``, or None where it exceeds the caps, which are looked at first."""
+    """Return the value of a match of ``_NUMBER``, or None if it exceeds the caps, which are checked first."""
     top, bottom = match["top"], match["bottom"] or "1"
     digits, _, exponent = top.lower().partition("e")
     if len(match[0]) > MAX_NUMBER_CHARS or abs(int(exponent or 0)) > MAX_EXPONENT:

@@ -1,11 +1,13 @@
-"""A pool of workers for what must not run in the trainer.
+"""Pools of workers for what must not run in the trainer. An item is a JSON text.
 
 Each worker has a thread of the pool, which gives it one item at a time. A worker is a process beside the trainer (``LocalWorker``) or
-an actor in a Ray cluster (``ray_pool``). One that ends, or takes longer for an item than allowed, is replaced.
+an actor in a Ray cluster (``ray_pool``). One that ends, or takes longer for an item than allowed, is replaced. Answers are JSON and
+never unpickled: a worker runs what a user or a model has written.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +20,81 @@ from threading import Lock, RLock, Thread, current_thread
 from typing import Any, Protocol
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.frames import encode, pack
-from rlhf_mcore.rewards.items import MAX_LOST_IN_A_ROW, Collect, NoResults, Outcome, WorkerLimits
-from rlhf_mcore.rewards.process import START_TIMEOUT_S, ProcessLost, WorkerProcess
+from rlhf_mcore.machine import usable_cores
+from rlhf_mcore.own_processes import (
+    MAX_STARTS,
+    START_TIMEOUT_S,
+    ProcessLost,
+    WorkerProcess,
+    encode,
+    loading_problem,
+    pack,
+)
 
+PROGRAM = "rlhf_mcore.rewards.worker"
+MAX_WORKERS = 8  # by default; a function that waits for a server wants more
+MAX_LOST_IN_A_ROW = 10  # after so many items without an answer, the others would be waited for in vain
 CLOSE_TIMEOUT_S = 30.0  # for a worker to be ended; a Ray that is gone may never answer
 ASK = b"null"  # an item that asks what was loaded; see ``worker.main``
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Bound what a pool of workers uses."""
+
+    workers: int
+    timeout_s: float = 60.0  # for one item
+    memory_gib: float = 8.0  # of each worker
+    env: tuple[str, ...] = ()  # names of variables that workers get in addition to ``own_processes.ENVIRONMENT``
+    retries: int = 1  # of an item whose worker has ended or was killed, each on a fresh one
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the memory of each worker, as the kernel can have it."""
+        return int(min(self.memory_gib * 2**30, 2.0**62))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hold what a pool returns for an item: an answer, or in ``lost`` the cause why there is none."""
+
+    answer: dict[str, Any] = field(default_factory=dict)
+    lost: str = ""
+    timed_out: bool = False
+
+    @property
+    def problem(self) -> str:
+        """Return why there is no result; empty if there is one."""
+        return self.lost or self.answer.get("error", "")
+
+
+# Waits, and returns an outcome for each item, in order; None: the item was left.
+Collect = Callable[[], "list[Outcome | None]"]
+
+
+class Pool(Protocol):
+    """Work on items."""
+
+    @property
+    def close(self) -> Callable[[], Any]:
+        """End what it has started. Who still waits gets an error."""
+        ...
+
+    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
+        """Begin with items. With ``stop_at_failure`` the rest is left once an item has failed."""
+        ...
+
+
+class NoResults(ConfigError):
+    """So many responses in a row got no result that more would get none. ``timed_out``: the last of them took too long."""
+
+    def __init__(self, message: str, timed_out: bool) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
 class Interrupted(Exception):
-    """Nobody wants any more what a worker is at."""
+    """The item of a worker is not wanted any more."""
 
 
 class WorkerLost(Exception):
@@ -35,7 +102,7 @@ class WorkerLost(Exception):
 
 
 class PoolEnded(RuntimeError):
-    """Tell that the machine or cluster of a pool's workers is gone."""
+    """Report that the machine or cluster of a pool's workers is gone."""
 
 
 class PoolWorker(Protocol):
@@ -44,7 +111,7 @@ class PoolWorker(Protocol):
     interrupted: bool  # by another thread: what it is at raises ``Interrupted``
 
     def load(self) -> None:
-        """Start, and wait until it has loaded; nothing where it has.
+        """Start, and wait until it has loaded; do nothing if it has.
 
         Raises:
             ConfigError: it cannot be loaded.
@@ -52,7 +119,7 @@ class PoolWorker(Protocol):
         ...
 
     def answer(self, item: bytes) -> Outcome:
-        """Wait for the outcome of an item. Where that is lost, the next item has a fresh process."""
+        """Wait for the outcome of an item. If it is lost, the next item has a fresh process."""
         ...
 
     def interrupt(self) -> None:
@@ -108,15 +175,19 @@ class LocalWorker:
             process.stop()
 
     def _start(self) -> None:
-        process = WorkerProcess(self._order, self._limits.env)
-        with self._lock:
-            self._process = process
-        try:
-            message = self._receive(START_TIMEOUT_S)
-        except ProcessLost as lost:
-            cause = f"took longer than {START_TIMEOUT_S:g} s" if lost.timed_out else lost.cause
-            cause = self._end(f"{cause} while it was loaded")
-            raise ConfigError(f"{self._name} {cause}: correct the file") from lost
+        for number in range(1, MAX_STARTS + 1):
+            process = WorkerProcess(self._order, self._limits.env, PROGRAM)
+            with self._lock:
+                self._process = process
+            try:
+                message = self._receive(START_TIMEOUT_S)
+                break
+            except ProcessLost as lost:
+                was_killed = not lost.timed_out and process.was_killed
+                cause = f"took longer than {START_TIMEOUT_S:g} s" if lost.timed_out else lost.cause
+                cause = self._end(f"{cause} while it was loaded")
+                if not was_killed or number == MAX_STARTS:
+                    raise ConfigError(loading_problem(self._name, cause, was_killed)) from lost
         if "problem" in message:
             self.stop()
             raise ConfigError(message["problem"])
@@ -139,7 +210,7 @@ class LocalWorker:
 
 
 @dataclass(eq=False, slots=True)
-class _Task:
+class _QueuedItem:
     """An item on its way through a pool."""
 
     item: bytes
@@ -148,20 +219,21 @@ class _Task:
 
 
 class _Threads:
-    """The threads of a pool, one for each worker. They do not hold the pool itself, which is closed when nobody else does."""
+    """The threads of a pool, one for each worker. They hold no reference to the pool, so that it is closed with its last reference."""
 
     def __init__(self, name: str, limits: WorkerLimits, make_worker: Callable[[], PoolWorker]) -> None:
         self._name, self._limits, self._make_worker = name, limits, make_worker
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()  # None: the end of a thread
+        self._tasks: SimpleQueue[_QueuedItem | None] = SimpleQueue()  # None: the end of a thread
         self._lock = RLock()  # of what follows
         self._threads: dict[Thread, PoolWorker] = {}
         self._running: dict[Future[Outcome], PoolWorker] = {}
         self._lost_in_a_row = 0
+        self.num_answered = 0  # items, but for those that ask
         self._error: Exception | None = None  # why the pool has ended
 
     def submit(self, items: Sequence[bytes], stop_at_failure: bool) -> Collect:
         """Begin with items. As many workers are started as there are items for."""
-        tasks = [_Task(item) for item in items]
+        tasks = [_QueuedItem(item) for item in items]
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(str(self._error))
@@ -234,7 +306,7 @@ class _Threads:
                 raise
             raise ConfigError(f"{self._name} {lost}") from lost
 
-    def _work(self, worker: PoolWorker, task: _Task) -> None:
+    def _work(self, worker: PoolWorker, task: _QueuedItem) -> None:
         """Have a worker answer an item, and set its future; after an actor was lost, any worker may try it again."""
         with self._lock:
             self._running[task.future] = worker
@@ -250,13 +322,13 @@ class _Threads:
         self._release(worker, task)
         if outcome is None:
             self._tasks.put(task)
-        elif (no_results := self._count(outcome)) is None:
+        elif task.item == ASK or (no_results := self._count(outcome)) is None:
             task.future.set_result(outcome)
         else:
             task.future.set_exception(no_results)
             self._fail_waiting(no_results)
 
-    def _answer(self, worker: PoolWorker, task: _Task) -> Outcome | None:
+    def _answer(self, worker: PoolWorker, task: _QueuedItem) -> Outcome | None:
         """Return the outcome of an item; None: its actor was lost, and it may be tried again."""
         tries_before = task.tries
         while True:
@@ -270,7 +342,7 @@ class _Threads:
             if not outcome.lost or task.tries > self._limits.retries:
                 return outcome
 
-    def _release(self, worker: PoolWorker, task: _Task) -> None:
+    def _release(self, worker: PoolWorker, task: _QueuedItem) -> None:
         with self._lock:
             del self._running[task.future]
             if worker.interrupted and self._error is None:
@@ -278,9 +350,10 @@ class _Threads:
                 worker.interrupted = False
 
     def _count(self, outcome: Outcome) -> NoResults | None:
-        """Count items that are lost; returns an error where as many in a row were as may be."""
+        """Count items that are lost; return an error after ``MAX_LOST_IN_A_ROW`` in a row."""
         with self._lock:
             self._lost_in_a_row = self._lost_in_a_row + 1 if outcome.lost else 0
+            self.num_answered += not outcome.lost
             if not self._limits.retries or self._lost_in_a_row < MAX_LOST_IN_A_ROW:
                 return None
             self._lost_in_a_row = 0
@@ -313,7 +386,7 @@ class WorkerPool:
         self.close = weakref.finalize(self, _close, self._threads, os.getpid())
 
     def check(self) -> dict[str, Any]:
-        """Start a worker, so that what cannot be loaded is found now. Returns what the worker tells of what it has loaded.
+        """Start a worker, so that what cannot be loaded is found now. Returns the worker's description of it.
 
         Raises:
             ConfigError: it cannot be loaded.
@@ -321,10 +394,15 @@ class WorkerPool:
         [outcome] = self.submit([ASK])()
         return outcome.answer if outcome is not None else {}
 
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
-        """Begin with items, from any thread; see :class:`rlhf_mcore.rewards.items.Pool`.
+    @property
+    def num_answered(self) -> int:
+        """Return the number of items that were answered so far."""
+        return self._threads.num_answered
 
-        What is returned raises ConfigError where nothing can be loaded, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
+    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Collect:
+        """Begin with items, from any thread; see :class:`Pool`.
+
+        What is returned raises ConfigError if nothing can be loaded, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
         """
         return self._threads.submit(items, stop_at_failure)
 
@@ -332,3 +410,34 @@ class WorkerPool:
 def _close(threads: _Threads, owner: int) -> None:
     if os.getpid() == owner:  # and not in a process that was forked from it
         threads.close()
+
+
+def encode_item(value: Any) -> bytes:
+    """Write an item. Arrays and numbers of numpy, which parquet files hold, become lists and numbers.
+
+    Raises:
+        TypeError, ValueError, RecursionError: the value has no JSON form.
+    """
+    return json.dumps(value, default=_as_plain).encode("ascii")
+
+
+def _as_plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{value!r:.60} is a {type(value).__name__}")
+
+
+# Name for messages, what is loaded with which options, limits -> a pool: ``local_pool``, or what makes Ray's.
+Pools = Callable[[str, str, Mapping[str, Any], WorkerLimits], WorkerPool]
+
+
+def local_pool(name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
+    """Make a pool of worker processes beside this one."""
+    return WorkerPool(name, load, options, limits)
+
+
+def default_workers(engines: int = 1) -> int:
+    """Return this rank's, or one engine's, share of the cores of its machine, at most ``MAX_WORKERS``."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = usable_cores() // max(int(ranks) if ranks.isdecimal() else 1, engines, 1)
+    return max(1, min(MAX_WORKERS, share))

@@ -18,9 +18,8 @@ from threading import Event
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.items import Outcome, WorkerLimits
-from rlhf_mcore.rewards.pool import Interrupted, LocalWorker, PoolEnded, WorkerLost, WorkerPool
-from rlhf_mcore.rewards.process import START_TIMEOUT_S
+from rlhf_mcore.own_processes import START_TIMEOUT_S
+from rlhf_mcore.rewards.pool import Interrupted, LocalWorker, Outcome, PoolEnded, WorkerLimits, WorkerLost, WorkerPool
 
 _LOOK_S = 1.0  # between two looks at deadlines and at Ray
 
@@ -51,7 +50,7 @@ class RayPools:
 
 
 class Host:
-    """Hold what an actor has. It starts where Ray puts it, in the trainer's working directory if that is there."""
+    """The state of an actor. It starts where Ray puts it, in the trainer's working directory if that is there."""
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class RayWorker:
                 ray.kill(actor)
 
     def _get(self, reference: Any, timeout_s: float, late: str) -> Any:
-        """Wait for the result of a call of the actor; ends the actor where there is none."""
+        """Wait for the result of a call of the actor; end the actor if there is none."""
         future, deadline = reference.future(), time.monotonic() + timeout_s
         future.add_done_callback(lambda _: self._changed.set())
         try:

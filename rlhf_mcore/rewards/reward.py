@@ -12,34 +12,37 @@ import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import needs_truth, rules_for, rules_of
+from rlhf_mcore.config.rules.reward import rule_problems, service_problems
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
-from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
-from rlhf_mcore.rewards.pools import Pools, Verdict, local_pool
+from rlhf_mcore.rewards.function import PooledReward, build_added_functions, build_function_reward
+from rlhf_mcore.rewards.graders import Grader, build_grader, finds_answer
+from rlhf_mcore.rewards.http_pool import ScorePool
+from rlhf_mcore.rewards.judge import JudgePool
+from rlhf_mcore.rewards.pool import Pools, local_pool
+from rlhf_mcore.rewards.pooled_grader import PooledGrader, Verdict
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rlhf_mcore.rewards.function import PooledReward
-
 # What scores without a model. It holds processes or threads until it is closed.
-Graders = Union["RuleReward", "PooledReward", "JudgedReward"]
+Graders = Union["RuleReward", "PooledReward", "SummedReward"]
 
 
 @dataclass(slots=True)
-class JudgedReward:
-    """The grade of a judge, or the score of a function, times ``weight``, added to that of other graders.
+class SummedReward:
+    """Adds the grade of a judge, or the score of a function, times ``weight`` to the score of other graders.
 
-    What either of them does not score has no score.
+    A response has no score if one of the two gives none.
     """
 
-    graders: Graders
-    judge: Graders
+    first: Graders
+    added: Graders
     weight: float
 
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
         """Both begin."""
-        collects = self.graders.submit(trajectories), self.judge.submit(trajectories)
+        collects = self.first.submit(trajectories), self.added.submit(trajectories)
 
         def finish() -> list[Score]:
             return [self._sum(*pair) for pair in zip(*(collect() for collect in collects), strict=True)]
@@ -52,16 +55,16 @@ class JudgedReward:
 
     def close(self) -> None:
         """End the threads and processes of both."""
-        self.graders.close()
-        self.judge.close()
+        self.first.close()
+        self.added.close()
 
-    def _sum(self, score: Score, judged: Score) -> Score:
+    def _sum(self, score: Score, added: Score) -> Score:
         if score.failure is not None:
             return score
-        if judged.failure is not None:
-            return replace(judged, parts=score.parts, answered=score.answered)
-        value = score.value + self.weight * judged.value
-        return replace(score, value=value, parts={**score.parts, **judged.parts})
+        if added.failure is not None:
+            return replace(added, parts=score.parts, answered=score.answered)
+        value = score.value + self.weight * added.value
+        return replace(score, value=value, parts={**score.parts, **added.parts})
 
 
 def build_reward(
@@ -71,46 +74,29 @@ def build_reward(
 
     A reward model is not part of it.
 
-    ``pools`` makes the workers, where there are any. ``validated``: ``cfg`` is part of a configuration that was checked already.
+    ``pools`` makes the workers, if there are any. ``validated``: ``cfg`` is part of a configuration that was checked already.
     ``images``: the folder of those of prompts, for a judge.
 
     Raises:
         ConfigError: naming the key of ``reward`` that is wrong.
     """
-    if not validated:
-        from rlhf_mcore.config.rules.reward import rule_problems, service_problems  # not for ranks
-
-        if problems := [*service_problems(cfg), *rule_problems(cfg)]:
-            raise ConfigError.many(problems)
-    graders = _build_graders(cfg, pools)
-    if cfg.functions:
-        from rlhf_mcore.rewards.function import added_functions
-
-        for weight, function in added_functions(cfg, pools):
-            graders = JudgedReward(graders, function, weight)
+    if not validated and (problems := [*service_problems(cfg), *rule_problems(cfg)]):
+        raise ConfigError.many(problems)
+    graders: Graders
+    if cfg.function is not None:
+        graders = build_function_reward(cfg, pools)
+    elif cfg.remote.url is not None:
+        server = ScorePool("reward.remote", cfg.remote, batch_size=cfg.remote.batch_size)
+        graders = PooledReward(server.name, server, cfg.on_error, with_prompt=True, from_server=True)
+    else:
+        graders = RuleReward(cfg.rules, cfg.workers, cfg.sources, cfg.sandbox, pools)
+    for weight, function in build_added_functions(cfg, pools):
+        graders = SummedReward(graders, function, weight)
     if cfg.judge.url is None:
         return graders
-    from rlhf_mcore.rewards.function import PooledReward
-    from rlhf_mcore.rewards.judge import JudgePool
-
     pool = JudgePool(cfg.judge)
     judge = PooledReward(pool.name, pool, cfg.on_error, with_prompt=True, images=images if cfg.judge.images else None)
-    return JudgedReward(graders, judge, cfg.judge.weight)
-
-
-def _build_graders(cfg: RewardConfig, pools: Pools) -> Graders:
-    """Import what the configuration names, and nothing of the others."""
-    if cfg.function is not None:
-        from rlhf_mcore.rewards.function import function_reward
-
-        return function_reward(cfg, pools)
-    if cfg.remote.url is not None:
-        from rlhf_mcore.rewards.function import PooledReward
-        from rlhf_mcore.rewards.http_pool import ScorePool
-
-        pool = ScorePool("reward.remote", cfg.remote, batch_size=cfg.remote.batch_size)
-        return PooledReward(pool.name, pool, cfg.on_error, with_prompt=True)
-    return RuleReward(cfg.rules, cfg.workers, cfg.sources, cfg.sandbox, pools)
+    return SummedReward(graders, judge, cfg.judge.weight)
 
 
 class RuleReward:
@@ -147,7 +133,7 @@ class RuleReward:
         """Grade, but for what workers judge: what is returned waits for them, and has the scores.
 
         Raises:
-            ConfigError: a prompt of a data source without rules, or without a ground truth where a rule compares with it.
+            ConfigError: a prompt of a data source without rules, or without a ground truth if a rule compares with it.
         """
         check_sources([trajectory.prompt for trajectory in trajectories], self._sources, "the step")
         rules = [rules_for(trajectory.prompt.data_source, self._rules, self._sources) for trajectory in trajectories]
@@ -188,19 +174,19 @@ class RuleReward:
     def close(self) -> None:
         """End the worker processes."""
         for grader in self._graders.values():
-            if isinstance(grader, BatchGrader):
+            if isinstance(grader, PooledGrader):
                 grader.close()
 
     def _grader(self, rule: RuleConfig) -> Grader:
-        key = repr(replace(rule, weight=1.0, correct=1.0, incorrect=0.0))
+        key = repr(rule.model_copy(update={"weight": 1.0, "correct": 1.0, "incorrect": 0.0}))
         if key not in self._graders:
             self._graders[key] = build_grader(rule, self._workers, self._sandbox, self._pools)
         return self._graders[key]
 
 
 def _begin(grader: Grader, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
-    """Begin to grade pairs. The verdicts that come have a cause where workers did not judge in time."""
-    if isinstance(grader, BatchGrader):
+    """Begin to grade pairs. A verdict has a cause if workers did not judge in time."""
+    if isinstance(grader, PooledGrader):
         return grader.submit(pairs)
     grades: list[Verdict] = [(grader(*pair), None) for pair in pairs]
     return lambda: grades
@@ -225,13 +211,13 @@ def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[Rule
         )
 
 
-def text_only(prompt: Prompt, text: str) -> Trajectory:
+def make_text_trajectory(prompt: Prompt, text: str) -> Trajectory:
     """Make a response of its text, which is all that graders read."""
     ids, mask, logprobs = np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.float32)
     return Trajectory(prompt, 0, ids, mask, logprobs, (), ((0, 0),), text, "stop")
 
 
-def what_scores(cfg: RewardConfig) -> str:
+def scoring_keys(cfg: RewardConfig) -> str:
     """Name the keys that decide, for messages."""
     if cfg.function is not None:
         return f"reward.function={cfg.function}"

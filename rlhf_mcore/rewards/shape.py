@@ -18,7 +18,7 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX, which has Latin letters in ev
 _WORD = re.compile(r"[^\W\d_]+")
 
 
-class Pattern:
+class PatternGrader:
     """1 if a regular expression of RE2's syntax is found in the response.
 
     ``^`` and ``$`` are the ends of the whole text, and ``.`` is any character, a newline too.
@@ -47,7 +47,7 @@ class Pattern:
             return 0.0  # a ground truth that is no expression, which `reward-test` names
 
 
-class Length:
+class LengthGrader:
     """1 for a response of ``min_chars`` to ``max_chars`` characters; outside linearly less, 0 at a distance of ``margin_chars``."""
 
     def __init__(self, min_chars: int = 0, max_chars: int | None = None, margin_chars: int = 0) -> None:
@@ -62,8 +62,8 @@ class Length:
         return max(0.0, 1.0 - distance / self._margin) if self._margin else 0.0
 
 
-class Language:
-    """The share of a response's letters that belong to the given scripts, 1 where it has none.
+class LanguageGrader:
+    """The share of a response's letters that belong to the given scripts, 1 if it has none.
 
     Scripts are told apart, not languages: English and French are both Latin. Code between fences, commands of LaTeX and single Latin
     letters (variables) are not counted.

@@ -13,6 +13,7 @@ import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,28 @@ def load_reward(spec: str, key: str) -> Call:
         function = load_function(spec, key)
     except KeyboardInterrupt as error:
         raise ConfigError(f"{key} is {spec!r}, but its file raises KeyboardInterrupt: correct the file") from error
-    by_keyword, batched = _takes_keywords(function), _takes_batches(function)
-    if problem := _signature_problem(function, by_keyword or batched):
+    code = getattr(function, "__code__", None)
+    where = f", line {code.co_firstlineno}" if code is not None else ""
+    if inspect.iscoroutinefunction(function):
+        problem = f"it is a coroutine function{where}, which returns no score: make it an ordinary one"
         raise ConfigError(f"{key} is {spec!r}, but {problem}")
-    return BatchCall(function, spec) if batched else _ItemCall(function, spec, by_keyword)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return _ItemCall(function, spec, by_keyword=False)
+    if "completions" in signature.parameters:
+        return BatchCall(function, spec)
+    # By name if it has one of the names at least, and takes the others too.
+    if any(name in signature.parameters for name in PARAMETERS):
+        with suppress(TypeError):
+            signature.bind(**dict.fromkeys(PARAMETERS))
+            return _ItemCall(function, spec, by_keyword=True)
+    try:
+        signature.bind(*PARAMETERS)
+    except TypeError as error:
+        problem = f"its parameters are {signature}{where} ({error}): let it take ({', '.join(PARAMETERS)})"
+        raise ConfigError(f"{key} is {spec!r}, but {problem}") from error
+    return _ItemCall(function, spec, by_keyword=False)
 
 
 class _ItemCall:
@@ -52,9 +71,9 @@ class _ItemCall:
         seed_generators(item["seed"])
         arguments = {name: item[name] for name in PARAMETERS}
         try:
-            result = self._function(**arguments) if self._by_keyword else self._function(*arguments.values())
-            problem = result_problem(result)
-            return {"error": f"returned {shorten(result)}: {problem}"} if problem else score_of(result)
+            return _read_result(
+                self._function(**arguments) if self._by_keyword else self._function(*arguments.values())
+            )
         except MemoryError:
             raise
         except BaseException as error:  # KeyboardInterrupt too: it is raised by the function, Ctrl-C does not come here
@@ -77,7 +96,7 @@ class BatchCall:
     def __call__(self, item: Mapping[str, Any]) -> dict[str, Any]:
         items = item["batch"]
         seed_generators(items[0]["seed"])
-        columns = columns_of(items)
+        columns = collect_columns(items)
         if missing := [name for name in self._required if name not in columns]:
             names = ", ".join(columns)
             return {
@@ -92,7 +111,7 @@ class BatchCall:
             return {"error": describe_raise(error, self._spec)}
 
 
-def columns_of(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def collect_columns(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Collect what a function is given by keyword: lists with an entry for each response, and where the training is.
 
     A prompt that is a conversation is a list of messages, and so is the response to it.
@@ -119,14 +138,23 @@ def _results(result: Any, num_items: int) -> dict[str, Any]:
         return {
             "error": f"returned {shorten(result)}: it must be a list of {num_items} scores, one for each completion"
         }
-    return {"results": [_result(one) for one in scores]}
+    nothing = {"score": 0.0, "parts": {}, "applies": False}
+    return {"results": [nothing if one is None else _read_result(one, " among others") for one in scores]}
 
 
-def _result(one: Any) -> dict[str, Any]:
-    if one is None:
-        return {"score": 0.0, "parts": {}, "applies": False}
-    problem = result_problem(one)
-    return {"error": f"returned {shorten(one)} among others: {problem}"} if problem else score_of(one)
+def _read_result(result: Any, place: str = "") -> dict[str, Any]:
+    """Return ``{"score", "parts"}``, or ``{"error"}`` for what is no finite number and no dict with one."""
+    is_dict = isinstance(result, Mapping)
+    entries = dict(result) if is_dict else {"score": result}
+    parts = {name: value for name, value in entries.items() if name != "score" and isinstance(value, numbers.Real)}
+    if "score" in entries:
+        found = {"score": entries["score"], **parts}
+        problems = [number_problem(found[name], f"the entry {name!r}" if is_dict else "the score") for name in found]
+    else:
+        problems = ["a dict needs the key 'score'"]
+    if problem := next(filter(None, problems), None):
+        return {"error": f"returned {shorten(result)}{place}: {problem}"}
+    return {"score": float(entries["score"]), "parts": {str(name): float(value) for name, value in parts.items()}}
 
 
 def describe_raise(error: BaseException, spec: str) -> str:
@@ -144,74 +172,15 @@ def seed_generators(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-def _takes_batches(function: Callable[..., Any]) -> bool:
-    """Return whether a function scores a batch at once: it has a parameter ``completions``."""
-    try:
-        return "completions" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-
-
-def _takes_keywords(function: Callable[..., Any]) -> bool:
-    """Return whether a function knows the arguments by their names: it has one of them at least, and takes the others too."""
-    try:
-        signature = inspect.signature(function)
-        signature.bind(**dict.fromkeys(PARAMETERS))
-    except (TypeError, ValueError):  # ValueError: some builtins have no signature
-        return False
-    return any(name in signature.parameters for name in PARAMETERS)
-
-
-def _signature_problem(function: Callable[..., Any], is_known: bool) -> str | None:
-    """Explain why a function cannot be called with the four arguments; None where it can, or its arguments are known."""
-    code = getattr(function, "__code__", None)
-    where = f", line {code.co_firstlineno}" if code is not None else ""
-    if inspect.iscoroutinefunction(function):
-        return f"it is a coroutine function{where}, which returns no score: make it an ordinary one"
-    if is_known:
-        return None
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(*PARAMETERS)
-    except TypeError as error:
-        return f"its parameters are {signature}{where} ({error}): let it take ({', '.join(PARAMETERS)})"
-    return None
-
-
-def result_problem(result: Any) -> str | None:
-    """Explain what is wrong with a function's result, or return None."""
-    if not isinstance(result, Mapping):
-        return number_problem(result, "the score")
-    if "score" not in result:
-        return "a dict needs the key 'score'"
-    problems = [number_problem(result["score"], "the entry 'score'")]
-    problems += [number_problem(value, f"the entry {key!r}") for key, value in result.items() if _is_number(value)]
-    return next((problem for problem in problems if problem), None)
-
-
 def number_problem(value: Any, what: str) -> str | None:
     """Explain why a value is no score, or return None."""
-    if not _is_number(value):
+    is_number = isinstance(value, numbers.Real)
+    if not is_number:
         return f"{what} must be a number"
     # Compared, not converted: float() of a huge int raises. NaN fails every comparison.
     return None if -MAX_FLOAT32 <= value <= MAX_FLOAT32 else f"{what} must be finite"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real)
-
-
 def shorten(result: Any) -> str:
     """Shorten a value for a message."""
     return f"{reprlib.repr(result)} ({type(result).__name__})"
-
-
-def score_of(result: Any) -> dict[str, Any]:
-    """Read a result that has no problem."""
-    if not isinstance(result, Mapping):
-        return {"score": float(result), "parts": {}}
-    parts = {str(key): float(value) for key, value in result.items() if key != "score" and _is_number(value)}
-    return {"score": float(result["score"]), "parts": parts}

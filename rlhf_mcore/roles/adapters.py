@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.files.adapter_files import open_adapters
+from rlhf_mcore.bridge.files.hf_files import open_adapters
 from rlhf_mcore.bridge.files.transfer import load
-from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
-from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.config.adapter_files import check_same
+from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.families.adapters import EMBEDDING, B, M, base_name, hf_module, is_trained_whole
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
@@ -24,6 +22,7 @@ from rlhf_mcore.mcore.ends import require_gradient
 from rlhf_mcore.mcore.lora import Adapters, MatrixRows
 from rlhf_mcore.mcore.weights import global_names, unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.readers.adapter_files import check_same
 
 
 def add_adapters(
@@ -114,7 +113,7 @@ def initialize(parameters: Iterable[LocalParameter], geometry: ModelGeometry, se
             continue  # it begins as the model has it
         side = base_name(parameter.name)[1]
         if side == M:
-            continue  # see ``roles/dora.py``
+            continue  # the plug-in ``dora`` fills them
         if side == B:
             parameter.tensor.zero_()  # also the padding of a vocabulary
             continue

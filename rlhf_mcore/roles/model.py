@@ -22,8 +22,9 @@ from torch import Tensor
 from rlhf_mcore.algorithms.masking import row_weights
 from rlhf_mcore.config.implied import FP8_TOKENS
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
+from rlhf_mcore.data.bundles import Bundle, deal_bundles
 from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens
-from rlhf_mcore.data.packing import balance
+from rlhf_mcore.data.prefixes import rows_with_other_routes
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry
 from rlhf_mcore.mcore.model import LossSums, MegatronModel, Metrics, OutputFunction
 from rlhf_mcore.mcore.model_spec import ModelSpec
@@ -31,10 +32,9 @@ from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
 from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
-from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_rows, rows_by_rank
+from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_ragged, move_rows, rows_by_rank, split_tokens
 from rlhf_mcore.residency.ledger import WEIGHTS
-from rlhf_mcore.types import Field, Microbatch, Ragged, TrainBatch, UpdateResult
+from rlhf_mcore.types import ROUTES, Field, Microbatch, Ragged, TrainBatch, UpdateResult
 
 Update = Callable[[], UpdateResult | None]
 
@@ -52,6 +52,7 @@ class RoleModel:
     trainer: TrainerConfig
     flops: ModelFlops | None = None  # None: rows are dealt to data-parallel ranks by their tokens only
     adapter: AdapterSizes | None = None  # of the adapters that learn in the place of the weights
+    unshared_because: str | None = None  # why the model cannot share prefixes; None: it can
 
     @property
     def adapter_geometry(self) -> ModelGeometry | None:
@@ -62,6 +63,11 @@ class RoleModel:
     def trained_geometry(self) -> ModelGeometry:
         """The geometry of what an optimizer updates: of the adapters, or of the model."""
         return self.adapter_geometry or self.spec.geometry
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what sequences begin with alike is computed once. The same on every rank of the world."""
+        return self.trainer.share_prefixes and self.trainer.packing and self.unshared_because is None
 
     def adapter_parameters(self) -> list[LocalParameter]:
         """Return this rank's parameters of the adapters, and of a scalar head beside them; none without adapters."""
@@ -97,7 +103,7 @@ class RoleModel:
             This rank's share of each part; [] on ranks without the model.
         """
         lengths = batch.lengths.numpy()
-        shares = [self._deal(batch.lengths, part, rows_per_unit) for part in parts]
+        shares = [self._deal(batch, part, rows_per_unit) for part in parts]
         by_replica = [np.array([r for share in shares for r in share[dp]], np.int64) for dp in range(self.layout.dp)]
         rows_by_rank: list[Rows] = [NO_ROWS] * dist.get_world_size()
         for rank in self.layout.ranks:
@@ -147,6 +153,7 @@ class RoleModel:
             limit = multiple = limit // multiple * multiple
         elif forward_only:
             limit = self.trainer.forward_tokens or 2 * limit
+        shares = self.shares_prefixes and self.model.vision is None
         split = partial(
             make_microbatches,
             tokens,
@@ -156,6 +163,8 @@ class RoleModel:
             pad_multiple=multiple,
             sequence_multiple=self.layout.sequence_multiple,
             multiple_of=self.layout.pp if self.layout.vpp else 1,
+            share_prefixes=shares,
+            alone=self._routed_otherwise(tokens, learns=not forward_only) if shares else (),
         )
         microbatches = split()
         if self.layout.ep == 1:
@@ -163,6 +172,19 @@ class RoleModel:
         group = self.model.groups.collection.dp
         most = int(reduce_sums({"count_max": float(len(microbatches))}, group)["count_max"])
         return microbatches if len(microbatches) == most else split(min_count=most)
+
+    def _routed_otherwise(self, tokens: RowTokens, *, learns: bool) -> set[int]:
+        """Return the sequences whose beginning an engine has routed to other experts than that of others: they share nothing."""
+        if ROUTES not in tokens.fields:
+            return set()
+        assert self.model is not None and self.model.routing is not None
+        ids, routes = (
+            [part.numpy() for part in tokens.fields[name].split(tokens.sequence_lengths)]
+            for name in ("token_ids", ROUTES)
+        )
+        found = rows_with_other_routes([x.astype(np.int64) for x in ids], routes)
+        self.model.routing.num_unshared += len(found) * learns
+        return found
 
     def per_token(
         self,
@@ -203,14 +225,14 @@ class RoleModel:
         ``tokens``: values of all rows that were run together, back to back on the first rank of each data-parallel rank's last stage.
         """
         holders = np.zeros(batch.num_rows, np.int64)
-        for replica, rows in enumerate(self._deal(batch.lengths, range(batch.num_rows), 1)):
+        for replica, rows in enumerate(self._deal(batch, range(batch.num_rows), 1)):
             holders[rows] = self.layout.rank_of(dp=replica, pp=self.layout.pp - 1)
         owned = rows_by_rank(batch.owners.numpy(), dist.get_world_size())
         return move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)["values"]
 
     def own_lengths(self, batch: TrainBatch) -> list[int]:
         """Return the tokens of each sequence that this rank runs, where all rows are run together."""
-        rows = self._deal(batch.lengths, range(batch.num_rows), 1)[self.layout.coordinates(dist.get_rank())["dp"]]
+        rows = self._deal(batch, range(batch.num_rows), 1)[self.layout.coordinates(dist.get_rank())["dp"]]
         return [size for sizes in batch.sequences_of(rows) for size in sizes]
 
     @property
@@ -240,13 +262,33 @@ class RoleModel:
                 last[rows] = restore_last(outputs, microbatches, len(lengths))[[end - 1 for end in ends]]
         return last, tokens
 
-    def _deal(self, lengths: Tensor, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
-        """Deal rows to the data-parallel ranks, ascending, with about equal costs. The same on every rank of the world."""
-        units, costs = in_units(rows, rows_per_unit), lengths.double()
-        if self.flops is not None:  # in units of a token without attention
+    def _deal(self, batch: TrainBatch, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
+        """Deal rows to the data-parallel ranks, ascending, with about equal costs. The same on every rank of the world.
+
+        Rows of a group that begin alike go to one rank, or to several where that lowers the costs of the rank with the most.
+        """
+        units = in_units(rows, rows_per_unit)
+        if batch.computed is None or self.layout.dp == 1 or not self.shares_prefixes:
+            computed, shared = batch.lengths, torch.zeros_like(batch.lengths)
+        else:
+            computed, shared = batch.computed.unbind(1)
+        whole, spared, groups = self._costs(computed), self._costs(shared), batch.group_ids.tolist()
+        bundles: list[Bundle] = []
+        for unit in units:
+            group, own = groups[unit[0]], float(whole[unit].sum() - spared[unit[1:]].sum())
+            if bundles and bundles[-1].group == group and shared[unit[0]]:
+                bundles[-1].units.append((own, unit))
+            else:
+                bundles.append(Bundle(group, float(spared[unit[0]]), [(own, unit)]))
+        shares = deal_bundles(bundles, self.layout.dp)
+        return [sorted(row for bundle in share for _, unit in bundle.units for row in unit) for share in shares]
+
+    def _costs(self, lengths: Tensor) -> Tensor:
+        """Return what rows of so many tokens cost, in units of a token without attention."""
+        costs = lengths.double()
+        if self.flops is not None:
             costs = costs + self.flops.attention(costs) / (self.flops.token + self.flops.logits)
-        sizes = costs[torch.tensor(units, dtype=torch.int64).reshape(-1, rows_per_unit)].sum(1).tolist()
-        return [[row for place in share for row in units[place]] for share in balance(sizes, self.layout.dp)]
+        return costs
 
 
 class Objective(ABC):
@@ -305,6 +347,7 @@ class UpdateSums:
     load_balance: float | None = None  # None: the model has no such loss
     grad_norm: float = math.nan
     mtp_grad_norm: float | None = None  # None: it is part of ``grad_norm``
+    computed: tuple[float, float] = (0.0, 0.0)  # tokens that the model computed, and those of the rows
     lr: float = 0.0
     is_skipped: bool = False
 
@@ -399,6 +442,9 @@ class TrainedModel(RoleModel):
         if self.model.routing is not None:
             own |= self.model.routing.mismatch()
         metrics |= {f"{self.name}/{key}": value for key, value in own.items()}
+        computed, of_rows = (sum(update.computed[k] for update in updates) for k in (0, 1))
+        if computed < of_rows:
+            metrics["trainer/computed_share"] = computed / of_rows
         return UpdateResult(self.name, metrics, grad_norm, is_finite, self.num_bad)
 
     def _merge_sums(
@@ -428,7 +474,9 @@ class TrainedModel(RoleModel):
         """Make one update."""
         assert self.model is not None
         microbatches = self.microbatches(tokens, objective.rows_per_unit)
-        sums = self._reduce(self.model.forward_backward(microbatches, partial(objective.loss, self.model)))
+        sizes = [sum(m.lengths) if m.tree is None else int((m.tree.uses > 0).sum()) for m in microbatches]
+        computed = float(sum(sizes)), float(sum(tokens.lengths))
+        sums = self._reduce(self.model.forward_backward(microbatches, partial(objective.loss, self.model)), computed)
         sums.lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
         # The loss may be NaN on a single tensor-parallel rank; all ranks of the role have to skip the same updates.
         outcome = StepOutcome(False, math.nan, finite=False)
@@ -448,8 +496,11 @@ class TrainedModel(RoleModel):
         assert self.model is not None
         return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
 
-    def _reduce(self, parts: list[LossSums]) -> UpdateSums:
-        """Sum those of the last stage over microbatches and data-parallel ranks. Returns the sums on every rank of the role."""
+    def _reduce(self, parts: list[LossSums], computed: tuple[float, float]) -> UpdateSums:
+        """Sum those of the last stage over microbatches and data-parallel ranks. Returns the sums on every rank of the role.
+
+        ``computed``: as of ``UpdateSums``, of this data-parallel rank.
+        """
         assert self.model is not None
         groups = self.model.groups
         sums: dict[str, float] = {}
@@ -461,16 +512,20 @@ class TrainedModel(RoleModel):
             values = [torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals]
             # Names of metrics have a prefix, so that none can be one of ours. It waits for the device once.
             keys = [_LOSS, *(_MTP if has_mtp else ()), *(_METRIC + name for name in names)]
-            sums = reduce_sums(dict(zip(keys, torch.stack(values).tolist(), strict=True)), groups.collection.dp)
+            own = dict(zip(keys, torch.stack(values).tolist(), strict=True)) | dict(
+                zip(_COMPUTED, computed, strict=True)
+            )
+            sums = reduce_sums(own, groups.collection.dp)
         if groups.layout.pp > 1:
             sums = broadcast_json(sums, groups.layout.pp - 1, groups.collection.pp)
         mtp = (sums.pop(_MTP[0]), sums.pop(_MTP[1])) if _MTP[0] in sums else None
-        loss = sums.pop(_LOSS)
-        return UpdateSums(loss, {name.removeprefix(_METRIC): value for name, value in sums.items()}, mtp)
+        loss, ran = sums.pop(_LOSS), (sums.pop(_COMPUTED[0]), sums.pop(_COMPUTED[1]))
+        named = {name.removeprefix(_METRIC): value for name, value in sums.items()}
+        return UpdateSums(loss, named, mtp, computed=ran)
 
 
 # Names under which sums of an update travel.
-_LOSS, _MTP, _METRIC = "loss", ("mtp_nll", "mtp_tokens"), "metric "
+_LOSS, _MTP, _COMPUTED, _METRIC = "loss", ("mtp_nll", "mtp_tokens"), ("computed_tokens", "row_tokens"), "metric "
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,9 +1,9 @@
-"""The policies of a run: an actor, trained by reinforcement, and the frozen reference."""
+"""The policies of a run: an actor, trained by reinforcement or by imitation, and the frozen reference."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.algorithms.correction import RATIO_MODES, factors_of_microbatch
+from rlhf_mcore.algorithms.covariance import CHOSEN, choose_tokens
 from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss, fields_read, pick_fields
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
 from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.schema import AlgorithmConfig
-from rlhf_mcore.data.collate import sequence_ids
+from rlhf_mcore.data.collate import restore_tokens, sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
+from rlhf_mcore.mcore.route_replay import Routing
 from rlhf_mcore.parallel.logprobs import TokenLogprobs
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.residency.ledger import WEIGHTS
@@ -227,16 +230,12 @@ class Actor:
         """Record the routes of a pass within this block where updates replay them."""
         if self.router_replay != "old_logprobs":
             return nullcontext()
-        from rlhf_mcore.roles.routes import recorded_routes
-
         return recorded_routes(self.model, batch)
 
     def deliver_update(self, batch: TrainBatch) -> Update:
         """Prepare all updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
         loss = POLICY_LOSSES.get(self.algorithm.policy_loss)
         if loss is not None and loss.reads_covariance:
-            from rlhf_mcore.algorithms.covariance import CHOSEN, choose_tokens
-
             members = minibatches(batch, self.model.plan.prompts_per_minibatch)
             rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
             batch.fields[CHOSEN] = choose_tokens(batch, members, rows, self.algorithm)
@@ -261,3 +260,53 @@ class Actor:
         drawn = self.model.tokens_of_update(batch, values, microbatches, shape=() if batch.support is None else (2,))
         passes.clear()
         return keep_logprobs(batch, drawn)
+
+
+def replay_routes(model: RoleModel) -> None:
+    """Let a model replay the routes of batches that have some."""
+    if model.model is not None:
+        model.model.routing = Routing.of(model.model)
+
+
+@contextmanager
+def recorded_routes(model: RoleModel, batch: TrainBatch) -> Iterator[None]:
+    """Set the batch's field ``ROUTES`` to the routes of the pass that is made in this block. Collective over the world."""
+    routing = None if model.model is None else model.model.routing
+    if routing is not None:
+        routing.noted = {}
+    yield
+    experts = model.spec.geometry.experts
+    assert experts is not None, "config.validate refuses dense models"
+    tokens = torch.zeros(0, len(model.spec.geometry.moe_layers), experts.per_token, dtype=torch.int16)
+    if routing is not None:
+        wholes, microbatches = routing.recorded()
+        if model.keeps_outputs:
+            tokens = restore_tokens(wholes, microbatches, model.own_lengths(batch), torch.int16)
+    batch.fields[ROUTES] = model.all_to_owners(batch, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ImitationObjective(Objective):
+    """Negative log-likelihood of the responses."""
+
+    def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        logprobs = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0, with_entropy=False).logprobs
+        return sft_loss(logprobs, microbatch.fields_on(logprobs.device)["weights"])
+
+    def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        return {"loss/sft": loss, "actor/perplexity": perplexity(sums["nll"] / num_tokens)}
+
+
+@dataclass(slots=True)
+class SupervisedActor:
+    """A policy that learns to give the responses of the data."""
+
+    model: TrainedModel
+
+    def compute_logprobs(self, batch: TrainBatch) -> Tensor:
+        """Compute logprobs [N] fp32 of the response tokens, zero elsewhere. Collective over the world."""
+        return logprobs_of(self.model, batch, temperature=1.0)
+
+    def deliver_update(self, batch: TrainBatch) -> Update:
+        """Prepare one update. See :meth:`TrainedModel.deliver_update`."""
+        return self.model.deliver_update(batch, ImitationObjective())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, gather_index, state_file
+from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars
 from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.config.errors import ConfigError
@@ -110,8 +111,6 @@ class RoleFiles:
         if not isinstance(role, TrainedModel) or optimizer is None:
             return
         directory = checkpoint / self.name
-        from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars  # a run that begins reads no state
-
         reader = StateReader(directory / TRAINING, self._role.trained_geometry)
         check_scalars(reader.scalars)
         reader.read_into(optimizer.shards())

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_mcore.mcore.distribution import top_of_outputs
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.rows import merge_rows
+from rlhf_mcore.parallel.top_tokens import top_tokens
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import logprobs_of
@@ -151,3 +152,24 @@ def _with_prompt(prompt: Tensor, ids: Tensor, mask: Tensor, length: int) -> tupl
     """Return tokens and mask of a row behind another prompt than its first ``length`` tokens."""
     assert not mask[:length].any(), "the prompt is not sampled"
     return torch.cat([prompt, ids[length:]]), torch.cat([torch.zeros(len(prompt), dtype=torch.bool), mask[length:]])
+
+
+def top_of_outputs(
+    model: MegatronModel, outputs: Tensor, microbatch: Microbatch, count: int, vocab_size: int, temperature: float
+) -> Tensor:
+    """Compute the ``count`` most probable next tokens among the first ``vocab_size``, zeros where the loss mask is zero.
+
+    ``outputs``: of the last stage for a placed microbatch. Returns [b, T, 2, count + 1] fp32, see :func:`top_tokens`.
+    """
+    hidden, weight, added = model.output_layer(outputs, microbatch.placed)
+    found = top_tokens(
+        hidden,
+        weight,
+        count,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        group=model.groups.collection.tp,
+        chunk_tokens=model.logit_chunk_tokens,
+        added=added,
+    )
+    return model.in_shape(microbatch, microbatch.placed, found)

@@ -17,4 +17,12 @@ if TYPE_CHECKING:
 
 def build_engine(cfg: RolloutConfig, model: EngineModel) -> Engine:
     """Build the engine that ``cfg.engine`` names: see :meth:`EngineKind.build`."""
-    return engine_kind(cfg.engine).build(cfg, model)
+    kind = engine_kind(cfg.engine)
+    if cfg.max_num_seqs is None:
+        from rlhf_mcore.platform import current_platform
+
+        platform = current_platform()
+        cfg = cfg.model_copy(
+            update={"max_num_seqs": kind.default_sequences(platform.memory_bytes() or 0, platform.device_name())}
+        )
+    return kind.build(cfg, model)

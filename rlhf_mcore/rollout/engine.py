@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.config.model_files import end_tokens, sees_images
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout.process import preserved_rng
+from rlhf_mcore.readers.model_files import end_tokens, sees_images
 from rlhf_mcore.types import Completion, Ragged, Request
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.config.schema import Config
     from rlhf_mcore.platform.transformers_models import CheckpointTensor
+
+
+PROGRESS_S = 1.0  # seconds between two reports of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,12 @@ class Engine(VersionedWeights, ABC):
     their next tokens are drawn from the new ones. A completion has the version of each token.
     """
 
+    on_progress: Callable[[], object] | None = None  # called after steps that have drawn tokens, at most once a second
+    _reported: tuple[float, float] = (-math.inf, -1)  # when progress was last looked at, and what it was
+    warnings: Sequence[str] = ()  # of the engine's library when it started, about kernels and communication
+    _digest = 0  # of the responses that have finished since ranks were compared
+    _preemptions = 0  # since ``pop_preemptions``
+
     def __init__(self, model: EngineModel, rank: EngineRank, at_publish: str | None = None) -> None:
         super().__init__()
         refuse_foreign_code(model.model_dir)
@@ -154,7 +165,7 @@ class Engine(VersionedWeights, ABC):
         after temperature, top-k and top-p. Greedy decoding (temperature 0) has none; its logprobs are those at temperature 1.
 
         Raises:
-            RuntimeError: the weights are not usable.
+            RuntimeError: the weights are not usable, or a rank of the engine has sampled other tokens than its first one.
             ValueError: a prompt is empty or leaves no room for a response, or a request id is in flight.
         """
         self.submit(requests)
@@ -167,6 +178,7 @@ class Engine(VersionedWeights, ABC):
             self.cancel([request_id for request_id in order if request_id in self._in_flight])
         mine = [completion for completion in self._finished if completion.request_id in order]
         self._finished = [completion for completion in self._finished if completion.request_id not in order]
+        self.compare_ranks()
         return sorted(mine, key=lambda completion: order[completion.request_id]) if self.rank.is_lead else []
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -189,6 +201,9 @@ class Engine(VersionedWeights, ABC):
         """Return the completions since the last call; [] on ranks that do not lead. Steps until there is one, at least once.
 
         An engine of several ranks steps until a response has finished whatever ``timeout_s`` is: its ranks must step alike.
+
+        Raises:
+            RuntimeError: a rank of the engine has sampled other tokens than its first one.
         """
         deadline = time.monotonic() + timeout_s
         with preserved_rng():
@@ -197,7 +212,30 @@ class Engine(VersionedWeights, ABC):
                 if self.num_ranks == 1 and time.monotonic() >= deadline:
                     break
         finished, self._finished = self._finished, []
+        if finished and not self._in_flight:
+            self.compare_ranks()
         return finished if self.rank.is_lead else []
+
+    def compare_ranks(self) -> None:
+        """Check that the engine's ranks have sampled the same tokens since the last call. All of them call it together.
+
+        Each rank samples for itself. If one differs, its cache holds other tokens than those that are trained on.
+
+        Raises:
+            RuntimeError: on every rank, one differs from the first.
+        """
+        if self.num_ranks == 1:
+            return
+        digests, self._digest = self._gather_digests(self._digest), 0
+        if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise RuntimeError(
+                f"ranks {differing} of engine {self.rank.engine_index} have sampled other tokens than its rank 0; start the run "
+                "again, and check their devices if it happens again"
+            )
+
+    def _gather_digests(self, own: int) -> list[int]:
+        """Return the digests of the engine's ranks; of this one alone if the engine cannot ask the others."""
+        return [own]
 
     def step(self) -> list[Completion]:
         """Draw about one token for each request in flight. Returns all completions that have not been returned yet, on every rank.
@@ -210,12 +248,27 @@ class Engine(VersionedWeights, ABC):
         """
         self.require_weights()
         finished, self._finished = self._finished, []
-        return finished + self._drop_finished(self._step() if self._in_flight else [])
+        finished += self._drop_finished(self._step() if self._in_flight else [])
+        self._report_progress()
+        return finished
+
+    def _report_progress(self) -> None:
+        now, (last, before) = time.monotonic(), self._reported
+        if self.on_progress is None or now - last < PROGRESS_S:
+            return
+        self._reported = now, self._progress()
+        if self._reported[1] != before:
+            self.on_progress()
+
+    def _progress(self) -> float:
+        """Return a number that changes while the engine makes progress."""
+        return self.tokens_drawn
 
     def _drop_finished(self, finished: list[Completion]) -> list[Completion]:
         for completion in finished:
             del self._in_flight[completion.request_id]
             self._tokens_of_finished += len(completion.token_ids)
+            self._digest = xxhash.xxh3_64_intdigest(completion.token_ids.tobytes(), self._digest)
         return finished
 
     def cancel(self, request_ids: Collection[int]) -> None:
@@ -257,6 +310,15 @@ class Engine(VersionedWeights, ABC):
     def tokens_drawn(self) -> int:
         """Count tokens drawn since the start, but those of cancelled requests. It stands still where the engine makes no progress."""
         return self._tokens_of_finished + sum(self._num_drawn().values())
+
+    def pop_preemptions(self) -> int:
+        """Return how often a response has lost its cache to others since the last call; 0 on ranks that do not lead."""
+        count, self._preemptions = self._preemptions, 0
+        return count if self.rank.is_lead else 0
+
+    def kernels(self) -> dict[str, str]:
+        """Name the engine's backends by part; {} if the engine does not report them."""
+        return {}
 
     def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
         """Return the tokens drawn so far of those of these requests that are in flight; {} where the engine does not tell."""
@@ -447,3 +509,22 @@ class ExpectedTensors:
             raise ValueError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, the rollout engine's model needs {shape}"
             )
+
+
+DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # set: libraries log as they like
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Leave the process's random number generators (Python, NumPy, torch on every device) as they were found."""
+    import numpy as np
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_mcore.sandbox import kernel, programs
-from rlhf_mcore.sandbox.processes import descendants, kill_below, tasks_of
-from rlhf_mcore.sandbox.scratch import is_over, make_scratch, remove
+from rlhf_mcore.sandbox.usage import descendants, is_over, kill_below, make_scratch, remove, tasks_of
 
 SCRATCH = "/scratch"
 NOBODY = 65534
@@ -90,7 +89,9 @@ def main(descriptor: int, options: dict[str, Any]) -> None:
         if data == STOP:  # for a program that has ended in the meantime
             continue
         try:
-            answer = _run(json.loads(data), descriptors, walls, control, starter)
+            with open(descriptors.pop(), "rb") as file:
+                order = json.load(file)
+            answer = _run(order, descriptors, walls, control, starter)
         except OSError as error:  # such as no place for a directory; not the program's fault
             answer = {"failed": f"{type(error).__name__}: {error}"}
         finally:
@@ -111,7 +112,7 @@ def _report(walls: Walls) -> dict[str, Any]:
 
 
 def _build(options: dict[str, Any], control: socket.socket) -> Walls:
-    """Build the walls. Raises OSError if namespaces are asked for and cannot be had; the filters are left out where they cannot."""
+    """Build the walls. Raises OSError if namespaces are asked for and cannot be had; the filters are left out if they cannot."""
     readable = sorted(
         {os.path.realpath(path) for path in [sys.base_prefix, sys.base_exec_prefix, *options["readable"]]}
     )

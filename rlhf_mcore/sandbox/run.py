@@ -25,12 +25,12 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import rlhf_mcore
-from rlhf_mcore.sandbox.processes import descendants, kill_below, memory_of
-from rlhf_mcore.sandbox.scratch import remove_scratch_of
+from rlhf_mcore.own_processes import start
+from rlhf_mcore.sandbox.usage import descendants, kill_below, memory_of, remove_scratch_of
 
 LEVELS = ("rlimits", "filters", "namespaces")  # by rising isolation
 NONE = "none"  # not even an interpreter of its own can be started
@@ -40,7 +40,7 @@ REMEDIES = {  # how a machine comes to give a level
     "namespaces": "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0); "
     "start a container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined",
 }
-STOP = b"stop"
+RUN, STOP = b"run", b"stop"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0  # for killing what a program has started
 _LOOK_S = 0.1  # between looks at memory
@@ -155,7 +155,7 @@ def run_python(code: str, limits: Limits = Limits(), *, stdin: str = "", minimum
     """Run a Python program in a sandbox of its own: some 0.1 s. Packages that are installed beside this one can be imported.
 
     Args:
-        minimum: of ``LEVELS``; where the machine gives less, the result is ``Reason.REFUSED``.
+        minimum: of ``LEVELS``; if the machine gives less, the result is ``Reason.REFUSED``.
     """
     level = machine_level()
     if not level.reaches(minimum):
@@ -196,7 +196,7 @@ class Sandbox:
         options: dict[str, Any] = {"level": self._wanted, "readable": readable, "name": self._name}
         options |= {"places": self._places, "keeps": self._keeps}
         with theirs:
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = start(
                 [sys.executable, "-s", "-S", "-c", _BOOTSTRAP, str(theirs.fileno()), root, json.dumps(options)],
                 env={name: os.environ[name] for name in _OF_THE_INTERPRETER if name in os.environ} | _ENVIRONMENT,
                 cwd="/",
@@ -204,7 +204,6 @@ class Sandbox:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
             )
         self._control.settimeout(START_TIMEOUT_S)
         try:
@@ -250,24 +249,26 @@ class Sandbox:
             self._process.stderr.close()
         remove_scratch_of(self._name)  # where it could not
 
-    def run(self, program: Program, limits: Limits = Limits(), *, stdin: bytes = b"") -> Result:
-        """Run a program to its end, or to that of its limits."""
+    def run(
+        self, program: Program, limits: Limits = Limits(), *, stdin: bytes = b"", cancelled: Event | None = None
+    ) -> Result:
+        """Run a program to its end, or to that of its limits. ``cancelled``: kill it once this is set."""
         with self._lock, _close_if_interrupted(self):
-            return _run_to_end(lambda: [_Running(self, program, limits, stdin)], self)
+            return _run_to_end(lambda: [_Running(self, program, limits, stdin, cancelled=cancelled)], self)
 
     def test(self, code: Program, test: Program, tester: Sandbox, limits: Limits = Limits()) -> Result:
         """Run ``test`` (kind "test") in the sandbox ``tester`` against ``code`` (kind "serve") in this one. The result is the test's.
 
-        Where the code was stopped for what it has used, that is the reason instead.
+        If the code was stopped for its usage, that is the reason instead.
         """
 
-        def start() -> list[_Running]:
+        def begin() -> list[_Running]:
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 return [_Running(tester, test, limits, b"", ours), _Running(self, code, limits, b"", theirs)]
 
         with self._lock, tester._lock, _close_if_interrupted(self, tester):
-            return _run_to_end(start, self, tester)
+            return _run_to_end(begin, self, tester)
 
 
 @contextmanager
@@ -316,14 +317,20 @@ class _Running:
     """A program that has been given to a sandbox."""
 
     def __init__(
-        self, sandbox: Sandbox, program: Program, limits: Limits, stdin: bytes, channel: socket.socket | None = None
+        self,
+        sandbox: Sandbox,
+        program: Program,
+        limits: Limits,
+        stdin: bytes,
+        channel: socket.socket | None = None,
+        cancelled: Event | None = None,
     ) -> None:
         if sandbox.has_ended:
             sandbox.close()
             if sandbox._keeps:
                 raise OSError("what was in it is lost")
             sandbox._start()
-        self.sandbox, self.limits = sandbox, limits
+        self.sandbox, self.limits, self.cancelled = sandbox, limits, cancelled
         self.deadline = time.monotonic() + limits.deadline_s
         self.next_look = time.monotonic() + _LOOK_S
         self.stopped: Reason | None = None  # why it was stopped
@@ -340,12 +347,13 @@ class _Running:
         pipes = [os.pipe(), os.pipe()]
         given = [_file(stdin), *(writing for _, writing in pipes), _file(program.text.encode(errors="replace"))]
         given.append(os.open(os.devnull, os.O_RDONLY) if channel is None else os.dup(channel.fileno()))
+        given.append(_file(json.dumps(order).encode()))  # it may be longer than a message
         self.streams = [_Output(reading, limits.output_bytes) for reading, _ in pipes]
         for stream in self.streams:
             os.set_blocking(stream.descriptor, False)
         try:
             with suppress(OSError):  # the sandbox has ended, which ``look`` finds
-                socket.send_fds(sandbox._control, [json.dumps(order).encode()], given)
+                socket.send_fds(sandbox._control, [RUN], given)
         finally:
             for descriptor in given:
                 os.close(descriptor)
@@ -371,6 +379,8 @@ class _Running:
                 self._lose()
         if self.answer is not None:
             return
+        if self.cancelled is not None and self.cancelled.is_set():
+            self.stop(Reason.KILLED)
         if time.monotonic() >= self.deadline:
             if self.stopped is not None:  # and it does not end
                 self.sandbox.close()
@@ -415,12 +425,12 @@ class _Running:
         return Result(reason or Reason.OK, out, err, code if code >= 0 else None, cpu_s)
 
 
-def _run_to_end(start: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Result:
-    """Run programs. Where a sandbox ends beside them, it is started again and they run again, ``TRIES`` times at most."""
+def _run_to_end(begin: Callable[[], list[_Running]], *sandboxes: Sandbox) -> Result:
+    """Run programs. If a sandbox ends meanwhile, it is started again and they run again, ``TRIES`` times at most."""
     result = Result(Reason.KILLED)
     for _ in range(TRIES):
         try:
-            running = start()
+            running = begin()
         except OSError as error:  # it cannot be started again
             result = Result(Reason.REFUSED, detail=f"the sandbox has ended, and cannot be started again: {error}")
             for sandbox in sandboxes:  # one may have been given its program, whose answer is nobody's

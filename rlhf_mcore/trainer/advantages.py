@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Union
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rlhf_mcore.algorithms.correction import rollout_correction, staleness_factors, takes_part
+from rlhf_mcore.algorithms.distillation import reverse_kl
 from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs, pick_fields
-from rlhf_mcore.algorithms.kl import kl_penalty
-from rlhf_mcore.algorithms.kl_controller import FixedKL
+from rlhf_mcore.algorithms.kl import AdaptiveKL, FixedKL, LinearKL, kl_penalty
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.shaping import overlong_penalty, token_rewards
+from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums
 from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.types import TEACHER_LOGPROBS, TrainBatch
 
-if TYPE_CHECKING:
-    from rlhf_mcore.algorithms.kl_schedules import AdaptiveKL, LinearKL
-
-KLController = Union[FixedKL, "AdaptiveKL", "LinearKL"]
+KLController = FixedKL | AdaptiveKL | LinearKL
 
 
 def build_kl_controller(cfg: KLConfig) -> KLController:
@@ -36,8 +33,6 @@ def build_kl_controller(cfg: KLConfig) -> KLController:
     controller = cfg.controller
     if controller.name == "fixed":
         return FixedKL(cfg.coef)
-    from rlhf_mcore.algorithms.kl_schedules import AdaptiveKL, LinearKL  # runs whose weight changes
-
     if controller.name == "adaptive" and controller.target is not None:
         return AdaptiveKL(cfg.coef, controller.target, controller.gain)
     if controller.name == "linear" and controller.final is not None and controller.steps is not None:
@@ -77,7 +72,9 @@ class AdvantageComputer:
             kl = self._kl(batch)
         if batch.old_logprobs is not None:
             metrics = self.compare(batch)
-        elif batch.versions is not None and takes_part(replace(self.cfg.rollout_correction, mode="off"), True):
+        elif batch.versions is not None and takes_part(
+            self.cfg.rollout_correction.model_copy(update={"mode": "off"}), True
+        ):
             staleness = batch.policy_version - batch.versions
             batch.correction = staleness_factors(staleness, batch.loss_mask, rows, self.cfg.rollout_correction)
         if self.cfg.overlong.enabled:
@@ -100,7 +97,10 @@ class AdvantageComputer:
         in_reward = bool(kl.coef) and kl.placement == "reward"
         whole = correction.mode in ("sequence", "geometric") or correction.veto is not None
         reads = loss is not None and loss.reads_covariance
-        if self.teacher_coef or in_reward or reads:
+        masks = self.cfg.mask_truncated and bool(
+            batch.truncated.any()
+        )  # the update computes no logprobs of these tokens
+        if self.teacher_coef or in_reward or reads or masks:
             return True
         return (whole and bool(batch.sequences)) or self.cfg.old_logprobs == "always"
 
@@ -123,8 +123,6 @@ class AdvantageComputer:
 
     def _add_teacher(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
         """Subtract the KL of the policy to the teacher from the advantages, token by token. Returns metrics. Collective."""
-        from rlhf_mcore.algorithms.distillation import reverse_kl  # a run without a teacher has no use for it
-
         teacher = batch.fields[TEACHER_LOGPROBS]
         assert isinstance(teacher, Tensor) and batch.advantages is not None
         kl = reverse_kl(_whole_logprobs(batch), teacher, batch.loss_mask)
@@ -153,8 +151,6 @@ class AdvantageComputer:
         batch.advantages, batch.returns = outcome.advantages, outcome.returns
         if batch.old_values is None or outcome.returns is None:
             return {}
-        from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums  # a critic's
-
         sums = explained_variance_sums(batch.old_values, outcome.returns, batch.loss_mask, rows)
         returns = _mean(outcome.returns, batch, rows)
         return {"critic/explained_variance": explained_variance(sums), "critic/returns": returns}

@@ -34,7 +34,7 @@ BeginScores = Callable[["Sequence[Trajectory]"], "Callable[[], list[Score]]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class SamplingSchedule:
     """Bound how far sampling may run ahead of training.
 
     ``max_staleness``: versions between the policy that sampled a token and the one that learns from it. ``oversample``: prompts that
@@ -68,7 +68,7 @@ class Schedule:
 
 
 @dataclass(slots=True)
-class Group:
+class PromptGroup:
     """A prompt and its responses, from when it is drawn until a step learns from them."""
 
     number: int  # counts the prompts that were drawn, from 0
@@ -108,7 +108,7 @@ class SamplingAhead:
         generator: Generator,
         decode: Decode,
         sampling: Sampling,
-        schedule: Schedule,
+        schedule: SamplingSchedule,
         begin_scores: BeginScores,
         make_request: MakeRequest = request_of,
     ) -> None:
@@ -118,9 +118,9 @@ class SamplingAhead:
         self._decode, self._sampling, self._make_request = decode, sampling, make_request
         self._drawn = 0
         self._batches = (0, 0)  # a step, and how often it has drawn
-        self._groups: list[Group] = []  # by rising number
-        self._finished: list[Group] = []  # in the order in which they have finished
-        self._asked: dict[int, tuple[Group, int]] = {}  # request id -> its group and sample
+        self._groups: list[PromptGroup] = []  # by rising number
+        self._finished: list[PromptGroup] = []  # in the order in which they have finished
+        self._asked: dict[int, tuple[PromptGroup, int]] = {}  # request id -> its group and sample
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._changed = Condition()  # its lock is of everything above
@@ -204,11 +204,11 @@ class SamplingAhead:
             seen[prompt.index] += 1
             own = self._drawn // self.schedule.prompts_per_step + 1, 0
             self._groups.append(
-                Group(self._drawn, place, numbered, *(self._batches if self.schedule.is_synchronous else own))
+                PromptGroup(self._drawn, place, numbered, *(self._batches if self.schedule.is_synchronous else own))
             )
             self._drawn += 1
 
-    def _requests(self, group: Group, version: int) -> Iterable[Request]:
+    def _requests(self, group: PromptGroup, version: int) -> Iterable[Request]:
         sampling = sampling_of_batch(self._sampling, group.attempt)
         group.version = version
         for sample in range(sampling.num_drawn):
@@ -218,7 +218,7 @@ class SamplingAhead:
             self._next_id += 1
         return group.requests.values()
 
-    def _begin_again(self, group: Group) -> None:
+    def _begin_again(self, group: PromptGroup) -> None:
         """Draw a group's responses again: those that were sampled are too old to be learned from."""
         self._generator.cancel(group.requests.keys())
         self._cancelled |= group.requests.keys()
@@ -272,7 +272,7 @@ class SamplingAhead:
             return all(group.trajectories for group in self._groups[:wanted])
         return len(self._finished) >= wanted
 
-    def take(self, wanted: int) -> list[Group]:
+    def take(self, wanted: int) -> list[PromptGroup]:
         """Hand over so many groups for a step, by rising number.
 
         These are the first ones, or of those that have finished the oldest: a long response finishes behind many short ones that
@@ -300,7 +300,7 @@ class SamplingAhead:
         """Continue with the prompts of ``state``. What was being answered is asked for again."""
         self._drawn, self.redrawn = state["drawn"], state["redrawn"]
         self._groups = [
-            Group(
+            PromptGroup(
                 prompt=replace(self._prompts[group["place"]], occurrence=group["occurrence"]),
                 **{name: group[name] for name in _KEPT},
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from rich.filesize import decimal
@@ -21,33 +21,11 @@ from rlhf_mcore.checkpoint.triggers import END, MEASURE, MINUTES, REASONS, REQUE
 from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
 from rlhf_mcore.trainer.divergence import refuse_not_finite
 
+if TYPE_CHECKING:
+    from rlhf_mcore.roles.role_files import RoleFiles
+
 Write = Callable[[Path], list[Path]]
 SmallFiles = Mapping[str, bytes]  # small files by name, on the first rank; the others have none
-
-
-class SavedPart(Protocol):
-    """A model's part of a checkpoint."""
-
-    def num_bytes(self) -> int:
-        """Return the size of the files that this rank writes. Local."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Name of the model and of its directory in a checkpoint."""
-        ...
-
-    def is_finite(self) -> bool:
-        """Return whether it may be saved: it holds no NaN and no infinity on this rank. Local."""
-        ...
-
-    def write(self, checkpoint: Path) -> list[Path]:
-        """Write this rank's files and return their paths. Collective; comes to its end on every rank before it raises."""
-        ...
-
-    def snapshot(self) -> Write:
-        """Copy everything, and return what writes the copy, alone and from any thread. Collective."""
-        ...
 
 
 @dataclass(slots=True)
@@ -59,7 +37,7 @@ class RunCheckpointer:
     """
 
     writer: CheckpointWriter
-    parts: Sequence[SavedPart]
+    parts: Sequence[RoleFiles]
     small_files: Callable[[int], SmallFiles]  # collective
     triggers: Triggers | None  # on the first rank
     requests: SignalRequests
@@ -209,7 +187,7 @@ class RunCheckpointer:
     def _tell_of_commit(self, step: int, seconds: float, decision: Decision) -> None:
         if self.triggers is None:
             return
-        self.triggers.saved(step, seconds)
+        self.triggers.record_save(step, seconds)
         self.note(f"saved checkpoint-{step} ({', '.join(REASONS[reason] for reason in decision.reasons)})")
         self.after_commit(step)
 

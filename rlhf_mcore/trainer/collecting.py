@@ -56,3 +56,14 @@ def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:
     A data set smaller than the batches of a step draws a prompt again, which must not get the same responses.
     """
     return replace(sampling, seed=sampling.seed + (number << 32))
+
+
+def take_out_greedy(collected: Collected, num_samples: int) -> dict[int, Score]:
+    """Take the greedy responses out of what was collected. Returns their scores by the place of their prompt."""
+    is_greedy = [trajectory.sample >= num_samples for trajectory in collected.trajectories]
+    greedy = {collected.positions[k]: collected.scores[k] for k, out in enumerate(is_greedy) if out}
+    sampled = [k for k, out in enumerate(is_greedy) if not out]
+    collected.positions = [collected.positions[k] for k in sampled]
+    collected.trajectories = [collected.trajectories[k] for k in sampled]
+    collected.scores = [collected.scores[k] for k in sampled]
+    return greedy

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.trainer.longest_first import share_evenly, share_queue
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
@@ -92,8 +93,6 @@ class Dealer:
         """Decide what this engine draws of a step. Every rank calls it, with the same prompts."""
         if self.order == IN_ORDER:
             return _take_at_once(list(range(engine.engine_index, len(prompts), engine.num_engines)))
-        from rlhf_mcore.trainer.longest_first import share_evenly, share_queue
-
         expected = list(map(self.lengths.of, prompts))
         if self.claims is None:
             return _take_at_once(share_evenly(expected, engine))

@@ -32,7 +32,7 @@ class DynamicSampling:
             ConfigError: on every rank, if not one of the prompts has responses of different scores.
         """
         batches: list[Collected] = []
-        judged: list[_Judgement] = []
+        judged: list[_BatchSelection] = []
         drawn = wanted = missing = 0
         while not batches or (missing > 0 and drawn < self.max_batches * wanted):
             batch = attempt(draw(missing), len(batches))
@@ -44,7 +44,7 @@ class DynamicSampling:
             raise ConfigError(_nothing_to_learn(drawn, judged, self.max_batches))
         return _assemble(batches, judged)
 
-    def _judge(self, batch: Collected) -> _Judgement:
+    def _judge(self, batch: Collected) -> _BatchSelection:
         mine = [
             (place, score.value, score.failure is not None)
             for place, score in zip(batch.positions, batch.scores, strict=True)
@@ -54,11 +54,11 @@ class DynamicSampling:
         values = torch.tensor([value for _, value, _ in everyones], dtype=torch.float64)
         dropped = {place for place, _, failed in everyones if failed and self.drop}
         informative = set(places[groups_that_differ(values, places)].tolist()) - dropped
-        return _Judgement(sorted(informative), dropped, set(values.tolist()))
+        return _BatchSelection(sorted(informative), dropped, set(values.tolist()))
 
 
 @dataclass(slots=True)
-class _Judgement:
+class _BatchSelection:
     """The prompts of a batch by the scores of all ranks."""
 
     informative: list[int]  # places of prompts whose responses differ in score
@@ -66,7 +66,7 @@ class _Judgement:
     values: set[float]  # all scores that were given
 
 
-def _assemble(batches: Sequence[Collected], judged: Sequence[_Judgement]) -> Collected:
+def _assemble(batches: Sequence[Collected], judged: Sequence[_BatchSelection]) -> Collected:
     """Assemble the step from its batches: as many prompts as the first one has."""
     chosen = _choose(batches, judged, len(batches[0].prompts))
     new_place = {old: place for place, old in enumerate(chosen)}
@@ -90,7 +90,7 @@ def _assemble(batches: Sequence[Collected], judged: Sequence[_Judgement]) -> Col
     return step
 
 
-def _choose(batches: Sequence[Collected], judged: Sequence[_Judgement], wanted: int) -> list[tuple[int, int]]:
+def _choose(batches: Sequence[Collected], judged: Sequence[_BatchSelection], wanted: int) -> list[tuple[int, int]]:
     """Return (batch, place) of the step's prompts: the first informative ones, then others until there are enough."""
     everything = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch.prompts))]
     informative = [(number, place) for number, of_batch in enumerate(judged) for place in of_batch.informative]
@@ -99,7 +99,7 @@ def _choose(batches: Sequence[Collected], judged: Sequence[_Judgement], wanted: 
     return sorted((informative + others)[:wanted])
 
 
-def _nothing_to_learn(num_prompts: int, judged: Sequence[_Judgement], max_batches: int) -> str:
+def _nothing_to_learn(num_prompts: int, judged: Sequence[_BatchSelection], max_batches: int) -> str:
     values = set().union(*(of_batch.values for of_batch in judged))
     given = f"{min(values):g}" if len(values) == 1 else f"between {min(values):g} and {max(values):g}"
     return (

@@ -15,8 +15,8 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rewards.graders import answer_of
 from rlhf_mcore.trainer import statistics
-from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Completion, Prompt, Sampling, Score, Trajectory
 
@@ -88,6 +88,7 @@ def grade(
 ) -> list[tuple[Trajectory, Score, Graded]]:
     """Draw and score ``sampling.n`` responses per prompt; [] on ranks that are not their engine's lead."""
     trajectories = worker.generate(prompts, sampling, step=SEED_STEP) if prompts else []
+    worker.wait()
     scores = reward.score(trajectories)
     return [(t, s, graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
 

@@ -17,7 +17,8 @@ from rlhf_mcore.trainer.divergence import share_results
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf_mcore.protocols import LogprobModel, Recorder, TrainableModel
+    from rlhf_mcore.protocols import LogprobModel, TrainableModel
+    from rlhf_mcore.trainer.record import RunRecord
     from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import TrainBatch, UpdateResult
 
@@ -32,7 +33,7 @@ class ExampleLearner:
     """
 
     model: TrainableModel
-    recorder: Recorder
+    recorder: RunRecord
     work: StepWork | None = None
     compute_reference: Callable[[TrainBatch], None] | None = None
 
@@ -111,3 +112,23 @@ def preference(compute_scores: Callable[[TrainBatch], Tensor], batch: TrainBatch
 def preference_metrics(sums: Sums) -> dict[str, float]:
     """Means over pairs."""
     return {name: value / sums["pairs"] for name, value in sums.items() if name != "pairs"}
+
+
+def add_reference(
+    examples: Sequence[TokenizedExample],
+    reference: LogprobModel,
+    examples_per_batch: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Set the reference's logprob of each response of the examples. Collective over the world.
+
+    Examples are cut into batches in their own order, so that a run which resumes gets the same numbers, bit for bit.
+    """
+    for start in range(0, len(examples), examples_per_batch):
+        progress(f"reference, {start:,} of {len(examples):,} examples")
+        part = examples[start : start + examples_per_batch]
+        batch = example_batch(part)
+        rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
+        sums = iter(rows.sums(reference.compute_logprobs(batch), batch.loss_mask).tolist())
+        for example in part:
+            example.reference_logprobs = [next(sums) for _ in example.response_ids]

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.data.episodes import flat_fields, flat_support
+from rlhf_mcore.data.bundles import computed_of_row
+from rlhf_mcore.data.episodes import flat_fields, flat_support, recorded_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
-from rlhf_mcore.parallel.ragged import move_ragged, split_tokens
-from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
-from rlhf_mcore.trainer.failures import OnError
+from rlhf_mcore.parallel.rows import move_fields, move_ragged, move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
-from rlhf_mcore.types import FAILURES, Field, Prompt, Ragged, Score, TrainBatch, Trajectory
-
-
-@dataclass(slots=True)
-class ScoreFacts:
-    """Facts of the scores of a step over all ranks, including those of prompts that leave the step."""
-
-    part_means: dict[str, float] = field(default_factory=dict)  # of each named part
-    failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
-    unread: dict[str, int] = field(default_factory=dict)  # by data source: in how many responses no answer was found
-    num_dropped: int = 0  # prompts that have left the step
-    # Share of the tokens before turns of the policy that engines had cached; None: no engine counts them.
-    prefix_hit: float | None = None
-    episodes: dict[str, float] = field(default_factory=dict)  # metrics of the times of episodes
+from rlhf_mcore.trainer.scores import OnError, ScoreFacts, gather_baselines, gather_facts
+from rlhf_mcore.types import Field, Prompt, Ragged, Score, TrainBatch, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +58,11 @@ class RowExchange:
 
         Raises:
             ConfigError: on every rank, too many responses have no score, no prompt is left, or no score has one of the ``parts``.
-            LostTrajectory: on every rank, a trajectory is missing, doubled, or arrives changed.
+            LostTrajectory: on every rank, a trajectory is missing or doubled.
             RuntimeError: on every rank, a trajectory has no finite score.
         """
-        facts, failed, first = _gather_facts(positions, trajectories, scores, left_out, greedy, self.on_error)
-        kept = self.on_error.left(prompts, failed, first)
+        facts, failed, first = gather_facts(positions, trajectories, scores, left_out, greedy, self.on_error)
+        kept = self.on_error.surviving_prompts(prompts, failed, first)
         facts.num_dropped = len(prompts) - len(kept)
         if facts.num_dropped:
             place_of = {place: number for number, place in enumerate(kept)}
@@ -99,8 +85,6 @@ class RowExchange:
         batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.asynchronous)
         batch.prompts = list(prompts)
         if self.baselines:
-            from rlhf_mcore.trainer.greedy import gather_baselines
-
             batch.baselines = gather_baselines(prompts, greedy).repeat_interleave(num_samples)
         if self.parts:
             self._refuse_unknown_parts(facts)
@@ -116,6 +100,39 @@ class RowExchange:
                 raise ConfigError(
                     f"algorithm.reward_weights names {part!r}, but no score of the step has such a part; there are: {there}"
                 )
+
+
+class _RowFacts(NamedTuple):
+    """Numbers of a row that every rank knows; as columns of all rows after they were gathered."""
+
+    number: Any
+    length: Any
+    num_sampled: Any
+    is_truncated: Any
+    holder: Any  # the rank that has drawn it
+    num_computed: Any  # see ``computed_of_row``
+    num_shared: Any
+    has_rewards: Any  # of turns
+    has_support: Any
+    has_fields: Any  # that engines recorded
+    has_sequences: Any
+    has_images: Any
+
+    @classmethod
+    def of(cls, number: int, t: Trajectory) -> _RowFacts:
+        return cls(
+            number,
+            len(t.token_ids),
+            t.num_sampled,
+            t.is_truncated,
+            dist.get_rank(),
+            *computed_of_row(t.token_ids, t.loss_mask, t.sequences),
+            any(turn.reward for turn in t.turns),
+            t.support is not None,
+            bool(t.fields),
+            bool(t.sequences),
+            bool(t.prompt.images),
+        )
 
 
 def exchange_rows(
@@ -135,95 +152,90 @@ def exchange_rows(
         asynchronous: the batch has ``versions``.
 
     Raises:
-        LostTrajectory: the ranks together do not have each of the B rows once, or a row is not what it was when it has arrived.
+        LostTrajectory: the ranks together do not have each of the B rows once.
         RuntimeError: a row has no finite score, or engines recorded other fields of it than of others.
     """
-    num_rows, support = len(group_ids), flat_support(trajectories)
-    sent, recorded, problem = _fields_to_send(trajectories, asynchronous)
-    facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), _optional(t)) for t in trajectories]
-    mine = torch.tensor(facts, dtype=torch.int64).reshape(-1, 5)
-    digests = row_digests(
-        sent, mine[:, 0].tolist(), {_OWN + name: field for name, field in recorded.items()} | {"support": support}
-    )
-    table = all_gather_rows(torch.cat([torch.from_numpy(numbers)[:, None], mine, digests[:, None]], dim=1))
+    num_rows, width = len(group_ids), len(_RowFacts._fields)
+    mine = [_RowFacts.of(int(number), t) for number, t in zip(numbers, trajectories, strict=True)]
+    table = all_gather_rows(torch.tensor(mine, dtype=torch.int64).reshape(-1, width))
     scores = all_gather_rows(scores)
     order = table[:, 0].argsort(stable=True)
     table, scores = table[order], scores[order]
-    if not torch.equal(table[:, 0], torch.arange(num_rows)):
-        raise LostTrajectory(_describe_miscount(table[:, 0].tolist(), num_rows, name))
+    facts = _RowFacts(*table.unbind(1))
+    if not torch.equal(facts.number, torch.arange(num_rows)):
+        raise LostTrajectory(_describe_miscount(facts.number.tolist(), num_rows, name))
     if not scores.isfinite().all():
         raise RuntimeError(f"rows {(~scores.isfinite()).nonzero().flatten().tolist()} of the step have no finite score")
-    _, lengths, num_sampled, truncated, holders, optional, digests = table.unbind(1)
-    if (optional & _REWARDED).any():
-        from rlhf_mcore.data.token_fields import turn_rewards
-
+    sent = flat_fields(trajectories)
+    if asynchronous:
+        sent["versions"] = token_versions(trajectories)
+    if facts.has_rewards.any():
         sent["turn_rewards"] = turn_rewards(trajectories)
-    are_several, see = bool((optional & _SEVERAL).any()), bool((optional & _SEEING).any())
-    sequences = _of_all_rows(numbers, [t.sequences for t in trajectories]) if are_several else {}
-    images = _of_all_rows(numbers, [t.sequence_images or (t.prompt.images,) for t in trajectories]) if see else {}
+    sequences = _of_all_rows(numbers, [t.sequences for t in trajectories]) if facts.has_sequences.any() else {}
+    images = {}
+    if facts.has_images.any():
+        images = _of_all_rows(numbers, [t.sequence_images or (t.prompt.images,) for t in trajectories])
+    lengths, holders = facts.length, facts.holder.numpy()
     owners = owners_of(lengths.numpy(), dist.get_world_size())
     owned = rows_by_rank(owners, dist.get_world_size())
-    rows = torch.from_numpy(owned[dist.get_rank()])
-    moved = move_rows(sent, lengths.numpy(), holders.numpy(), owned)
-    own_support = None
-    if (optional & _SUPPORTED).any():
-        own_support = move_ragged(support, lengths.numpy(), holders.numpy(), owned)
-    own_fields: dict[str, Field] = {}
-    if (optional & _RECORDED).any():
-        from rlhf_mcore.trainer.recorded_fields import as_everywhere, move_fields
-
-        recorded = as_everywhere(recorded, problem, draws=bool(trajectories))
-        own_fields = move_fields(recorded, lengths.numpy(), holders.numpy(), owned)
-    checked = {name: values for name, values in moved.items() if name != "turn_rewards"}
-    others = {_OWN + name: field for name, field in own_fields.items()}
-    arrived = row_digests(checked, lengths[rows].tolist(), others | ({"support": own_support} if own_support else {}))
-    _refuse_changed(rows[arrived != digests[rows]].tolist(), name)
+    moved = move_rows(sent, lengths.numpy(), holders, owned)
+    support = None
+    if facts.has_support.any():
+        support = move_ragged(flat_support(trajectories), lengths.numpy(), holders, owned)
+    fields: dict[str, Field] = {}
+    if facts.has_fields.any():
+        fields = move_fields(_agree_on_fields(trajectories), lengths.numpy(), holders, owned)
     return TrainBatch(
         lengths=lengths,
-        num_sampled=num_sampled,
+        num_sampled=facts.num_sampled,
         scores=scores,
-        truncated=truncated.bool(),
+        truncated=facts.is_truncated.bool(),
         group_ids=group_ids,
         owners=torch.from_numpy(owners),
-        rows=rows,
+        rows=torch.from_numpy(owned[dist.get_rank()]),
         token_ids=moved["token_ids"],
         loss_mask=moved["loss_mask"],
         rollout_logprobs=moved["rollout_logprobs"],
         sequences=sequences,
         images=images,
+        computed=torch.stack([facts.num_computed, facts.num_shared], dim=1),
         turn_rewards=moved.get("turn_rewards"),
         versions=moved.get("versions"),
-        support=own_support,
-        fields=own_fields,
+        support=support,
+        fields=fields,
     )
 
 
-def _fields_to_send(
-    trajectories: Sequence[Trajectory], asynchronous: bool
-) -> tuple[dict[str, Tensor], dict[str, Field], str]:
-    """Return fields of tokens, what engines recorded of them, and what is wrong with that, for all ranks to raise together."""
-    sent, recorded, problem = flat_fields(trajectories), dict[str, Field](), ""
-    if any(trajectory.fields for trajectory in trajectories):
-        from rlhf_mcore.data.token_fields import recorded_fields
+def _agree_on_fields(trajectories: Sequence[Trajectory]) -> dict[str, Field]:
+    """Return what engines recorded of this rank's tokens, as fields of no tokens if it has none. Collective over the world.
 
-        try:
-            recorded = recorded_fields(trajectories)
-        except ValueError as error:
-            problem = str(error)
-    if asynchronous:
-        from rlhf_mcore.data.token_fields import token_versions
+    Raises:
+        RuntimeError: on every rank, rows have different fields.
+    """
+    recorded, problem = dict[str, Field](), ""
+    try:
+        recorded = recorded_fields(trajectories)
+    except ValueError as error:
+        problem = str(error)
 
-        sent["versions"] = token_versions(trajectories)
-    return sent, recorded, problem
+    def form(field: Field) -> list[Any]:
+        values = field.values if isinstance(field, Ragged) else field
+        return [isinstance(field, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape[1:])]
 
-
-def _refuse_changed(changed: list[int], name: Callable[[int], str]) -> None:
-    """Raise on all ranks if rows have changed on their way to any of them. Collective."""
-    if lost := sorted(row for changed_here in all_gather_json(changed) for row in changed_here):
-        raise LostTrajectory(
-            f"{len(lost)} trajectories have arrived at another rank as something else than was sent, the first is that of "
-            f"{name(lost[0])}. {REMEDY}"
-        )
+    mine = {name: form(recorded[name]) for name in sorted(recorded)} if trajectories else None
+    ranks = all_gather_json([problem, mine])
+    if problems := [of_rank for of_rank, _ in ranks if of_rank]:
+        raise RuntimeError(problems[0])
+    forms, *others = [of_rank for _, of_rank in ranks if of_rank is not None]
+    if different := [other for other in others if other != forms]:
+        raise RuntimeError(f"engines recorded different fields of their tokens: {forms} and {different[0]}")
+    if trajectories:
+        return recorded
+    blanks: dict[str, Field] = {}
+    for name, (is_ragged, dtype, shape) in forms.items():
+        values = torch.zeros(0, *shape, dtype=getattr(torch, dtype))
+        blanks[name] = Ragged(torch.zeros(0, dtype=torch.int32), values) if is_ragged else values
+    return blanks
 
 
 def _of_all_rows(numbers: np.ndarray, values: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
@@ -232,94 +244,8 @@ def _of_all_rows(numbers: np.ndarray, values: Sequence[Sequence[Any]]) -> dict[i
     return {number: tuple(value) for of_rank in all_gather_json(own) for number, value in of_rank}
 
 
-# What a row may have beside its tokens: rewards of turns, a support, what engines recorded, several sequences, images.
-_REWARDED, _SUPPORTED, _RECORDED, _SEVERAL, _SEEING = 1, 2, 4, 8, 16
-_OWN = "recorded "  # before the name of a field that an engine recorded, where it is beside ours
-
-
-def _optional(trajectory: Trajectory) -> int:
-    rewarded = any(turn.reward for turn in trajectory.turns)
-    recorded = _RECORDED * bool(trajectory.fields)
-    several, seeing = _SEVERAL * bool(trajectory.sequences), _SEEING * bool(trajectory.prompt.images)
-    return _REWARDED * rewarded + _SUPPORTED * (trajectory.support is not None) + recorded + several + seeing
-
-
-def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int], others: Mapping[str, Field]) -> Tensor:
-    """Hash all fields of each row, whose tokens are back to back: [rows] int64. Ragged ones without a value leave no trace."""
-    tensors = dict(fields) | {name: field for name, field in others.items() if isinstance(field, Tensor)}
-    flat = [tensors[name].numpy() for name in sorted(tensors)]
-    ragged = [split_tokens(field, lengths) for _, field in sorted(others.items()) if isinstance(field, Ragged)]
-    digests, start = np.empty(len(lengths), np.uint64), 0
-    for row, length in enumerate(lengths):
-        digest = xxhash.xxh3_64()
-        for values in flat:
-            digest.update(values[start : start + length].tobytes())
-        for parts in ragged:
-            if len(parts[row].values):
-                digest.update(parts[row].counts.numpy().tobytes())
-                digest.update(parts[row].values.numpy().tobytes())
-        digests[row], start = digest.intdigest(), start + length
-    return torch.from_numpy(digests.view(np.int64))
-
-
 def _describe_miscount(rows: Sequence[int], num_rows: int, name: Callable[[int], str]) -> str:
     counts = Counter(rows)
     wrong = [f"none for {name(row)}" for row in range(num_rows) if not counts[row]]
     wrong += [f"{count} for {name(row)}" for row, count in counts.items() if count > 1 and 0 <= row < num_rows]
     return f"the engines returned {len(rows)} trajectories, {num_rows} different ones were asked for: {shortened(wrong)}. {REMEDY}"
-
-
-def _gather_facts(
-    positions: Sequence[int],
-    trajectories: Sequence[Trajectory],
-    scores: Sequence[Score],
-    left_out: Sequence[Score],
-    greedy: Mapping[int, Score],
-    on_error: OnError,
-) -> tuple[ScoreFacts, set[int], str]:
-    """Return facts, the places of prompts that have a response without a score, and the first cause. Collective over the world.
-
-    Raises:
-        ConfigError: on every rank, too many responses have no score.
-    """
-    parts: defaultdict[str, list[float]] = defaultdict(list)
-    for score in scores:
-        for name, value in score.parts.items():
-            parts[name].append(value)
-    failed = [score for score in (*scores, *left_out, *greedy.values()) if score.failure is not None]
-    mine = {
-        "sums": {name: (sum(values), len(values)) for name, values in parts.items()},
-        "failures": Counter(score.failure for score in failed),
-        "unread": Counter(t.prompt.data_source for t, s in zip(trajectories, scores, strict=True) if not s.answered),
-        "places": [
-            place
-            for place, score in (*zip(positions, scores, strict=True), *greedy.items())
-            if score.failure is not None
-        ],
-        "causes": [score.cause or score.failure for score in failed[:1]],
-        "total": len(scores) + len(left_out) + len(greedy),
-        "prefix": (sum(t.num_cached for t in trajectories), sum(t.num_prefilled for t in trajectories)),
-    }
-    if any(t.record is not None for t in trajectories):
-        from rlhf_mcore.trainer.episode_metrics import sums_of_episodes
-
-        mine["episodes"] = sums_of_episodes([t.record for t in trajectories if t.record is not None])
-    totals, counts, failures, unread = defaultdict[str, float](float), Counter[str](), Counter[str](), Counter[str]()
-    ranks = all_gather_json(mine)
-    for rank in ranks:
-        failures.update(rank["failures"])
-        unread.update(rank["unread"])
-        for name, (total, count) in rank["sums"].items():
-            totals[name] += total
-            counts[name] += count
-    first = next((cause for rank in ranks for cause in rank["causes"]), "")
-    on_error.refuse_too_many(failures.total(), sum(rank["total"] for rank in ranks), first)
-    means = {name: totals[name] / counts[name] for name in counts}
-    facts = ScoreFacts(means, {kind: failures[kind] for kind in FAILURES}, dict(unread))
-    if prefilled := sum(rank["prefix"][1] for rank in ranks):
-        facts.prefix_hit = sum(rank["prefix"][0] for rank in ranks) / prefilled
-    if episodes := [rank["episodes"] for rank in ranks if "episodes" in rank]:
-        from rlhf_mcore.trainer.episode_metrics import episode_metrics
-
-        facts.episodes = episode_metrics(episodes)
-    return facts, {place for rank in ranks for place in rank["places"]}, first

@@ -6,11 +6,11 @@ other paths the same.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from rlhf_mcore.config.choices import OwnFunction, is_file_spec
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import grades
 from rlhf_mcore.config.keys import leaves, value_of
-from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS, PROCESSOR_FILES
 from rlhf_mcore.config.reward_sources import function_name, rule_tables, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
+from rlhf_mcore.config.schema.group import to_dict
+from rlhf_mcore.config.user_functions import parse_file
 from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json
 from rlhf_mcore.observability.files import sketch_of_file
-from rlhf_mcore.rewards.reward import what_scores
+from rlhf_mcore.readers.model_files import CHAT_TEMPLATE_FILES, COMPANIONS, PROCESSOR_FILES
+from rlhf_mcore.rewards.reward import scoring_keys
 
 Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
 
@@ -46,7 +48,7 @@ _SCORING = (
     "judge.max_tokens",
 )
 _NAMING = ("function", "remote.url", "judge.url", "model.path")
-_DEFAULTS = dict(leaves(asdict(RewardConfig())))
+_DEFAULTS = dict(leaves(to_dict(RewardConfig())))
 _OTHERS = ("config.json", "generation_config.json", *CHAT_TEMPLATE_FILES, *PROCESSOR_FILES)
 _TOKENIZER = tuple(name for name in COMPANIONS if name not in _OTHERS)
 # Written by every save of transformers, and without a bearing on what the model computes in our dtype.
@@ -91,7 +93,7 @@ def fingerprints(cfg: Config) -> Inputs:
 
 def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
     """Fingerprint what gives the scores, and how they add up. Of functions, models and servers only that there are some."""
-    tree = dict(leaves(asdict(cfg)))
+    tree = dict(leaves(to_dict(cfg)))
     parts: dict[str, Any] = {name: tree[name] for name in _SCORING if tree[name] != _DEFAULTS[name]}
     parts |= {name: tree[name] is not None for name in _NAMING}
     if cfg.functions:
@@ -99,13 +101,13 @@ def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
     if not scores_alone(cfg):
         tables = rule_tables(cfg).items()
         parts["rules"] = {name: [_changed_from_default(rule) for rule in rules] for name, rules in tables}
-    return {"path": what_scores(cfg), "content": _digest(parts)}
+    return {"path": scoring_keys(cfg), "content": _digest(parts)}
 
 
 def _changed_from_default(rule: RuleConfig) -> dict[str, Any]:
     """Return the options that differ from the defaults: a release with one more option does not change it."""
-    default = asdict(RuleConfig(rule.name))
-    return {"name": rule.name} | {name: value for name, value in asdict(rule).items() if value != default[name]}
+    default = to_dict(RuleConfig(name=rule.name))
+    return {"name": rule.name} | {name: value for name, value in to_dict(rule).items() if value != default[name]}
 
 
 def own_files(cfg: Config) -> Inputs:
@@ -115,7 +117,7 @@ def own_files(cfg: Config) -> Inputs:
         ConfigError: a file is not there or cannot be read.
     """
     entries: dict[str, Mapping[str, str]] = {}
-    values = dict(leaves(asdict(cfg)))
+    values = dict(leaves(to_dict(cfg)))
     listed = {
         f"{key}[{n}]": spec for key, held in values.items() if isinstance(held, list) for n, spec in enumerate(held)
     }
@@ -184,10 +186,49 @@ def _companion(file: Path) -> Any:
 
 def _code_digest(spec: str) -> str:
     """Hash a user's function: its name, its file, and the modules beside it or in the working directory that the file imports."""
-    from rlhf_mcore.trainer.imported_files import imported_files
-
     path, _, function = spec.rpartition(":")
     first = Path(path).expanduser().resolve()
     digests = {file: _file_digest(file) for file in imported_files(first, [first.parent, Path.cwd()])}
     others = sorted({(file.name, digest) for file, digest in digests.items() if file != first})
     return _digest([function, digests[first], others])
+
+
+def imported_files(first: Path, roots: Sequence[Path]) -> set[Path]:
+    """Find a file and all that it imports, by others too, from below ``roots``."""
+    files, waiting = set[Path](), [first]
+    while waiting:
+        if (file := waiting.pop()) not in files:
+            files.add(file)
+            waiting += _imports_of(file, roots)
+    return files
+
+
+def _imports_of(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files below ``roots`` that a file imports by name."""
+    try:
+        tree = parse_file(file)
+    except ConfigError:
+        return  # it is refused elsewhere, or never imported
+    for node in ast.walk(tree):
+        names: list[str] = []
+        places = list(roots)
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+            if node.level:
+                places = [file.parents[min(node.level, len(file.parents)) - 1]]
+        for name in filter(None, names):
+            if name.partition(".")[0] != "rlhf_mcore":
+                yield from _module_files(name.split("."), places)
+
+
+def _module_files(parts: Sequence[str], places: Sequence[Path]) -> Iterator[Path]:
+    """Yield the file of a module and those of the packages that it is in."""
+    for place in places:
+        for length in range(1, len(parts) + 1):
+            path = place.joinpath(*parts[:length])
+            for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+                if candidate.is_file():
+                    yield candidate.resolve()

@@ -11,12 +11,13 @@ from rlhf_mcore.trainer.metrics import Counters
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rlhf_mcore.protocols import Evaluator, Learner, Publisher, Recorder, Source
+    from rlhf_mcore.protocols import Evaluator, Learner, Publisher, Source
     from rlhf_mcore.trainer.checkpointer import RunCheckpointer
+    from rlhf_mcore.trainer.record import RunRecord
 
 
 @dataclass(slots=True)
-class Trainer:
+class TrainingLoop:
     """A step: rows come from the source, the learner learns from them, the publisher brings the new weights to who uses them."""
 
     source: Source
@@ -24,7 +25,7 @@ class Trainer:
     publisher: Publisher
     evaluator: Evaluator
     checkpointer: RunCheckpointer
-    recorder: Recorder
+    recorder: RunRecord
     max_bad_updates: int = 5
     counters: Counters = field(default_factory=Counters)
 

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhf_mcore.algorithms.correction import rollout_ratio_statistics
 from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.trainer.exchange import ScoreFacts
-from rlhf_mcore.types import TrainBatch
+from rlhf_mcore.types import Field, Ragged, TrainBatch
+
+if TYPE_CHECKING:
+    from rlhf_mcore.trainer.scores import ScoreFacts
+
+# Of an episode's record -> the metric of their mean.
+TIMES = {
+    "seconds": "timing/episode",
+    "engine_s": "timing/episode_engine",
+    "tools_s": "timing/episode_tools",
+    "waiting_s": "timing/episode_waiting",
+}
+MAX_TOOLS = 32  # with metrics of their own: the policy may invent names
+_OTHER = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def rollout_metrics(batch: TrainBatch, facts: ScoreFacts) -> dict[str, float]:
@@ -81,6 +97,64 @@ def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
         mass = rows.sums(batch.log_mass.exp(), batch.loss_mask).sum()
         statistics |= {"support_size": float(sizes / count), "support_mass": float(mass / count)}
     return {f"rollout/{name}": value for name, value in statistics.items()}
+
+
+def draft_metrics(drafts: Field) -> dict[str, float]:
+    """Compute the share of drafts of each depth that were taken, and the tokens of a pass that had drafts. Collective over the world.
+
+    See arXiv 2211.17192. ``drafts``: the field ``DRAFTS`` of this rank's tokens, [N, 2]. No draft is taken behind one that is not.
+    """
+    assert not isinstance(drafts, Ragged)
+    depths = range(1, int(drafts.max()) + 1 if len(drafts) else 1)
+    mine = [(drafts >= depth).sum(0).tolist() for depth in depths]
+    ranks = zip_longest(*all_gather_json(mine), fillvalue=(0, 0))
+    counts = [(sum(drafted for drafted, _ in of_depth), sum(taken for _, taken in of_depth)) for of_depth in ranks]
+    if not counts:
+        return {}
+    shares = {f"rollout/draft_acceptance/{depth}": taken / drafted for depth, (drafted, taken) in enumerate(counts, 1)}
+    return shares | {"rollout/draft_pass_tokens": 1 + sum(taken for _, taken in counts) / counts[0][0]}
+
+
+def sums_of_episodes(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum the times of a rank's episodes, as JSON values. ``records``: those of trajectories."""
+    tools = defaultdict[str, list[float]](list)
+    for record in records:
+        for node in record["nodes"]:
+            for call in node["calls"]:
+                if call["ended_s"] is not None:
+                    tools[_OTHER.sub("_", call["name"])[:64]].append(call["ended_s"] - call["begun_s"])
+    return {
+        "count": len(records),
+        "turns": sum(len(record["nodes"]) for record in records),
+        "first": min(record["unix_time"] for record in records),
+        "last": max(record["unix_time"] + record["seconds"] for record in records),
+        "times": {name: sum(record[name] for record in records) for name in TIMES},
+        "tools": {name: (len(seconds), sum(seconds)) for name, seconds in tools.items()},
+    }
+
+
+def episode_metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Compute the metrics of a step from the sums of its ranks. No name ends as those of phases, which add up to a step."""
+    count = sum(rank["count"] for rank in ranks)
+    times = {name: sum(rank["times"][name] for rank in ranks) for name in TIMES}
+    span = max(rank["last"] for rank in ranks) - min(rank["first"] for rank in ranks)
+    metrics = {
+        "rollout/turns_mean": sum(rank["turns"] for rank in ranks) / count,
+        **{metric: times[name] / count for name, metric in TIMES.items()},
+    }
+    if span > 0:
+        metrics["timing/concurrent_episodes"] = times["seconds"] / span
+        in_tools = sum(spent for rank in ranks for _, spent in rank["tools"].values())
+        metrics["timing/concurrent_calls"] = in_tools / span
+    tools = defaultdict[str, list[float]](lambda: [0, 0.0])
+    for rank in ranks:
+        for name, (number, spent) in rank["tools"].items():
+            tools[name][0] += number
+            tools[name][1] += spent
+    for name in sorted(tools, key=lambda name: (-tools[name][0], name))[:MAX_TOOLS]:
+        number, spent = tools[name]
+        metrics |= {f"rollout/tool_calls/{name}": float(number), f"timing/tool/{name}": spent / number}
+    return metrics
 
 
 @dataclass(slots=True)

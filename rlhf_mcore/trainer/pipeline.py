@@ -12,10 +12,11 @@ from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batc
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import Recorder, WeightBridge
-    from rlhf_mcore.trainer.ahead import Group, SamplingAhead
+    from rlhf_mcore.protocols import WeightBridge
+    from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
+    from rlhf_mcore.trainer.record import RunRecord
     from rlhf_mcore.types import Completion, Prompt, Request, TrainBatch
 
 # Other ranks than the first wait in collectives that are at most so far apart, however long responses take.
@@ -28,6 +29,7 @@ _COUNTED = (
     "throughput/engine_tokens",
     "throughput/engine_busy_s",
     "throughput/engine_lent",
+    "rollout/preemptions",
 )
 
 
@@ -44,14 +46,23 @@ class FirstRank:
     begin: Callable[[Sequence[Request]], Wait]  # to generate
     # What all engines have done since the last call, and responses by another version than they were submitted for.
     pop_work: Callable[[], tuple[EngineWork, int]]
+    tokens_drawn: Callable[[], int]  # by all engines; it changes while they make progress
 
 
-def together(turn: Callable[[], str], resync: Callable[[], object]) -> None:
-    """Repeat ``turn`` until the first rank is "done". Engines that have replaced all others get weights where it is "publish".
+def together(
+    first: FirstRank | None, turn: Callable[[FirstRank], str], resync: Callable[[], object], beat: Callable[[], object]
+) -> None:
+    """Repeat ``turn`` on the first rank until it is "done". Engines that have replaced all others get weights where it is "publish".
 
-    Collective over the world.
+    Every rank calls ``beat`` after a turn in which engines have drawn tokens. Collective over the world.
     """
-    while (answer := broadcast_json(on_every_rank(turn), 0)) != "done":
+    answer, drawn = "", -1
+    while answer != "done":
+        answers = on_every_rank(lambda: None if first is None else (turn(first), first.tokens_drawn()))
+        answer, now = broadcast_json(answers, 0)
+        if now != drawn:
+            drawn = now
+            beat()
         if answer == "publish":
             resync()
 
@@ -67,14 +78,14 @@ class PipelinedBatches:
     prompts: Sequence[Prompt]
     first: FirstRank | None
     exchange: RowExchange
-    recorder: Recorder
+    recorder: RunRecord
     resync: Callable[[int], object]
     add_model: AddScores = keep_scores
     collect: Collect = collect_next
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """Return the scored rows of a step, and metrics of them. Collective over the world."""
-        first, taken = self.first, list["Group"]()
+        first, taken = self.first, list["PromptGroup"]()
 
         def draw(missing: int) -> list[Prompt]:
             wanted = 0
@@ -110,10 +121,8 @@ class PipelinedBatches:
     def _wait(self, version: int, is_done: Callable[[SamplingAhead], bool]) -> None:
         """Wait until ``is_done`` holds on the first rank. ``version`` is that of the weights that the trainer has."""
 
-        def turn() -> str:
-            if self.first is None:
-                return ""
-            ahead, needs_weights = self.first.ahead, self.first.needs_weights
+        def turn(first: FirstRank) -> str:
+            ahead, needs_weights = first.ahead, first.needs_weights
 
             def goes_on() -> bool:  # asked for whenever responses have come
                 self.recorder.progress(ahead.progress())
@@ -122,7 +131,7 @@ class PipelinedBatches:
             ahead.wait(goes_on, TURN_S)
             return "done" if is_done(ahead) else "publish" if needs_weights() else ""
 
-        together(turn, lambda: self.resync(version))
+        together(self.first, turn, lambda: self.resync(version), self.recorder.beat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,7 @@ class SharedEngines:
 
     first: FirstRank | None
     resync: Callable[[], object]
+    beat: Callable[[], object]  # notes progress, for the watchdog
     num_in_flight = 0
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -144,16 +154,15 @@ class SharedEngines:
         first, drawn = self.first, list["Completion"]()
         wait = on_every_rank(lambda: None if first is None else first.begin(requests))
 
-        def turn() -> str:
-            if first is None or wait is None:
-                return ""
+        def turn(first: FirstRank) -> str:
+            assert wait is not None
             completions = wait(TURN_S)
             if completions is None:
                 return "publish" if first.needs_weights() else ""
             drawn.extend(completions)
             return "done"
 
-        together(turn, self.resync)
+        together(first, turn, self.resync, self.beat)
         return drawn
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -170,7 +179,7 @@ class RemotePublisher:
     """Brings the actor's weights to engines of their own, which continue to sample when they have them."""
 
     bridge: WeightBridge
-    recorder: Recorder
+    recorder: RunRecord
     drain: Callable[[int], None] | None = None  # before the weights of a step come
     canary: Canary | None = None
 

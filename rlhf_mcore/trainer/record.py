@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.observability.alarms import AlarmBell, RewardAlarm
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory, rollout_record, write_rollouts
-from rlhf_mcore.observability.throughput import Throughput, seconds_beside
-from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.throughput import Throughput, Timers, seconds_beside
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json
 from rlhf_mcore.protocols import Tracker
@@ -23,7 +22,7 @@ from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.types import Score, Trajectory
 
 if TYPE_CHECKING:
-    from rlhf_mcore.observability.prometheus import Exporter
+    from rlhf_mcore.observability.prometheus import PrometheusExporter
     from rlhf_mcore.trainer.profiler import StepProfiler
 
 MAX_WARNINGS = 5  # warnings of a rank in a step that are shown
@@ -41,7 +40,7 @@ class RunRecord:
     rollouts_every: int
     directory: RunDirectory | None = None
     tracker: Tracker | None = None
-    exporter: Exporter | None = None  # to Prometheus
+    exporter: PrometheusExporter | None = None  # to Prometheus
     console: Console | None = None
     watchdog: Watchdog | None = None
     memory: DeviceSharing | None = None
@@ -64,6 +63,7 @@ class RunRecord:
     # Gets every step's rollouts, on the first rank. Set on every rank or on none: see ``listen``.
     on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None
     on_save: Callable[[int, Path], None] | None = None  # gets the step of a checkpoint that is whole, and its directory
+    phase_name: str = ""  # of the phase that began last
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
     def listen(self, listener: Callable[[int, Sequence[Mapping[str, Any]]], None] | None) -> None:
@@ -93,6 +93,7 @@ class RunRecord:
 
         ``of_step``: ``memory/*`` of a step has it too. What follows a step is not part of it: a resumed run has not done it.
         """
+        self.phase_name = name
         if self.watchdog is not None:
             self.watchdog.progress(name)
         if self.console is not None:
@@ -106,6 +107,11 @@ class RunRecord:
             if self.memory is not None and of_step:
                 stack.enter_context(self.memory.phase(name))
             yield
+
+    def beat(self) -> None:
+        """Note progress within a phase, for the watchdog."""
+        if self.watchdog is not None:
+            self.watchdog.beat()
 
     def progress(self, text: str) -> None:
         """Show how far the phase is."""

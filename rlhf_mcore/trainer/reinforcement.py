@@ -4,33 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.checkpoint.disk import SaveError
-from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.trainer.collecting import Collected, sampling_of_batch, take_out_greedy
 from rlhf_mcore.trainer.divergence import share_results
-from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, source_metrics
+from rlhf_mcore.trainer.metrics import agreement_metrics, draft_metrics, rollout_metrics, source_metrics
 from rlhf_mcore.types import DRAFTS
 
 if TYPE_CHECKING:
     from rlhf_mcore.data.source import PromptBatches
     from rlhf_mcore.protocols import (
-        Recorder,
-        ReferenceModel,
         RewardFunction,
         Sleeper,
         SyncStats,
         TrainableModel,
-        TrainablePolicy,
-        ValueModel,
         WeightBridge,
     )
     from rlhf_mcore.residency.sharing import DeviceSharing
+    from rlhf_mcore.roles.critic import Critic
+    from rlhf_mcore.roles.policy import Actor, Reference
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.collecting import Collect
     from rlhf_mcore.trainer.exchange import RowExchange
+    from rlhf_mcore.trainer.record import RunRecord
     from rlhf_mcore.trainer.rollouts import RolloutWorker
     from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
@@ -53,9 +54,9 @@ class Roles:
     actor's weights (0: never).
     """
 
-    actor: TrainablePolicy
-    critic: ValueModel | None = None
-    reference: ReferenceModel | None = None
+    actor: Actor
+    critic: Critic | None = None
+    reference: Reference | None = None
     warmup_steps: int = 0
     refresh_steps: int = 0
     # What further models compute of the tokens of a batch before it is learned from, by the field that it fills: [N, ...]. Collective.
@@ -66,7 +67,8 @@ class Roles:
 class SampledBatches:
     """Synchronous: a step's responses are drawn when the step asks for them, and scored while others are drawn.
 
-    ``add_model`` adds to the scores of ``reward`` those of a reward model, which needs the device. Collective.
+    ``add_model`` adds to the scores of ``reward`` those of a reward model, which needs the device. Collective. ``pop_preemptions``:
+    of this rank's engine since the last call, if the engine counts them.
     """
 
     prompt_source: PromptBatches
@@ -75,8 +77,9 @@ class SampledBatches:
     reward: RewardFunction
     collect: Collect
     exchange: RowExchange
-    recorder: Recorder
+    recorder: RunRecord
     add_model: AddScores = keep_scores
+    pop_preemptions: Callable[[], int] | None = None
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """Return the scored rows of a step, and metrics of them. Collective over the world."""
@@ -102,21 +105,22 @@ class SampledBatches:
                 return Collected(prompts, positions, trajectories, self.add_model(trajectories, scores))
 
         collected = self.collect(lambda _missing: self.prompt_source.next_batch(), attempt)
-        return scored_batch(step, collected, self.exchange, self.recorder, self.worker.dealer.note)
+        batch, metrics = scored_batch(step, collected, self.exchange, self.recorder, self.worker.dealer.note)
+        if self.pop_preemptions is not None:
+            metrics["rollout/preemptions"] = float(sum(all_gather_json(self.pop_preemptions())))
+        return batch, metrics
 
 
 def scored_batch(
     step: int,
     collected: Collected,
     exchange: RowExchange,
-    recorder: Recorder,
+    recorder: RunRecord,
     note_lengths: Callable[[Sequence[Prompt], Sequence[int], Sequence[int]], None] = lambda *_: None,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Make the rows of a step from what every rank has drawn and scored, and metrics of them. Collective over the world."""
     greedy: dict[int, Score] = {}
     if exchange.baselines:
-        from rlhf_mcore.trainer.greedy import take_out_greedy
-
         greedy = take_out_greedy(collected, exchange.samples_per_prompt)
     positions, trajectories, scores = collected.positions, collected.trajectories, collected.scores
     recorder.rollouts(step, trajectories, scores)
@@ -126,8 +130,6 @@ def scored_batch(
     note_lengths(batch.prompts, batch.group_ids.tolist(), batch.num_sampled.tolist())
     metrics = collected.metrics() | rollout_metrics(batch, facts) | source_metrics(batch, facts)
     if DRAFTS in batch.fields:
-        from rlhf_mcore.trainer.draft_metrics import draft_metrics
-
         metrics |= draft_metrics(batch.fields.pop(DRAFTS))
     return batch, metrics
 
@@ -138,7 +140,7 @@ class PolicyLearner:
 
     roles: Roles
     compute_advantages: AdvantageComputer
-    recorder: Recorder
+    recorder: RunRecord
     entropy_every: int = 1
     work: StepWork | None = None
     tokens: TokenRecord | None = None
@@ -185,11 +187,23 @@ class PolicyLearner:
 
     def _update(self, step: int, batch: TrainBatch) -> list[UpdateResult]:
         """Update critic and actor. Rows go to both first: where they are on different ranks, they learn at the same time."""
+        if self.compute_advantages.cfg.mask_truncated:
+            batch = without_truncated(batch)
         learning: list[TrainableModel] = [self.roles.actor] if step > self.roles.warmup_steps else []
         if self.roles.critic is not None:
             learning.insert(0, self.roles.critic)
         updates = [role.deliver_update(batch) for role in learning]
         return share_results([update() for update in updates])
+
+
+def without_truncated(batch: TrainBatch) -> TrainBatch:
+    """Remove the tokens of truncated rows from the loss. The rows stay in the number of rows that a loss is divided by.
+
+    This is the overlong filtering of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4).
+    """
+    kept = ~batch.truncated
+    own = OwnedRows(batch.rows, batch.lengths).to_tokens(kept)
+    return replace(batch, loss_mask=batch.loss_mask & own, num_sampled=batch.num_sampled * kept)
 
 
 @dataclass(slots=True)
@@ -198,7 +212,7 @@ class EnginePublisher:
 
     sleeper: Sleeper
     bridge: WeightBridge
-    recorder: Recorder
+    recorder: RunRecord
     sharing: DeviceSharing
     canary: Canary | None = None
     _version: int = field(default=-1, init=False)  # of the weights that were published last

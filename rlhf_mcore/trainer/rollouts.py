@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.trainer.dealing import Dealer
-from rlhf_mcore.types import ROUTES, Completion, EpisodeRequest, Prompt, Request, Sampling, Trajectory
+from rlhf_mcore.types import MAX_LOGPROB, ROUTES, Completion, EpisodeRequest, Prompt, Request, Sampling, Trajectory
 
 # Number, prompt, sample, sampling, step -> what an engine is asked for.
 MakeRequest = Callable[[int, Prompt, int, Sampling, int], Request]
@@ -62,7 +62,7 @@ def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
 
 
 @dataclass(slots=True)
-class OpenRequests:
+class ExpectedCompletions:
     """Matches each completion to its request, once, whatever the order in which they finish."""
 
     _requests: dict[int, Request] = field(default_factory=dict)
@@ -109,6 +109,7 @@ class RolloutWorker:
     engine: EngineRank
     decode: Decode
     make_request: MakeRequest = request_of
+    wait: Callable[[], object] = lambda: None  # for all ranks, however long others sample; collective
     dealer: Dealer = field(default_factory=Dealer)
 
     def draw_step(
@@ -119,7 +120,7 @@ class RolloutWorker:
         step: int,
         finished: Callable[[int, list[Trajectory]], None] = lambda position, trajectories: None,
     ) -> tuple[list[int], list[Trajectory]]:
-        """Draw this engine's share of the responses to the prompts of a whole step.
+        """Draw this engine's share of the responses to the prompts of a whole step. Collective over the world.
 
         One engine, which ``dealer`` picks, draws all samples of a prompt, so that they share the prompt's cache. A prompt that comes
         again is numbered and gets other responses. ``finished`` gets the position of a prompt and its trajectories while those of
@@ -133,7 +134,7 @@ class RolloutWorker:
             RuntimeError: a response that must not be trained on.
         """
         numbered, take = number_occurrences(prompts), self.dealer.share(prompts, sampling.num_drawn, self.engine)
-        expected = OpenRequests()
+        expected = ExpectedCompletions()
         unfinished: dict[int, list[Completion]] = {}  # by the places of their prompts in the step
         groups: dict[int, list[Trajectory]] = {}
         while True:
@@ -156,6 +157,7 @@ class RolloutWorker:
                     groups[place] = self._build_trajectories(numbered, unfinished.pop(place), sampling.num_drawn)
                     finished(place, groups[place])
         expected.refuse_missing()
+        self.wait()
         places = sorted(groups)
         return [place for place in places for _ in groups[place]], [t for place in places for t in groups[place]]
 
@@ -165,7 +167,7 @@ class RolloutWorker:
         Raises:
             LostTrajectory, RuntimeError: as ``draw_step``.
         """
-        requests, expected = self._make_requests(prompts, sampling, step), OpenRequests()
+        requests, expected = self._make_requests(prompts, sampling, step), ExpectedCompletions()
         expected.add(requests if self.engine.is_lead else [])
         completions = self.generator.generate(requests)
         for completion in completions:
@@ -217,7 +219,7 @@ def check_completion(request: Request, completion: Completion) -> None:
         raise RuntimeError(f"the engine returned no token for {where}")
     if len(logprobs) != len(tokens):
         raise RuntimeError(f"the engine returned {len(logprobs)} logprobs for {len(tokens)} tokens ({where})")
-    wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > 1e-5))
+    wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > MAX_LOGPROB))
     if len(wrong):
         raise RuntimeError(f"the engine returned logprob {logprobs[wrong[0]]} at token {wrong[0]} of {where}")
     if request.sampling.records_support and completion.trajectory is None:

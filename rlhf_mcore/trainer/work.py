@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_mcore.observability.throughput import FORWARD, NO_FLOPS, UPDATE, ModelFlops, RowCounts, Throughput
@@ -33,6 +34,7 @@ class StepWork:
     reference: ModelFlops | None = None
     generates: bool = False
     teacher: tuple[str, ModelFlops] | None = None  # with the name of its phase
+    shares_prefixes: bool = False
 
     def count(self, batch: TrainBatch, *, learns: bool = True, has_old_pass: bool = False) -> None:
         """Count the work of a step. ``learns``: the actor learns too. ``has_old_pass``: old logprobs had a pass of their own."""
@@ -43,6 +45,8 @@ class StepWork:
         add = self.throughput.add
         if self.generates:
             add("generate", rows.sampled, self.actor.flops.forward(_drawn_counts(batch, rows)))
+        if self.shares_prefixes:
+            rows = _computed_counts(batch, rows)
         if has_old_pass:
             add("old_logprobs", tokens, FORWARD * self.actor.flops.forward(rows))
         if self.reference is not None:
@@ -65,8 +69,30 @@ def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:
 
 def _drawn_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
     """Count what an engine computes that reads the prompt of a group once, for all of its responses."""
-    prompts = (batch.lengths - batch.num_sampled).numpy()
-    again = np.ones(len(prompts), bool)
+    return _sparing(rows, (batch.lengths - batch.num_sampled).numpy()[_repeated(batch)])
+
+
+def _computed_counts(batch: TrainBatch, rows: RowCounts) -> RowCounts:
+    """Count what trainers compute that share prefixes: of a group, and of the sequences of an episode, beginnings once.
+
+    Groups that are parted among ranks compute theirs again, which is not counted: the MFU is rather too low than too high.
+    """
+    if batch.computed is None:
+        return rows
+    computed, shared = batch.computed.numpy().T
+    spared = [shared[_repeated(batch)]]
+    for row, sizes in batch.sequences.items():  # as if all branches began at the same fork
+        branches = len(sizes) - 1
+        spared.append(np.full(branches, (sum(sizes) - computed[row]) / branches))
+    return _sparing(rows, np.concatenate(spared))
+
+
+def _repeated(batch: TrainBatch) -> NDArray[np.bool_]:
+    """Return which rows are not the first of their group."""
+    again = np.ones(batch.num_rows, bool)
     again[np.unique(batch.group_ids.numpy(), return_index=True)[1]] = False
-    spared = prompts[again].astype(float)
-    return replace(rows, tokens=rows.tokens - float(spared.sum()), spared=spared)
+    return again
+
+
+def _sparing(rows: RowCounts, spared: NDArray[Any]) -> RowCounts:
+    return replace(rows, tokens=rows.tokens - float(spared.sum()), spared=spared.astype(float))

@@ -19,15 +19,16 @@ from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, HostCopies
 from rlhf_mcore.bridge.run.stand_ins import NoTarget
-from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.bridge.run.sync import ChangedOnly
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.families.quantised import QUANTISATIONS
 from rlhf_mcore.geometry import LocalParameter, Shard, StateShard
-from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.parallel.shared_store import StoreClaims
 from rlhf_mcore.protocols import EngineRank, SyncMismatch
 from tests.distributed import eight_bit_engines
 from tests.distributed.setting import finish, start
+from tests.planned_bridge import planned_bridge
 from tests.unit.bridge.eight_bits import slow_values
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import BLOCKS, GEOMETRY, hf_tensors, mcore_tensors
@@ -58,7 +59,7 @@ def sync(group: dist.ProcessGroup, scale: float) -> dict[str, Any]:
     hf = {name: tensor * scale for name, tensor in hf_tensors(GEOMETRY).items()}
     held, engine = held_of(group, hf), Engine({name: tensor.shape for name, tensor in hf.items()})
     parameters = parameters_of(group, held)
-    bridge = PlannedBridge(parameters, GEOMETRY, engine, group, bucket_bytes=256, verify="digest", poison=True)
+    bridge = planned_bridge(parameters, GEOMETRY, engine, group, bucket_bytes=256, verify=True, poison=True)
     stats = [bridge.sync(0)]
     found = [wrong(engine.tensors, hf)]
     for tensor in held.values():
@@ -67,8 +68,8 @@ def sync(group: dist.ProcessGroup, scale: float) -> dict[str, Any]:
     found.append(wrong(engine.tensors, {n: t + n.endswith("norm.weight") for n, t in hf.items()}))
     doubled = held_of(group, {name: tensor * 2 for name, tensor in hf.items()})
     averages = Averages({name: tensor - 1 for name, tensor in held.items()}, doubled)
-    options: dict[str, Any] = {"bucket_bytes": 256, "verify": "digest", "poison": True, "sources": averages}
-    stats.append(PlannedBridge(parameters, GEOMETRY, engine, group, **options).sync(2))
+    options: dict[str, Any] = {"bucket_bytes": 256, "verify": True, "poison": True, "sources": averages}
+    stats.append(planned_bridge(parameters, GEOMETRY, engine, group, **options).sync(2))
     found.append(wrong(engine.tensors, {name: tensor * 1.5 for name, tensor in hf.items()}))
     return {"wrong": found, "bytes": [[s.received_bytes, s.local_bytes, s.peak_bytes] for s in stats]}
 
@@ -79,7 +80,7 @@ def sync_apart(group: dist.ProcessGroup) -> dict[str, Any]:
     engine = Engine({name: tensor.shape for name, tensor in hf.items()})
     parameters = parameters_of(group, held_of(group, hf)) if is_trainer else []
     target = NoTarget() if is_trainer else engine
-    bridge = PlannedBridge(parameters, GEOMETRY, target, group, bucket_bytes=256, verify="digest", poison=True)
+    bridge = planned_bridge(parameters, GEOMETRY, target, group, bucket_bytes=256, verify=True, poison=True)
     try:
         bridge.sync(0, only=["*norm.weight"])
         refused = ""
@@ -98,17 +99,17 @@ def sync_apart(group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
-def sample(group: dist.ProcessGroup) -> list[str]:
-    """Whether syncs whose samples are compared pass, from tensors and from averages; and what is said when a bit of the last engine
+def compare_digests(group: dist.ProcessGroup) -> list[str]:
+    """Whether syncs that are verified pass, from tensors and from averages; and what is said when a bit of the last engine
     differs."""
     hf, is_trainer = hf_tensors(GEOMETRY), group.rank() < TP
     held = held_of(group, hf)
     parameters = parameters_of(group, held) if is_trainer else []
     target = NoTarget() if is_trainer else Engine({name: tensor.shape for name, tensor in hf.items()})
-    options: dict[str, Any] = {"bucket_bytes": 256, "verify": "sample", "poison": True}
+    options: dict[str, Any] = {"bucket_bytes": 256, "verify": True, "poison": True}
     averages = Averages(held, held) if is_trainer else None
     for sources in (averages, None):
-        bridge = PlannedBridge(parameters, GEOMETRY, target, group, sources=sources, **options)
+        bridge = planned_bridge(parameters, GEOMETRY, target, group, sources=sources, **options)
         for version in range(3):
             bridge.sync(version)
     close, name = EngineDestinations.close, "model.layers.1.input_layernorm.weight"
@@ -169,8 +170,8 @@ def quantised(group: dist.ProcessGroup, tp: int) -> dict[str, Any]:
     shapes = {name: tensor.shape for name, tensor in hf.items()}
     for kind in (None, *KINDS):
         engine = Engine(shapes, torch.bfloat16)
-        options: dict[str, Any] = {"bucket_bytes": 50_000, "verify": "digest", "poison": True}
-        bridge = PlannedBridge(
+        options: dict[str, Any] = {"bucket_bytes": 50_000, "verify": True, "poison": True}
+        bridge = planned_bridge(
             parameters, BLOCKS, engine, group, quantisation=None if kind is None else kind.name, **options
         )
         for seed in (0, 1):
@@ -194,8 +195,8 @@ def changes_of_8_bits(group: dist.ProcessGroup) -> dict[str, Any]:
     parameters = parameters_of(group, held)
     kept = HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in parameters})
     engine = Engine({name: tensor.shape for name, tensor in hf.items()}, torch.float32)
-    options: dict[str, Any] = {"bucket_bytes": 50_000, "verify": "digest", "full_every": 4, "previous": kept}
-    bridge = PlannedBridge(parameters, BLOCKS, engine, group, quantisation="fp8", **options)
+    options: dict[str, Any] = {"bucket_bytes": 50_000, "verify": True, "changed_only": ChangedOnly(4, kept)}
+    bridge = planned_bridge(parameters, BLOCKS, engine, group, quantisation="fp8", **options)
     bridge.sync(0)
     kept.take()
     for tensor in hf.values():
@@ -241,7 +242,7 @@ def main(directory: Path) -> None:
         found = [sync(groups[mine], 5.0 + mine), save(groups[mine], 5.0 + mine, directory / f"messages{mine}")]
     findings["pairs, by messages"] = all_gather_json(found)
     findings["apart"] = all_gather_json(sync_apart(world))
-    findings["samples"] = all_gather_json(sample(world))
+    findings["digests"] = all_gather_json(compare_digests(world))
     findings["8 bits"] = {tp: all_gather_json(quantised(world, tp)) for tp in (2, 4)}
     findings["changes of 8 bits"] = all_gather_json(changes_of_8_bits(world))
     findings["engines of 8 bits"] = all_gather_json(eight_bit_engines.measure_all(world))

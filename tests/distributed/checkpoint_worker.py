@@ -23,6 +23,7 @@ from rlhf_mcore.checkpoint.triggers import SignalRequests, Triggers
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
+from rlhf_mcore_contrib.deltas import write as write_deltas
 from tests.unit.checkpoint.saving import FailingDisk, complete
 
 
@@ -127,7 +128,7 @@ class Ranks:
     def deltas(self) -> Any:
         """Each rank writes a weight file; every second save is a full one."""
         run = self.run("deltas")
-        writer = CheckpointWriter(run, full_every=2)
+        writer = CheckpointWriter(run, deltas=write_deltas, full_every=2)
         kinds = []
         for step in (1, 2, 3):
             info = writer.next_info(step, {})

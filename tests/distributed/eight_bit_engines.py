@@ -23,8 +23,9 @@ from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
 from rlhf_mcore.geometry import ExpertSizes, LocalParameter
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import EngineGrid
-from rlhf_mcore.planning.sync import engine_tensors, weight_bytes
 from rlhf_mcore.protocols import SyncMismatch
+from tests.engine_layout import engine_tensors, weight_bytes
+from tests.planned_bridge import planned_bridge
 from tests.unit.bridge.eight_bits import slow
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import BLOCKS
@@ -78,8 +79,8 @@ def measure(group: dist.ProcessGroup, grid: EngineGrid, kind: Quantisation, hf: 
     mapped = map_of(grid, group.rank(), kind)
     dtypes = {parameter.name: parameter.dtype for parameter in mapped.parameters}
     engine = Engine({parameter.name: parameter.shape for parameter in mapped.parameters}, dtypes)
-    options: dict[str, Any] = {"bucket_bytes": 100_000, "verify": "digest", "poison": True, "traced": mapped}
-    bridge = PlannedBridge(trained(hf, group.rank()), MIXTURE, engine, group, quantisation=kind.name, **options)
+    options: dict[str, Any] = {"bucket_bytes": 100_000, "verify": True, "poison": True, "traced": mapped}
+    bridge = planned_bridge(trained(hf, group.rank()), MIXTURE, engine, group, quantisation=kind.name, **options)
     stats = bridge.sync(0)
     expected, tensors = values(hf, kind), engine.tensors
     wrong = {

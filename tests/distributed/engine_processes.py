@@ -74,7 +74,7 @@ class Served:
         """Bytes that a sync of everything brings here from other machines."""
         assert self._end._end is not None
         bridge = self._end._end.bridge
-        nodes, plan = bridge._nodes, bridge.rank_plan
+        nodes, plan = bridge._options.nodes, bridge.rank_plan
         if nodes is None:
             return 0
         received = [m for bucket in plan.buckets for phase in bucket.phases for m in phase.receives]
@@ -124,7 +124,8 @@ def serve(socket_path: str, name: str, served: Served) -> None:
 
 def started(command: Sequence[str]) -> subprocess.Popen[str]:
     """Run a script that knows nothing of the trainer's world."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     for name in (
         "RANK",
         "LOCAL_RANK",

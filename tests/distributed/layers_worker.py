@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rlhf_mcore.data.prefixes import PrefixTree, build_tree
 from rlhf_mcore.families import has_expert_bias
 from rlhf_mcore.mcore.groups import ModelGroups
 from tests.distributed import models
@@ -72,7 +74,38 @@ def main(directory: Path) -> None:
     findings["circles"] = {name: circle(world, name, layouts) for name, layouts in CIRCLES.items()}
     _, actor = build(directory / "qwen2", groups_of("pp2_cp2", groups), platform, Settings(max_tokens=24))
     findings["old"] = old_of_update(actor, load_hf(directory / "qwen2_reference"))
+    findings["broken"] = of_broken_trees(directory / "qwen2", groups, platform)
     finish(findings, directory)
+
+
+def of_broken_trees(path: Path, groups: dict[str, ModelGroups], platform: Any) -> dict[str, float]:
+    """Compute logprobs over prefix trees that are wrong in one way each. Returns how far they are from transformers'."""
+
+    def change(tree: PrefixTree, how: str) -> None:
+        if how == "positions from 0":
+            tree.positions = torch.cat([torch.arange(size) for size in tree.sizes])
+        elif how == "predictor one off":
+            tree.sources = (tree.sources - 1).clamp(min=0)
+        for segment in tree.segments:
+            if how == "no ancestors":
+                segment.parent, segment.end = -1, segment.begin + segment.size
+            elif how == "root's keys left out" and segment.parent < 0:
+                segment.end = segment.begin + segment.size
+
+    hf, found = load_hf(path), {}
+    with torch.no_grad():
+        expected = [hf_logprobs(hf, row) for row in rows()]
+    _, actor = build(path, groups_of("dp4", groups), platform, Settings(max_tokens=10_000))
+    for how in ("no ancestors", "positions from 0", "predictor one off", "root's keys left out"):
+
+        def broken(*args: Any, how: str = how, **kwargs: Any) -> PrefixTree | None:
+            if (tree := build_tree(*args, **kwargs)) is not None:
+                change(tree, how)
+            return tree
+
+        with patch("rlhf_mcore.data.collate.build_tree", broken):
+            found[how] = distances(actor, True, expected)[0]
+    return found
 
 
 def check_cells(kind: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, found: Any) -> None:

@@ -26,7 +26,7 @@ from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.planning.inputs import PlannedRole
-from rlhf_mcore.planning.weights import state_bytes
+from rlhf_mcore.planning.memory import state_bytes
 from rlhf_mcore.roles.adapters import add_adapters, load_adapters
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel

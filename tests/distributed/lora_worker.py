@@ -23,7 +23,7 @@ from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.cli.adapter_sync import select_sent
+from rlhf_mcore.cli.generation import select_sent
 from rlhf_mcore.config.schema import Config, OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
 from rlhf_mcore.mcore.build import BuildOptions, build_model
@@ -34,8 +34,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.adapters import add_adapters, initialize
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
-from rlhf_mcore.roles.policy import Reference
-from rlhf_mcore.roles.supervised import SupervisedActor
+from rlhf_mcore.roles.policy import Reference, SupervisedActor
 from tests import beside
 from tests.covering import covering_rows
 from tests.difference import any_rank, first_difference
@@ -76,7 +75,10 @@ TARGETS = {
 SIZES = {name: AdapterSizes(3, 12.0, TARGETS.get(name, ("all-linear",)), name == "qwen2") for name in LAYOUTS}
 SIZES |= {name: replace(SIZES[name], use_dora=True) for name in LAYOUTS if name.endswith("_dora")}
 SIZES["qwen3_pissa"] = AdapterSizes(6, 24.0, ("all-linear",), fixed=3)
-RECOMPUTE = {"full": RecomputeConfig("full"), "selective": RecomputeConfig("selective", modules=["mlp", "core_attn"])}
+RECOMPUTE = {
+    "full": RecomputeConfig(granularity="full"),
+    "selective": RecomputeConfig(granularity="selective", modules=["mlp", "core_attn"]),
+}
 # Others have experts, or MLPs that PEFT's all-linear leaves out because they are named as experts are.
 OF_PEFT = ("qwen3", "qwen2", "qwen3_ends", "qwen3_pissa", "qwen3_dora", "qwen2_dora")
 WITH_ZERO = ("qwen3", "qwen3_moe", "qwen3_ends", "qwen2_dora")  # updated with a B of zero too; else B has grown
@@ -162,7 +164,7 @@ def oracle(name: str, path: Path, beginning: str) -> dict[str, float]:
 
 
 def optimizer_of(name: str) -> OptimizerConfig:
-    return replace(OPTIMIZER, weight_decay=0.0) if SIZES[name].fixed else OPTIMIZER
+    return OPTIMIZER.model_copy(update={"weight_decay": 0.0}) if SIZES[name].fixed else OPTIMIZER
 
 
 def halves(hf: Any, noise: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -387,7 +389,7 @@ def distance(batch: Any, values: Tensor, file: Path) -> float:
 def dropped(path: Path, groups: ModelGroups, platform: Platform) -> dict[str, Any]:
     """The norm of an update with dropout: twice from the same state of the generators, with layers computed again, and without any."""
     norms = []
-    for dropout, recompute in ((0.3, None), (0.3, None), (0.3, RecomputeConfig("full")), (0.0, None)):
+    for dropout, recompute in ((0.3, None), (0.3, None), (0.3, RecomputeConfig(granularity="full")), (0.0, None)):
         actor, adapters = build("qwen3", path, groups, platform, dropout, recompute)
         fill(actor, adapters, path / "grown.safetensors")
         torch.manual_seed(11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.data.packing import balance
+from rlhf_mcore.config.schema import RecomputeConfig, TrainerConfig
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.roles.model import RoleModel
 from tests.covering import covering_rows
 from tests.distributed import models
 from tests.distributed.parity_worker import difference_from_file, distances, held_and_predicted
 from tests.distributed.setting import (
     MOE_LAYOUTS,
     Settings,
+    batch_for,
     build,
     finish,
     hf_logprobs,
@@ -51,7 +55,7 @@ BALANCED = (
 BALANCE_KINDS = {
     "packed": (True, None),
     "padded": (False, None),
-    "recomputed": (True, RecomputeConfig("full", "uniform", 1)),
+    "recomputed": (True, RecomputeConfig(granularity="full", method="uniform", num_layers=1)),
 }
 
 
@@ -126,26 +130,30 @@ def balanced_updates(
 ) -> None:
     """With the load-balancing loss: every data-parallel rank has one microbatch, whose loss the oracle writes down."""
     path, reference = directory / name, load_hf(directory / f"{name}_reference")
-    for dp in (1, 2, 4):
-        if dist.get_rank() == 0:
-            after = directory / f"{name}_balanced{dp}"
-            findings["oracle"][f"balanced/{dp}"] = oracle(path, reference, after, partial(balance_loss, dp))
+    spec = load_spec(path)
+    for dp, packing in product((1, 2, 4), (True, False)):
+        if dist.get_rank() == 0:  # packed rows of one prompt go together
+            role = RoleModel(ParallelLayout(dp), None, spec, TrainerConfig(packing=packing))
+            shares, after = role._deal(batch_for(rows()), range(len(rows())), 1), directory / f"{name}_{dp}_{packing}"
+            findings["oracle"][f"balanced/{dp}/{packing}"] = oracle(
+                path, reference, after, partial(balance_loss, shares)
+            )
     dist.barrier()
     for cell in balanced_cells():
         mine = moe_groups_of(cell["layout"], groups)
-        after = load_file(directory / f"{name}_balanced{mine.layout.dp}" / "model.safetensors")
         packing, recompute = BALANCE_KINDS[cell["kind"]]
+        after = load_file(directory / f"{name}_{mine.layout.dp}_{packing}" / "model.safetensors")
         settings = Settings(max_tokens=10_000, packing=packing, recompute=recompute, aux_loss_coef=AUX_LOSS_COEF)
         found = update(path, mine, platform, settings, reference, after)
-        findings["balance"]["/".join(cell.values())] = {**found, "dp": mine.layout.dp}
+        findings["balance"]["/".join(cell.values())] = {**found, "oracle": f"balanced/{mine.layout.dp}/{packing}"}
 
 
-def balance_loss(dp: int, hf: torch.nn.Module) -> torch.Tensor:
+def balance_loss(shares: list[list[int]], hf: torch.nn.Module) -> torch.Tensor:
     """E * sum_e f_e P_e of each rank's rows and layer, weighted by tokens, from the router logits that transformers gives."""
     all_rows, top_k, num_experts = rows(), hf.config.num_experts_per_tok, hf.config.num_local_experts
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in all_rows]
     total = torch.zeros(())
-    for mine in balance(lengths, dp):
+    for mine in shares:
         by_row = [
             hf(
                 torch.tensor([all_rows[i].prompt_ids + all_rows[i].response_ids]), output_router_logits=True

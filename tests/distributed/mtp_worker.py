@@ -17,7 +17,6 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.files.saved_model import check_saved_model
 from rlhf_mcore.bridge.map.rules import hf_shapes, part_of
-from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.examples import example_batch
 from rlhf_mcore.mcore.groups import ModelGroups
@@ -26,9 +25,8 @@ from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.roles.policy import Actor, SupervisedActor
 from rlhf_mcore.roles.role_files import RoleFiles
-from rlhf_mcore.roles.supervised import SupervisedActor
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.planning_worker import compare_state
@@ -47,6 +45,7 @@ from tests.distributed.setting import (
 from tests.distributed.state_worker import assemble, save, train, weights_of
 from tests.distributed.update_worker import fill
 from tests.episodes import tokenized
+from tests.planned_bridge import planned_bridge
 from tests.unit.bridge.engine import Engine
 
 LAYERS = {"deepseek_v3": 1, "glm4_moe": 2}  # MTP layers of each model
@@ -139,7 +138,7 @@ def copies_differ(model: MegatronModel) -> str:
 
 def joint(path: Path, groups: ModelGroups, platform: Platform, expected: dict[str, Tensor]) -> dict[str, Any]:
     """One update on given responses, from which all learns."""
-    recompute = RecomputeConfig("full", "uniform", 2)
+    recompute = RecomputeConfig(granularity="full", method="uniform", num_layers=2)
     settings = Settings(max_tokens=48, recompute=recompute, mtp=MTPLearning(alone=False, coef=COEF))
     model, actor = build(path, groups, platform, settings)
     batch = example_batch([tokenized(row.prompt_ids, row.response_ids) for row in rows()])
@@ -285,8 +284,8 @@ def circle(directory: Path, name: str, groups: dict[str, ModelGroups], platform:
     save(files_of(model, actor), saved[0])
     geometry, all_of_model = model.spec.geometry, dict(gatherer(model))
     engine = Engine(hf_shapes(geometry), torch.float32)
-    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
-    PlannedBridge(model.local_parameters(), geometry, engine, world_group(), **options).sync(0)
+    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "poison": True}
+    planned_bridge(model.local_parameters(), geometry, engine, world_group(), **options).sync(0)
     synced = first_difference(engine.tensors, {name: all_of_model[name] for name in hf_shapes(geometry)})
     role = PlannedRole("actor", geometry, model.groups.layout, True, "fp32")
     found: dict[str, Any] = {"synced": synced, "bytes": compare_state(model, actor, role)["state"]}

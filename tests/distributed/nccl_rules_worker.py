@@ -17,7 +17,7 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.run import transports
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.parallel.connecting import connect_device
+from rlhf_mcore.parallel.joint_group import connect_device
 from tests.distributed.bridge_groups_worker import held_of, parameters_of
 from tests.distributed.nccl_rules import BrokenRule, enforced
 from tests.distributed.setting import finish, start

@@ -32,7 +32,7 @@ def recorded() -> Iterator[None]:
         raise
 
 
-def first_failure(folder: Path) -> str:
+def find_first_failure(folder: Path) -> str:
     """Return the message and the traceback of the rank that failed first, "" if no rank raised.
 
     Others fail too, because their peer is gone, but later.

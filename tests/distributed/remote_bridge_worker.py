@@ -86,7 +86,7 @@ class Trainer:
         side = Side(model.local_parameters(), NoTarget(), node)
         return RemoteBridge(
             side,
-            BridgeJob(geometry, **{"bucket_bytes": BUCKET_BYTES, "verify": "digest", "poison": True, **job}),
+            BridgeJob(geometry, **{"bucket_bytes": BUCKET_BYTES, "verify": True, "poison": True, **job}),
             world_group(),
             self.engines,
             address=LOOPBACK,
@@ -181,7 +181,7 @@ def only_changes(run: Trainer) -> list[dict[str, Any]]:
     newer, found = run.path / "changes.safetensors", []
     model = run.model("tp2_pp2")
     kept = HostCopies({p.name: p.tensor.view(-1) for p in model.local_parameters()})
-    bridge = run.bridge(model, kept=kept, full_every=100, verify="sample", poison=False)
+    bridge = run.bridge(model, kept=kept, full_every=100, verify=True, poison=False)
     run.start("a", "b")
     for version in range(5):
         if version:

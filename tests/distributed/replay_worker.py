@@ -18,8 +18,7 @@ from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.roles.policy import Actor, logprobs_of, routes_of
-from rlhf_mcore.roles.routes import recorded_routes
+from rlhf_mcore.roles.policy import Actor, logprobs_of, recorded_routes, routes_of
 from rlhf_mcore.types import ROUTES, Microbatch, TrainBatch
 from tests.distributed import models, update_worker
 from tests.distributed.setting import (
@@ -53,9 +52,9 @@ LAYOUTS = {
     "deepseek_v2": ("tp2_sp_pp2_ep2_etp1",),
 }
 RECOMPUTE = {
-    "uniform": RecomputeConfig("full", "uniform", 1),
-    "block": RecomputeConfig("full", "block", 1),
-    "selective": RecomputeConfig("selective", modules=["moe", "core_attn"]),
+    "uniform": RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+    "block": RecomputeConfig(granularity="full", method="block", num_layers=1),
+    "selective": RecomputeConfig(granularity="selective", modules=["moe", "core_attn"]),
 }
 RECOMPUTED = {"pp2_vpp2_ep2_dp2": "uniform", "tp2_sp_cp2_ep2_etp1": "block", "tp2_sp_pp2_ep2_etp1": "selective"}
 UNKNOWN = 5  # every so many inputs there is none recorded

@@ -20,6 +20,8 @@ from rlhf_mcore.bridge.files.gather import Gatherer  # noqa: E402
 from rlhf_mcore.bridge.files.hf_files import HFReader  # noqa: E402
 from rlhf_mcore.bridge.files.transfer import load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
+from rlhf_mcore.data import prefixes  # noqa: E402
+from rlhf_mcore.expected_kernels import why_unshared  # noqa: E402
 from rlhf_mcore.mcore.build import BuildOptions, build_model  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
 from rlhf_mcore.mcore.model import MegatronModel  # noqa: E402
@@ -28,10 +30,9 @@ from rlhf_mcore.mcore.mtp import MTPLearning  # noqa: E402
 from rlhf_mcore.mcore.overrides import Overrides  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
-from rlhf_mcore.roles.matrices import matrices_of  # noqa: E402
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel  # noqa: E402
-from rlhf_mcore.roles.policy import Actor  # noqa: E402
-from rlhf_mcore.roles.routes import replay_routes  # noqa: E402
+from rlhf_mcore.roles.policy import Actor, replay_routes  # noqa: E402
+from rlhf_mcore.roles.trained_weights import matrices_of  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
 from tests.rows import Row, batch_of, rows_of_padded  # noqa: E402
 
@@ -98,6 +99,7 @@ VOCAB = 97
 def start() -> Platform:
     """The platform of this rank, whose process group lives as long as the process: several workers may run in it."""
     platform = current_platform()
+    prefixes.SHORTEST = 2  # rows of tests are short
     if not dist.is_initialized():
         platform.setup_process(0, 1)
         dist.init_process_group(platform.collective_backend)
@@ -164,7 +166,10 @@ def splits_of(layout: str) -> dict[str, object]:
 
 
 def rows(seed: int = 0, count: int = 8) -> list[Row]:
-    """Prompts and responses of different lengths, one of them a single token, with pretended engine logprobs."""
+    """Prompts and responses of different lengths, one of them a single token, with pretended engine logprobs.
+
+    Two rows have one prompt, which is computed once where rows are packed. Rows 4 and 5 share the beginning of their responses too.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def ints(low: int, high: int, n: int) -> list[int]:
@@ -175,6 +180,10 @@ def rows(seed: int = 0, count: int = 8) -> list[Row]:
         prompt, response = ints(1, 7, 1)[0] + 1, 1 if number == 3 else ints(2, 15, 1)[0]
         logprobs = (-2 * torch.rand(response, generator=generator)).tolist()
         made.append(Row(ints(0, VOCAB, prompt), ints(0, VOCAB, response), logprobs, float(number % 3)))
+        if number % 2:
+            made[-1].prompt_ids = made[-2].prompt_ids
+        if number == 5:
+            made[5].response_ids[:2] = made[4].response_ids[:2]
     return made
 
 
@@ -240,6 +249,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
     plan = MinibatchPlan(1000, settings.epochs, chosen.loss_aggregation, chosen.constant_length)
     model.add_optimizer(cfg, matrices_of(spec.geometry))
     trained = TrainedModel(groups.layout, model, spec, trainer, optimizer=cfg, plan=plan, name="actor")
+    trained.unshared_because = why_unshared(spec.geometry, groups.layout.cp, has_gpu=False)
     if settings.router_replay != "off":
         replay_routes(trained)
     return model, Actor(trained, TEMPERATURE, chosen, router_replay=settings.router_replay)

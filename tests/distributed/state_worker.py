@@ -16,7 +16,6 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig
 from rlhf_mcore.mcore.groups import ModelGroups
@@ -41,6 +40,7 @@ from tests.distributed.setting import (
     start,
 )
 from tests.distributed.update_worker import fill
+from tests.planned_bridge import planned_bridge
 from tests.rows import rows_of_padded
 from tests.unit.bridge.engine import Engine
 
@@ -95,7 +95,9 @@ class World:
         make = moe_groups_of if layout in MOE_LAYOUTS else groups_of
         settings = Settings(dtype=dtype, max_tokens=48, expert_bias_rate=BIAS_RATE * (name == "deepseek_v3"))
         if name in MUON:
-            settings.optimizer = OptimizerConfig("muon", MOMENTUM, LR, eps=1e-3, clip_grad=0.5, weight_decay=DECAY)
+            settings.optimizer = OptimizerConfig(
+                name="muon", momentum=MOMENTUM, lr=LR, eps=1e-3, clip_grad=0.5, weight_decay=DECAY
+            )
         return build(path, make(layout, self.groups), self.platform, settings)
 
     def files(self, model: MegatronModel, actor: Actor, companions: Path) -> RoleFiles:
@@ -152,8 +154,8 @@ def sync(model: MegatronModel) -> dict[str, torch.Tensor]:
     """What an engine has after a sync that every element of it is proven to come from."""
     geometry = model.spec.geometry
     engine = Engine(hf_shapes(geometry), torch.float32)
-    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
-    PlannedBridge(model.local_parameters(), geometry, engine, world_group(), **options).sync(0)
+    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "poison": True}
+    planned_bridge(model.local_parameters(), geometry, engine, world_group(), **options).sync(0)
     return engine.tensors
 
 

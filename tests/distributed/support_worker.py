@@ -40,7 +40,7 @@ CUTS = {
     "one/padded": (64, False, None),
 }
 WHOLE = 5  # a row that was drawn from the whole vocabulary
-WARPERS = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(30), TopPLogitsWarper(0.9)])
+WARPERS = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(30), TopPLogitsWarper(0.8)])
 
 
 def cells() -> list[dict[str, Any]]:

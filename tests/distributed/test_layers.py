@@ -57,3 +57,9 @@ def test_an_update_by_muon_is_one_of_whole_matrices(findings: Any, model: str) -
 
 def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(findings: Any) -> None:
     check_old_of_update(findings["old"])
+
+
+def test_a_prefix_tree_that_is_wrong_is_noticed(findings: Any) -> None:
+    """Rows share prompts, so all tests of this file compute trees. Each of four faults changes logprobs by far more than rounding."""
+    assert len(findings["broken"]) == 4
+    assert all(distance > 0.1 for distance in findings["broken"].values()), findings["broken"]

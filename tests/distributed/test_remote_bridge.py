@@ -67,7 +67,7 @@ def test_only_changed_elements_travel_until_an_engine_has_lost_one(findings: Any
 
 
 def test_engines_that_read_messages_get_every_bit_at_the_lower_bound(findings: Any) -> None:
-    """In processes, by the library itself where it is installed: tests/unit/bridge/test_reads.py has its calls."""
+    """In processes, by the library itself where it is installed: contrib/nixl/tests has its calls."""
     found = findings["by_nixl"]
     if found is None:
         pytest.skip("nixl is not installed")

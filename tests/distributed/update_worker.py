@@ -49,10 +49,10 @@ CUTS = {"one": 10_000, "many": 24}
 OWNERS = ("dealt", "last rank", "one after the other")
 RECOMPUTE = {
     "off": None,
-    "selective": RecomputeConfig("selective"),
-    "full_uniform": RecomputeConfig("full", "uniform", 1),
-    "full_block": RecomputeConfig("full", "block", 1),
-    "mlp_and_attention": RecomputeConfig("selective", modules=["mlp", "core_attn"]),
+    "selective": RecomputeConfig(granularity="selective"),
+    "full_uniform": RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+    "full_block": RecomputeConfig(granularity="full", method="block", num_layers=1),
+    "mlp_and_attention": RecomputeConfig(granularity="selective", modules=["mlp", "core_attn"]),
 }
 # Small buckets, so that there are several to reduce and gather behind each other.
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
@@ -61,7 +61,9 @@ LOSSES = {f"{loss}/{by}": (loss, by, "off") for loss in POLICY_LOSSES for by in 
     f"corrected by {mode}": ("ppo_clip", "sequence", mode) for mode in ("token", "sequence")
 }
 BOUNDS = {"dppo_tv": 0.5}  # by which other tokens are left out than by the divergence of dppo_kl
-COVARIANCE = CovarianceConfig(share=0.3, low=-9, high=9)  # which chooses tokens of the few that there are
+COVARIANCE = CovarianceConfig(share=0.3, high=9).model_copy(
+    update={"low": -9}
+)  # which chooses tokens of the few that there are
 UNSHARED, SHARED = "dp4/packed", ("cp2_dp2/packed", "cp2_dp2/padded", "cp4/packed", "cp4/padded")
 # Padded, packed, padded, ...
 OLD_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "cp2_dp2", "cp4", "pp2_cp2")
@@ -154,9 +156,11 @@ def every_loss(
     for name in losses:
         loss, aggregation, mode = LOSSES[name]
         correction = RolloutCorrectionConfig(mode=mode, cap=0.1)
-        cfg = replace(algorithm(aggregation), policy_loss=loss, rollout_correction=correction, covariance=COVARIANCE)
+        cfg = algorithm(aggregation).model_copy(
+            update={"policy_loss": loss, "rollout_correction": correction, "covariance": COVARIANCE}
+        )
         if bound := BOUNDS.get(loss):
-            cfg = replace(cfg, clip_low=bound, clip_high=bound)
+            cfg = cfg.model_copy(update={"clip_low": bound, "clip_high": bound})
         placed.plan = replace(placed.plan, loss_aggregation=aggregation)
         batch = batch_for(rows())
         fill(batch, reference)
@@ -250,7 +254,7 @@ def twice(
 
 def old_of_update(actor: Actor, reference: torch.nn.Module) -> dict[str, Any]:
     """The same update twice, with old logprobs of a pass of their own and with those of its own forward pass; weights stay."""
-    cfg = replace(algorithm(), rollout_correction=RolloutCorrectionConfig(mode="token", cap=0.1))
+    cfg = algorithm().model_copy(update={"rollout_correction": RolloutCorrectionConfig(mode="token", cap=0.1)})
     actor.model.optimizer = OptimizerConfig(lr=0.0)
     which, estimation, filled = Actor(actor.model, TEMPERATURE, cfg), AdvantageComputer(cfg), batch_for(rows())
     fill(filled, reference)

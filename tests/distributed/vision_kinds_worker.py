@@ -27,12 +27,11 @@ from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.roles.freezing import freeze
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
-from rlhf_mcore.roles.policy import Reference
+from rlhf_mcore.roles.policy import Reference, SupervisedActor
 from rlhf_mcore.roles.preference import PreferenceActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
-from rlhf_mcore.roles.supervised import SupervisedActor
+from rlhf_mcore.roles.trained_weights import freeze
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import finish, gatherer, groups_of, start
@@ -94,7 +93,7 @@ def update(kind: str, path: Path, reference: Path, groups: ModelGroups, platform
         role = SupervisedActor(trained)
     elif kind == "dpo":
         other = RoleModel(groups.layout, built(reference, trainable=False), spec, trainer)
-        role = PreferenceActor(trained, DpoConfig("dpo", beta=BETA), Reference(other, temperature=1.0))
+        role = PreferenceActor(trained, DpoConfig(loss="dpo", beta=BETA), Reference(other, temperature=1.0))
         role.compute_reference(batch)
     else:
         role = RewardModelTrainer(trained, 0.0)
@@ -175,7 +174,7 @@ def patches_read(path: Path, groups: ModelGroups, platform: Platform) -> dict[st
     plan = MinibatchPlan(1000)
     trained = TrainedModel(groups.layout, policy, spec, trainer, optimizer=optimizer, plan=plan, name="actor")
     actor = PreferenceActor(
-        trained, DpoConfig("dpo"), Reference(RoleModel(groups.layout, reference, spec, trainer), temperature=1.0)
+        trained, DpoConfig(loss="dpo"), Reference(RoleModel(groups.layout, reference, spec, trainer), temperature=1.0)
     )
     found: dict[str, list[int]] = {name: [] for name in counts}
     for _ in range(2):

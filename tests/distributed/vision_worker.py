@@ -26,9 +26,9 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import weight_storage
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.planning.inputs import PlannedRole
-from rlhf_mcore.planning.weights import state_bytes
+from rlhf_mcore.planning.memory import state_bytes
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.roles.freezing import freeze
+from rlhf_mcore.roles.trained_weights import freeze
 from rlhf_mcore.types import Microbatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
@@ -46,8 +46,8 @@ FEW = {
 LEARNED = ("all", "merger", "all", "none")
 RECOMPUTED = (
     RecomputeConfig(),
-    RecomputeConfig("full", "uniform", 1),
-    RecomputeConfig("full", "uniform", 1),
+    RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+    RecomputeConfig(granularity="full", method="uniform", num_layers=1),
     RecomputeConfig(),
 )
 GRIDS = {"wide": (1, 4, 6), "small": (1, 2, 2), "tall": (1, 10, 4)}

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_mcore.cli.launch import local_logs, local_rendezvous, torchrun_command
+from rlhf_mcore.cli.launch import list_log_options, list_rendezvous_options, torchrun_command
 from tests.commands import descendants
 from tests.distributed import forked, nccl_rules, rank_failures
 from tests.machine_speed import scaled
@@ -102,7 +102,7 @@ class World:
 
 
 def _start(worker: str, num_ranks: int, output: IO[str], failures: Path, *arguments: str) -> subprocess.Popen[str]:
-    options = [*local_rendezvous(), *local_logs(None, num_ranks)]
+    options = [*list_rendezvous_options(), *list_log_options(None, num_ranks)]
     command = torchrun_command(options, num_ranks, [f"tests.{worker}", *arguments], forked.MODULE)
     command[1:1] = ["-W", "ignore"]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -128,7 +128,7 @@ def _folder_beside(output: IO[str]) -> Path:
 
 def _failed(failures: Path, problem: str, output: IO[str]) -> AssertionError:
     """Return the error of a world: what its first failing rank raised, or the end of the output if no rank raised anything."""
-    if raised := rank_failures.first_failure(failures):
+    if raised := rank_failures.find_first_failure(failures):
         return AssertionError(f"{raised}{problem}; its output is in {output.name}")
     output.seek(0)
     return AssertionError(f"{problem}\n{output.read()[-6000:]}")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.cli.reward_pools import reward_pools
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.reward import build_reward, text_only
+from rlhf_mcore.rewards.reward import build_reward, make_text_trajectory
 from rlhf_mcore.types import Prompt
 
 
@@ -20,7 +20,7 @@ def main(function: str) -> None:
     reward = build_reward(cfg, reward_pools(cfg))
     import ray  # which reads its settings when it is imported: not before it is joined
 
-    rows = [text_only(Prompt(str(n), n, [1], ""), "x" * n) for n in range(3)]
+    rows = [make_text_trajectory(Prompt(str(n), n, [1], ""), "x" * n) for n in range(3)]
     print(
         json.dumps([[score.value for score in reward.score(rows)], ray.get_runtime_context().gcs_address]), flush=True
     )

@@ -19,8 +19,7 @@ from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles.policy import logprobs_of, routes_of
-from rlhf_mcore.roles.routes import recorded_routes
+from rlhf_mcore.roles.policy import logprobs_of, recorded_routes, routes_of
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.trainer.exchange import RowExchange

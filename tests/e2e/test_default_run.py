@@ -36,6 +36,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
 """
 SETTINGS = [
+    "data.train=[long.jsonl]",
     f"trainer.num_steps={STEPS}",
     "trainer.prompts_per_step=4",
     "trainer.minibatch_size=2",
@@ -71,10 +72,17 @@ def rank_process(launcher: int, rank: int) -> int:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a model, prompts and a reward. Torch's default port is in use, which no run may need."""
+    """A folder with a model, prompts and a reward. Torch's default port is in use, which no run may need.
+
+    Prompts are long enough to be computed once for all responses.
+    """
     directory = tmp_path_factory.mktemp("default_run")
-    make_quickstart(directory, fit_steps=30)
+    make_quickstart(directory, fit_steps=80)  # with fewer it writes special tokens to long prompts
     (directory / "reward.py").write_text(REWARD)
+    sums = ["+".join(str(number) for number in range(first, first + 13)) for first in range(10, 26)]
+    (directory / "long.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{text}=", "answer": "1"}) + "\n" for text in sums)
+    )
     with socket.socket() as taken:
         with suppress(OSError):  # another program holds it: as good
             taken.bind(("127.0.0.1", 29500))
@@ -88,6 +96,8 @@ def whole(workspace: Path) -> Path:
     done = finished(train("whole"), workspace, environment(workspace))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Traceback" not in done.stdout and "Warning" not in done.stdout and f"step {STEPS}/{STEPS}" in done.stdout
+    [kernels] = [line for line in done.stdout.splitlines() if line.startswith("kernels: ")]
+    assert "AdamW torch, engine attention CPU_ATTN" in kernels
     return workspace / "outputs" / "quickstart" / "whole"
 
 
@@ -124,10 +134,12 @@ def test_a_run_learns_from_what_vllm_samples(whole: Path) -> None:
     for step in steps[1:]:
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0
         assert 0 <= step["rollout/logprob_diff_mean"] <= step["rollout/logprob_diff_max"] < 1e-4
+        assert step["rollout/preemptions"] == 0
+        assert 0.2 < step["trainer/computed_share"] < 0.7  # prompts of 42 tokens, 4 responses of up to 12
         assert step["progress/samples"] == 16 * step["step"]
     assert [step["step"] for step in steps if "evaluate/reward" in step] == [0, 2, 4]
     config = (whole / "config.yaml").read_text()
-    assert "prompts_per_step: 4" in config and "engine: vllm" in config
+    assert "prompts_per_step: 4" in config and "engine: vllm" in config and "max_num_seqs: 256" in config
     assert list((whole / "tensorboard").glob("events.*")) and (whole / "latest").readlink() == Path(
         f"checkpoint-{STEPS}"
     )

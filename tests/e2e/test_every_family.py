@@ -104,8 +104,6 @@ def check_agreement(workspace: Path, name: str, experiment: str, variables: dict
     if learns:
         options += ["actor.mtp.mode=train"]
         options += ["rollout.speculative.method=mtp"] if engine == "vllm" else []
-    if name == "deepseek_v3_heads":  # what attention has made of its weights too
-        options += ["bridge.verify=full"]
     steps = [step for step in train(workspace, experiment, [*SMALL, *options], variables) if step["step"]]
     assert len(steps) == 2
     statistic, limit = IN_BF16.get(name, ("max", 1e-4))

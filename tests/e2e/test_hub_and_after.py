@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, wait_for
+from tests.commands import ROOT
 from tests.hub import COMMIT, Hub, stand_in
 from tests.machine_speed import scaled
 from tests.tiny_training import CONFIG, SMALL, make
@@ -139,37 +138,3 @@ def test_what_is_damaged_is_not_pushed(trained: Trained, tmp_path: Path) -> None
     done = trained.command("push", str(copy), "Me/damaged")
     assert done.returncode == 2 and "is damaged, nothing is uploaded" in done.stderr
     assert "models/Me/damaged" not in trained.hub.files
-
-
-def test_chat_answers_a_pipe(trained: Trained) -> None:
-    answered = trained.command("chat", str(trained.run), "--max-new-tokens", "6", text="12+7=")
-    assert answered.returncode == 0 and answered.stdout.strip()
-    nothing = trained.command("chat", str(trained.run), text="")
-    assert nothing.returncode == 2 and "standard input has no text" in nothing.stderr
-
-
-def test_chat_converses_on_a_terminal_and_ends_with_ctrl_d(trained: Trained) -> None:
-    main, inner = pty.openpty()
-    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "chat", str(trained.run), "--max-new-tokens", "4"]
-    process = subprocess.Popen(
-        command, cwd=trained.directory, env=dict(trained.environment), stdin=inner, stdout=inner, stderr=inner
-    )
-    os.close(inner)
-    heard = bytearray()
-
-    def prompts() -> int:
-        heard.extend(os.read(main, 65536))
-        return heard.count(b"> ")
-
-    try:
-        wait_for(lambda: prompts() >= 1, explain=heard.decode)
-        os.write(main, b"1+1\n")
-        wait_for(lambda: prompts() >= 2, explain=heard.decode)
-        os.write(main, b"and 2+2\n")
-        wait_for(lambda: prompts() >= 3, explain=heard.decode)
-        os.write(main, b"\x04")
-        assert process.wait(scaled(60)) == 0, heard.decode()
-    finally:
-        process.kill()
-        os.close(main)
-    assert b"Traceback" not in heard and b"error" not in heard

@@ -50,7 +50,7 @@ DOCUMENTED
 def fail(step, metrics):
     raise KeyError("of a callback")
 try:
-    rm.train(replace(cfg, experiment="failed"), reward=long, prompts=rows, callbacks=[fail])
+    rm.train(cfg.model_copy(update={"experiment": "failed"}), reward=long, prompts=rows, callbacks=[fail])
 except KeyError:  # the next run is in the same process, as in a notebook
     trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher, Longest(), Lines()])
 again = rm.train(cfg, reward=long, prompts=rows)  # nothing is left to do
@@ -122,7 +122,10 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 2)
     assert (tmp_path / model / "model.safetensors").is_file() and (tmp_path / model / "config.json").is_file()
     assert first == 1 and steps == [2, 3, None]
-    assert Path(saved) == tmp_path / "kept" / "checkpoint-1" and (Path(saved) / "manifest.json").is_file()
+    assert (
+        Path(saved) == tmp_path / "outputs/quickstart/second/kept/checkpoint-1"
+        and (Path(saved) / "manifest.json").is_file()
+    )
     assert "let it take (data_source, solution_str, ground_truth, extra_info)" in problems[0]
     assert "need 2 processes, and this is one" in problems[1]
     assert fits and not leaves_rank
@@ -167,15 +170,21 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
 
 
 PRELUDE = """
+import linecache
+
 import rlhf_mcore as rm
-from rlhf_mcore.api import commands, inputs, settings, training
+from rlhf_mcore.api import commands, inputs, training
 
 def small(*given, **more):
-    made = inputs.run_config(*given, **more)
-    settings.apply_settings(made, SMALL)
-    return made
+    return inputs.run_config(*given, **more).updated(SMALL)
 
 training.run_config = commands.run_config = small
+
+def cell(text, names):
+    # As a notebook does, which keeps the source of its cells.
+    name = f"<cell {len(linecache.cache)}>"
+    linecache.cache[name] = len(text), None, text.splitlines(True), name
+    exec(compile(text, name, "exec"), names)
 """
 SETTINGS = {
     "trainer": {"num_steps": 1, "prompts_per_step": 2, "minibatch_size": 2},
@@ -194,15 +203,15 @@ def test_the_page_trains_what_it_shows_after_the_quickstart(tmp_path: Path) -> N
     parts = [
         PRELUDE.replace("SMALL", repr(SETTINGS)),
         f'rm.train(rm.load_config("configs/quickstart/grpo.yaml", {one_process}))',  # the quickstart
-        *(f"exec({block!r}, {{}})" for block in blocks),
+        *(f"cell({block!r}, {{}})" for block in blocks),
         "names = {}",
-        f"exec({blocks[0]!r}, names)",  # the cell is run again,
+        f"cell({blocks[0]!r}, names)",  # the cell is run again,
         "first = names['trained']",
-        f"exec({blocks[0].replace('else 0.0', 'else 0.5')!r}, names)",  # and with another reward
+        f"cell({blocks[0].replace('else 0.0', 'else 0.5')!r}, names)",  # and with another reward
         "second = names['trained']",
         "print(first.directory, len(first.metrics), second.directory, second.metrics[0]['reward/mean'])",
         "try:",
-        f"    exec({blocks[1].replace('else 0.0', 'else 0.5')!r}, {{}})",
+        f"    cell({blocks[1].replace('else 0.0', 'else 0.5')!r}, {{}})",
         "except rm.ConfigError as error:",
         "    print(error)",
     ]

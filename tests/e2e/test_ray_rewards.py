@@ -20,7 +20,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
 from rlhf_mcore.own_processes import children, has_ended
-from rlhf_mcore.rewards.function import PooledReward, function_reward
+from rlhf_mcore.rewards.function import PooledReward, build_function_reward
 from rlhf_mcore.rewards.ray_pool import RayPools
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rollout.remote.cluster import Cluster
@@ -56,7 +56,7 @@ def reward(tmp_path: Path, pools: RayPools) -> Iterator[Callable[..., PooledRewa
         path = tmp_path / "my_reward.py"
         path.write_text(HEAD + body)
         cfg = RewardConfig(function=f"{path}:grade", **{"workers": 1, "on_error": "zero", **settings})
-        made.append(function_reward(cfg, own))
+        made.append(build_function_reward(cfg, own))
         return made[-1]
 
     yield make
@@ -79,11 +79,11 @@ def test_scores_are_those_of_local_workers(
     here = f"float(os.getcwd() == {os.getcwd()!r})"
     body = f"import random; return {{'score': int(solution_str) + random.random(), 'here': {here}}}"
     far = reward(body, workers=2).score(rows(50))
-    local = function_reward(RewardConfig(function=f"{tmp_path}/my_reward.py:grade", workers=1))
+    local = build_function_reward(RewardConfig(function=f"{tmp_path}/my_reward.py:grade", workers=1))
     assert far == local.score(rows(50)) and far[0].parts == {"here": 1.0}
     local.close()
     pairs = [(r"\boxed{\frac{1}{\sqrt3}}", r"\frac{\sqrt3}{3}"), (r"\boxed{x+1}", "x+2")]
-    ruled = build_reward(RewardConfig(rules=[RuleConfig("math")], workers=1), pools)
+    ruled = build_reward(RewardConfig(rules=[RuleConfig(name="math")], workers=1), pools)
     assert [score.value for score in ruled.score([trajectory(*pair[:1], truth=pair[1]) for pair in pairs])] == [
         1.0,
         0.0,
@@ -174,7 +174,7 @@ def test_programs_run_in_the_sandbox_of_an_actor(pools: RayPools) -> None:
         "print(len(bytes(100 * 2**30)))": ["1\n"],
         "print(3)": None,
     }
-    rule = RuleConfig("code", test_s=1.0, total_s=2.0)
+    rule = RuleConfig(name="code", test_s=1.0, total_s=2.0)
     ruled = build_reward(RewardConfig(rules=[rule], workers=1), pools)
     tests = [expected and {"inputs": ["0\n"], "outputs": expected} for expected in programs.values()]
     scores = ruled.score(

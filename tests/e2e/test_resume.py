@@ -373,8 +373,6 @@ def test_another_layout_continues_with_the_same_numbers_and_saves_when_asked(wor
     assert_recent(saved[-1].path, found)
     for name, mode in {"actor/training/index.json": 0o600, "config.yaml": 0o600, "manifest.json": 0o644}.items():
         assert (saved[-1].path / name).stat().st_mode & 0o777 & ~0o022 == mode, name
-    pin = [sys.executable, "-m", "rlhf_mcore.cli.main", "pin", str(directory), "4", "good"]
-    assert finished(pin, workspace).returncode == 0 and (directory / "pins/good/actor/config.json").is_file()
 
 
 def assert_recent(checkpoint: Path, rows: list[dict[str, Any]]) -> None:
@@ -412,6 +410,36 @@ def test_fault_28_and_09_a_disk_that_fills_ends_a_run_that_goes_on_after_failed_
 
 def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_a_dry_run_checks_a_resume_and_all_data_and_changes_nothing(workspace: Path, calm: Path) -> None:
+    copy = calm.with_name("dry")
+    shutil.copytree(calm, copy, symlinks=True)
+    dry = [f"trainer.num_steps={STEPS + 1}", "--dry-run"]
+
+    def content() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+    done = run(workspace, "dry", *dry)
+    assert done.returncode == 0 and "starting" not in done.stdout, done.stdout + done.stderr
+    assert f"the run continues after step {STEPS} of {STEPS + 1}" in done.stdout and "first prompt" in done.stdout
+    assert [line.strip() for line in done.stdout.splitlines() if "changed since" in line] == [
+        f"changed since: trainer.num_steps was {STEPS} and is {STEPS + 1}"
+    ]
+    weights = next((copy / f"checkpoint-{STEPS}" / "critic").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    before = content()
+    done = run(workspace, "dry", "checkpoint.on_damaged=error", *dry)
+    assert done.returncode == 2 and f"checkpoint-{STEPS} is damaged: critic/{weights.name}" in done.stderr
+    done = run(workspace, "dry", *dry)
+    assert done.returncode == 0 and f"the run continues after step {STEPS - 1} of {STEPS + 1}" in done.stdout
+    assert content() == before
+    rows = [{"prompt": f"{n}+1=", "reward_model": {"ground_truth": str(n + 1)}} for n in range(100)]
+    rows.append({**rows[0], "prompt": "1+" * 5000})
+    (workspace / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(workspace, "none", "data.train=rows.jsonl", *dry)
+    assert done.returncode == 2 and "line 101" in done.stderr and "data.max_prompt_tokens" in done.stderr
+    assert not calm.with_name("none").exists()
 
 
 def test_a_changed_seed_is_rejected_before_anything_is_touched(workspace: Path, calm: Path) -> None:

@@ -57,4 +57,4 @@ def test_without_the_package_the_name_is_no_engine(directory: Path) -> None:
     command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *SETTINGS]
     done = finished(command, directory, {**os.environ, "PYTHONPATH": python_path()})
     assert done.returncode == 2
-    assert "rollout.engine='served' is not a choice; choose one of: hf, server, vllm" in done.stderr
+    assert "rollout.engine='served' is not a choice; did you mean 'server'? There are: hf, server, vllm" in done.stderr

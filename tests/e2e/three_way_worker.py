@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
+from rlhf_mcore.bridge.map.engine import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.map.trace import trace
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
@@ -27,7 +27,6 @@ from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.planning.inputs import EngineGrid
-from rlhf_mcore.planning.sync import engine_tensors
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
@@ -50,6 +49,7 @@ from tests.distributed.setting import (
     rows,
     start,
 )
+from tests.e2e.plain_load import sync_and_compare
 from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
 from tests.e2e.three_way_cases import (
@@ -63,6 +63,9 @@ from tests.e2e.three_way_cases import (
     generates,
     layouts,
 )
+from tests.engine_layout import engine_tensors
+from tests.plan_bytes import count_bytes
+from tests.planned_bridge import planned_bridge
 from tests.rows import Row
 from tests.unit.bridge.eight_bits import slow_values
 
@@ -159,24 +162,23 @@ def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, 
     largest = max(tensor.numel() * tensor.element_size() for _, tensor in gatherer(model))
     bucket = largest // 3
     parameters, geometry = model.local_parameters(), model.spec.geometry
-    whole = PlannedBridge(
+    whole = planned_bridge(
         parameters,
         geometry,
         engine,
         world_group(),
         bucket_bytes=1 << 24,
-        verify="full",
-        gatherer=gatherer(model),
+        verify=True,
         poison=True,
         **options,
     )
     assert whole.plan.num_buckets == 1
-    whole.sync(version)
-    bridge = PlannedBridge(
-        parameters, geometry, engine, world_group(), bucket_bytes=bucket, verify="digest", poison=True, **options
+    sync_and_compare(whole, gatherer(model), version)
+    bridge = planned_bridge(
+        parameters, geometry, engine, world_group(), bucket_bytes=bucket, verify=True, poison=True, **options
     )
     stats = bridge.sync(version + 1)
-    total = bridge.plan.bytes()
+    total = count_bytes(bridge.plan)
     return {
         "peak_share": max(all_gather_json(stats.peak_bytes / (4 * bucket))),
         "num_buckets": float(bridge.plan.num_buckets),
@@ -201,8 +203,8 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
     dist.barrier()
     for version, which in enumerate((name, other, name)):
         model, _ = build(world.directory / which, groups, world.platform, Settings())
-        bridge = PlannedBridge(
-            model.local_parameters(), model.spec.geometry, engine, world_group(), bucket_bytes=20_000, verify="digest"
+        bridge = planned_bridge(
+            model.local_parameters(), model.spec.geometry, engine, world_group(), bucket_bytes=20_000, verify=True
         )
         if version == 1:
             found["torn"] = torn(bridge, engine, world.prompts)
@@ -219,9 +221,9 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
 def eight_bits(world: World, path: Path, model: Any, engine: Any) -> list[Any]:
     """What engines say whose weights have come in 8 bits, and when they have loaded the values of these: slow versions' of files."""
     said = []
-    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
+    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "poison": True}
     for number, kind in enumerate(QUANTISATIONS.values()):
-        bridge = PlannedBridge(
+        bridge = planned_bridge(
             model.local_parameters(), model.spec.geometry, engine, world_group(), quantisation=kind.name, **options
         )
         bridge.sync(20 + 2 * number)
@@ -246,8 +248,8 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
     """
     path, other = world.directory / "qwen3_seven", world.directory / "qwen3_seven_other"
     model, actor = build(other, groups, world.platform, Settings())
-    bridge = PlannedBridge(
-        model.local_parameters(), model.spec.geometry, engine, world_group(), bucket_bytes=20_000, verify="digest"
+    bridge = planned_bridge(
+        model.local_parameters(), model.spec.geometry, engine, world_group(), bucket_bytes=20_000, verify=True
     )
     stats = bridge.sync(10, only=["model.layers.1.self_attn.q_proj.weight", "model.norm.*"])
     brought = greedy(engine, world.prompts)

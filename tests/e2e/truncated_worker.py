@@ -17,8 +17,7 @@ from rlhf_mcore.config.schema import RolloutConfig, RolloutCorrectionConfig, Rol
 from rlhf_mcore.config.schema.rollout import SamplingConfig, truncates
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.parallel.ragged import split_tokens
-from rlhf_mcore.parallel.rows import merge_rows
+from rlhf_mcore.parallel.rows import merge_rows, split_tokens
 from rlhf_mcore.roles.policy import Actor, logprobs_of
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import rlhf_mcore.algorithms.baselines  # noqa: F401  # its estimators are in the table
+import rlhf_mcore.algorithms.advantages  # noqa: F401  # its estimators are in the table
 from rlhf_mcore.algorithms.advantages import whiten
 from rlhf_mcore.algorithms.correction import rollout_correction
 from rlhf_mcore.algorithms.covariance import CHOSEN, choose_tokens

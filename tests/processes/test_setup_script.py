@@ -213,6 +213,20 @@ def test_libraries_that_lack_something_do_not_load(tmp_path: Path) -> None:
         and done.stderr.startswith("_C.abi3.so: ")
         and done.stderr.endswith("_C.abi3.so does not load\n")
     )
+    # Built for another torch: it lacks a symbol. Only a third-party library has a replacement in vLLM.
+    needy = tmp_path / "needy.c"
+    needy.write_text("extern int of_another_torch(void); int call(void) { return of_another_torch(); }")
+    place = tmp_path / "vllm" / "third_party" / "deep_gemm"
+    place.mkdir(parents=True)
+    library = place / "_C_extension.abi3.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(needy)], check=True)
+    shutil.copy(library, tmp_path / "vllm" / "_C.abi3.so")
+    assert loads(str(tmp_path)).returncode == 1 and library.exists()
+    (tmp_path / "vllm" / "_C.abi3.so").unlink()
+    done = loads(str(tmp_path))
+    assert done.returncode == 0 and "third_party/deep_gemm/_C_extension.abi3.so is set aside" in done.stdout
+    assert "of_another_torch" in done.stderr and [path.name for path in place.iterdir()] == [f"{library.name}.aside"]
+    assert (done := loads(str(tmp_path))).returncode == 0 and not done.stdout
 
 
 @pytest.mark.parametrize("stack", ["", "cpu"])

@@ -13,8 +13,8 @@ import yaml
 
 from rlhf_mcore.cli.agent import _parser
 from rlhf_mcore.config.keys import owner_of
-from rlhf_mcore.config.metrics import GROUPS
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.metrics.catalogue import GROUPS
 from rlhf_mcore.observability.prometheus import metric_name
 
 ROOT = Path(__file__).resolve().parents[2]

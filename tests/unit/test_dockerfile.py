@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from rlhf_mcore.commands.doctor import command as doctor
 
@@ -87,6 +88,46 @@ def test_the_gpu_container_gets_what_its_python_lacks_before_setup_runs() -> Non
     # An ARG of that name would be ignored: the container has an environment variable of the same name.
     assert any('TORCH_CUDA_ARCH_LIST="${CUDA_ARCHITECTURES}"' in text for text in gpu.of("ENV"))
     assert not [text for text in gpu.of("ARG") if text.startswith("TORCH_CUDA_ARCH_LIST")]
+
+
+# What vLLM 0.32's source needs to be built. Its Rust program is optional: setuptools-rust leaves it out if there is no compiler.
+OF_APT = {
+    "git": "CMake fetches CUTLASS, FlashAttention, FlashMLA and others (GIT_REPOSITORY)",
+    "g++": "compiles the host code of the kernels",
+    "python3-dev": "find_package(Python COMPONENTS Development.Module Development.SABIModule)",
+}
+OF_PIP = ["cmake", "jinja2", "ninja", "packaging", "setuptools", "setuptools-rust", "setuptools-scm", "wheel"]
+
+
+def test_a_vllm_can_be_built_from_source_in_the_gpu_image() -> None:
+    """The stage contains what ``--no-binary vllm --no-build-isolation`` needs: CUDA and torch are the container's."""
+    assert "--no-build-isolation --no-binary vllm" in SETUP
+    gpu = STAGES["gpu"]
+    before = gpu.steps[: gpu.position("RUN", "./launch/setup.sh")]
+    (install,) = [text for name, text in before if name == "RUN" and "apt-get install" in text]
+    assert OF_APT.keys() <= set(install.split())
+    locked = (ROOT / "requirements" / "gpu.lock").read_text(encoding="utf-8")
+    assert set(OF_PIP) <= set(re.findall(r"^([\w-]+)==", locked, re.MULTILINE))
+
+
+def test_compiled_kernels_of_the_gpu_image_are_on_a_volume() -> None:
+    """vLLM keeps DeepGEMM's under VLLM_CACHE_ROOT, FlashInfer its own under .cache of FLASHINFER_WORKSPACE_BASE."""
+    gpu = STAGES["gpu"]
+    places = dict(
+        word.split("=") for text in gpu.of("ENV") for word in text.split() if "CACHE" in word or "WORKSPACE" in word
+    )
+    kept = {name: Path(places[name]) for name in ("VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR")}
+    assert "/cache" in gpu.of("VOLUME")
+    assert all(place.is_relative_to("/cache") for place in kept.values())
+    assert gpu.position("RUN", "--owner rlhf /workspace /cache") < gpu.position("VOLUME", "/cache")
+
+
+def test_gated_delta_nets_have_kernels_in_the_gpu_image() -> None:
+    """Those of flash-linear-attention; of its releases from 0.6 on tilelang computes the backward pass on Hopper."""
+    locked = (ROOT / "requirements" / "gpu.lock").read_text(encoding="utf-8")
+    versions = dict(re.findall(r"^([\w-]+)==([\d.]+)", locked, re.MULTILINE))
+    assert Version(versions["fla-core"]) >= Version("0.6") and "tilelang" in versions
+    assert "transformers" in versions and "triton" not in versions  # the container's
 
 
 def test_nothing_that_setup_needs_is_left_out_of_the_context() -> None:

@@ -14,7 +14,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,12 +28,13 @@ from rlhf_mcore.cli.main import COMMANDS
 from rlhf_mcore.cli.main import module_of as command_module
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages that name the keys of others.
 OF_OTHERS = tuple(f"from-{name}.md" for name in ("verl", "openrlhf", "megatron-lm", "trl", "slime", "nemo-rl"))
-GROUPS = [field.name for field in fields(Config) if is_dataclass(getattr(Config(), field.name))]
+GROUPS = [name for name, value in Config() if isinstance(value, Group)]
 FOLDERS = ("configs/", "tools/", "examples/", "launch/", "tests/", "benchmarks/", "requirements/", "./launch/")
 RUNNERS = ("rlhf-mcore", "python", "torchrun", "srun")
 
@@ -62,7 +63,7 @@ def language_of(code: str) -> str:
     first = next((line for line in code.splitlines() if line.strip() and not line.startswith("#")), "")
     if re.match(r"(import|from|def|class|@)\b", first):
         return "python"
-    if first.partition(":")[0] in [field.name for field in fields(Config)]:
+    if first.partition(":")[0] in Config.model_fields:
         return "yaml"
     return "bash"
 
@@ -106,17 +107,19 @@ def options(module: str) -> frozenset[str]:
 @cache
 def keys() -> frozenset[str]:
     def below(node: Any, prefix: str) -> Iterator[str]:
-        for field in fields(node):
-            yield prefix + field.name
-            if is_dataclass(value := getattr(node, field.name)):
-                yield from below(value, f"{prefix}{field.name}.")
+        for name, value in node:
+            yield prefix + name
+            if isinstance(value, Group):
+                yield from below(value, f"{prefix}{name}.")
 
     return frozenset(below(Config(), ""))
 
 
 def is_key(name: str) -> bool:
     """Whether a configuration has it; below ``environment.options`` anything goes."""
-    return name in keys() or name.startswith(("environment.options.", "model.megatron.", "actor.megatron."))
+    return name in keys() or name.startswith(
+        ("environment.options.", "model.megatron.", "actor.megatron.", "rollout.vllm.")
+    )
 
 
 def module_of(words: list[str]) -> str | None:

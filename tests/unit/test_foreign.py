@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import Fields, Limits, MissingFile, parse_json, read_bytes, read_json, read_text
+from rlhf_mcore.foreign import Fields, MissingFile, ReadLimits, parse_json, read_bytes, read_json, read_text
 
-TINY = Limits(num_bytes=1000, num_values=50, depth=4)
+TINY = ReadLimits(num_bytes=1000, num_values=50, depth=4)
 
 
 def _socket(path: Path) -> None:
@@ -97,7 +97,7 @@ def test_documents_that_are_refused() -> None:
 def test_depth_beyond_the_parser(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(b"[" * 1_000_000)
     with pytest.raises(ConfigError, match="nested deeper than"):
-        read_json(tmp_path / "x.json", limits=Limits(num_values=2_000_000))
+        read_json(tmp_path / "x.json", limits=ReadLimits(num_values=2_000_000))
 
 
 def test_integers_of_thousands_of_digits_are_refused() -> None:

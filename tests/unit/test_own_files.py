@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.bridge.files.formats.convert import whole_directory
-from rlhf_mcore.checkpoint.archive import pack
 from rlhf_mcore.checkpoint.commit import prepare
 from rlhf_mcore.checkpoint.delta import readable
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.housekeeping import recover, remove_partials, tidy
+from rlhf_mcore.checkpoint.housekeeping import Retention, recover, remove, remove_partials, tidy
 from rlhf_mcore.checkpoint.layout import Checkpoint
-from rlhf_mcore.checkpoint.retention import Retention, remove
 from rlhf_mcore.cli.main import main
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
@@ -118,19 +116,6 @@ def test_a_linked_quarantine_is_neither_filled_nor_emptied(run: Path, elsewhere:
     tidy(run, Retention(), None, Disk())
     remove_partials(run, Disk())
     assert untouched(elsewhere) and len(list(elsewhere.iterdir())) == len(NAMES) + 1
-
-
-def test_a_linked_archive_is_neither_filled_nor_cleared(run: Path, elsewhere: Path) -> None:
-    (run / "archive").symlink_to(elsewhere)
-    recover(run, None, Disk())
-    with refused(ConfigError, field="archive", value="link"):
-        pack(run / "checkpoint-10", run / "archive", Disk())
-    (run / "archive").unlink()
-    (run / "archive").mkdir()
-    (run / "archive" / ".checkpoint-10.tar.zst.partial").symlink_to(elsewhere / "other" / "file")
-    with pytest.raises(ConfigError, match="is a link"):
-        pack(run / "checkpoint-10", run / "archive", Disk())
-    assert untouched(elsewhere)
 
 
 def test_a_removal_does_not_begin_elsewhere(run: Path, elsewhere: Path) -> None:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ import tomllib
 
 from rlhf_mcore.config.keys import DESCRIPTIONS, choices_of
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import Choices
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_mcore"
 COMMANDS = ["./launch/quickstart.sh", "./launch/test.sh"]
 SCRIPTS = [
-    *(f"launch/{name}.sh" for name in ("setup", "quickstart", "test", "lock", "local", "multinode", "node", "docs")),
+    *(f"launch/{name}.sh" for name in ("setup", "quickstart", "test", "lock", "local", "node", "docs")),
     ".ci/run",
 ]
 SCRIPTS += ["launch/slurm/submit.sh", "launch/slurm/chain.sh", "launch/slurm/train.sbatch"]
@@ -209,13 +209,12 @@ def test_torch_is_left_to_its_own_step() -> None:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and default of every leaf of a tree of dataclasses."""
-    for item in fields(node):
-        value = getattr(node, item.name)
-        if is_dataclass(value):
-            yield from leaves(value, f"{prefix}{item.name}.")
+    """Dotted key and default of every leaf of a tree of groups."""
+    for name, value in node:
+        if isinstance(value, Group):
+            yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{item.name}", value
+            yield f"{prefix}{name}", value
 
 
 def as_yaml(value: Any) -> str:
@@ -226,10 +225,10 @@ def as_yaml(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list) and not any(map(is_dataclass, value)):
+    if isinstance(value, list) and not any(isinstance(item, Group) for item in value):
         return f"[{', '.join(map(str, value))}]"
     if isinstance(value, list):
-        chosen = [{f.name: getattr(item, f.name) for f in fields(item)} for item in value]
+        chosen = [dict(item) for item in value]
         usual = [vars(type(item)()) for item in value]  # options that are as they are by default are not shown
         inner = [{k: v for k, v in shown.items() if v != usual[n][k]} for n, shown in enumerate(chosen)]
         return "[" + ", ".join("{" + ", ".join(f"{k}: {v}" for k, v in item.items()) + "}" for item in inner) + "]"

@@ -1,4 +1,4 @@
-"""Stand in for xxhash where gpu_suite's archive is run and it is not installed: the same interface over BLAKE2b, other digests."""
+"""Stand in for xxhash for an archive of tools/certify, if it is not installed: the same interface over BLAKE2b, other digests."""
 
 from __future__ import annotations
 

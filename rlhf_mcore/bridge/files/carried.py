@@ -14,9 +14,9 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.tensor_files import CODES, FileShard, ShardFiles, TensorTypes
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_config
 from rlhf_mcore.families.mtp import MTP_KEY, REPEATED, mtp_tensors, num_mtp_layers
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.model_files import read_config
 
 _BLOCK_BYTES = 16 * 2**20
 

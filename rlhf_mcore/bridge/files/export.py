@@ -7,6 +7,7 @@ No rank ever holds a full model, nor a full file, nor all experts of a layer tha
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,7 +83,9 @@ class Exporter:
         )
         self.geometry = geometry
         self._companions, self._config_updates, self._group = companions, config_updates, group
-        self._base, self._dropout = adapters_of, dropout
+        # Of a run's link "latest" the checkpoint: the link moves on if the run does.
+        self._base = None if adapters_of is None else os.path.realpath(adapters_of)
+        self._dropout = dropout
         dtypes = wire_dtypes(parameters, pieces_of, group)
         self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
         self._carried = carried
@@ -96,7 +99,7 @@ class Exporter:
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
         single = SINGLE
         if adapters_of is not None:
-            from rlhf_mcore.config.adapter_files import ADAPTER_WEIGHTS
+            from rlhf_mcore.readers.adapter_files import ADAPTER_WEIGHTS
 
             single, shard_bytes = ADAPTER_WEIGHTS, sum(sizes.values())  # PEFT reads one file
         self.shards = cut_into_shards(sizes, group.size(), shard_bytes, beside, single)
@@ -168,7 +171,7 @@ class Exporter:
         if self._group.rank() != 0:
             return paths
         if self._base is not None:
-            from rlhf_mcore.bridge.files.adapter_files import write_companions
+            from rlhf_mcore.bridge.files.hf_files import write_companions
 
             return paths + write_companions(self._companions, directory, self.geometry, self._base, self._dropout)
         write_index(directory, self.shards, self._types)

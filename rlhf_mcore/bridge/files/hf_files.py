@@ -17,9 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import COMPANIONS
 from rlhf_mcore.foreign import INDEX as INDEX_LIMITS
 from rlhf_mcore.foreign import read_bytes, read_json, shorten
+from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, read_adapters
+from rlhf_mcore.readers.model_files import COMPANIONS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -114,13 +116,11 @@ class HFReader:
         """Read a rectangle of a tensor in the file's dtype, or in bf16 where the file has mxfp4."""
         if name not in self._packed:
             return self._handle(name).get_slice(name)[where]
-        from rlhf_mcore.bridge.files.mxfp4 import dequantise
-
         *outer, rows, columns = where
         first, end, _ = rows.indices(self.shape(name)[-2])
         groups = slice(first // GROUP, -(-end // GROUP))
         blocks = self.read(name + BLOCKS, (*outer, columns, groups, slice(None)))
-        whole = dequantise(blocks, self.read(name + SCALES, (*outer, columns, groups)))
+        whole = dequantise_mxfp4(blocks, self.read(name + SCALES, (*outer, columns, groups)))
         return whole[..., first - groups.start * GROUP : end - groups.start * GROUP, :]
 
     def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
@@ -222,3 +222,56 @@ def copy_companions(
     config = {key: value for key, value in read_json(path).content.items() if key != "quantization_config"}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch."), **(updates or {})}, indent=2) + "\n")
+
+
+# Weights in mxfp4: 32 values of four bits share an exponent (OCP Microscaling Formats v1.0, 2023, section 5). A matrix
+# [rows, columns] is stored by columns: ``blocks`` [columns, rows / 32, 16] uint8 contain two values in a byte, the first in the
+# lower half, and ``scales`` [columns, rows / 32] uint8 the exponents. The authors of gpt-oss store the experts of a layer in this way.
+# Twice the values, and one more than the bias of the exponents: half of the largest power of two is still a number in bf16.
+_TWICE = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+_BIAS_OF_HALVES = 128
+
+
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Compute matrices [..., rows, columns] bf16 from mxfp4.
+
+    ``blocks`` are [..., columns, rows / 32, 16], and ``scales`` [..., columns, rows / 32].
+    """
+    values = torch.tensor([*_TWICE, *(-value for value in _TWICE)], dtype=torch.bfloat16)
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]: the values of every byte
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS_OF_HALVES).bfloat16()
+    matrices = pairs.view(torch.int32)[:, 0][blocks.int()].view(torch.bfloat16)  # two values move as one number
+    return matrices.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2).mT
+
+
+# Directories of adapters in PEFT's format.
+_OF_MODEL = ("config.json", "generation_config.json")  # they would make the directory look like a model's
+
+
+def open_adapters(directory: str | Path, model: ModelGeometry) -> tuple[HFReader, ModelGeometry]:
+    """Open a PEFT directory of adapters of ``model``. Returns the reader of its tensors and the geometry of the adapters.
+
+    Raises:
+        ConfigError: a tensor is missing, is none of an adapter of the model, or has another shape or dtype than its layer asks for;
+            or adapter_config.json asks for more than plain low-rank adapters.
+    """
+    adapters = read_adapters(directory, model)
+    return HFReader(directory, single=ADAPTER_WEIGHTS), adapters
+
+
+def adapter_companions(sources: Sequence[str | Path]) -> list[Path]:
+    """List the files that travel with adapters: the tokenizer's. The config is that of the base, and stays there."""
+    return [path for path in companion_files(sources) if path.name not in _OF_MODEL]
+
+
+def write_companions(
+    sources: Sequence[str | Path], directory: Path, adapters: ModelGeometry, base: str, dropout: float = 0.0
+) -> list[Path]:
+    """Write adapter_config.json, and copy what travels along. Returns the paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / ADAPTER_CONFIG]
+    paths[0].write_text(json.dumps(adapter_config(adapters, base, dropout), indent=2) + "\n", encoding="utf-8")
+    for source in adapter_companions(sources):
+        paths.append(directory / source.name)
+        paths[-1].write_bytes(read_bytes(source, limit=INDEX_LIMITS.num_bytes, remedy="download the model again"))
+    return paths

@@ -1,33 +1,44 @@
-"""Check that a model of a checkpoint is one that a run could have saved: read before anything is built from it, by one process."""
+"""Check that a model of a checkpoint is one that a run could have saved, before anything is built from it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from rlhf_mcore.bridge.files.file_values import FileValues
 from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_INDEX
+from rlhf_mcore.bridge.files.state_files import MASTER, SECOND_MOMENT, STATE_INDEX, region_key
 from rlhf_mcore.bridge.files.state_reader import StateReader, check_scalars, value_problem
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.adapter_files import adapted_model, base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import WEIGHT_DTYPES, read_config, read_geometry
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.foreign import INDEX, read_json
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.adapter_files import adapted_model, base_model, holds_adapter
+from rlhf_mcore.readers.model_files import WEIGHT_DTYPES, read_config, read_geometry
 
 _MAX_THREADS = min(8, os.cpu_count() or 1)
 
 
-def check_saved_model(weights: Path, training: Path | None, *, values: bool = True, base: str | None = None) -> None:
+Known = Callable[[Path], FileValues | None]
+
+
+def check_saved_model(
+    weights: Path,
+    training: Path | None,
+    *,
+    values: bool = True,
+    base: str | None = None,
+    known: Known = lambda path: None,
+) -> None:
     """Compare the weights and the optimizer's state of a model with its config.json, and look at every value of both.
 
     Args:
@@ -35,13 +46,14 @@ def check_saved_model(weights: Path, training: Path | None, *, values: bool = Tr
         training: the directory of the optimizer's state; None: the model is not trained.
         values: false: compare names, shapes and places only; headers and indexes are read, no tensor.
         base: the adapters' model, where the one that they name is not here.
+        known: what the values of a file are, if it was read already. Otherwise its tensors are read here.
 
     Raises:
         ConfigError: a tensor is missing, of another shape or stored twice, a value is not finite, or the state is one that no
             optimizer can have come to. The message names file and tensor.
     """
     if holds_adapter(weights):
-        from rlhf_mcore.bridge.files.adapter_files import open_adapters
+        from rlhf_mcore.bridge.files.hf_files import open_adapters
 
         reader, geometry = open_adapters(weights, adapted_model(weights, base_model(weights, base)))
     else:
@@ -52,7 +64,7 @@ def check_saved_model(weights: Path, training: Path | None, *, values: bool = Tr
         check_scalars(state.scalars)
         state.check_whole()
     if values:
-        _check_values(reader, sorted(hf_shapes(geometry)), state)
+        _check_values(reader, sorted(hf_shapes(geometry)), state, known)
 
 
 def _open_weights(weights: Path, geometry: ModelGeometry) -> HFReader:
@@ -80,23 +92,49 @@ def _trained_geometry(weights: Path, training: Path | None) -> ModelGeometry:
     return replace(geometry, mtp_layers=count) if any(name.startswith(first) for name in names) else geometry
 
 
-def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | None) -> None:
+def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | None, known: Known) -> None:
     def look_at_weights(name: str) -> str | None:
+        called = f"{reader.directory}: tensor {name}"
+        if (file := known(reader.directory / reader.shard(name))) is not None:
+            return file.problem(called, name)
         whole = (slice(None),) * len(reader.shape(name))
-        return value_problem(f"{reader.directory}: tensor {name}", reader.read(name, whole))
+        return value_problem(called, reader.read(name, whole))
 
-    def look_at_state(kind: str, name: str, rectangle: Rectangle, values: Tensor) -> str | None:
+    @cache
+    def sums_are_equal(name: str) -> bool | None:
+        """Compare a whole tensor with all its master weights. Returns None if not all were read already."""
+        assert state is not None
+        weights = known(reader.directory / reader.shard(name))
+        if weights is None or name not in weights.sums:
+            return None
+        total = -weights.sums[name]
+        for file, rectangle in state.regions_of(name):
+            part, key = known(state.directory / file), region_key(MASTER, name, rectangle)
+            if part is None or key not in part.sums:
+                return None
+            total += part.sums[key]
+        return total % 2**64 == 0
+
+    def is_rounded(file: str, name: str, rectangle: Rectangle) -> bool:
+        if (equal := sums_are_equal(name)) is not None:
+            return equal
+        assert state is not None
+        weights = reader.read(name, rectangle.slices((0,) * len(rectangle.shape)))
+        return torch.equal(state.read_region(file, MASTER, name, rectangle).to(weights.dtype), weights)
+
+    def look_at_state(file: str, kind: str, name: str, rectangle: Rectangle) -> str | None:
+        assert state is not None
         called = f"{reader.directory}: {kind} of tensor {name}"
-        if kind == MASTER:
-            weights = reader.read(name, rectangle.slices((0,) * len(rectangle.shape)))
-            if not torch.equal(values.to(weights.dtype), weights):
-                return f"{called} is not what the weights were rounded from; choose another checkpoint"
-        return value_problem(called, values, kind == SECOND_MOMENT)
+        if kind == MASTER and not is_rounded(file, name, rectangle):
+            return f"{called} is not what the weights were rounded from; choose another checkpoint"
+        if (part := known(state.directory / file)) is not None:
+            return part.problem(called, region_key(kind, name, rectangle))
+        return value_problem(called, state.read_region(file, kind, name, rectangle), kind == SECOND_MOMENT)
 
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         try:
             of_weights = pool.map(look_at_weights, names)
-            stored = pool.map(lambda region: look_at_state(*region), state.read_regions() if state is not None else ())
+            stored = pool.map(lambda region: look_at_state(*region), state.regions() if state is not None else ())
             for problem in chain(of_weights, stored):
                 if problem is not None:
                     raise ConfigError(problem)

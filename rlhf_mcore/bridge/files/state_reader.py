@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -98,20 +97,27 @@ class StateReader:
             if absent := sorted(kinds - set(stored.kinds)):
                 raise self._damage_error(f"tensor {name}: no {absent[0]}")
             self._check_filled(name, shapes[name], [rectangle for _, rectangle in stored.regions])
-        for _ in self.read_regions():
-            pass  # the header of its file is compared with the index
+        for file, kind, name, rectangle in self.regions():
+            self._check_header(file, region_key(kind, name, rectangle), rectangle.shape)
 
-    def read_regions(self) -> Iterator[tuple[str, str, Rectangle, Tensor]]:
-        """Read every stored rectangle: kind, Hugging Face name, place in that tensor, values (mapped from the file).
+    def regions_of(self, name: str) -> list[tuple[str, Rectangle]]:
+        """List the stored rectangles of a Hugging Face tensor, each with the name of its file."""
+        return [(self._files[number], rectangle) for number, rectangle in self._tensors[name].regions]
+
+    def regions(self) -> Iterator[tuple[str, str, str, Rectangle]]:
+        """List every stored rectangle: file, kind, Hugging Face name, place in that tensor."""
+        for name, stored in self._tensors.items():
+            for kind in stored.kinds:
+                for file, rectangle in self.regions_of(name):
+                    yield file, kind, name, rectangle
+
+    def read_region(self, file: str, kind: str, name: str, rectangle: Rectangle) -> Tensor:
+        """Map a rectangle that ``regions`` lists from its file.
 
         Raises:
             ConfigError: it is not in the file that the index names, or of another shape or dtype.
         """
-        for name, stored in self._tensors.items():
-            for kind in stored.kinds:
-                for number, rectangle in stored.regions:
-                    key = region_key(kind, name, rectangle)
-                    yield kind, name, rectangle, self._map(self._files[number], key, rectangle.shape)
+        return self._map(file, region_key(kind, name, rectangle), rectangle.shape)
 
     def read_into(self, shards: Sequence[StateShard]) -> None:
         """Fill the tensors of ``shards`` in place; what is padding becomes zero.
@@ -160,8 +166,11 @@ class StateReader:
         if missing:
             raise self._damage_error(f"tensor {name}: {sum(box.numel for box in missing)} elements are missing")
 
-    def _map(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
-        """Map a stored rectangle from the file: pages are read when they are used."""
+    def _check_header(self, name: str, key: str, shape: Sequence[int]) -> safe_open:
+        """Compare the header of a file with the index, and return the open file.
+
+        No tensor is mapped: that would read its first page, and the system would read megabytes ahead.
+        """
         path = self.directory / name
         if name not in self._open:
             try:
@@ -169,14 +178,19 @@ class StateReader:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path}: not a readable safetensors file ({error}). {_REMEDY}") from error
         try:
-            tensor = self._open[name].get_tensor(key)
+            stored = self._open[name].get_slice(key)
         except SafetensorError as error:
             raise ConfigError(f"{path}: {key} is missing. {_REMEDY}") from error
-        if tensor.dtype != torch.float32 or list(tensor.shape) != list(shape):
+        if stored.get_dtype() != "F32" or stored.get_shape() != list(shape):
+            tensor = self._open[name].get_tensor(key)
             raise ConfigError(
                 f"{path}: {key} is {tensor.dtype} {list(tensor.shape)}, but float32 {list(shape)} in the index. {_REMEDY}"
             )
-        return tensor
+        return self._open[name]
+
+    def _map(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
+        """Map a stored rectangle from the file: pages are read when they are used."""
+        return self._check_header(name, key, shape).get_tensor(key)
 
     def _parse(self, name: str, entry: Any, shape: tuple[int, ...]) -> _StoredTensor:
         """Parse an entry of the index, and check all of it that needs no file of tensors."""

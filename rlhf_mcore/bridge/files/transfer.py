@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.map.pieces import view
+from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import WEIGHT_DTYPES
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry
+from rlhf_mcore.readers.model_files import WEIGHT_DTYPES
 
 
 def load(
@@ -26,8 +26,8 @@ def load(
     ``progress`` is called with the bytes of every tensor that is filled.
 
     Raises:
-        ConfigError: a tensor is missing, has another shape than in the config, or is not in one of the dtypes of unquantised
-            weights, whose values a cast to the model's dtype keeps but for rounding.
+        ConfigError: a tensor is missing, has another shape than in the config, is not in one of the dtypes of unquantised
+            weights, whose values a cast to the model's dtype keeps but for rounding, or has a value that is not finite.
     """
     expected = hf_shapes(geometry)
     for parameter in parameters:
@@ -40,7 +40,20 @@ def load(
                 continue
             _check_tensor(reader, piece.hf_name, expected[piece.hf_name])
             view(parameter.tensor, piece).copy_(reader.read(piece.hf_name, piece.slices))
+        if not parameter.tensor.isfinite().all():
+            _refuse_values(reader, parameter, parts)
         progress(parameter.tensor.nbytes)
+
+
+def _refuse_values(reader: HFReader, parameter: LocalParameter, parts: Sequence[Piece]) -> None:
+    """Raise ConfigError for the first tensor of the directory that gave a parameter a NaN or an infinity."""
+    name = next(part.hf_name for part in parts if not view(parameter.tensor, part).isfinite().all())
+    dtype = str(parameter.tensor.dtype).removeprefix("torch.")
+    range_hint = ", or choose bf16, which has a larger range" if dtype == "float16" else ""
+    raise ConfigError(
+        f"{reader.directory}: tensor {name} has values that are not finite in {dtype}: no model can use it. Download or export the "
+        f"model again{range_hint}"
+    )
 
 
 def _check_tensor(reader: HFReader, name: str, expected: tuple[int, ...]) -> None:

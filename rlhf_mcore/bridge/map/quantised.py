@@ -80,7 +80,7 @@ class DequantisedMap(EngineMap):
     kind: Quantisation = QUANTISATIONS["fp8"]
 
     @cached_property
-    def beside(self) -> frozenset[str]:
+    def extra_names(self) -> frozenset[str]:
         """Names of the tensors that are brought beside the engine's."""
         as_before = {*self.live.direct}
         return frozenset(parameter.name for parameter in self.direct if parameter not in as_before)
@@ -96,10 +96,10 @@ class DequantisedMap(EngineMap):
         made = {
             p.name: torch.empty(prod(p.shape), dtype=p.dtype, device=device)
             for p in self.direct
-            if p.name in self.beside
+            if p.name in self.extra_names
         }
         live = self.live.views(model)
-        return {p.name: live[p.name] for p in self.direct if p.name not in self.beside} | made
+        return {p.name: live[p.name] for p in self.direct if p.name not in self.extra_names} | made
 
 
 def dequantised_map(live: EngineMap, kind: Quantisation) -> DequantisedMap:

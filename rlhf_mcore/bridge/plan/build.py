@@ -14,16 +14,12 @@ from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan, build_rank_plan
 from rlhf_mcore.bridge.plan.schedule import Schedule, gather_tensors
-
-if TYPE_CHECKING:
-    from rlhf_mcore.bridge.plan.accounting import PlanBytes
 
 _FORMAT = b"rlhf_mcore bridge plan 1"
 
@@ -53,14 +49,6 @@ class Plan:
         """Work out the copies and messages of ``rank``."""
         with _pause_collector():
             return build_rank_plan(self._schedule, rank)
-
-    def bytes(self) -> PlanBytes:
-        """Count the bytes of every rank, without building any rank's view."""
-        from rlhf_mcore.bridge.plan.accounting import (
-            count_bytes,  # for reports on a plan; who carries it out needs none
-        )
-
-        return count_bytes(self._schedule)
 
     @cached_property
     def digest(self) -> str:

@@ -10,7 +10,6 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +17,8 @@ from torch import Tensor
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH, Bucket, Copy, RankPlan
 from rlhf_mcore.bridge.run.endpoints import Destinations, Sources, TransientBuffers
 from rlhf_mcore.bridge.run.staging import Staging
-from rlhf_mcore.bridge.run.transports import Exchange, Links, Packet, PointToPoint, SharedMemory
+from rlhf_mcore.bridge.run.transports import ChangedMessages, Exchange, Links, Packet, PointToPoint, SharedMemory
 from rlhf_mcore.platform import current_platform
-
-if TYPE_CHECKING:
-    from rlhf_mcore.bridge.run.changes import Changes
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ class Executor:
         dtypes: Mapping[str, torch.dtype],
         links: Links,
         depth: int = DEPTH,
-        changes: Changes | None = None,
+        changes: ChangedMessages | None = None,
     ):
         self._plan, self._sources, self._depth, self._changes = plan, sources, depth, changes
         self._staging = Staging(plan, dtypes, depth, sources.device)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.adapters import Block, adapter_names, blocks
-from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.map.rules import Block, adapter_names, blocks, hf_shapes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import HostCopies, KeptSources
 from rlhf_mcore.families.adapters import B, base_name, hf_module
@@ -113,7 +112,7 @@ class MergedSources(_AdapterSources):
         return merge(weight, a, b, self._blocks[name], self._sizes.scale, self._gains.get(name))
 
 
-class AdaptersAside(_AdapterSources):
+class SeparateAdapterSources(_AdapterSources):
     """The weights as they are, and beside them A, and scale * B in the place of B: an engine adds B A without a scale."""
 
     def _make(self, name: str) -> Tensor:

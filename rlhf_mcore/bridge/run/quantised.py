@@ -9,7 +9,7 @@ and the reciprocal of that factor for a scale (Float8BlockQuantizer with fp32 sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,15 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place, view
-from rlhf_mcore.bridge.map.quantised import DequantisedMap, QuantisedNames, dequantised_map
+from rlhf_mcore.bridge.map.quantised import DequantisedMap, QuantisedNames
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.reload import reloading
-from rlhf_mcore.bridge.map.rules import Shapes
 from rlhf_mcore.bridge.map.scales import SCALES, are_quantised, scale_tables
-from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, recorded_layout
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations, KeptSources, Sources
-from rlhf_mcore.families.quantised import Quantisation, quantisation
+from rlhf_mcore.families.quantised import Quantisation
 from rlhf_mcore.geometry import LocalParameter
 
 ELEMENTS = 1 << 24  # of a weight at a time: in fp32 64 MiB
@@ -122,7 +121,7 @@ def _chunks(part: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]:
         yield first, part[first : first + count]
 
 
-class _Of(Bucket):
+class _ReadBucket(Bucket):
     """A bucket that reads some buffers, for sources that are read outside of a plan."""
 
     def __init__(self, names: set[str]) -> None:
@@ -197,7 +196,7 @@ class QuantisedSources(KeptSources):
 
     def _largest(self, name: str) -> list[Tensor]:
         """Compute the largest magnitudes in the blocks of each piece of a buffer."""
-        bucket = _Of({name})
+        bucket = _ReadBucket({name})
         flat = self._sources.open(bucket)[name]
         largest = [largest_magnitudes(view(flat, piece), piece.start, self._kind) for piece in self._pieces[name]]
         if not self._sources.is_static:
@@ -226,7 +225,7 @@ class QuantisedSources(KeptSources):
                 self._opened[name] = flat, readers + 1
                 flats[name] = flat
         if rest := bucket.source_buffers - flats.keys():
-            others = self._sources.open(_Of(rest))
+            others = self._sources.open(_ReadBucket(rest))
             flats |= {name: others[name] for name in rest}
         return flats
 
@@ -240,11 +239,11 @@ class QuantisedSources(KeptSources):
             elif not name.endswith(SCALES):
                 rest.add(name)
         if rest and not self._sources.is_static:
-            self._sources.close(_Of(rest))
+            self._sources.close(_ReadBucket(rest))
 
     def _quantised(self, name: str) -> Tensor:
         """Make the 8 bits of a buffer, flat."""
-        bucket, amax, pieces = _Of({name}), self._amax[name], self._pieces[name]
+        bucket, amax, pieces = _ReadBucket({name}), self._amax[name], self._pieces[name]
         flat = self._sources.open(bucket)[name]
         eight = torch.empty(flat.shape, dtype=getattr(torch, self._kind.dtype), device=flat.device)
         for piece, table in zip(pieces, scale_tables(pieces, self._kind), strict=True):
@@ -274,12 +273,12 @@ class DequantisedDestinations(EngineDestinations):
         )
 
     def written(self) -> Mapping[str, Tensor]:
-        return {name: flat for name, flat in super().written().items() if name not in self._engine.beside}
+        return {name: flat for name, flat in super().written().items() if name not in self._engine.extra_names}
 
     def finish(self) -> None:
         """Report the direct parameters, and give the engine the values of those that are brought beside it."""
         super().finish()
-        live, beside = self._engine.live, self._engine.beside & self._brought
+        live, beside = self._engine.live, self._engine.extra_names & self._brought
         flats = live.views(self._model)
         for parameter in live.direct:
             if parameter.name in beside:
@@ -308,19 +307,3 @@ class DequantisedDestinations(EngineDestinations):
 def landing(engine: EngineMap) -> type[EngineDestinations]:
     """Choose how 8 bits are written into an engine of this map."""
     return DequantisedDestinations if isinstance(engine, DequantisedMap) else EngineDestinations
-
-
-Read = Callable[[nn.Module, Shapes], EngineMap]
-
-
-def map_engine(model: nn.Module, shapes: Shapes, name: str, read: Read) -> EngineMap:
-    """Map an engine that is sent 8 bits: as its parameters, or to get their values. ``read`` maps a model of given tensors."""
-    kind = quantisation(name)
-    if hasattr(model, "load_weights") and _holds_8_bits(model, getattr(torch, kind.dtype)):
-        return read(model, kind.with_scales(shapes))
-    return dequantised_map(read(model, shapes), kind)
-
-
-def _holds_8_bits(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Tell whether a model of vLLM is loaded with weights of 8 bits."""
-    return any(tensor.dtype == dtype for module in model.modules() for tensor in recorded_layout(module).values())

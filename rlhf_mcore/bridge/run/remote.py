@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.map.live_weights import keep_loading_layout
+from rlhf_mcore.bridge.map.engine import keep_loading_layout
 from rlhf_mcore.bridge.run.endpoints import KeptSources, Sources
-from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.bridge.run.sync import ChangedOnly, EngineWeights, PlannedBridge, SentWeights, SyncOptions, Weights
 from rlhf_mcore.bridge.run.transports import GroupLinks, Links, machine
 from rlhf_mcore.families.vision import VisionSizes
 from rlhf_mcore.geometry import (
@@ -36,6 +36,7 @@ from rlhf_mcore.geometry import (
 from rlhf_mcore.parallel.addresses import listener
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.parallel.joint_group import JointGroup, connections
+from rlhf_mcore.plugins import load_plugin
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, LiveWeights, PeersLost, RemoteEngines, SyncStats
 
 ATTEMPTS = 3  # with the same processes
@@ -68,26 +69,39 @@ def geometry_of(fields: Mapping[str, Any]) -> ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class BridgeJob:
-    """Hold what both ends have to agree on; see :class:`PlannedBridge`."""
+    """Hold what both ends have to agree on; see the arguments of :class:`PlannedBridge`."""
 
     geometry: ModelGeometry
     bucket_bytes: int
-    verify: str = "off"
-    digest_every: int = 100
+    verify: bool = False
     live_cpu_weights: bool = False  # of vLLM; see keep_loading_layout
     poison: bool = False
     adapter: AdapterSizes | None = None
     full_every: int | None = None
     transport: str = "group"
     quantisation: str | None = None
+    weights: Weights = "plain"  # of the engines
+
+    def options(
+        self, group: dist.ProcessGroup, timeout_s: float, node: str, previous: KeptSources | None
+    ) -> SyncOptions:
+        """Return the options of one end. Collective over the group. ``node``: the name of this machine."""
+        names = all_gather_json(node, group)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return SyncOptions(
+            self.bucket_bytes,
+            self.verify,
+            nodes=[numbers[name] for name in names] if len(numbers) > 1 else None,
+            changed_only=None if self.full_every is None else ChangedOnly(self.full_every, previous),
+            make_links=self.links(timeout_s),
+        )
 
     def links(self, timeout_s: float) -> Callable[[dist.ProcessGroup], Links]:
         """Return what makes the links of a plan over a group."""
         if self.transport == "group":
             return GroupLinks
-        from rlhf_mcore.bridge.run.reads import read_links  # runs that have the key
-
-        return partial(read_links, timeout_s=timeout_s)
+        connect = load_plugin("transports", self.transport, f"bridge.transport={self.transport}")
+        return partial(connect, timeout_s=timeout_s)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -104,7 +118,7 @@ class Side:
     """Hold a rank's part of a transfer: parts of the model or an engine.
 
     ``node`` is the name of its machine ("": found out): what goes to a machine is brought there once and forwarded inside.
-    ``sources`` and ``previous`` are as in :class:`PlannedBridge`.
+    ``sources`` are as in :class:`SentWeights`, ``previous`` as in :class:`ChangedOnly`, ``weights`` as in :class:`EngineWeights`.
     """
 
     parameters: Sequence[LocalParameter]
@@ -112,6 +126,7 @@ class Side:
     node: str = ""
     sources: Sources | None = None
     previous: KeptSources | None = None
+    weights: Weights = "plain"
 
 
 class _End:
@@ -122,25 +137,10 @@ class _End:
         try:
             group = self._joint.group
             with connections():
-                names = all_gather_json(side.node or machine(), group)
-                numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-                self.bridge = PlannedBridge(
-                    side.parameters,
-                    job.geometry,
-                    side.target,
-                    group,
-                    bucket_bytes=job.bucket_bytes,
-                    sources=side.sources,
-                    verify=job.verify,
-                    digest_every=job.digest_every,
-                    nodes=[numbers[name] for name in names] if len(numbers) > 1 else None,
-                    poison=job.poison,
-                    adapter=job.adapter,
-                    full_every=job.full_every,
-                    previous=side.previous,
-                    quantisation=job.quantisation,
-                    make_links=job.links(spec.timeout_s),
-                )
+                options = job.options(group, spec.timeout_s, side.node or machine(), side.previous)
+                sent = SentWeights(side.parameters, job.geometry, side.sources, job.adapter, job.quantisation)
+                engine = EngineWeights(side.target, side.weights, poison=job.poison)
+                self.bridge = PlannedBridge(sent, engine, group, options)
         except BaseException:
             self._joint.close()
             raise
@@ -168,7 +168,7 @@ class EngineEnd:
         if job.live_cpu_weights and not self._is_live:
             keep_loading_layout(self._side.target.model)
             self._is_live = True
-        self._end = _End(self._side, job, spec)
+        self._end = _End(replace(self._side, weights=job.weights), job, spec)
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
         """See :class:`WeightReceiver`."""

@@ -77,17 +77,14 @@ def matching(
     known: Collection[str],
     aliases: Mapping[str, str],
     together: Sequence[frozenset[str]] = (),
-    verify: str = "off",
 ) -> frozenset[str]:
     """Resolve names and patterns to tensors of the model, and to those that come together with them.
 
-    ``aliases``: of tied tensors. ``verify`` is the bridge's.
+    ``aliases``: of tied tensors.
 
     Raises:
-        ValueError: a pattern matches no tensor, or all tensors are to be compared.
+        ValueError: a pattern matches no tensor.
     """
-    if verify == "full":
-        raise ValueError("verify='full' compares all weights: sync all of them, or set verify to digest")
     names: set[str] = set()
     every = {*known, *aliases}
     for pattern in only:  # thousands of plain names are no patterns

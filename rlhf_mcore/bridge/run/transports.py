@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.plan.rank_plan import Message
+from rlhf_mcore.bridge.plan.rank_plan import Bucket, Message
+from rlhf_mcore.bridge.run.endpoints import Destinations
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.parallel.connecting import connect_device
+from rlhf_mcore.parallel.joint_group import connect_device
 from rlhf_mcore.platform import current_platform
 
 Parcel = tuple[Tensor, int]  # a tensor, and the group rank at the other end
@@ -113,6 +114,40 @@ class Exchange(ABC):
         ...
 
 
+Views = Callable[[Message, Tensor], list[Tensor]]
+
+
+@dataclass(slots=True)
+class TransferBytes:
+    """Bytes of messages of a run, as they were sent and as they were planned."""
+
+    sent: int = 0
+    received: int = 0
+    planned_sent: int = 0
+    planned_received: int = 0
+
+
+class ChangedMessages(ABC):
+    """Messages of first phases without the elements that their receivers already hold: the plug-in ``delta_sync``."""
+
+    moved: TransferBytes  # in the last run
+
+    @abstractmethod
+    def begin(self, destinations: Destinations, *, is_full: bool) -> None:
+        """Begin a run. ``is_full``: it sends everything; the same on all ranks."""
+        ...
+
+    @abstractmethod
+    def post(self, bucket: Bucket, sends: Sequence[Packet], receives: Sequence[Packet], views: Views) -> Exchange:
+        """Start to exchange the packed messages of a bucket. ``views`` finds the rectangles of a message in its bytes."""
+        ...
+
+    @abstractmethod
+    def are_other(self, group: dist.ProcessGroup) -> bool:
+        """Return whether any rank has received a message that differs from its sender's. Collective over the group."""
+        ...
+
+
 class PointToPoint:
     """Copies messages into receivers' buffers."""
 
@@ -151,7 +186,7 @@ class SharedMemory:
         self,
         links: Links,
         memory: MappedMemory,
-        views: Callable[[Message, Tensor], list[Tensor]],
+        views: Views,
         otherwise: PointToPoint,
     ):
         self.links, self._memory, self._views, self._otherwise = links, memory, views, otherwise

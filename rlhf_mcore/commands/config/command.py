@@ -1,11 +1,11 @@
-"""``rlhf-mcore config show|diff|explain``: what a configuration comes to, how two differ, and what a key means. Imports no torch."""
+"""``rlhf-mcore config show|diff|explain|schema``: print a configuration, compare two, explain a key, print the JSON Schema."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.json_schema import json_schema
 from rlhf_mcore.config.keys import (
     DESCRIPTIONS,
     KEYS,
@@ -29,11 +30,12 @@ from rlhf_mcore.config.keys import (
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.other_names import hint
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.schema.key import Choices, Range
 from rlhf_mcore.config.show import redact, to_yaml
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -50,9 +52,10 @@ def _parser() -> argparse.ArgumentParser:
             "rlhf-mcore config diff configs/quickstart/grpo.yaml outputs/quickstart/grpo",
             "rlhf-mcore config explain rollout.sampling.n",
             "rlhf-mcore config explain algorithm.kl",
+            "rlhf-mcore config schema > rlhf_mcore.schema.json",
         ],
     )
-    commands = parser.add_subparsers(metavar="show|diff|explain", required=True)
+    commands = parser.add_subparsers(metavar="show|diff|explain|schema", required=True)
     show = commands.add_parser("show", help="the whole configuration, with everything that follows from what is set")
     show.add_argument("config", metavar="CONFIG", help="YAML file, or the directory of a run or a checkpoint")
     show.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
@@ -65,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="what a key or a group of keys means, and what it may be")
     explain.add_argument("key", metavar="KEY", help="with dots, or its last part")
     explain.set_defaults(lines=lambda args: _explain(args.key))
+    schema = commands.add_parser("schema", help="print the JSON Schema of configurations, for editors")
+    schema.set_defaults(lines=lambda args: [json.dumps(json_schema(), indent=1)])
     return parser
 
 
@@ -96,7 +101,7 @@ def _read(name: str, overrides: Sequence[str] = ()) -> Config:
 
 def _values(cfg: Config) -> dict[str, Any]:
     """Flatten a configuration to dotted names, without secrets."""
-    return dict(leaves(redact(asdict(cfg))))
+    return dict(leaves(redact(to_dict(cfg))))
 
 
 def _show_value(value: Any) -> str:

@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.adapter_files import adapter_companions, open_adapters
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
 from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
 from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
@@ -30,23 +29,13 @@ from rlhf_mcore.bridge.files.formats.convert import (
 )
 from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
-from rlhf_mcore.bridge.files.hf_files import copy_companions
+from rlhf_mcore.bridge.files.hf_files import adapter_companions, copy_companions, open_adapters
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import row_runs
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
-from rlhf_mcore.cli.progress import progress_bar, working
-from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.adapter_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    adapted_model,
-    adapted_modules,
-    base_model,
-    holds_adapter,
-)
+from rlhf_mcore.cli.terminal import progress_bar, say, working
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import architecture, is_dequantised, read_config, read_geometry
 from rlhf_mcore.families import FAMILIES, head_fields
 from rlhf_mcore.families.mtp import mtp_tensors, num_mtp_layers
 from rlhf_mcore.families.sizes import rope_type
@@ -55,6 +44,15 @@ from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.machine import memory_bytes
 from rlhf_mcore.observability.files import full_disk_named
 from rlhf_mcore.platform import DTYPES
+from rlhf_mcore.readers.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapted_model,
+    adapted_modules,
+    base_model,
+    holds_adapter,
+)
+from rlhf_mcore.readers.model_files import architecture, is_dequantised, read_config, read_geometry
 
 _PROMPT_TOKENS = 8  # whose logits are compared
 
@@ -402,7 +400,7 @@ def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
     """Compute outputs [1, tokens, vocabulary or labels] in transformers, which reads the model's directory or gets the tensors."""
     import transformers
 
-    from rlhf_mcore.platform.image_operators import declare_image_operators
+    from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 
     declare_image_operators()
     files = reading.source.companions

@@ -18,9 +18,11 @@ from tempfile import TemporaryDirectory
 from rlhf_mcore import machine
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.rendezvous import torchrun_world_size
-from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.commands.doctor import hardware, software, storage
+from rlhf_mcore.cli.launch import launch
+from rlhf_mcore.cli.preflight import check_world
+from rlhf_mcore.cli.rank import torchrun_world_size
+from rlhf_mcore.cli.terminal import say, working
+from rlhf_mcore.commands.doctor import hardware, software
 from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, judge, worst
 from rlhf_mcore.config.engine_kinds import engine_packages
 from rlhf_mcore.sandbox.run import machine_level
@@ -53,6 +55,8 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
     yield software.check_expected(bool(gpus))
     if not args.quick:
         yield from software.check_imports(MODULES)
+    if isinstance(gpus, list) and gpus:
+        yield hardware.check_numa(gpus, os.sched_getaffinity(0))
     yield hardware.check_cores(os.environ, len(os.sched_getaffinity(0)), num_ranks)
     if not gpus:
         yield hardware.check_products(os.environ, machine.processor())
@@ -60,19 +64,18 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
     yield hardware.check_shared_memory(bool(gpus))
     yield from hardware.check_limits(machine.has_infiniband(), torchrun_world_size() or num_ranks)
     yield hardware.check_isolation(machine_level())
-    yield from storage.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
+    yield from hardware.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
 
 
 Check = Callable[[argparse.Namespace, int], Iterable[Finding]]
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> int:
     """Check and print. Under torchrun every node checks itself and rank 0 prints. Returns the exit code."""
     args = _parser().parse_args(argv)
     if args.ranks is not None and args.ranks < 2:
         _parser().error(f"--ranks {args.ranks}: traffic needs two ranks or more")
-    from rlhf_mcore.cli.progress import working
 
     if torchrun_world_size() is not None:
         findings = _as_rank(args)
@@ -108,9 +111,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start_ranks(args: argparse.Namespace) -> list[Finding]:
     """Measure traffic among ranks of this machine, in children under torchrun."""
-    from rlhf_mcore.cli.launch import launch
-    from rlhf_mcore.cli.preflight import check_world
-
     check_world(args.ranks, "--ranks")
     with TemporaryDirectory(prefix="rlhf_mcore-") as folder:
         out = Path(folder) / "findings.json"

@@ -1,4 +1,4 @@
-"""The report of a check: severity, finding, consequence and remedy; and its text for people and programs."""
+"""Findings of checks: severity, consequence and remedy of each trouble, and their text for people and programs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,100 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_mcore.commands.doctor.troubles import TROUBLES
-
 SEVERITIES = ("ok", "note", "warning", "error")  # by rising badness; a note is worth knowing and costs nothing
+
+
+_REINSTALL = "run ./launch/setup.sh, or install the versions of requirements/"
+_CONTAINER = "use the image that the Dockerfile builds: NVIDIA's PyTorch container brings it"
+_SHM = "start the container with --ipc=host or --shm-size=16g"
+_CLOCKS = "synchronise the clocks (chrony or ntpd)"
+
+# Consequence and remedy of each trouble that a finding may name.
+TROUBLES = {
+    # versions and kernels
+    "missing package": ("what needs it stops when it is imported", _REINSTALL),
+    "other version": ("not tested together: runs may stop, or differ without an error", _REINSTALL),
+    "no engine": ("rollout.engine=vllm cannot start; only the slow engine hf can", _REINSTALL),
+    "untested transformer-engine": (
+        "megatron-core is not tested with it",
+        "compare the first losses with model.layer_spec=local, or take a container with a version in range",
+    ),
+    "cudnn": (
+        "Transformer Engine has no attention for packed sequences of gpt-oss",
+        f"{_CONTAINER}; or set trainer.packing=false for gpt-oss",
+    ),
+    "transformer-engine": (
+        "layers run Megatron's local spec: no fused norms and linear layers; except on Hopper, experts run one after the other",
+        _CONTAINER,
+    ),
+    "apex (NVIDIA)": (
+        "the optimizer and gradient clipping use torch's own kernels, a few ms slower an update",
+        _CONTAINER,
+    ),
+    "flash-attn": (
+        "Transformer Engine chooses cuDNN's attention for packed sequences; some shapes are slower",
+        "pip install flash-attn --no-build-isolation",
+    ),
+    "import": ("a run stops at this import", _REINSTALL),
+    # the machine
+    "broken driver": ("runs cannot use the GPUs", "reinstall or reload the NVIDIA driver; reboot the node"),
+    "different gpus": ("the slowest sets the pace", "use one kind"),
+    "gpu memory in use": (
+        "a run may be out of memory: the engine takes a share of the whole device",
+        "end the processes that nvidia-smi lists, or lower rollout.gpu_memory_utilization",
+    ),
+    "gpu memory errors": (
+        "results may be wrong and the process may be killed",
+        "drain the node and reset or replace the GPU",
+    ),
+    "threads": (
+        "threads wait for each other spinning; everything slows down several times",
+        "set OMP_NUM_THREADS={fitting} (trainer.threads_per_rank)",
+    ),
+    "numa": (
+        "copies between such a GPU and the host are slower",
+        "allow cores of every node: taskset, --cpu-bind of SLURM, or --cpuset-cpus of Docker restrict them",
+    ),
+    "memory": (
+        "a rank needs about 1 GiB beside its weights; the kernel kills processes when it ends",
+        "end other programs, or use fewer ranks",
+    ),
+    "no shared memory": ("NCCL and vLLM stop at start", _SHM),
+    "shared memory": ("ranks of a node die with a bus error when it is full", _SHM),
+    "open files": (
+        "large worlds stop with 'too many open files': every pair of ranks has sockets, every group has pairs",
+        "ulimit -Hn {files}, LimitNOFILE of the service that starts jobs, or docker run --ulimit nofile={files}:{files}",
+    ),
+    "locked memory": (
+        "InfiniBand cannot register buffers: NCCL stops or falls back to slow sockets",
+        "ulimit -l unlimited; in a container --ulimit memlock=-1; for SLURM PropagateResourceLimitsExcept=MEMLOCK",
+    ),
+    "sandbox": (
+        "a run with the reward rule code, or a tool that runs programs, is refused (reward.sandbox.minimum=filters)",
+        "{remedy}",
+    ),
+    # the run directory
+    "run directory": ("nothing can be saved", "choose another output_dir"),
+    "disk space": (
+        "a full checkpoint takes 14 bytes a parameter: 98 GB for 7B",
+        "choose an output_dir with more room, or set checkpoint.save_total_limit",
+    ),
+    "disk speed": (
+        "one process writes a checkpoint of 7B (98 GB) in {minutes:.0f} min",
+        "use a parallel file system or a local disk as output_dir, and checkpoint.async_save",
+    ),
+    "clock": ("checkpoints and logs look older or newer than they are", _CLOCKS),
+    # between ranks
+    "ranks do not start": (
+        "runs with several processes do not start",
+        "read the message above; look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and that ports are free",
+    ),
+    "network": (
+        "syncs, pipeline exchanges and gradient reductions wait for this link",
+        "look for 'via NET/Socket' in NCCL_DEBUG=INFO: InfiniBand or NVLink is not used; set NCCL_IB_HCA or NCCL_SOCKET_IFNAME",
+    ),
+    "clocks of the ranks": ("times in logs and traces of different nodes cannot be compared", _CLOCKS),
+}
 
 
 @dataclass(frozen=True, slots=True)

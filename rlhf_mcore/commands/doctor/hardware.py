@@ -1,16 +1,24 @@
-"""Judge the machine's numbers for a run: GPUs and driver, cores, memory, shared memory, limits, the sandbox."""
+"""Judge the machine for a run: GPUs, cores, memory, limits, the sandbox, the disk of the run directory."""
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from rlhf_mcore.commands.doctor.findings import Finding, judge
-from rlhf_mcore.machine import Gpu, memory_bytes
+from rlhf_mcore.machine import Gpu, memory_bytes, numa_node
 from rlhf_mcore.sandbox.run import REMEDIES, Level
 
 GIB = 1 << 30
+_SLOW = 200e6  # bytes/s
+_TELLING_BYTES = 64 << 20  # what a shorter write shows is latency, not speed
+_SKEW_S = 2.0
 _OPEN_FILES = 65536  # to ask for
 # Descriptors of a rank: files, libraries and devices, and sockets to other ranks. About 1,900 were counted for 512 ranks: 511 in the
 # gloo group of the world, 511 in that of vLLM, and 787 in the groups of the layout.
@@ -37,6 +45,18 @@ def check_gpus(gpus: list[Gpu] | str) -> Iterator[Finding]:
         if gpu.uncorrected_errors:
             errors = f"{gpu.uncorrected_errors} uncorrected memory errors"
             yield judge(f"gpu {index}", "error", errors, "gpu memory errors")
+
+
+def check_numa(gpus: list[Gpu], cores: set[int], sysfs: str = "/sys") -> Finding:
+    """Report to which NUMA node each GPU is attached. Ranks run on its ``cores`` (trainer.bind_numa), as far as they may."""
+    nodes = [numa_node(gpu.address, sysfs) for gpu in gpus]
+    found = [f"GPU {index} on node {node[0]}" for index, node in enumerate(nodes) if node is not None]
+    if not found:
+        return judge("numa", "note", "one node, or the system does not tell: ranks are not bound to cores")
+    far = [f"GPU {index}" for index, node in enumerate(nodes) if node is not None and not node[1] & cores]
+    if far:
+        return judge("numa", "warning", f"{', '.join(found)}; no usable core on the node of {', '.join(far)}")
+    return judge("numa", "ok", f"{', '.join(found)}; each rank runs on the cores of its node")
 
 
 def check_cores(environment: Mapping[str, str], cores: int, num_ranks: int) -> Finding:
@@ -111,3 +131,74 @@ def check_isolation(level: Level) -> Finding:
     # The walls called filters are enough for reward.sandbox.minimum as it is by default.
     severity = "note" if level.reaches("filters") else "warning"
     return judge("sandbox", severity, f"{isolation}; missing: {'; '.join(level.missing)}", remedy=REMEDIES["filters"])
+
+
+# ----------------------------------------------------------------------------------------------------- run directory
+@dataclass(frozen=True, slots=True)
+class DiskProbe:
+    """Hold what writing a file showed. ``skew_s`` is the file system's clock minus ours."""
+
+    free_bytes: int
+    bytes_per_s: float
+    commit_s: float  # fsync and rename of an empty file
+    skew_s: float
+
+
+def check_storage(run_dir: Path, probe_bytes: int) -> Iterator[Finding]:
+    """Write ``probe_bytes`` under the nearest existing parent of ``run_dir``, and take them away again."""
+    folder = run_dir.absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        measured = probe(existing, probe_bytes)
+    except OSError as error:
+        yield judge("run directory", "error", f"{existing}: {error.strerror or error}")
+        return
+    yield from judge_disk(existing, measured, judge_speed=probe_bytes >= _TELLING_BYTES)
+
+
+def probe(folder: Path, num_bytes: int) -> DiskProbe:
+    """Time a write with fsync, and a commit.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    block = os.urandom(1 << 20)  # some file systems compress
+    with tempfile.TemporaryDirectory(prefix=".rlhf_mcore-doctor-", dir=folder) as scratch:
+        started = time.perf_counter()
+        with open(Path(scratch) / "data", "wb") as file:
+            for _ in range(max(num_bytes // len(block), 1)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        elapsed = time.perf_counter() - started
+        commit_s, skew_s = _commit(Path(scratch))
+    written = max(num_bytes // len(block), 1) * len(block)
+    return DiskProbe(shutil.disk_usage(folder).free, written / elapsed, commit_s, skew_s)
+
+
+def _commit(scratch: Path) -> tuple[float, float]:
+    """Time a commit as checkpoints make it. Returns its seconds, and the difference of the clocks."""
+    started = time.perf_counter()
+    with open(scratch / "new", "wb") as file:
+        file.write(b"x")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch / "new", scratch / "old")
+    elapsed = time.perf_counter() - started
+    return elapsed, (scratch / "old").stat().st_mtime - time.time()
+
+
+def judge_disk(folder: Path, measured: DiskProbe, *, judge_speed: bool = True) -> Iterator[Finding]:
+    """Judge what a probe means for a run."""
+    room = f"{measured.free_bytes / GIB:.0f} GiB free at {folder}"
+    yield judge("disk space", "warning" if measured.free_bytes < 20 * GIB else "ok", room)
+    speed = f"write {measured.bytes_per_s / 1e6:.0f} MB/s, commit {measured.commit_s * 1e3:.1f} ms"
+    if judge_speed:
+        severity = "warning" if measured.bytes_per_s < _SLOW else "ok"
+        yield judge("disk speed", severity, speed, minutes=98e9 / measured.bytes_per_s / 60)
+    else:
+        yield judge("disk speed", "ok", f"{speed} (a short write; without --quick a long one)")
+    if abs(measured.skew_s) > _SKEW_S:
+        yield judge("clock", "warning", f"the file system's clock differs by {measured.skew_s:+.1f} s")
+    else:
+        yield judge("clock", "ok", f"within {_SKEW_S:.0f} s of the file system's")

@@ -8,13 +8,19 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.checkpoint.layout import CONFIG
-from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli import exit_codes, preflight, rank
 from rlhf_mcore.cli.arguments import accept_document, command_parser, configuration
-from rlhf_mcore.cli.rendezvous import torchrun_world_size
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.launch import launch
+from rlhf_mcore.cli.rank import torchrun_world_size
+from rlhf_mcore.cli.terminal import find_console, say, working
 from rlhf_mcore.cli.train import quiet
+from rlhf_mcore.config.derive import default_world_size, warnings_of
+from rlhf_mcore.config.document import offer
+from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.readers.hub import MODEL_KEYS, localize
 
 MODULE = "rlhf_mcore.commands.evaluate.command"
 EPILOG = """\
@@ -39,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def preload(argv: Sequence[str]) -> None:
     """Import what a rank with these arguments will, in the process that it is to be a fork of."""
-    from rlhf_mcore.config.engine_kinds import engine_kind
     from rlhf_mcore.platform import eager_imports
 
     cfg = configuration(_parser().parse_intermixed_args(argv))
@@ -70,10 +75,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from rlhf_mcore.config.derive import default_world_size, short_episodes
-    from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
-    from rlhf_mcore.config.hub import MODEL_KEYS, localize
-
     if os.path.isdir(args.config):
         _take_directory(args)
     cfg = configuration(args)
@@ -81,20 +82,17 @@ def _evaluate(args: argparse.Namespace) -> int:
     if cfg.evaluate.checkpoint is None:
         cfg.evaluate.checkpoint = default_checkpoint(cfg)
     validate_evaluation(cfg, torchrun_world_size())
-    from rlhf_mcore.cli import preflight
 
     preflight.check_packages(cfg)
     preflight.check_engine(cfg)
     if torchrun_world_size() is None:
-        from rlhf_mcore.cli.launch import launch
-        from rlhf_mcore.config.document import offer
-        from rlhf_mcore.rewards.trial import check_reward
+        from rlhf_mcore.rewards.start_trial import check_reward
 
         size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
         preflight.check_devices(cfg, size)
         preflight.check_world(size)
         verdict = check_reward(cfg, "data.eval", say)
-        for warning in filter(None, (verdict, short_episodes(cfg))):
+        for warning in filter(None, (verdict, *warnings_of(cfg))):
             say(f"warning: {warning}")
         preflight.check_environment(cfg)
         logs = preflight.logs_directory(cfg)
@@ -117,13 +115,12 @@ def _take_directory(args: argparse.Namespace) -> None:
 
 def _run_rank(cfg: Config) -> int:
     quiet()
-    from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports
 
-    with working("importing torch", console=of_run(cfg.logging.console)), eager_imports():
+    with working("importing torch", console=find_console(cfg.logging.console)), eager_imports():
         from rlhf_mcore.commands.evaluate.evaluation import run
 
-    with rank.no_early_exit():
+    with rank.forbid_early_exit():
         run(cfg)
     return exit_codes.DONE
 

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from rlhf_mcore.bridge.files.hf_files import COMPANIONS
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli import rank
-from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.cli.reward_pools import build_graders, check_environment, reward_pools
-from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.commands.evaluate.progress import progress
+from rlhf_mcore.cli.terminal import find_console, say, working
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.commands.evaluate.weights import (
-    DirectoryWeights,
-    EngineAdapters,
-    ShardedWeights,
+    Engines,
+    companion_digests,
     engine_adapters,
-    open_weights,
     weight_sketches,
 )
 from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.show import redact
-from rlhf_mcore.config.tokenizer_match import token_problems
-from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.source import image_reader, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console
@@ -47,8 +41,8 @@ from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
-from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.rollout.engine import AddsAdapters, Engine, EngineModel
+from rlhf_mcore.readers.tokenizer_match import token_problems
+from rlhf_mcore.readers.tool_schemas import read_tools
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
     evaluate,
@@ -69,10 +63,9 @@ from rlhf_mcore.trainer.evaluation_results import (
     results_table,
     sources_table,
 )
-from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.inputs import own_files
 from rlhf_mcore.trainer.model_reward import ModelReward
-from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.scores import OnError
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
@@ -94,7 +87,7 @@ _HOW_TO_GRADE = (
 )  # not what: no reason to begin anew
 _SERVICES = ("remote", "judge")
 _TOOLS, _OTHERS = "environment.options.tools[", ("environment.tools", "environment.options.corpus")
-_OF_MODEL = ("config.json", "generation_config.json")
+MAX_SHOWN = 26  # letters of a name in the line of progress
 _HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s", "deadline_s", "retries")
 
 
@@ -130,7 +123,7 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
     Raises:
         ConfigError: what only the loaded data and models can show; raised on every rank.
     """
-    with rank.in_world(cfg, TIMEOUT) as process, ExitStack() as stack:
+    with rank.join_world(cfg, TIMEOUT) as process, ExitStack() as stack:
         watchdog = process.watchdog
         pools = reward_pools(cfg.reward)
         reward = on_every_rank(lambda: build_graders(cfg, pools))
@@ -140,7 +133,7 @@ def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
         adapters = on_every_rank(lambda: engine_adapters(cfg, [task.sharded for task in tasks]))
         for task in tasks:
             task.adds_adapters = adapters is not None and adapters.adds(task.sharded)
-        engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype), adapters)))
+        engines = stack.enter_context(closing(Engines(process.platform.dtype(cfg.model.dtype), adapters)))
         samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
         if cfg.reward.model.path is not None:
             engines.close()  # it has the memory that the reward model needs
@@ -243,7 +236,7 @@ def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
 
 
 def _evaluate(
-    task: _Task, engines: _Engines, reward: RewardFunction, stack: ExitStack, watchdog: Watchdog
+    task: _Task, engines: Engines, reward: RewardFunction, stack: ExitStack, watchdog: Watchdog
 ) -> list[Sample]:
     """Score what is not scored yet. Returns everything on rank 0, [] on the others. Collective."""
     opened = on_every_rank(partial(_open, task, engines.dtype, stack))
@@ -251,8 +244,8 @@ def _evaluate(
     causes: list[str] = []  # of responses without a score, on this rank
     if len(done) < len(task.prompts):
         watchdog.progress("start_engine")
-        with working(f"{task.given}: starting the engine", console=of_run(task.cfg.logging.console)):
-            worker, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
+        with working(f"{task.given}: starting the engine", console=find_console(task.cfg.logging.console)):
+            worker, sampling = engines.start(task.cfg, task.sharded, watchdog.beat), evaluation_sampling(task.cfg)
         engine = worker.engine
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
         line = progress(task.cfg.logging.console, task.given, len(task.prompts), len(done), engine.num_engines)
@@ -321,11 +314,11 @@ def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | 
 def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     """Collect everything that the samples depend on."""
     cfg = task.cfg
-    reward = {key: value for key, value in asdict(cfg.reward).items() if key not in (*_HOW_TO_GRADE, *_SERVICES)}
+    reward = {key: value for key, value in to_dict(cfg.reward).items() if key not in (*_HOW_TO_GRADE, *_SERVICES)}
     if not cfg.reward.functions:
         del reward["functions"]  # as releases without the key have written it
     for name in _SERVICES:
-        service = asdict(cfg.reward)[name]
+        service = to_dict(cfg.reward)[name]
         if service["url"] is not None:
             reward[name] = {key: value for key, value in service.items() if key not in _HOW_TO_ASK}
     if cfg.reward.judge.rubric_file is not None:
@@ -339,7 +332,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     environment = None
     if cfg.environment.function is not None:
         file = cfg.environment.function.rpartition(":")[0]
-        described = {key: value for key, value in asdict(cfg.environment).items() if key not in _HOW_TO_GRADE}
+        described = {key: value for key, value in to_dict(cfg.environment).items() if key not in _HOW_TO_GRADE}
         others = {
             key: entry["content"] for key, entry in own_files(cfg).items() if key in _OTHERS or key.startswith(_TOOLS)
         }
@@ -349,8 +342,8 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
         **({"functions": functions} if functions else {}),
         "model": {
             "weights": weight_sketches(cfg.model.path, task.sharded),
-            "files": _companions(cfg.model.path),
-            "tokenizer": _companions(cfg.model.tokenizer_path or cfg.model.path),
+            "files": companion_digests(cfg.model.path),
+            "tokenizer": companion_digests(cfg.model.tokenizer_path or cfg.model.path),
         },
         "data": {
             "files": [digest_of_file(Path(file)) for file in cfg.data.eval],
@@ -380,10 +373,6 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             **({"adds_adapters": True} if task.adds_adapters else {}),
         },
     }
-
-
-def _companions(directory: str) -> dict[str, str]:
-    return {name: digest_of_file(path) for name in COMPANIONS if (path := Path(directory, name)).is_file()}
 
 
 def _report(
@@ -419,68 +408,27 @@ def _show(console: Console, title: str, table: Table) -> None:
     console.summary(title, rows, header, [])
 
 
-class _Engines:
-    """The engine, kept for the next checkpoint where that differs in its weights only, and with its weights in its adapters only."""
+def progress_columns() -> tuple[ProgressColumn, ...]:
+    """List the columns of the progress line: 80 characters with a name of ``MAX_SHOWN``."""
+    count = TextColumn("{task.completed}/{task.total} prompts")
+    name = TextColumn("{task.description}", markup=False)
+    return name, BarColumn(bar_width=16), TaskProgressColumn(), count, TimeRemainingColumn()
 
-    def __init__(self, dtype: str, adapters: EngineAdapters | None = None) -> None:
-        self.dtype = dtype
-        self._adapters = adapters
-        self._engine: Engine | None = None
-        self._built_for: dict[str, Any] = {}
-        self._loaded: tuple[str, ShardedModel | None] | None = None
-        self._version = 0
 
-    def start(self, cfg: Config, sharded: ShardedModel | None) -> RolloutWorker:
-        """Load the weights of ``cfg.model``, or the sharded ones in their place, into an engine. Collective."""
-        added = self._adapters
-        if added is not None and not (added.adds(sharded) or (sharded is None and added.is_base(cfg.model.path))):
-            added = None
-        merged = sharded if added is None else None
-        reader = on_every_rank(lambda: open_weights(cfg.model.path, merged))
-        shapes = {name: reader.shape(name) for name in sorted(reader.names)}
-        tokenizer = cfg.model.tokenizer_path or cfg.model.path
-        needs = {
-            "files": _companions(cfg.model.path),
-            "tokenizer": {name: digest for name, digest in _companions(tokenizer).items() if name not in _OF_MODEL},
-            "shapes": shapes,
-            "adapters": added is not None,
-        }
-        if needs != self._built_for:
-            self.close()
-            model = EngineModel.of(cfg, self.dtype, shapes, None if added is None else added.shapes)
-            if added is not None:
-                model = replace(model, num_adapters=len(added.directories))
-            # It draws with the weights that are saved.
-            self._engine = build_engine(replace(cfg.rollout, quantization=None), model)
-            self._built_for = needs
-        engine = self._engine
-        assert engine is not None
-        weights = os.path.realpath(cfg.model.path), merged
-        if weights != self._loaded:
-            on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
-            self._loaded = weights
-        if added is not None:
-            assert isinstance(engine, AddsAdapters), "an engine of another kind gets merged weights"
-            adds = engine
-            on_every_rank(lambda: added.choose(adds, sharded))
-        loaded = load_tokenizer(tokenizer)
-        decode = partial(loaded.batch_decode, skip_special_tokens=True)
-        if cfg.environment.function is not None:
-            from rlhf_mcore.environments.build import episode_worker
-            from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
+@contextmanager
+def progress(mode: str, name: str, total: int, done: int, share: int) -> Iterator[Callable[[int], None]]:
+    """Show how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count.
 
-            return episode_worker(cfg, engine, engine.rank, decode, ToolCallParser)
-        return RolloutWorker(engine, engine.rank, decode)
-
-    def _load(self, engine: Engine, path: str, reader: DirectoryWeights | ShardedWeights) -> None:
-        try:
-            engine.load_weights(reader.tensors(), version=self._version)
-        except ValueError as error:
-            raise ConfigError(f"{path}: its weights do not fit its config.json: {error}") from error
-        self._version += 1
-
-    def close(self) -> None:
-        """Free the engine, if there is one."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine, self._built_for, self._loaded = None, {}, None
+    Args:
+        mode: ``logging.console``.
+        name: of what is evaluated.
+        total: prompts, of which ``done`` are scored already.
+        share: engines, each of which scores as many as this one.
+    """
+    if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
+        yield lambda count: None
+        return
+    with Progress(*progress_columns()) as bar:
+        row = bar.add_task(f"…{name[1 - MAX_SHOWN :]}" if len(name) > MAX_SHOWN else name, total=total)
+        bar.advance(row, done)
+        yield lambda count: bar.advance(row, count * share)

@@ -1,32 +1,39 @@
-"""Weights of a model that is evaluated, handed to the engine tensor by tensor, from whatever format they are in."""
+"""Weights of models that are evaluated, from whatever format, and the engine that gets them tensor by tensor."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
 from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
 from rlhf_mcore.bridge.files.formats.checks import checked_types
 from rlhf_mcore.bridge.files.formats.source import ModelSource
-from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.hf_files import COMPANIONS, HFReader, open_adapters
 from rlhf_mcore.bridge.map.rules import Shapes, hf_shapes
 from rlhf_mcore.bridge.run.merged import scaled
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, read_adapters
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.evaluation import ShardedModel
-from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.families.adapters import pairs_of
 from rlhf_mcore.families.mtp import mtp_tensors
-from rlhf_mcore.observability.files import sketch_of_file
-from rlhf_mcore.rollout.engine import AddsAdapters
+from rlhf_mcore.observability.files import digest_of_file, sketch_of_file
+from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, read_adapters
+from rlhf_mcore.readers.model_files import read_config, read_geometry
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout.engine import AddsAdapters, Engine, EngineModel
+from rlhf_mcore.trainer.rollouts import RolloutWorker
 
+_OF_MODEL = ("config.json", "generation_config.json")
 RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
 _FILES = {
     "hf": "*.safetensors",
@@ -170,3 +177,78 @@ def weight_sketches(directory: str | None, sharded: ShardedModel | None = None) 
     if sharded is not None and sharded.format == "adapter":
         files += [*sorted(Path(sharded.files).glob(_FILES["hf"])), Path(directory) / ADAPTER_CONFIG]
     return [sketch_of_file(file) for file in files]
+
+
+def companion_digests(directory: str) -> dict[str, str]:
+    """Hash the files beside the weights of a model, by their names."""
+    return {name: digest_of_file(path) for name in COMPANIONS if (path := Path(directory, name)).is_file()}
+
+
+class Engines:
+    """The engine, kept for the next checkpoint where that differs in its weights only, and with its weights in its adapters only."""
+
+    def __init__(self, dtype: str, adapters: EngineAdapters | None = None) -> None:
+        self.dtype = dtype
+        self._adapters = adapters
+        self._engine: Engine | None = None
+        self._built_for: dict[str, Any] = {}
+        self._loaded: tuple[str, ShardedModel | None] | None = None
+        self._version = 0
+
+    def start(self, cfg: Config, sharded: ShardedModel | None, on_progress: Callable[[], object]) -> RolloutWorker:
+        """Load the weights of ``cfg.model``, or the sharded ones in their place, into an engine. Collective."""
+        added = self._adapters
+        if added is not None and not (added.adds(sharded) or (sharded is None and added.is_base(cfg.model.path))):
+            added = None
+        merged = sharded if added is None else None
+        reader = on_every_rank(lambda: open_weights(cfg.model.path, merged))
+        shapes = {name: reader.shape(name) for name in sorted(reader.names)}
+        tokenizer = cfg.model.tokenizer_path or cfg.model.path
+        needs = {
+            "files": companion_digests(cfg.model.path),
+            "tokenizer": {
+                name: digest for name, digest in companion_digests(tokenizer).items() if name not in _OF_MODEL
+            },
+            "shapes": shapes,
+            "adapters": added is not None,
+        }
+        if needs != self._built_for:
+            self.close()
+            model = EngineModel.of(cfg, self.dtype, shapes, None if added is None else added.shapes)
+            if added is not None:
+                model = replace(model, num_adapters=len(added.directories))
+            # It draws with the weights that are saved.
+            self._engine = build_engine(cfg.rollout.model_copy(update={"quantization": None}), model)
+            self._built_for = needs
+        engine = self._engine
+        assert engine is not None
+        engine.on_progress = on_progress
+        weights = os.path.realpath(cfg.model.path), merged
+        if weights != self._loaded:
+            on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
+            self._loaded = weights
+        if added is not None:
+            assert isinstance(engine, AddsAdapters), "an engine of another kind gets merged weights"
+            adds = engine
+            on_every_rank(lambda: added.choose(adds, sharded))
+        loaded = load_tokenizer(tokenizer)
+        decode = partial(loaded.batch_decode, skip_special_tokens=True)
+        if cfg.environment.function is not None:
+            from rlhf_mcore.environments.build import episode_worker
+            from rlhf_mcore.rollout.vllm.tool_calls import ToolCallParser
+
+            return episode_worker(cfg, engine, engine.rank, decode, ToolCallParser)
+        return RolloutWorker(engine, engine.rank, decode)
+
+    def _load(self, engine: Engine, path: str, reader: DirectoryWeights | ShardedWeights) -> None:
+        try:
+            engine.load_weights(reader.tensors(), version=self._version)
+        except ValueError as error:
+            raise ConfigError(f"{path}: its weights do not fit its config.json: {error}") from error
+        self._version += 1
+
+    def close(self) -> None:
+        """Free the engine, if there is one."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine, self._built_for, self._loaded = None, {}, None

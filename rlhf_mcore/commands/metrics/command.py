@@ -9,11 +9,11 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.metrics import GROUPS, matching, nearest_metric
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.metrics.catalogue import GROUPS, matching, nearest_metric
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
     say("\n".join(_lines(_parser().parse_args(argv).name)))

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Timer
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.terminal import say, working
+from rlhf_mcore.commands.plan.suggest import Suggestion, in_any_world, with_adapters
+from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.validate import validate
+from rlhf_mcore.observability.files import read_lines
+from rlhf_mcore.observability.run_directory import METRICS
 from rlhf_mcore.planning.inputs import ASSUMED, GPUS, HOPPER, RATES, Assumptions, GpuType, device_and_assumptions
+from rlhf_mcore.planning.known_models import with_known_configs
+from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
+from rlhf_mcore.planning.report import as_text, gib, refusal
+from rlhf_mcore.readers.hub import MODEL_KEYS, localize
 
-PROGRESS_AFTER_S = 1.0
+_OUTSIDE = re.compile("memory/(.+)_outside_bytes")
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan. Returns 0 if everything fits, 2 if something does not or the configuration is wrong."""
     return _plan(_parser().parse_intermixed_args(argv))
@@ -43,13 +54,23 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size", type=int, metavar="N", help="processes (default: trainer.world_size, or the fewest)"
     )
     parser.add_argument("--gpu", default="H100", choices=GPUS, help="kind of device (default: H100)")
-    parser.add_argument("--suggest", action="store_true", help="list layouts that fit, the fastest first")
+    parser.add_argument(
+        "--suggest",
+        action="store_true",
+        help="list layouts that fit, the fastest first; without a number of processes, the fastest on each of 1, 2, 4, ...",
+    )
     parser.add_argument(
         "--trace",
         action="store_true",
         help="run one rank's update through Megatron on fake tensors (no weights, no GPU), and compare its bytes with the formulas",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON; bytes and seconds")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="directory of an earlier run on GPUs: its memory outside torch is reserve_bytes",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -61,27 +82,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rlhf_mcore.config.hub import MODEL_KEYS, localize
-    from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.planning.known_models import described
-
     if args.trace and args.json:
         raise ConfigError("--trace prints a table and --json prints none; leave one of them out")
-    gpu, assumed = device_and_assumptions(args.gpu, args.set)
+    measured = [] if args.run is None else [f"reserve_bytes={_measured_reserve(args.run)}"]
+    gpu, assumed = device_and_assumptions(args.gpu, measured + args.set)
     cfg = load_config(args.config, args.overrides)
     localize(cfg, MODEL_KEYS, download=False)  # config.json is enough, and known models need not be here
-    with described(cfg) as notes:
+    with with_known_configs(cfg) as notes:
         for note in notes:
             say(f"note: {note}", file=sys.stderr)
         return _plan_described(args, cfg, gpu, assumed)
 
 
 def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed: Assumptions) -> int:
-    from rlhf_mcore.config.derive import default_world_size, resolve
-    from rlhf_mcore.config.validate import validate
-    from rlhf_mcore.planning.plan import as_json, make_plan
-    from rlhf_mcore.planning.report import as_text, gib, refusal
-
     world_size = args.world_size if args.world_size is not None else default_world_size(cfg)
     if world_size < 1:
         raise ConfigError(f"--world-size {world_size} is out of range; it must be at least 1")
@@ -92,41 +105,27 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
             "actor.fp8=null, or choose another --gpu"
         )
     cfg = resolve(cfg)
-    suggestions, adapters = None, None
+    offers = _Offers()
     if args.suggest:
-        with _progress("trying layouts"):
+        with working("trying layouts"):
             plan = make_plan(cfg, world_size, gpu, assumed)
-            suggestions = _suggestions(cfg, world_size, gpu, assumed, fits=plan.fits)
-            # A larger world is the answer, unless the user has chosen the number of processes.
-            is_chosen = args.world_size is not None or cfg.trainer.world_size is not None
-            wanted = {
-                entry["world_size"] for entry in suggestions if entry["world_size"] == world_size or not is_chosen
-            }
-            if not plan.fits and not wanted:
-                adapters = _adapters(cfg, world_size, gpu, assumed)
+            offers = _find_offers(cfg, plan, assumed, has_world=args.world_size is not None)
     else:
         plan = make_plan(cfg, world_size, gpu, assumed)
     if args.json:
-        offers = {} if suggestions is None else {"suggestions": suggestions}
-        say(json.dumps(as_json(plan) | offers | ({} if adapters is None else {"adapters": adapters}), indent=1))
+        say(json.dumps(as_json(plan) | offers.as_json(), indent=1))
     else:
         say(as_text(plan))
         if args.trace:
             warnings.filterwarnings("ignore")  # of Megatron, about kernels that nothing runs on here
-            from rlhf_mcore.cli.progress import working
-
             update = next(phase for phase in plan.phases if phase.phase == "actor update")
             with working(f"an update of rank {update.rank} on fake tensors"):
                 from rlhf_mcore.commands.plan.trace import traced  # imports torch and Megatron
 
                 table = traced(cfg, world_size, update.rank, plan.dtype, assumed)
             say(f"\n{table}")
-        _print_suggestions(suggestions)
-        if adapters is not None:
-            say(
-                f"\nlow-rank adapters fit (processes: {world_size}): {' '.join(adapters['overrides'])} takes "
-                f"{gib(adapters['needed'])} of {gib(adapters['available'])} GiB of a device (docs/lora.md)"
-            )
+        for line in offers.lines():
+            say(line)
     if plan.fits:
         return exit_codes.DONE
     hint = "" if args.suggest else "\nLayouts that fit: add --suggest."
@@ -134,56 +133,66 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
     return exit_codes.USER_ERROR
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """Show on standard error what the command does: with a clock on a terminal, else in one line after a second."""
-    from rlhf_mcore.cli.progress import working
+def _measured_reserve(directory: Path) -> int:
+    """Return the most memory outside torch that a run has recorded in a phase.
 
-    if sys.stderr.isatty():
-        with working(what):
-            yield
-        return
-    timer = Timer(PROGRESS_AFTER_S, say, (f"{what} ...",), {"file": sys.stderr})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    Raises:
+        ConfigError: it has recorded none.
+    """
+    remedy = "name the directory of a run on GPUs"
+    records = read_lines(directory / METRICS, remedy, is_growing=True)
+    sizes = [record.number(name, minimum=0) for record in records for name in record if _OUTSIDE.fullmatch(name)]
+    if not sizes:
+        raise ConfigError(f"--run {directory}: {METRICS} has no memory/<phase>_outside_bytes; {remedy}")
+    return int(max(sizes))
 
 
-def _suggestions(
-    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions, *, fits: bool
-) -> list[dict[str, Any]]:
-    """List the fastest layouts that fit, in this world or, where none does, in the next larger one that has one."""
-    from rlhf_mcore.commands.plan.suggest import smallest_world, suggest
+@dataclass(frozen=True, slots=True)
+class _Offers:
+    """Layouts that fit, None if nobody asked for any; and a run with adapters, if none fits that trains all weights."""
 
-    suggestions = [(world_size, layout) for layout in suggest(cfg, world_size, gpu, assumed=assumed)]
-    if not suggestions and not fits:
-        larger = smallest_world(cfg, world_size, gpu, assumed)
-        suggestions = [larger] if larger else []
-    return [
-        {"world_size": world, "overrides": list(layout.overrides), "step_s": layout.plan.step_s}
-        for world, layout in suggestions
-    ]
+    layouts: list[Suggestion] | None = None
+    adapters: Suggestion | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        if self.layouts is None:
+            return {}
+        layouts = [
+            {"world_size": each.plan.world_size, "overrides": list(each.overrides), "step_s": each.plan.step_s}
+            for each in self.layouts
+        ]
+        if self.adapters is None:
+            return {"suggestions": layouts}
+        fullest = self.adapters.plan.fullest
+        sizes = {"needed": fullest.total, "available": fullest.available}
+        return {"suggestions": layouts, "adapters": {"overrides": list(self.adapters.overrides), **sizes}}
+
+    def lines(self) -> Iterator[str]:
+        if self.layouts is None:
+            return
+        sizes = [each.plan.world_size for each in self.layouts]
+        if not sizes:
+            yield "\nno layout that was tried fits"
+        elif len(set(sizes)) < len(sizes) or len(sizes) == 1:
+            yield "\nlayouts that fit, by estimated time of a step:"
+        else:
+            smaller = "" if sizes[0] == 1 else f"; fewer than {sizes[0]} do not fit"
+            yield f"\nthe fastest layout on 1, 2, 4, ... processes, with the estimated time of a step{smaller}:"
+        for each in self.layouts:
+            keys = " ".join(each.overrides) or "(as it is)"
+            yield f"  {each.plan.step_s:8.1f} s  {each.plan.world_size} processes  {keys}"
+        if (adapters := self.adapters) is not None:
+            fullest = adapters.plan.fullest
+            yield (
+                f"\nlow-rank adapters fit (processes: {adapters.plan.world_size}): {' '.join(adapters.overrides)} takes "
+                f"{gib(fullest.total)} of {gib(fullest.available)} GiB of a device (docs/lora.md)"
+            )
 
 
-def _adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> dict[str, Any] | None:
-    """Describe a run with adapters that fits where none does that trains all weights; None if there is none."""
-    from rlhf_mcore.commands.plan.suggest import with_adapters
-
-    if (trained := with_adapters(cfg, world_size, gpu, assumed)) is None:
-        return None
-    overrides, suggestion = trained
-    fullest = max(suggestion.plan.phases, key=lambda phase: phase.total / phase.available)
-    return {"overrides": list(overrides), "needed": fullest.total, "available": fullest.available}
-
-
-def _print_suggestions(suggestions: list[dict[str, Any]] | None) -> None:
-    if suggestions is None:
-        return
-    say("\nlayouts that fit, by estimated time of a step:" if suggestions else "\nno layout that was tried fits")
-    for entry in suggestions:
-        say(
-            f"  {entry['step_s']:8.1f} s  {entry['world_size']} processes  {' '.join(entry['overrides']) or '(as it is)'}"
-        )
+def _find_offers(cfg: Config, plan: RunPlan, assumed: Assumptions, *, has_world: bool) -> _Offers:
+    """Look for layouts. A larger world is the answer, unless the user has chosen the number of processes."""
+    is_chosen = has_world or cfg.trainer.world_size is not None
+    layouts = in_any_world(cfg, plan.world_size if is_chosen else None, plan.gpu, assumed, is_wanted=not plan.fits)
+    if plan.fits or any(not is_chosen or each.plan.world_size == plan.world_size for each in layouts):
+        return _Offers(layouts)
+    return _Offers(layouts, with_adapters(cfg, plan.world_size, plan.gpu, assumed))

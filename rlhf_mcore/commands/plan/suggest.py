@@ -11,33 +11,30 @@ from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.implied import needs_critic
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.rules.layouts import cut_problems as layout_problems
-from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, RolloutLayoutConfig
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.families.quantised import QUANTISATIONS, cut_problems
 from rlhf_mcore.geometry import ExpertSizes, ModelGeometry
-from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, PlannedRole
-from rlhf_mcore.planning.memory import GENERATE, SYNC, engines_fit, models_fit
+from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, PlannedRole, plan_inputs
+from rlhf_mcore.planning.phases import GENERATE, SYNC, engines_fit, models_fit
 from rlhf_mcore.planning.plan import (
     RunPlan,
-    engine_problem,
     make_plan,
-    plan_inputs,
     samples_ahead,
     step_seconds,
     with_least_memory,
 )
-from rlhf_mcore.planning.sync import estimate_seconds
 from rlhf_mcore.planning.timing import phase_seconds
+from rlhf_mcore.readers.model_files import read_geometry
 
 SIZES = (1, 2, 4, 8, 16)
 CONTEXTS = (1, 2, 4, 8)  # tried where microbatches, which hold whole sequences, are longer than:
 LONG_TOKENS = 16384
 SHARES = (0.3, 0.5, 0.7, 0.85)
 _ENGINE_PHASES = (GENERATE, SYNC)
+MAX_SHOWN_WORLDS, MAX_SHOWN_SIZE = 6, 1024  # of worlds that are shown side by side
 ADAPTER_RANK = 8  # where adapters are suggested; see docs/lora.md
 
 
@@ -57,14 +54,16 @@ def suggest(
     The trained models' layouts are compared first. The engines' layouts are varied for the fastest of these. Only times are
     estimated for every candidate. Memory is checked from the fastest on, and the configuration's rules for those that fit.
     """
-    search = _Search(cfg, world_size, gpu, assumed or Assumptions())
+    assumed = assumed or Assumptions()
+    search = _Search(cfg, world_size, gpu, assumed)
     found: list[_Candidate] = []
     for layout in search.trained_layouts():
-        if best := search.best_engines(layout):
-            found.append(best)
+        if complete := search.best_engines(layout):
+            found.append(complete)
         if len(found) == 2 * count:  # slower training is not made good by engines
             break
-    return [search.suggestion(candidate) for candidate in sorted(found, key=_Candidate.rank)[:count]]
+    best = sorted(found, key=_Candidate.rank)[:count]
+    return [Suggestion(each.overrides, make_plan(each.cfg, world_size, gpu, assumed)) for each in best]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,13 +110,9 @@ class _Search:
         """Return the fastest engines that fit with a layout of the trained models."""
         engines = map(self._timed, _engines(layout.cfg, self.world_size, self.gpu))
         for candidate in sorted(filter(None, engines), key=_Candidate.rank):
-            if self._fits(candidate) and self._is_valid(candidate):
+            if engines_fit(candidate.inputs) and models_fit(candidate.inputs) and self._is_valid(candidate):
                 return candidate
         return None
-
-    def suggestion(self, candidate: _Candidate) -> Suggestion:
-        plan = make_plan(candidate.cfg, self.world_size, self.gpu, self.assumed, exact_sync=False)
-        return Suggestion(candidate.overrides, plan)
 
     def _timed(self, cfg: Config) -> _Candidate | None:
         """Estimate the time of a configuration; None if its layout does not divide the models or the world."""
@@ -128,14 +123,7 @@ class _Search:
             return None
         if not all(_is_cut(role, cfg) for role in inputs.roles):
             return None
-        sync_s = estimate_seconds(least, inputs.roles[0], self.gpu, self.assumed)
-        return _Candidate(cfg, changes(self.cfg, cfg), phase_seconds(inputs, sync_s), inputs)
-
-    def _fits(self, candidate: _Candidate) -> bool:
-        generates = run_kind(candidate.cfg).generates
-        if generates and engine_problem(candidate.cfg, self.gpu):
-            return False
-        return engines_fit(candidate.inputs) and models_fit(candidate.inputs)
+        return _Candidate(cfg, changes(self.cfg, cfg), phase_seconds(inputs), inputs)
 
     def _is_valid(self, candidate: _Candidate) -> bool:
         try:
@@ -151,38 +139,54 @@ def _is_cut(role: PlannedRole, cfg: Config) -> bool:
     return layout is None or not any(layout_problems(role.name, layout, role.geometry, "model.path"))
 
 
-def smallest_world(
-    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None
-) -> tuple[int, Suggestion] | None:
-    """Double the world until something fits, up to 64 times. Returns its size and its fastest layout."""
-    for factor in (2, 4, 8, 16, 32, 64):
-        suggestions = suggest(cfg, world_size * factor, gpu, 1, assumed)
-        if suggestions:
-            return world_size * factor, suggestions[0]
-    return None
+def in_any_world(
+    cfg: Config, world_size: int | None, gpu: GpuType, assumed: Assumptions | None = None, *, is_wanted: bool = True
+) -> list[Suggestion]:
+    """List the fastest layouts that fit in this world; if none fits, and one ``is_wanted``, the fastest in a larger one.
 
-
-def with_adapters(
-    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None
-) -> tuple[tuple[str, ...], Suggestion] | None:
-    """Return the overrides that train adapters where all weights were to be trained, and the fastest layout that fits with them.
-
-    None where the run trains adapters already, or where nothing fits with them either.
+    ``world_size`` None: the fastest layout of each of several worlds.
     """
-    overrides, candidate = [], cfg
+    if world_size is None:
+        return worlds(cfg, gpu, assumed)
+    found = suggest(cfg, world_size, gpu, assumed=assumed)
+    return found or (smallest_world(cfg, world_size, gpu, assumed) if is_wanted else [])
+
+
+def worlds(cfg: Config, gpu: GpuType, assumed: Assumptions | None = None) -> list[Suggestion]:
+    """List the fastest layout on 1, 2, 4, 8, ... processes: the first ``MAX_SHOWN_WORLDS`` worlds that have a layout that fits."""
+    found: list[Suggestion] = []
+    size = 1
+    while size <= MAX_SHOWN_SIZE and len(found) < MAX_SHOWN_WORLDS:
+        found += suggest(cfg, size, gpu, 1, assumed)
+        size *= 2
+    return found
+
+
+def smallest_world(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> list[Suggestion]:
+    """Double the world until something fits, up to 64 times. Return its fastest layout, if there is one."""
+    found = (suggest(cfg, world_size * factor, gpu, 1, assumed) for factor in (2, 4, 8, 16, 32, 64))
+    return next(filter(None, found), [])
+
+
+def with_adapters(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Suggestion | None:
+    """Return the fastest layout that fits if adapters are trained instead of all weights.
+
+    None if the run trains adapters already, or if nothing fits with them either.
+    """
+    overrides, candidate = list[str](), cfg
     if cfg.actor.lora.rank is None:
         # The reference is the actor without adapters then, and has no weights to move.
-        candidate = replace(
-            candidate,
-            actor=replace(cfg.actor, lora=replace(cfg.actor.lora, rank=ADAPTER_RANK)),
-            reference=replace(cfg.reference, offload=None),
+        actor = cfg.actor.model_copy(update={"lora": cfg.actor.lora.model_copy(update={"rank": ADAPTER_RANK})})
+        candidate = candidate.model_copy(
+            update={"actor": actor, "reference": cfg.reference.model_copy(update={"offload": None})}
         )
         overrides.append(f"actor.lora.rank={ADAPTER_RANK}")
     if needs_critic(cfg) and cfg.critic.lora.rank is None:
-        candidate = replace(candidate, critic=replace(cfg.critic, lora=replace(cfg.critic.lora, rank=ADAPTER_RANK)))
+        critic = cfg.critic.model_copy(update={"lora": cfg.critic.lora.model_copy(update={"rank": ADAPTER_RANK})})
+        candidate = candidate.model_copy(update={"critic": critic})
         overrides.append(f"critic.lora.rank={ADAPTER_RANK}")
-    suggestions = suggest(candidate, world_size, gpu, 1, assumed) if overrides else []
-    return ((*overrides, *suggestions[0].overrides), suggestions[0]) if suggestions else None
+    found = suggest(candidate, world_size, gpu, 1, assumed) if overrides else []
+    return replace(found[0], overrides=(*overrides, *found[0].overrides)) if found else None
 
 
 def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
@@ -196,11 +200,18 @@ def _actor_layouts(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Confi
         if world_size % (tp * pp * cp) or world_size // pp % ep or pp > geometry.num_layers:
             continue
         layout = _layout(cfg, geometry.num_layers, (tp, pp, cp, ep))
-        for recompute in (cfg.actor.recompute, RecomputeConfig("off"), RecomputeConfig("full", "uniform", 1)):
-            candidate = replace(cfg, actor=replace(cfg.actor, layout=layout, recompute=recompute))
+        for recompute in (
+            cfg.actor.recompute,
+            RecomputeConfig(granularity="off"),
+            RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+        ):
+            candidate = cfg.model_copy(
+                update={"actor": cfg.actor.model_copy(update={"layout": layout, "recompute": recompute})}
+            )
             yield candidate
             if needs_critic(cfg):
-                yield replace(candidate, critic=replace(cfg.critic, layout=layout, recompute=recompute))
+                critic = cfg.critic.model_copy(update={"layout": layout, "recompute": recompute})
+                yield candidate.model_copy(update={"critic": critic})
 
 
 def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
@@ -217,11 +228,11 @@ def _engines(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
         layouts = [each for each in layouts if not any(cut_problems(geometry, each.tp, each.dp, each.ep))]
     grids = dict.fromkeys((each.tp, each.pp, each.dp, each.ep) for each in layouts if each.num_ranks <= world_size)
     for grid, share in product(grids, (cfg.rollout.gpu_memory_utilization, *SHARES)):
-        layout = RolloutLayoutConfig(*grid)
+        layout = RolloutLayoutConfig(**dict(zip(("tp", "pp", "dp", "ep"), grid, strict=True)))
         engines, left = divmod(devices, layout.num_ranks) if devices else (num_engines, 0)
         if not left:
             made = {"layout": layout, "num_engines": engines, "gpu_memory_utilization": share}
-            yield replace(cfg, rollout=replace(cfg.rollout, **made))
+            yield cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={**made})})
 
 
 def _wants_plain_engines(cfg: Config, geometry: ModelGeometry) -> bool:
@@ -236,7 +247,7 @@ def _engine_layouts(node: int, experts: ExpertSizes | None, block: int) -> Itera
     Experts are whole where they cannot be cut into blocks of so many rows: it takes as long.
     """
     for tp, pp in (*product((*SIZES, 32), (1,)), (node, 2), (node, 4)):
-        yield RolloutLayoutConfig(tp, pp, ep=tp if experts is not None and experts.ffn_size % (tp * block) else 1)
+        yield RolloutLayoutConfig(tp=tp, pp=pp, ep=tp if experts is not None and experts.ffn_size % (tp * block) else 1)
     if experts is not None and node > 1:
         yield from (RolloutLayoutConfig(dp=dp, ep=dp) for dp in (node, 2 * node))
 
@@ -247,7 +258,16 @@ def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int, int]) -> L
     if (own.tp, own.pp, own.cp, own.ep) == sizes:
         return own
     stages = balanced_stages(num_layers, pp) if num_layers % pp else None
-    return LayoutConfig(tp, pp, None, stages, cp, ep, 1 if ep > 1 else None, tp > 1)
+    return LayoutConfig(
+        tp=tp,
+        pp=pp,
+        vpp=None,
+        layers_per_stage=stages,
+        cp=cp,
+        ep=ep,
+        etp=1 if ep > 1 else None,
+        sequence_parallel=tp > 1,
+    )
 
 
 def changes(old: Config, new: Config) -> tuple[str, ...]:

@@ -16,12 +16,11 @@ from rlhf_mcore.mcore.dry_run import dry_run, fake_world
 from rlhf_mcore.mcore.model import LossFunction, MegatronModel, Metrics
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.activations import training_activations
 from rlhf_mcore.planning.inputs import GIB, Assumptions, rank_share, roles_of, workload
+from rlhf_mcore.planning.memory import Pass, state_bytes, training_activations
 from rlhf_mcore.planning.report import table
-from rlhf_mcore.planning.weights import BYTES, state_bytes
 from rlhf_mcore.platform.cpu import CpuPlatform
-from rlhf_mcore.roles.matrices import matrices_of
+from rlhf_mcore.roles.trained_weights import matrices_of
 from rlhf_mcore.types import Microbatch
 
 
@@ -51,8 +50,8 @@ def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumpt
         )
     state = state_bytes(role, rank)
     stage = layout.coordinates(rank)["pp"]
-    even = Assumptions(expert_imbalance=1.0)  # a trace knows of no expert that has more tokens than others
-    kept = training_activations(role, stage, tokens // layout.cp, count, BYTES[dtype], even).total
+    # A trace knows of no expert that has more tokens than others, and of no shared prefixes. It computes experts one by one.
+    kept = training_activations(Pass(role, tokens // layout.cp, groups_experts=False), stage, count).total
     pairs = (
         ("weights", state.weights, usage.weights),
         ("gradients", state.gradients, usage.gradients),

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.terminal import counted, say
 from rlhf_mcore.commands.prepare_data.prepare import TASKS, Options, prepare, read_source, write_splits
 from rlhf_mcore.commands.prepare_data.recipes import RECIPES
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.tokenizer import load_tokenizer
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare data; returns the exit code."""
     return _prepare(_parser().parse_args(argv))
@@ -27,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore prepare-data",
         "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data, and tasks for agents in containers, into "
-        "train.parquet and eval.parquet.",
+        "train.parquet and eval.parquet. A parquet or jsonl file with other columns needs only data.prompt_key and data.answer_key.",
         examples=[
             "rlhf-mcore prepare-data gsm8k/train.jsonl --out data/gsm8k",
             "rlhf-mcore prepare-data pairs.parquet --task preference --out data/pairs",
@@ -67,14 +68,10 @@ def _share(text: str) -> float:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from rlhf_mcore.cli.progress import counted
-
     if (args.max_prompt_tokens or args.max_response_tokens) and not args.tokenizer:
         raise ConfigError("--max-prompt-tokens and --max-response-tokens count tokens: name a --tokenizer directory")
     tokenizer = None
     if args.tokenizer:
-        from rlhf_mcore.data.tokenizer import load_tokenizer
-
         tokenizer = load_tokenizer(args.tokenizer)
     options = Options(**{option.name: getattr(args, option.name) for option in fields(Options)})
     rows = chain.from_iterable(read_source(source, subset=args.subset, split=args.split) for source in args.sources)

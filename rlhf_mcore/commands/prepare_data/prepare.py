@@ -15,19 +15,32 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.commands.prepare_data.container_tasks import folder_rows
-from rlhf_mcore.commands.prepare_data.recipes import RECIPES, Message, PlacedRow, PreparedExample, RowError, recognise
-from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
+from rlhf_mcore.commands.prepare_data.recipes import (
+    RECIPES,
+    Message,
+    PlacedRow,
+    PreparedExample,
+    RowError,
+    recognise,
+)
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.foreign import read_bytes
+from rlhf_mcore.plugins import load_plugin
+from rlhf_mcore.readers.data_rows import BAD_CHARACTERS, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TASKS = ("rl", "sft", "preference")
 NEEDED = {"rl": (), "sft": ("response",), "preference": ("chosen", "rejected")}
+KEYS = {
+    "rl": "data.prompt_key and data.answer_key",
+    "sft": "data.prompt_key and data.response_key",
+    "preference": "data.prompt_key, data.chosen_key and data.rejected_key",
+}
+TASK_FILES = ("task.toml", "task.yaml")  # a directory with one is a task for an agent in a container
 KINDS = (".parquet", ".jsonl", ".json")
 MAX_JSON_BYTES = 512 * 2**20  # of a file that is one JSON value: it takes ten times that in memory
 SHOWN = 5  # bad rows in a message
@@ -48,7 +61,7 @@ class Options:
 
 
 @dataclass(slots=True)
-class Report:
+class PreparationReport:
     """Hold what became of the rows."""
 
     counts: Counter[str] = field(default_factory=Counter)  # in order: read, unusable, incomplete, duplicates, ...
@@ -70,13 +83,13 @@ class Report:
 
 def prepare(
     rows: Iterable[PlacedRow], options: Options, tokenizer: PreTrainedTokenizerBase | None = None
-) -> tuple[dict[str, list[dict[str, Any]]], Report]:
+) -> tuple[dict[str, list[dict[str, Any]]], PreparationReport]:
     """Prepare the rows of train and eval ({"train": [...], "eval": [...]}), and report what became of the input.
 
     Raises:
         ConfigError: rows that cannot be used (with their places), an unknown shape, or nothing left.
     """
-    report = Report()
+    report = PreparationReport()
     examples = _usable(rows, options, report)
     examples = _distinct(examples, options, report)
     if tokenizer is not None:
@@ -95,7 +108,7 @@ def prepare(
     return splits, report
 
 
-def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list[PreparedExample]:
+def _usable(rows: Iterable[PlacedRow], options: Options, report: PreparationReport) -> list[PreparedExample]:
     usable: list[PreparedExample] = []
     report.counts.update(dict.fromkeys(("rows read", "unusable", "without what the task needs"), 0))
     for example in _recipe_output(rows, options, report):
@@ -120,7 +133,7 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list
     return usable
 
 
-def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) -> Iterator[PreparedExample | RowError]:
+def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: PreparationReport) -> Iterator[PreparedExample | RowError]:
     def count_rows() -> Iterator[PlacedRow]:
         for placed in rows:
             report.counts["rows read"] += 1
@@ -134,7 +147,8 @@ def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) 
     if name is None:
         columns = ", ".join(sorted(first[1]))
         raise ConfigError(
-            f"{first[0]}: rows with the columns {columns} are of no known shape; name one with --format: {', '.join(RECIPES)}"
+            f"{first[0]}: rows with the columns {columns} are of no known shape; name one with --format: {', '.join(RECIPES)}. A "
+            f"parquet or jsonl file with columns of its own needs no preparation: name them with {KEYS[options.task]}"
         )
     return RECIPES[name](chain([first], stream))
 
@@ -169,7 +183,7 @@ def prompt_key(example: PreparedExample) -> str:
     return blake2b(json.dumps(turns).encode(), digest_size=8).hexdigest()
 
 
-def _distinct(examples: Sequence[PreparedExample], options: Options, report: Report) -> list[PreparedExample]:
+def _distinct(examples: Sequence[PreparedExample], options: Options, report: PreparationReport) -> list[PreparedExample]:
     """Keep one of each. A prompt with different ground truths is left out: nobody knows which one is right."""
     keys = [prompt_key(example) for example in examples]
     truths: dict[str, set[str]] = {}
@@ -186,7 +200,7 @@ def _distinct(examples: Sequence[PreparedExample], options: Options, report: Rep
 
 
 def _short_enough(
-    examples: Sequence[PreparedExample], options: Options, tokenizer: PreTrainedTokenizerBase, report: Report
+    examples: Sequence[PreparedExample], options: Options, tokenizer: PreTrainedTokenizerBase, report: PreparationReport
 ) -> list[PreparedExample]:
     kept = []
     lengths = _num_tokens([example.prompt for example in examples], tokenizer)
@@ -243,8 +257,9 @@ def read_source(source: str, *, subset: str | None = None, split: str = "train")
         ConfigError: there is nothing of that name, or a file is broken (with its line).
     """
     path = Path(source)
-    if path.is_dir() and (tasks := list(folder_rows(path))):
-        yield from tasks
+    if path.is_dir() and any(next(path.rglob(name), None) for name in TASK_FILES):
+        folder_rows = load_plugin("container_extras", "folder_rows", f"prepare-data {source}", package="containers")
+        yield from folder_rows(path)
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
         if not files:

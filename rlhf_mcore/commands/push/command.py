@@ -7,7 +7,6 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,19 @@ from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, holds_adapter, read_settings
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.hub_ids import id_of_snapshot
 from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
-from rlhf_mcore.config.model_files import COMPANIONS, INDEX_FILE
 from rlhf_mcore.config.run_kinds import RL, RUN_KINDS
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.show import redact, without_secrets
 from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text
 from rlhf_mcore.foreign import SMALL, read_json, shorten
 from rlhf_mcore.observability.files import read_lines
 from rlhf_mcore.observability.run_directory import METRICS
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, holds_adapter, read_settings
+from rlhf_mcore.readers.hub_ids import id_of_snapshot
+from rlhf_mcore.readers.model_files import COMPANIONS, INDEX_FILE
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Settings that say how a model was trained; others say where, and by which machines.
@@ -64,16 +64,7 @@ _MEASURED = {
 _OF_THIS_MACHINE = ("_name_or_path", "name_or_path")  # in JSON files of a model: where it was loaded from
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """Name what is uploaded: files of ``model``, some of them changed, and the card."""
-
-    model: Path
-    files: dict[str, Path | bytes]
-    card: str
-
-
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the card, and upload. Returns the exit code."""
     return _push(_parser().parse_args(argv))
@@ -106,18 +97,18 @@ def _push(args: argparse.Namespace) -> int:
         raise ConfigError(f"{shorten(args.repo)!r} is no name of a repository on the hub; write it as ORG/NAME")
     checkpoint = _checkpoint(args.run, BEST if args.best else LATEST)
     with tempfile.TemporaryDirectory(prefix="rlhf_mcore-push-") as scratch:
-        upload = collect(checkpoint, args.repo, Path(scratch))
+        folder = Path(scratch, "upload")
+        card = collect(checkpoint, args.repo, folder)
         if args.dry_run:
-            sizes = [len(file) if isinstance(file, bytes) else file.stat().st_size for file in upload.files.values()]
-            say(upload.card)
-            say("\n".join(f"{size:>15,}  {name}" for name, size in zip(upload.files, sizes, strict=True)))
+            say(card)
+            say("\n".join(f"{path.stat().st_size:>15,}  {path.name}" for path in sorted(folder.iterdir())))
             return exit_codes.DONE
-        say(f"{args.repo}: {_send(upload, args)}")
+        say(f"{args.repo}: {_send(folder, args)}")
     return exit_codes.DONE
 
 
-def collect(checkpoint: Path, repo: str, scratch: Path) -> Upload:
-    """Collect the files of a checkpoint's model, and write its card.
+def collect(checkpoint: Path, repo: str, folder: Path) -> str:
+    """Make a folder with what is uploaded: links to the files of a checkpoint's model, and its card. Returns the card.
 
     Raises:
         ConfigError: the checkpoint is damaged.
@@ -127,11 +118,15 @@ def collect(checkpoint: Path, repo: str, scratch: Path) -> Upload:
     tree = load_yaml(read_yaml_text(checkpoint / "config.yaml", "config file"), "config.yaml")
     settings = dict(leaves(tree)) if isinstance(tree, dict) else {}
     kind = RUN_KINDS.get(str(settings.get("algorithm.kind")), RL)
-    model = readable(checkpoint, kind.saved_as, scratch)
+    model = readable(checkpoint, kind.saved_as, folder.parent)
+    folder.mkdir()
     names = [*COMPANIONS, INDEX_FILE, ADAPTER_CONFIG, *(path.name for path in model.glob("*.safetensors"))]
-    files = {name: _without_origin(model / name) for name in dict.fromkeys(names) if (model / name).is_file()}
+    for name in dict.fromkeys(names):
+        if (model / name).is_file():
+            _add(model / name, folder / name)
     card = without_secrets(_card(checkpoint, repo, settings, kind.saved_as))
-    return Upload(model, {"README.md": card.encode(), **files}, card)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    return card
 
 
 def _checkpoint(directory: Path, link: str) -> Path:
@@ -150,15 +145,17 @@ def _checkpoint(directory: Path, link: str) -> Path:
     return (directory / link).resolve()
 
 
-def _without_origin(file: Path) -> Path | bytes:
-    """Return a file, or its content without the path that a model or a tokenizer was loaded from."""
-    if file.suffix != ".json" or file.name in (INDEX_FILE, "tokenizer.json"):
-        return file
-    content = dict(read_json(file, limits=SMALL).content)
-    kept = {key: value for key, value in content.items() if key not in _OF_THIS_MACHINE}
-    if file.name == ADAPTER_CONFIG:
-        kept["base_model_name_or_path"] = _name_of(str(content.get("base_model_name_or_path")))
-    return file if kept == content else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+def _add(file: Path, to: Path) -> None:
+    """Link a file, or write it without the path that a model or a tokenizer was loaded from."""
+    if file.suffix == ".json" and file.name not in (INDEX_FILE, "tokenizer.json"):
+        content = dict(read_json(file, limits=SMALL).content)
+        kept = {key: value for key, value in content.items() if key not in _OF_THIS_MACHINE}
+        if file.name == ADAPTER_CONFIG:
+            kept["base_model_name_or_path"] = _name_of(str(content.get("base_model_name_or_path")))
+        if kept != content:
+            to.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            return
+    to.symlink_to(file.resolve())
 
 
 def _name_of(path: str) -> str:
@@ -167,24 +164,21 @@ def _name_of(path: str) -> str:
     return snapshot.repo if snapshot is not None else path.rstrip("/").rpartition("/")[2]
 
 
-def _send(upload: Upload, args: argparse.Namespace) -> str:
+def _send(folder: Path, args: argparse.Namespace) -> str:
     """Make the repository and one commit with all files. Returns its address.
 
     Raises:
         ConfigError: the hub refuses it.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
     api = HfApi(library_name="rlhf_mcore")
-    operations = [
-        CommitOperationAdd(name, file if isinstance(file, bytes) else str(file)) for name, file in upload.files.items()
-    ]
     try:
         api.create_repo(args.repo, private=not args.public, exist_ok=True)
         if args.revision is not None:
             api.create_branch(args.repo, branch=args.revision, exist_ok=True)
-        commit = api.create_commit(
-            args.repo, operations, commit_message="Upload by rlhf-mcore push", revision=args.revision or "main"
+        commit = api.upload_folder(
+            repo_id=args.repo, folder_path=folder, commit_message="Upload by rlhf-mcore push", revision=args.revision
         )
     except Exception as error:  # of the library's, of its HTTP client: all are shown alike
         reason = without_secrets(shorten(" ".join((str(error) or type(error).__name__).split()), 400))
@@ -226,17 +220,18 @@ def _card(checkpoint: Path, repo: str, settings: Mapping[str, Any], role: str) -
 
 
 def _front_matter(settings: Mapping[str, Any], role: str, library: str) -> str:
+    from huggingface_hub import ModelCardData
+
     model = id_of_snapshot(str(settings.get("model.path")))
     ids = [id_of_snapshot(str(file)) for file in settings.get("data.train") or ()]
-    lines = [
-        f"library_name: {library}",
-        f"pipeline_tag: {'text-generation' if role == 'actor' else 'text-classification'}",
-    ]
-    lines += [f"base_model: {model.repo}"] if model else []
-    if names := list(dict.fromkeys(one.repo for one in ids if one)):
-        lines += ["datasets:", *(f"- {name}" for name in names)]
-    lines += ["tags:", "- rlhf-mcore", f"- {settings.get('algorithm.preset')}"]
-    return "\n".join(["---", *lines, "---"])
+    data = ModelCardData(
+        library_name=library,
+        pipeline_tag="text-generation" if role == "actor" else "text-classification",
+        base_model=model.repo if model else None,
+        datasets=list(dict.fromkeys(one.repo for one in ids if one)) or None,
+        tags=["rlhf-mcore", str(settings.get("algorithm.preset"))],
+    )
+    return f"---\n{data.to_yaml()}\n---"
 
 
 def _shown_name(path: str) -> str:
@@ -267,11 +262,17 @@ def _data(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _changed_settings(settings: Mapping[str, Any], *, has_critic: bool) -> Iterator[str]:
     """Yield settings of the training that are not the defaults, as ``key: value``."""
-    default = dict(leaves(asdict(Config())))
+    default = dict(leaves(to_dict(Config())))
+    # A function or a server replaces the rules: no model was trained with them.
+    replaced = ("reward.rules", "reward.sources") if _scores_alone(settings) else ()
     for key, value in dict(leaves(redact(dict(settings)))).items():
         is_shown = key in DESCRIPTIONS and key.startswith(_SHOWN) and (has_critic or not key.startswith("critic."))
-        if is_shown and value != default.get(key):
+        if is_shown and not key.startswith(replaced) and value != default.get(key):
             yield f"{key}: {json.dumps(_without_paths(value), ensure_ascii=False)}"
+
+
+def _scores_alone(settings: Mapping[str, Any]) -> bool:
+    return any(settings.get(key) is not None for key in ("reward.function", "reward.remote.url"))
 
 
 def _without_paths(value: Any) -> Any:

@@ -5,31 +5,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.terminal import say, working
+from rlhf_mcore.commands.report.page import page
+from rlhf_mcore.commands.report.run_data import find_runs, read_run
+from rlhf_mcore.commands.report.server import ReportServer
 from rlhf_mcore.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlhf_mcore.commands.report.server import ReportServer
+from rlhf_mcore.observability.files import write_atomically
+from rlhf_mcore.observability.run_directory import METRICS
+from rlhf_mcore.own_files import check_output
 
 PORT = 8321
 MAX_ROLLOUTS = 10_000
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and print where. Returns the exit code."""
     args = _parser().parse_args(argv)
-    from rlhf_mcore.cli.progress import working
-    from rlhf_mcore.commands.report.page import page
-    from rlhf_mcore.commands.report.run_data import find_runs, read_run
-    from rlhf_mcore.observability.files import write_atomically
-    from rlhf_mcore.observability.run_directory import METRICS
-    from rlhf_mcore.own_files import check_output
-
     check_rollouts(args.rollouts)
     if len(args.run) == 1 and not (args.run[0] / METRICS).is_file() and (runs_inside := find_runs(args.run[0])):
         if args.out is None:
@@ -54,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve_index(folder: Path, rollouts: int, port: int) -> int:
-    from rlhf_mcore.commands.report.server import ReportServer
-
     check_port(port)
     serve(ReportServer([], rollouts, port, folder=folder), f"all runs in {folder}")
     return exit_codes.DONE

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import read_json, read_text
+from rlhf_mcore.foreign import read_bytes, read_json, read_text
 from rlhf_mcore.observability.files import read_lines
 from rlhf_mcore.observability.run_directory import METRICS, ROLLOUTS
 
@@ -31,7 +35,14 @@ _OF_SAMPLES = (
 MAX_TOKENS = 300_000  # of a run in a page: about 10 MB
 _OF_TOKENS = ("tokens", "advantages", "logprob_differences")
 _OF_GROUPS = ("step", "prompt_id", "prompt", "ground_truth")
-_IMAGES = "images"  # of a group whose prompt has some: their digests
+IMAGES = "images"  # the folder of a run, with a file for every digest; of a group, its digests
+MAX_IMAGES = 500  # of a run in a page
+MAX_BYTES = 8 * 2**20  # of these, as files, in all
+SIDE = 256  # pixels: a larger image is scaled down to it
+_MAX_FILE_BYTES = 64 * 2**20
+_MAX_PIXELS = 64 * 2**20
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +148,8 @@ def _not_finite(records: Mapping[int, Mapping[str, float | None]]) -> dict[str, 
 
 
 def _images(directory: Path, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    if not any(group.get(_IMAGES) for group in groups):
+    if not any(group.get(IMAGES) for group in groups):
         return {}
-    from rlhf_mcore.commands.report.images import images_of
-
     return images_of(directory, groups)
 
 
@@ -171,8 +180,8 @@ def _groups_of_step(file: Path) -> Iterator[dict[str, Any]]:
         group = by_prompt.setdefault(
             str(record.get("prompt_id")), {name: record.get(name) for name in _OF_GROUPS} | {"samples": []}
         )
-        if isinstance(images := record.get(_IMAGES), list):
-            group[_IMAGES] = images
+        if isinstance(images := record.get(IMAGES), list):
+            group[IMAGES] = images
         group["samples"].append({name: record[name] for name in _OF_SAMPLES if name in record})
     yield from by_prompt.values()
 
@@ -235,3 +244,52 @@ def different_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """List the keys that not all configurations give the same value, in their order."""
     keys = dict.fromkeys(key for config in configs for key in config)
     return [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
+
+
+# ------------------------------------------------------------------------------------------------------------- images
+def images_of(directory: Path, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the images of groups as data URLs by digest: those of the last groups first, as many as a page holds.
+
+    An image whose file is missing, or is none, is left out.
+    """
+    found: dict[str, str] = {}
+    room = MAX_BYTES
+    for digest in _digests(groups):
+        if len(found) == MAX_IMAGES:
+            break
+        content = _small(directory / IMAGES / digest)
+        if content is None:
+            continue
+        if len(content) > room:
+            break
+        room -= len(content)
+        kind = "png" if content.startswith(b"\x89PNG") else "jpeg"
+        found[digest] = f"data:image/{kind};base64,{b64encode(content).decode()}"
+    return found
+
+
+def _digests(groups: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """List digests, each once. What is none could be the path of another file."""
+    named = (digest for group in reversed(groups) for digest in group.get(IMAGES) or ())
+    return dict.fromkeys(digest for digest in named if isinstance(digest, str) and _DIGEST.fullmatch(digest))
+
+
+@lru_cache(maxsize=2 * MAX_IMAGES)  # a page that is served is made again and again; a file of a digest stays what it is
+def _small(path: Path) -> bytes | None:
+    """Return an image, upright and scaled down, as PNG where it has few pixels and as JPEG else; None: it cannot be read."""
+    from PIL import Image
+
+    from rlhf_mcore.data.image_rows import upright_rgb
+
+    try:
+        file = Image.open(io.BytesIO(read_bytes(path, limit=_MAX_FILE_BYTES)), formats=_FORMATS)
+        if file.width * file.height > _MAX_PIXELS:
+            return None
+        file.draft("RGB", (SIDE, SIDE))
+        image = upright_rgb(file)
+    except Exception:  # whatever a decoder raises of a file that nobody trusts
+        return None
+    image.thumbnail((SIDE, SIDE))
+    content = io.BytesIO()
+    image.save(content, "PNG" if image.width * image.height <= SIDE**2 // 4 else "JPEG", quality=80)
+    return content.getvalue()

@@ -8,8 +8,15 @@ from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.cli.terminal import say, working
+from rlhf_mcore.config.derive import warnings_of
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.implied import grades
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.reward_sources import scores_alone
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.validate import reward_and_data_problems
+from rlhf_mcore.readers.hub import DATA_KEYS, localize
 
 EPISODES = 8  # of an environment, of each file
 EPILOG = """\
@@ -18,7 +25,7 @@ exit codes:
   2          there are disagreements, or a mistake in the configuration, the command line or the data"""
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Try and print. Returns the exit code."""
     args = _parser().parse_intermixed_args(argv)
@@ -45,17 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _try(path: str, overrides: Sequence[str], limit: int) -> int:
-    from rlhf_mcore.cli.progress import working
-    from rlhf_mcore.commands.reward_test.environment import try_environment
-    from rlhf_mcore.commands.reward_test.report import as_text, once_each
-    from rlhf_mcore.config.derive import short_episodes
-    from rlhf_mcore.config.hub import DATA_KEYS, localize
-    from rlhf_mcore.config.implied import grades
-    from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.config.reward_sources import scores_alone
-    from rlhf_mcore.config.run_kinds import run_kind
-    from rlhf_mcore.config.validate import reward_and_data_problems
-    from rlhf_mcore.rewards.reward import what_scores
+    from rlhf_mcore.commands.reward_test.trials import as_text, once_each, try_environment
+    from rlhf_mcore.rewards.reward import scoring_keys
     from rlhf_mcore.rewards.trial import read_sample, refuse_unknown_sources, try_reward
 
     cfg = load_config(path, overrides, without_model=True)
@@ -86,12 +84,12 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
         begun = f"environment.function={cfg.environment.function}: {episodes} episodes of a turn without a word"
         lines = [line for _, line in once_each((place, error, error) for place, error in failed)]
         texts.append("\n".join([f"{begun}, {len(failed)} failed", *lines]))
-        texts += [f"warning: {warning}"] if (warning := short_episodes(cfg)) else []
+    texts += [f"warning: {warning}" for warning in warnings_of(cfg)]
     say("\n\n".join(texts))
     if failed:
         say("\nthe environment fails, see above", file=sys.stderr)
         return exit_codes.USER_ERROR
     if all(report.is_sound for report in reports):
         return exit_codes.DONE
-    say(f"\n{what_scores(cfg.reward)} does not agree with the data, see above", file=sys.stderr)
+    say(f"\n{scoring_keys(cfg.reward)} does not agree with the data, see above", file=sys.stderr)
     return exit_codes.USER_ERROR

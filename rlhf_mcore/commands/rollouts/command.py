@@ -12,6 +12,7 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.terminal import aligned, say
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.rollout.remote.control import ask
 
 _COLUMNS = {
     "name": "engine",
@@ -24,7 +25,7 @@ _COLUMNS = {
 _MOST = 256  # engines added by one command
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Give the command and print the engines after it. Returns the exit code."""
     args = _parser().parse_args(argv)
@@ -50,8 +51,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ask(directory: Path, command: str, argument: str | None) -> list[dict[str, Any]]:
-    from rlhf_mcore.rollout.remote.control import ask
-
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; give the run directory of a job")
     if command == "list":

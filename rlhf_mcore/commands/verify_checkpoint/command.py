@@ -14,15 +14,14 @@ from rich.console import Console
 
 from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import verify_chain
+from rlhf_mcore.checkpoint.housekeeping import read_pins
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoints, linked_step, scan, step_of
-from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.checkpoint.manifest import Problem, base_of, read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.progress import progress_bar, working
-from rlhf_mcore.cli.terminal import say
-from rlhf_mcore.config.adapter_files import base_model, holds_adapter
+from rlhf_mcore.cli.terminal import progress_bar, say, working
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.readers.adapter_files import base_model, holds_adapter
 
 SHOWN = 100  # problems of a checkpoint: a manifest may name a million files that are not there
 EPILOG = """\
@@ -64,7 +63,7 @@ def _count(problems: Sequence[Problem]) -> str:
     return ", ".join(f"{number:,} {kind}" for kind, number in Counter(each.kind for each in problems).most_common())
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and print. Returns the exit code."""
     args = _parser().parse_args(argv)

@@ -9,14 +9,13 @@ from pathlib import Path
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.commands.report.command import add_port, add_rollouts, check_port, check_rollouts, serve
+from rlhf_mcore.commands.report.server import ReportServer
 
 
-@exit_codes.reporting
+@exit_codes.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C. Returns the exit code."""
     args = _parser().parse_args(argv)
-    from rlhf_mcore.commands.report.server import ReportServer
-
     check_rollouts(args.rollouts)
     check_port(args.port)
     server = ReportServer(args.run, args.rollouts, args.port)

@@ -1,14 +1,16 @@
-"""Check the keys of ``algorithm``."""
+"""Check the keys of ``algorithm``, those of preference losses among them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
+from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhf_mcore.config.derive import correction_mode, part_weights
-from rlhf_mcore.config.implied import draws_greedy, needs_critic
+from rlhf_mcore.config.implied import draws_greedy, needs_critic, needs_reference
+from rlhf_mcore.config.rules.layouts import model_problems
 from rlhf_mcore.config.schema import AlgorithmConfig, Config, CovarianceConfig, SapoConfig
+from rlhf_mcore.geometry import ModelGeometry
 
 
 def algorithm_problems(cfg: Config) -> Iterator[str]:
@@ -171,3 +173,43 @@ def _overlong_problems(cfg: Config) -> Iterator[str]:
             f"algorithm.overlong.cache_tokens={overlong.cache_tokens} is more than the longest response, {limit} tokens; "
             "lower it"
         )
+
+
+def preference_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
+    """List problems with the reference that pairs are compared by. ``geometry``: of the actor, if it is known."""
+    reference, loss = cfg.reference, PREFERENCE_LOSSES.get(cfg.algorithm.dpo.loss)
+    if loss is not None and loss.needs_mismatched and cfg.trainer.prompts_per_step < 2:
+        yield (
+            f"trainer.prompts_per_step={cfg.trainer.prompts_per_step}: algorithm.dpo.loss={cfg.algorithm.dpo.loss} estimates a "
+            "divergence from responses to other prompts of a step; raise it to 2 or more"
+        )
+    if cfg.algorithm.kl.coef:
+        yield (
+            f"algorithm.kl.coef={cfg.algorithm.kl.coef} has no effect with algorithm.kind={cfg.algorithm.kind}: algorithm.dpo.beta "
+            "sets how far the policy goes from the reference; remove it"
+        )
+    if not needs_reference(cfg):
+        for name, value in reference:
+            if value:  # offload=False is what null has been resolved to
+                yield (
+                    f"reference.{name}={value} has no effect with algorithm.dpo.loss={cfg.algorithm.dpo.loss}, which reads no "
+                    "reference; remove it"
+                )
+        return
+    if reference.precompute and loss is not None and loss.needs_mismatched:
+        yield (
+            f"reference.precompute=True is not supported with algorithm.dpo.loss={cfg.algorithm.dpo.loss}, which compares other pairs "
+            "of prompt and response in every step; set it to false"
+        )
+    if reference.precompute and reference.offload:
+        yield (
+            "reference.offload=True has no effect with reference.precompute=True, which lets the reference go before training; "
+            "remove it"
+        )
+    if reference.refresh_steps and cfg.actor.lora.rank is None:  # which is another problem
+        yield (
+            f"reference.refresh_steps={reference.refresh_steps} is not supported with algorithm.kind={cfg.algorithm.kind}: pairs are "
+            "compared by one reference; set it to 0"
+        )
+    if reference.path is not None:
+        yield from model_problems("reference.path", reference.path, ("lm",), "actor", cfg.actor.layout, geometry)

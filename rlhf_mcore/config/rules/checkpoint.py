@@ -10,7 +10,11 @@ from pathlib import Path
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config
 from rlhf_mcore.config.schema.run import AUTO, FILE_MODES, NEVER, PRIVATE, octal_mode, time_left
+from rlhf_mcore.plugins import missing_plugin
 
+# Arguments of ``load_plugin``.
+DELTAS = ("checkpoint_hooks", "deltas", "checkpoint.delta=true")
+ARCHIVE = ("checkpoint_hooks", "archive", "checkpoint.archive=true")
 _METRIC = re.compile(r"evaluate/\S+")
 
 
@@ -23,6 +27,9 @@ def checkpoint_problems(cfg: Config) -> Iterator[str]:
         yield f"checkpoint.mode={checkpoint.mode!r} is not a choice; choose one of: null, {PRIVATE}, {', '.join(FILE_MODES)}"
     if wrong := [step for step in checkpoint.keep if step < 1]:
         yield f"checkpoint.keep={checkpoint.keep}: {wrong[0]} is no step; name steps from 1 on"
+    for is_used, plugin in ((checkpoint.delta, DELTAS), (checkpoint.archive, ARCHIVE)):
+        if is_used and (problem := missing_plugin(*plugin)) is not None:
+            yield problem
     yield from _resume_problems(checkpoint)
     if checkpoint.save_by is not None:
         try:

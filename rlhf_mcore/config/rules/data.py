@@ -11,8 +11,21 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.data_columns import chosen_columns, file_keys, row_limits, settings_of
-from rlhf_mcore.config.data_rows import (
+from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.implied import needs_answer
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config, DataConfig
+from rlhf_mcore.config.user_functions import function_problems
+from rlhf_mcore.readers.data_columns import (
+    MESSAGES,
+    chosen_columns,
+    example_contents,
+    file_keys,
+    row_limits,
+    settings_of,
+    wanted_columns,
+)
+from rlhf_mcore.readers.data_rows import (
     RowLimits,
     checked_prompt,
     ground_truth,
@@ -21,13 +34,7 @@ from rlhf_mcore.config.data_rows import (
     read_rows,
     require_column,
 )
-from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.example_columns import MESSAGES, example_contents, wanted_columns
-from rlhf_mcore.config.hub_ids import absent_hint
-from rlhf_mcore.config.implied import needs_answer
-from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, DataConfig
-from rlhf_mcore.config.user_functions import function_problems
+from rlhf_mcore.readers.hub_ids import absent_hint
 
 ANSWER_COLUMNS = ("reward_model", "answer")
 # All rows of ordinary files (GSM8K's 7,473 take a tenth of a second); the ranks find what is wrong further on.

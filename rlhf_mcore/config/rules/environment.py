@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_mcore.config.choices import AGENT, ASKING, ENVIRONMENTS, is_file_spec
+from rlhf_mcore.config.choices import AGENT, ASKING, CONTRIB_ENVIRONMENTS, ENVIRONMENTS, is_file_spec
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.schema import Config, EnvironmentConfig
-from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import function_problems
+from rlhf_mcore.plugins import find_plugins, missing_plugin
+from rlhf_mcore.readers.tool_schemas import read_tools
 
-_CONTAINERS = ("sandbox", "docker", "podman", "remote")  # another one is refused as such
+_KIND = "environment.container.kind"
+_CORE_CONTAINERS = ("sandbox", "docker")
+_CONTAINERS = (*_CORE_CONTAINERS, "podman", "remote")
 
 
 def environment_problems(cfg: Config) -> Iterator[str]:
@@ -19,11 +22,19 @@ def environment_problems(cfg: Config) -> Iterator[str]:
     if own.function is None:
         yield from _agent_problems(cfg)
         return
-    if own.function not in ENVIRONMENTS and not is_file_spec(own.function):
-        yield f"environment.function={own.function} is neither path/to/file.py:Class nor one of {', '.join(ENVIRONMENTS)}; correct it"
-    elif own.function not in ENVIRONMENTS:
+    named = f"environment.function={own.function}"
+    if is_file_spec(own.function):
         yield from map(FileProblem, function_problems(own.function, "environment.function"))
+    elif own.function in CONTRIB_ENVIRONMENTS:
+        if problem := missing_plugin("environments", own.function, named, package="environments"):
+            yield problem
+    elif own.function not in ENVIRONMENTS and own.function not in find_plugins("environments"):
+        yield f"{named} is neither path/to/file.py:Class nor one of {', '.join(ENVIRONMENTS)}; correct it"
     yield from _agent_problems(cfg)
+    if traces := cfg.logging.episode_traces:
+        needed_by = f"logging.episode_traces={traces}"
+        if problem := missing_plugin("traces", "opentelemetry", needed_by, package="traces"):
+            yield problem
     try:
         read_tools(own.tools)
     except ConfigError as error:
@@ -41,7 +52,8 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
     kinds = [name for name in ("command", "function", "url") if getattr(agent, name)]
     if own.function in ASKING:
         yield from _asking_problems(cfg)
-    if own.container.kind in _CONTAINERS:
+    kind = own.container.kind  # an unknown one is rejected with the choices of the key
+    if kind in _CONTAINERS or kind in find_plugins("containers"):
         yield from _container_problems(own)
     if own.function != AGENT:
         for name in kinds:
@@ -64,6 +76,14 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
 def _container_problems(own: EnvironmentConfig) -> Iterator[str]:
     """List the problems with containers: whose they are, and where."""
     given = own.container
+    assert given.kind is not None
+    needed = [] if given.kind in _CORE_CONTAINERS else [("containers", given.kind, f"{_KIND}={given.kind}")]
+    for name in ("command", "url"):
+        if getattr(own.agent, name):
+            needed.append(("container_extras", "lending", f"environment.agent.{name} with {_KIND}"))
+    for plugin in needed:
+        if problem := missing_plugin(*plugin, package="containers"):
+            yield problem
     if own.function != AGENT:
         yield (
             f"environment.container.kind={given.kind} is of agents, and environment.function={own.function}; set "

@@ -1,4 +1,4 @@
-"""Rules of ``actor.fp8``: what it does not go with, of other keys and of models, and what this machine lacks for it."""
+"""Rules of 8-bit products (``actor.fp8``) and of engines' 8-bit weights (``rollout.quantization``), and what this machine lacks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rlhf_mcore.machine import has_gpu
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
     from rlhf_mcore.geometry import ModelGeometry
+
 
 _PLAIN = "or, for products whose weights are not those of engines, actor.megatron={fp8: e4m3, fp8_recipe: blockwise}"
 
@@ -67,3 +68,17 @@ def machine_problem(cfg: Config) -> str | None:
     else:
         return None
     return f"actor.fp8={cfg.actor.fp8} needs {lacks}; or set it to null"
+
+
+def quantised_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
+    """Check what weights of 8 bits ask of other keys, and of the model."""
+    name = f"rollout.quantization={cfg.rollout.quantization}"
+    if cfg.bridge.method != "planned":
+        yield f"{name}: bridge.method={cfg.bridge.method} hands whole tensors to engines, as they are; set it to planned"
+    if cfg.rollout.speculative.method == "mtp" and (mode := cfg.actor.mtp.mode) not in MTP_TRAINED:
+        yield (
+            f"{name}: rollout.speculative.method=mtp: engines read MTP layers of actor.mtp.mode={mode} from files, where they have no "
+            "8 bits; set actor.mtp.mode=train, or rollout.speculative.method=off or ngram"
+        )
+    for problem in () if geometry is None else quantisation_problems(geometry):
+        yield f"{name}: model.path={cfg.model.path}: {problem}, which is not quantised here; set rollout.quantization=null"

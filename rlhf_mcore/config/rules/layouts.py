@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from rlhf_mcore.config.derive import balanced_stages, default_world_size
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.implied import RoleLayout, needs_critic, needs_reference, role_layouts
-from rlhf_mcore.config.model_files import inspect_model, with_head
 from rlhf_mcore.config.rules.lora import layer_problems
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig, RolloutConfig
@@ -16,6 +15,7 @@ from rlhf_mcore.config.schema.run import MAX_WORLD
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED, has_expert_bias
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.model_files import inspect_model, with_head
 
 
 def world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
@@ -28,10 +28,10 @@ def world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
 def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry | None) -> Iterator[str]:
     """Check that the engines fit that world, and the actor's model an engine. ``geometry`` is the model's, where it is known."""
     world, source = _world(cfg, world_size)
-    if cfg.actor.ranks is not None and (cfg.bridge.method == "gather" or cfg.bridge.verify == "full"):
+    if cfg.actor.ranks is not None and cfg.bridge.method == "gather":
         yield (
-            f"actor.ranks={cfg.actor.ranks}: full tensors are gathered by all ranks (bridge.method={cfg.bridge.method}, "
-            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify sample, digest or off, or set actor.ranks=null"
+            f"actor.ranks={cfg.actor.ranks}: full tensors are gathered by all ranks (bridge.method=gather); use "
+            "bridge.method=planned, or set actor.ranks=null"
         )
     layout = cfg.rollout.layout
     if world % (size := layout.num_ranks) and cfg.rollout.placement == "colocated":

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.implied import adapter_sizes, needs_critic, needs_reference
-from rlhf_mcore.config.model_files import with_head
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import ActorConfig, ActorLoraConfig, Config, CriticConfig, LoraConfig
-from rlhf_mcore.config.schema.key import Choices, description_of
+from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LoraConfig
 from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families.adapters import check_targets
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.plugins import load_plugin, missing_plugin
+from rlhf_mcore.readers.adapter_files import start_problems
+from rlhf_mcore.readers.model_files import with_head
 
 
 def lora_problems(cfg: Config) -> Iterator[str]:
@@ -34,52 +36,38 @@ def lora_problems(cfg: Config) -> Iterator[str]:
     if run_kind(cfg).generates and cfg.bridge.method == "gather":
         remedy = "bridge.method=planned" if engine_kind(cfg.rollout.engine).has_live_weights else "it to null"
         yield f"{name}: bridge.method=gather sends the weights without adapters; set {remedy}"
-    if run_kind(cfg).generates and cfg.bridge.verify == "full":
-        yield f"{name}: bridge.verify=full compares with the weights without adapters; set bridge.verify=digest"
     if needs_reference(cfg):
         yield from _reference_problems(cfg, name)
 
 
-def _pissa_problems(role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
-    """Half of what adapters hold is fixed there, and half begins with the same values."""
-    if group.lora.dropout:
-        yield f"{role}.lora.init=pissa is not supported with {role}.lora.dropout={group.lora.dropout}; set that to 0"
-    if group.lora.path is not None:
-        yield f"{role}.lora.init=pissa has no effect with {role}.lora.path={group.lora.path}; remove one of them"
-    if group.optimizer.weight_decay:
-        yield (
-            f"{role}.lora.init=pissa: {role}.optimizer.weight_decay={group.optimizer.weight_decay} would move what is fixed; set "
-            "it to 0"
-        )
-
-
-def _dora_problems(key: str, lora: LoraConfig) -> Iterator[str]:
-    """Check what does not go together with magnitudes. ``key``: the group of ``lora``."""
-    if lora.dropout:
-        yield f"{key}.use_dora=True is not supported with {key}.dropout={lora.dropout}; set that to 0"
-    if lora.init == "pissa":
-        yield f"{key}.use_dora=True is not supported with {key}.init=pissa; set that to gaussian"
-    if isinstance(lora, ActorLoraConfig) and lora.sync == "adapter":
-        yield f"{key}.use_dora=True: engines add no magnitudes, so {key}.sync=adapter is not possible; set that to merge"
+def _plugin_problems(key: str, role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
+    """List problems with the kinds of adapters that are plug-ins. ``key``: the group ``lora`` of ``role``."""
+    lora = group.lora
+    for is_used, name, needed_by in (
+        (lora.init == "pissa", "pissa", f"{key}.init=pissa"),
+        (lora.use_dora, "dora", f"{key}.use_dora=true"),
+    ):
+        if not is_used:
+            continue
+        problem = missing_plugin("adapters", name, needed_by)
+        if problem is not None:
+            yield problem
+        else:
+            yield from load_plugin("adapters", name, needed_by).list_problems(role, group)
 
 
 def _role_problems(cfg: Config, role: str, group: ActorConfig | CriticConfig) -> Iterator[str]:
     """Problems with the adapters of one model. ``role`` is the name of its ``group``."""
     lora, default, key = group.lora, type(group.lora)(), f"{role}.lora"
     if lora.rank is None:
-        for item in fields(lora):
-            value, allowed = getattr(lora, item.name), description_of(item).allowed
-            is_misspelled = isinstance(allowed, Choices) and not allowed.holds(value)  # which is another problem
-            if value != getattr(default, item.name) and not is_misspelled:
-                yield f"{key}.{item.name}={value} has no effect with {key}.rank=null; set that, or remove it"
+        for name, value in lora:
+            if value != getattr(default, name):
+                yield f"{key}.{name}={value} has no effect with {key}.rank=null; set that, or remove it"
         return
     name = f"{key}.rank={lora.rank}"
     if not lora.targets:
         yield f"{key}.targets=[] leaves nothing to train; name linear layers, or all-linear"
-    if lora.init == "pissa":
-        yield from _pissa_problems(role, group)
-    if lora.use_dora:
-        yield from _dora_problems(key, lora)
+    yield from _plugin_problems(key, role, group)
     if group.moe.expert_bias_rate:
         yield f"{name}: biases of experts stay as they are; set {role}.moe.expert_bias_rate=0"
     if group.optimizer.name == "muon":
@@ -117,8 +105,6 @@ def layer_problems(lora: LoraConfig, field: str, geometry: ModelGeometry) -> Ite
     sizes = adapter_sizes(lora)
     if sizes is None or not sizes.targets:
         return
-    from rlhf_mcore.families.adapters import check_targets
-
     adapters = replace(geometry, adapter=sizes)
     try:
         check_targets(FAMILIES[geometry.family], adapters, f"{field}.targets")
@@ -126,6 +112,4 @@ def layer_problems(lora: LoraConfig, field: str, geometry: ModelGeometry) -> Ite
         yield str(error)
         return
     if lora.path is not None and lora.init != "pissa":  # which is another problem
-        from rlhf_mcore.config.adapter_files import start_problems
-
         yield from map(FileProblem, start_problems(lora.path, adapters, field))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.config.annotations import accepts
 from rlhf_mcore.config.implied import RoleLayout, needs_critic, role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
@@ -91,6 +91,7 @@ OWNED: dict[str, str] = {
     "pipeline_model_parallel_size": "layout.pp sets it",
     "virtual_pipeline_model_parallel_size": "layout.vpp sets it",
     "pipeline_model_parallel_layout": "layout.layers_per_stage sets it",
+    "num_microbatches_with_partial_activation_checkpoints": "recompute applies to all microbatches",
     "num_layers_in_first_pipeline_stage": "layout.layers_per_stage sets it",
     "num_layers_in_last_pipeline_stage": "layout.layers_per_stage sets it",
     "account_for_embedding_in_pipeline_split": "layout.layers_per_stage sets it",
@@ -197,7 +198,7 @@ class MegatronField:
     annotation: str
 
     def accepts(self, value: Any) -> bool:
-        return _accepts(ast.parse(self.annotation, mode="eval").body, value)
+        return accepts(ast.parse(self.annotation, mode="eval").body, value)
 
     @property
     def is_settable(self) -> bool:
@@ -227,42 +228,6 @@ def _annotations(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_"):
             yield item.target.id, ast.unparse(item.annotation)
-
-
-def _accepts(node: ast.expr, value: Any) -> bool:
-    """Tell whether a plain value of a configuration is of an annotated type. Types of torch are written as texts (``fp32``)."""
-    if isinstance(node, ast.Constant):
-        return value is None
-    if isinstance(node, ast.BinOp):
-        return _accepts(node.left, value) or _accepts(node.right, value)
-    if isinstance(node, ast.Subscript):
-        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        match ast.unparse(node.value).rpartition(".")[2].lower():
-            case "optional":
-                return value is None or _accepts(items[0], value)
-            case "union":
-                return any(_accepts(item, value) for item in items)
-            case "literal":
-                return any(isinstance(item, ast.Constant) and item.value == value for item in items)
-            case "list":
-                return isinstance(value, list) and all(_accepts(items[0], item) for item in value)
-            case "tuple":
-                return isinstance(value, list) and all(map(_accepts, items, value)) and len(items) == len(value)
-        return False
-    match ast.unparse(node):
-        case "bool":
-            return isinstance(value, bool)
-        case "int":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "float":
-            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        case "str" | "AttnBackend":
-            return isinstance(value, str)
-        case "torch.dtype":
-            return value in ("fp32", "bf16", "fp16")
-        case "list":
-            return isinstance(value, list)
-    return False
 
 
 def reason_owned(name: str) -> str | None:

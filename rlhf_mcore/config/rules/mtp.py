@@ -9,12 +9,12 @@ from pathlib import Path
 from rlhf_mcore.config.choices import MTP_TRAINED
 from rlhf_mcore.config.engine_kinds import engine_kind
 from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
-from rlhf_mcore.config.model_files import read_config, tensor_names
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import MTP_KEY, num_mtp_layers
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.model_files import read_config, tensor_names
 
 
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Rules between the keys of engines, of the bridge and of the schedule."""
+"""Rules between the keys of engines, of the bridge, of router replay and of the schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.engine_kinds import ENGINES, EngineKind, engine_kind, is_engine
 from rlhf_mcore.config.errors import FileProblem
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.rollout import MOST_SUPPORT
+from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.plugins import missing_plugin
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config
-    from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig, SamplingConfig
+    from rlhf_mcore.config.schema.rollout import BridgeConfig, RolloutLayoutConfig, SamplingConfig
 
 
 def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
@@ -31,9 +34,8 @@ def _support_problems(sampling: SamplingConfig) -> Iterator[str]:
 def rollout_problems(cfg: Config) -> Iterator[str]:
     """Check what keys of engines and schedule ask of each other."""
     yield from _support_problems(cfg.rollout.sampling)
-    if cfg.bridge.method == "gather" and cfg.bridge.verify not in ("off", "sample"):
-        yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; remove it"
     engine = engine_kind(cfg.rollout.engine)
+    yield from engine.argument_problems(cfg.rollout)
     takers = [kind.name for kind in ENGINES.values() if cfg.model.attention in kind.attention_kernels]
     if takers and cfg.model.attention not in engine.attention_kernels:
         yield (
@@ -106,22 +108,59 @@ def _seam_problems(cfg: Config, engine: EngineKind) -> Iterator[str]:
         )
 
 
+def _transport_problems(bridge: BridgeConfig) -> Iterator[str]:
+    """Name the plug-ins and packages that are not installed."""
+    if bridge.transport == "nixl":
+        problem = missing_plugin("transports", "nixl", "bridge.transport=nixl")
+        if problem is None and find_spec("nixl") is None:
+            problem = "bridge.transport=nixl needs the package nixl, which is not installed; pip install nixl, or set it to group"
+    elif bridge.full_every is not None:
+        problem = missing_plugin("transports", "delta_sync", f"bridge.full_every={bridge.full_every}")
+    else:
+        problem = None
+    if problem is not None:
+        yield problem
+
+
 def _apart_problems(cfg: Config) -> Iterator[str]:
     address = cfg.rollout.ray.address
     port = re.fullmatch(r"[^:]+:(\d{1,5})", address or "")
     if address is not None and (port is None or not 1 <= int(port[1]) <= 65535):
         yield f"rollout.ray.address={address!r} is no address; give host:port, as ray start --head prints it, or null"
-    if engine_kind(cfg.rollout.engine).runs_apart and (cfg.bridge.method != "planned" or cfg.bridge.verify == "full"):
+    if engine_kind(cfg.rollout.engine).runs_apart and cfg.bridge.method != "planned":
         yield (
-            f"rollout.placement=disaggregated: full tensors do not travel to engines of their own (bridge.method={cfg.bridge.method}, "
-            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify sample, digest or off"
+            "rollout.placement=disaggregated: full tensors are not sent to disaggregated engines "
+            f"(bridge.method={cfg.bridge.method}); use bridge.method=planned"
         )
     if cfg.bridge.transport == "nixl" and cfg.bridge.full_every is not None:
         yield (
             f"bridge.full_every={cfg.bridge.full_every}: what has changed travels through the process group, found "
             "bridge.transport=nixl; set that to group, or remove bridge.full_every"
         )
-    elif cfg.bridge.transport == "nixl" and find_spec("nixl") is None:
-        yield FileProblem(
-            "bridge.transport=nixl needs the package nixl, which is not installed; pip install nixl, or set it to group"
+    else:
+        yield from map(FileProblem, _transport_problems(cfg.bridge))
+
+
+# Fields of Megatron that choose experts elsewhere than where they are replayed, or compute passes in another order.
+_APART = ("moe_router_fusion", "moe_router_force_load_balancing")
+
+
+def route_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
+    """List problems with ``actor.router_replay``, which is not off. ``geometry``: of ``model.path``, where it is known."""
+    name, engine = f"actor.router_replay={cfg.actor.router_replay}", engine_kind(cfg.rollout.engine)
+    if cfg.actor.router_replay not in ("rollout", "old_logprobs"):  # which is another problem
+        return
+    if not (kind := run_kind(cfg)).generates:
+        yield f"{name}: with algorithm.kind={kind.name} no responses are drawn, so there are no routes to replay; set it to off"
+        return
+    if geometry is not None and geometry.experts is None:
+        yield f"{name}: model.path={cfg.model.path} has no experts that tokens are routed to; set it to off"
+    if cfg.actor.router_replay == "rollout" and not engine.records_routes:
+        others = " or ".join(kind.name for kind in ENGINES.values() if kind.records_routes)
+        yield (
+            f"{name}: rollout.engine={engine.name} does not record the experts that tokens went to; use {others}, or set it to "
+            "old_logprobs or off"
         )
+    for field in _APART:
+        if (cfg.actor.megatron or {}).get(field):
+            yield f"{name} is not supported with actor.megatron.{field}; remove that, or set it to off"

@@ -1,20 +1,26 @@
-"""Rules among the keys at the top, and of ``logging``."""
+"""Rules among the keys at the top, of ``logging`` and of ``alarms``."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from os.path import exists, isdir
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rlhf_mcore.config.choices import TRACKERS, find_trackers
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.keys import value_of
-from rlhf_mcore.config.schema import Config, LoggingConfig
-from rlhf_mcore.config.schema.run import wanted_trackers
+from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig, Config, LoggingConfig
+from rlhf_mcore.config.schema.key import AT_LEAST_1, FINITE
+from rlhf_mcore.config.schema.run import ACTIONS, wanted_trackers
+from rlhf_mcore.config.show import REDACTED
+from rlhf_mcore.metrics.catalogue import find_metric, nearest_metric
+from rlhf_mcore.metrics.rules import MEASURES
 
 
 def path_problems(cfg: Config) -> Iterator[str]:
@@ -42,13 +48,83 @@ def tracker_problems(cfg: LoggingConfig) -> Iterator[str]:
                 "logging.prometheus needs the package prometheus_client, which is not installed; pip install prometheus-client, or "
                 "remove the key"
             )
+    trackers = find_trackers()
     for name in wanted_trackers(cfg):
-        if name not in TRACKERS and name not in (trackers := find_trackers()):
-            meant = difflib.get_close_matches(name, trackers, n=1, cutoff=0.5)
-            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(trackers)}"
+        package = TRACKERS.get(name)
+        if package is None and name not in trackers:
+            known = sorted({*TRACKERS, *trackers})
+            meant = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(known)}"
             yield f"logging.trackers has {name!r}, which is no tracker; {hint}"
-        elif name in TRACKERS and find_spec(package := TRACKERS[name].package) is None:
+        elif name not in trackers:
+            yield FileProblem(
+                f"logging.trackers has {name!r}, which needs rlhf_mcore_contrib.trackers; pip install rlhf_mcore with its "
+                "contrib folder, or remove it from logging.trackers"
+            )
+        elif package is not None and find_spec(package) is None:
             yield FileProblem(
                 f"logging.trackers has {name!r}, and its package {package} is not installed; "
                 f"pip install 'rlhf_mcore[{name}]', or remove it from logging.trackers"
             )
+
+
+def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
+    """List unknown metrics, rules without a bound, and actions that are not possible."""
+    used = set(cfg.actions)
+    yield from _action_problems("alarms.actions", cfg.actions)
+    for index, rule in enumerate(cfg.rules):
+        yield from (f"alarms.rules[{index}].{problem}" for problem in _rule_problems(rule))
+        yield from _action_problems(f"alarms.rules[{index}].actions", rule.actions or [])
+        used |= set(rule.actions or [])
+    if "webhook" in used and cfg.webhook is None:
+        yield "alarms.webhook is null, and an action of alarms is webhook; set it to an address"
+    if cfg.webhook is not None and (problem := _webhook_problem(cfg.webhook)):
+        yield f"alarms.webhook {problem} (it is not shown here)"
+    if "command" in used and not cfg.command:
+        yield "alarms.command=[] is empty, and an action of alarms is command; set it to a program and its arguments"
+    if any(REDACTED in argument for argument in cfg.command):
+        yield f"alarms.command has {REDACTED}, which a saved configuration has in the place of arguments; write them again"
+    if cfg.command and shutil.which(cfg.command[0]) is None:
+        program = cfg.command[0].partition(" ")[0]  # what follows may be a secret
+        yield FileProblem(
+            f"alarms.command: there is no program {program!r}; give its path, and each argument as an item"
+        )
+
+
+def _webhook_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or "<" in url:
+        return "is no address; write it as https://host/path, or as ${oc.env:NAME}"
+    if "@" in parts.netloc:
+        return "has a login in it, which is not sent; use the action command, with a program that sends it"
+    if any(not "!" <= letter <= "~" for letter in url):
+        return "has a space or a letter beyond ASCII in it; write that as %20 and the like"
+    return None
+
+
+def _rule_problems(rule: AlarmRuleConfig) -> Iterator[str]:
+    if find_metric(rule.metric) is None:
+        meant = nearest_metric(rule.metric)
+        hint = f"did you mean {meant}?" if meant else "rlhf-mcore metrics lists them all"
+        yield f"metric={rule.metric!r} is no metric; {hint}"
+    if rule.above is None and rule.below is None:
+        yield f"above and below are null; give {rule.metric} a bound"
+    for name, bound in (("above", rule.above), ("below", rule.below)):
+        if bound is not None and not FINITE.holds(bound):
+            yield f"{name}={bound} is out of range; it must be {FINITE}"
+    if not AT_LEAST_1.holds(rule.steps):
+        yield f"steps={rule.steps} is out of range; it must be {AT_LEAST_1}"
+    if rule.measure not in MEASURES:
+        yield f"measure={rule.measure!r} is not a choice; choose one of: {', '.join(MEASURES)}"
+
+
+def _action_problems(key: str, actions: list[str]) -> Iterator[str]:
+    for action in actions:
+        if action not in ACTIONS:
+            meant = difflib.get_close_matches(action, ACTIONS, n=1)
+            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(ACTIONS)}"
+            yield f"{key} has {action!r}, which is no action; {hint}"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
 
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.generator_files import tokenizer_problems
 from rlhf_mcore.config.implied import has_teacher, reads_scores
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of, walk
-from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.rules.layouts import cut_problems
 from rlhf_mcore.config.schema import Config, TeacherConfig
-from rlhf_mcore.config.tokenizer_match import tokenizer_difference
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.model_files import inspect_model, tokenizer_problems
+from rlhf_mcore.readers.tokenizer_match import tokenizer_difference
 
 
 def teacher_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
@@ -107,10 +106,7 @@ def _unused_keys(cfg: Config, names: Sequence[str], because: str) -> Iterator[st
     """List keys of ``teacher`` that somebody has set in vain."""
     default = Config()
     for name in (f"teacher.{name}" for name in names):
-        value, allowed = value_of(cfg, name), DESCRIPTIONS[name].allowed if name in DESCRIPTIONS else None
-        only_with = DESCRIPTIONS[name].only_with if name in DESCRIPTIONS else ""
-        if value == value_of(default, name) or is_dataclass(value):
-            continue
-        if only_with or (allowed is not None and not allowed.holds(value)):
-            continue  # what is wrong with it is said elsewhere
+        value = value_of(cfg, name)
+        if value == value_of(default, name) or isinstance(value, Group) or DESCRIPTIONS[name].only_with:
+            continue  # a key with a condition of its own has a message of its own
         yield f"{name}={value} has no effect with {because}; remove it, or name a teacher"

@@ -29,7 +29,7 @@ def schedule_problems(cfg: Config) -> Iterator[str]:
             yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
         unused = {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}.get(optimizer.name, ())
         for name in unused if run_kind(cfg).reads(f"{role}.optimizer") else ():
-            if (value := getattr(optimizer, name)) != getattr(OptimizerConfig, name):
+            if (value := getattr(optimizer, name)) != getattr(OptimizerConfig(), name):
                 shown = f"{role}.optimizer.{name}={value:g}"
                 yield f"{shown} has no effect with {role}.optimizer.name={optimizer.name}; remove it, or change that"
     last = num_steps(cfg)

@@ -10,14 +10,14 @@ from typing import Any
 from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.implied import needs_critic, needs_reference
-from rlhf_mcore.config.model_files import PROCESSOR_FILES, read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
-from rlhf_mcore.config.tokenizer_match import tokenizer_difference
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import VisionSizes
 from rlhf_mcore.foreign import read_json
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.model_files import PROCESSOR_FILES, read_geometry
+from rlhf_mcore.readers.tokenizer_match import tokenizer_difference
 
 # Of VisionSizes, what decides how pixels are cut into patches and patches into tokens.
 _CUTS = ("image_token_id", "patch_size", "temporal_patch_size", "channels", "merge_size")
@@ -38,7 +38,8 @@ def vision_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """List problems with ``actor.vision``, with the tower of ``model.path``, whose ``geometry`` this is, and with models beside it."""
     train = f"actor.vision.train={cfg.actor.vision.train}"
     if geometry.vision is None:
-        yield f"{train}: model.path={cfg.model.path} reads no images; set it to none"
+        if cfg.actor.vision.train != "none":
+            yield f"{train}: model.path={cfg.model.path} reads no images; set it to none"
         return
     within = FAMILIES[geometry.family].vision
     if within is not None and within.attends_within and cfg.model.layer_spec == "te":

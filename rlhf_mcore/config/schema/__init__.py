@@ -1,8 +1,8 @@
-"""The typed configuration tree: one dataclass per group. A key that is refused at its assignment is explained with all keys."""
+"""The typed configuration tree: one pydantic model per group."""
 
 from __future__ import annotations
 
-from typing import Any
+from pydantic import ValidationError
 
 from rlhf_mcore.config.schema.algorithm import (
     AlgorithmConfig,
@@ -104,11 +104,24 @@ __all__ = [
 ]
 
 
-def _refuse(kind: type, name: str, value: Any) -> None:
-    """Explain why a key takes no such value; what explains it is imported where something is wrong."""
-    from rlhf_mcore.config.assignment import refuse
+def _explain(kind: type[Group], error: ValidationError) -> Exception | None:
+    from rlhf_mcore.config.problems import explain  # it imports the schema
 
-    refuse(kind, name, value)
+    return explain(kind, error)
 
 
-Group.refuse = _refuse
+def _report_former(kind: type[Group], name: str, value: str, now: str) -> None:
+    from rlhf_mcore.config.problems import report_former
+
+    report_former(kind, name, value, now)
+
+
+def _show(cfg: Config) -> str:
+    """Show the keys that differ from the defaults, without secrets."""
+    from rlhf_mcore.config.show import changed_keys
+
+    return f"Config({', '.join(f'{key}={value!r}' for key, value in changed_keys(cfg).items())})"
+
+
+Group.explain, Group.report_former = _explain, _report_former
+Config.__repr__ = Config.__str__ = _show  # type: ignore[assignment, method-assign]

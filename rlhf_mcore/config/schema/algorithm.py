@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS
@@ -23,7 +22,6 @@ from rlhf_mcore.config.schema.key import (
 )
 
 
-@dataclass
 class KLControllerConfig(Group):
     """Set how the weight of the KL changes over a run; it starts at ``kl.coef``."""
 
@@ -36,7 +34,6 @@ class KLControllerConfig(Group):
     steps: Optional[int] = key(None, "`linear`: steps until `final`", AT_LEAST_1, null="`trainer.num_steps`")
 
 
-@dataclass
 class KLConfig(Group):
     """KL divergence to the reference policy."""
 
@@ -58,7 +55,6 @@ class KLConfig(Group):
     controller: KLControllerConfig = group(KLControllerConfig, "how `coef` changes over the run")
 
 
-@dataclass
 class RolloutCorrectionConfig(Group):
     """The correction where the trainer's probabilities of tokens differ from the engine's.
 
@@ -110,7 +106,6 @@ class RolloutCorrectionConfig(Group):
     )
 
 
-@dataclass
 class SapoConfig(Group):
     """Set how fast a token's gradient fades out with the distance of its ratio from 1."""
 
@@ -118,7 +113,6 @@ class SapoConfig(Group):
     tau_negative: float = key(1.05, "where it is negative", ABOVE_0)
 
 
-@dataclass
 class CovarianceConfig(Group):
     """Set which tokens `kl_cov` and `clip_cov` hold back for their covariance of logprob and advantage."""
 
@@ -133,7 +127,6 @@ class CovarianceConfig(Group):
     high: float = key(5.0, "`clip_cov`: and a smaller one than this", ABOVE_0)
 
 
-@dataclass
 class DpoConfig(Group):
     """Set how a policy learns from pairs of responses."""
 
@@ -175,7 +168,6 @@ class DpoConfig(Group):
     undesirable_weight: float = key(1.0, "weight of rejected responses", ABOVE_0, only_with="algorithm.dpo.loss=kto")
 
 
-@dataclass
 class OverlongConfig(Group):
     """A soft punishment for responses that come close to the token limit."""
 
@@ -189,7 +181,6 @@ class OverlongConfig(Group):
     penalty: float = key(1.0, "the whole penalty", AT_LEAST_0)
 
 
-@dataclass
 class DynamicSamplingConfig(Group):
     """Replace prompts whose responses all got the same score, from which a group-relative advantage learns nothing."""
 
@@ -197,7 +188,6 @@ class DynamicSamplingConfig(Group):
     max_batches: int = key(10, "batches of prompts that a step may generate", AT_LEAST_1)
 
 
-@dataclass
 class AlgorithmConfig(Group):
     """Set what is optimised. A preset only fills in keys that are not set."""
 
@@ -261,6 +251,11 @@ class AlgorithmConfig(Group):
         False,
         "`gae`: a response that the token limit cut off ends with the critic's value, not with 0",
         more="The value is that of its last state; false: 0, as for one that the policy ended. See [algorithms](algorithms.md).",
+    )
+    mask_truncated: bool = key(
+        False,
+        "learn nothing from responses that a limit ended",
+        more="Their scores still count in their groups. DAPO's overlong filtering. See [algorithms](algorithms.md).",
     )
     clip_low: float = key(
         0.2,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Optional
 
 from rlhf_mcore.config.schema.group import Group
-from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, group, key, one_of
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Choices, group, key, one_of
+from rlhf_mcore.plugins import find_plugins
 
 
-@dataclass
 class AgentConfig(Group):
     """A program that plays whole episodes, and asks the policy over HTTP (`environment.function: agent`)."""
 
@@ -35,18 +34,20 @@ class AgentConfig(Group):
     host: str = key("127.0.0.1", "address that the endpoint listens on; of this machine alone, unless it is changed")
 
 
-@dataclass
 class ContainerConfig(Group):
     """A container for each episode of an agent: it works there, and tests of the task grade what it has left."""
 
     kind: Optional[str] = key(
         None,
         "what containers are made of",
-        one_of(
-            sandbox="the sandbox of programs: Linux namespaces, this machine's programs, files in memory; no images",
-            docker="Docker's",
-            podman="Podman's",
-            remote="those of a service, at `url`",
+        Choices(
+            {
+                "sandbox": "the sandbox of programs: Linux namespaces, this machine's programs, files in memory; no images",
+                "docker": "Docker's",
+                "podman": "Podman's",
+                "remote": "those of a service, at `url`",
+            },
+            adds=lambda name: name in find_plugins("containers"),
         ),
         null="there are none",
         more="`function: agent` ([agents](agents.md#containers)).",
@@ -67,7 +68,6 @@ class ContainerConfig(Group):
     tests_timeout_s: float = key(600.0, "for the tests of an episode; a task may have less", ABOVE_0)
 
 
-@dataclass
 class EnvironmentConfig(Group):
     """Set what answers the policy between its turns. Without ``function`` a response is a single turn."""
 

@@ -1,104 +1,133 @@
-"""Checks the values of a configuration when they are assigned: ``cfg.trainer.num_steps = 1.5`` is refused at once.
+"""Base of the configuration's groups: a pydantic model whose errors are ``ConfigError``.
 
-A number of numpy is taken as a plain one, a ``Path`` as a text, and a single item where a list is expected as a list of it. What range
-a number may have, and how keys go together, is validation's to say.
+A number of numpy is read as a plain one, a ``Path`` as a text, a single item as a list of it, and a text as what it spells.
+Subclasses of ``str`` are kept: a function that was given from Python, a value from the environment.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from functools import cache
-from numbers import Integral, Real
-from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Optional, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin
 
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema.key import description_of
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
-_MAX_DEPTH = 32  # of a table; a list that holds itself has no end
+from rlhf_mcore.config.choices import is_file_spec
+from rlhf_mcore.config.schema.key import Choices, Description, description_of
+
+UNKNOWN, RANGE, CHOICE = "extra_forbidden", "range", "choice"  # types of errors that have messages of their own
 
 
-class Group:
-    """Base of every dataclass of the schema. An unknown key, or a value of another type, raises ConfigError when it is assigned."""
+class Group(BaseModel):
+    """Base of every group. ``cfg.a.b = value`` raises ConfigError if there is no such key, or if it does not take the value."""
 
-    refuse: ClassVar[
-        Callable[[type, str, Any], None]
-    ]  # raises what is wrong with a value; set where all keys are known
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
+        defer_build=True,  # most commands read no configuration
+    )
+    # Build the ConfigError for an assignment, and warn of a choice of the last release. ``schema`` sets them: they need all keys.
+    explain: ClassVar[Callable[[type[Group], ValidationError], Exception | None]]
+    report_former: ClassVar[Callable[[type[Group], str, str, str], None]]
 
-    if not TYPE_CHECKING:  # a type checker would take any name for a key
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            if (problem := Group.explain(type(self), error)) is not None:
+                raise problem from None
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            kind = type(self)
-            hint = types_of(kind).get(name)
-            try:
-                fitted = None if hint is None else fit(value, hint)
-            except ConfigError:  # of an item of a list
-                raise
-            except (TypeError, ValueError, OverflowError):
-                hint = None
-            if hint is None:
-                Group.refuse(kind, name, value)
-                return
-            object.__setattr__(self, name, fitted)
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _read(cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        item = cls.model_fields[info.field_name]
+        prepared = _prepare(value, item.annotation)
+        fitted = _keep_texts(prepared, read(prepared))
+        if (allowed := description_of(item).allowed) is None or fitted is None:
+            return fitted
+        if isinstance(allowed, Choices):
+            if (now := allowed.former.get(fitted)) is not None:
+                Group.report_former(cls, info.field_name, fitted, now)
+                return now
+            if not allowed.holds(fitted) and not (allowed.or_function and is_file_spec(fitted)):
+                raise PydanticCustomError(CHOICE, "not a choice")
+        elif isinstance(fitted, int | float) and not allowed.holds(fitted):
+            raise PydanticCustomError(RANGE, "out of range")
+        return fitted
 
 
 class Item(Group):
-    """Base of the groups that are items of a list, such as a rule; every other one has its place in the tree."""
+    """Base of the groups that are items of a list, such as a rule. A text stands for its first key."""
 
 
-@cache
-def types_of(kind: type) -> dict[str, Any]:
-    """Return the type of each key of a group. ``None`` beside ``Any``: the key may be null."""
-    hints = get_type_hints(kind)
-    nullable = {item.name for item in fields(kind) if hints[item.name] is Any and description_of(item).null}
-    return {item.name: Any | None if item.name in nullable else hints[item.name] for item in fields(kind)}
+def inner_types(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union without None, else the type itself."""
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(kind for kind in get_args(hint) if kind is not NoneType)
+    return (hint,)
 
 
-def fit(value: Any, hint: Any, single: Callable[[Any, Any], Any] | None = None) -> Any:
-    """Convert the value to a key's type. ``single`` converts what is neither a list nor a table, as ``load.from_text`` does.
-
-    Raises:
-        TypeError, ValueError, OverflowError: it is none.
-    """
-    origin, inner, single = get_origin(hint), get_args(hint), single or _fit_assigned
-    if NoneType in inner:
-        return None if value is None else fit(value, next(kind for kind in inner if kind is not NoneType), single)
-    if origin is list:
-        return [fit(item, inner[0], single) for item in _items(value)]
-    if origin is dict:
-        items = _as(Mapping, value).items()
-        return {_as(str, name): plain(item) if inner[1] is Any else fit(item, inner[1], single) for name, item in items}
-    if is_dataclass(hint):
-        return _fit_group(value, hint, single)
-    return single(value, hint)
+def is_group_type(hint: Any) -> bool:
+    """Return whether a type is a group of keys."""
+    return isinstance(hint, type) and issubclass(hint, Group)
 
 
-def _fit_assigned(value: Any, hint: Any) -> Any:
-    """Convert a single value that was assigned in Python: of the key's type already, or a number of another library."""
-    if hint is Any:  # the columns of files, of which some may have none
-        return value if isinstance(value, str) else fit(value, list[Optional[str]])
-    if hint is str:
-        return value if isinstance(value, str) else os.fspath(_as(os.PathLike, value))
+def to_dict(group: Group) -> dict[str, Any]:
+    """Return a group as plain dicts and lists. Texts stay what they are, as pydantic's ``model_dump`` does not keep them."""
+    return {name: _plain(value) for name, value in group}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Group):
+        return to_dict(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
+
+
+def _prepare(value: Any, hint: Any) -> Any:
+    """Turn a value of Python into what pydantic reads for a type."""
     value = unbox(value)
-    if hint is bool or isinstance(value, bool):
-        return _as(bool, value) if hint is bool else _as(int, None)
-    return int(_as(Integral, value)) if hint is int else float(_as(Real, value))
+    if isinstance(value, bool) and not {bool, Any}.intersection(inner_types(hint)):
+        raise PydanticCustomError("bool_type", "a flag")  # pydantic would read 0 or 1
+    for kind in inner_types(hint):
+        if kind is str and not isinstance(value, list | tuple):
+            break
+        if get_origin(kind) is list and value is not None:
+            item = get_args(kind)[0]
+            return [_prepare_item(one, item) for one in _items(value)]
+        if get_origin(kind) is dict and isinstance(value, Mapping):
+            item = get_args(kind)[1]
+            return {name: unbox_all(one) if item is Any else _prepare(one, item) for name, one in value.items()}
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def plain(value: Any, depth: int = 0) -> Any:
-    """Check a value of a table, in which any plain one goes."""
-    value = unbox(value)
-    if depth > _MAX_DEPTH:
-        raise ValueError("it is nested too deep")
-    if isinstance(value, Mapping):
-        return {_as((str, int, float), name): plain(item, depth + 1) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, depth + 1) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value if value is None else _as((str, bool, int, float), value)
+def _prepare_item(value: Any, kind: Any) -> Any:
+    value = _prepare(value, kind)
+    if isinstance(value, str) and is_group_type(kind):
+        return {next(iter(kind.model_fields)): value}
+    return value
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, str | os.PathLike | Mapping | Group):
+        return [value]
+    return value.tolist() if hasattr(value, "tolist") else value if isinstance(value, list | tuple) else [value]
 
 
 def unbox(value: Any) -> Any:
@@ -106,30 +135,33 @@ def unbox(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def _items(value: Any) -> list[Any] | tuple[Any, ...]:
-    """Return the items of a list; a single value is a list of it."""
-    if isinstance(value, str | os.PathLike | Mapping) or is_dataclass(value):
-        return [value]
+def unbox_all(value: Any) -> Any:
+    """Turn a value of a table into plain dicts, lists and values.
+
+    Raises:
+        ValueError: it contains anything else.
+    """
+    value = unbox(value)
+    if isinstance(value, Mapping):
+        return {name: unbox_all(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return value
-    return list(_as(list, value.tolist() if hasattr(value, "tolist") else value))
-
-
-def _fit_group(value: Any, kind: Any, single: Callable[[Any, Any], Any]) -> Any:
-    """Convert an item of a list: a table, or the text of its first key: ``[math, {name: format, weight: 0.1}]``."""
-    if isinstance(value, kind):
-        return value
-    types = types_of(kind)
-    if isinstance(value, str) and issubclass(kind, Item):
-        return kind(value)
-    if isinstance(value, Mapping) and issubclass(kind, Item) and value.keys() <= types.keys():
-        if single is _fit_assigned:  # each is assigned, so that the key of a misfit is named
-            return kind(**value)
-        return kind(**{name: fit(child, types[name], single) for name, child in value.items()})
-    raise TypeError
-
-
-def _as(kind: Any, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError
+        return [unbox_all(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is not None and not isinstance(value, str | bool | int | float):
+        raise ValueError(f"{type(value).__name__} is no plain value")
     return value
+
+
+def _keep_texts(given: Any, read: Any) -> Any:
+    """Return what was read, with the texts that were given: pydantic copies a subclass of str to a plain one."""
+    if isinstance(given, str) and type(given) is not str and isinstance(read, str):
+        return given
+    if isinstance(given, list) and isinstance(read, list):
+        return [_keep_texts(*pair) for pair in zip(given, read, strict=True)]
+    return read
+
+
+def described(kind: type[Group]) -> dict[str, tuple[Any, Description]]:
+    """Return the type and the description of each key of a group."""
+    return {name: (item.annotation, description_of(item)) for name, item in kind.model_fields.items()}

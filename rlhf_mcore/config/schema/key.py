@@ -1,4 +1,4 @@
-"""Describe a key once, beside its field. Validation, configs/base.yaml and docs/configuration.md follow from it.
+"""Describe a key once, beside its field. The models, configs/base.yaml, docs/configuration.md and the JSON Schema follow from it.
 
 Help is a phrase in Markdown, without a full stop.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import Field, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Allowed numbers: from ``low`` to ``high``, finite ones only; an open end excludes the bound itself. ``off`` is allowed too."""
+    """Allowed numbers: from ``low`` to ``high``; an open end excludes the bound itself. ``off`` is allowed too."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -22,7 +25,15 @@ class Range:
     open_high: bool = False
     off: float | None = None
 
+    def bounds(self) -> dict[str, float]:
+        """Return the bounds as arguments of pydantic's ``Field``. With ``off`` there are none: ``Group`` checks the value."""
+        if self.off is not None:
+            return {}
+        low = {"gt" if self.open_low else "ge": self.low} if self.low > -math.inf else {}
+        return low | ({"lt" if self.open_high else "le": self.high} if self.high < math.inf else {})
+
     def holds(self, value: float) -> bool:
+        """Return whether a number is allowed."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         return value == self.off or (math.isfinite(value) and above and below)
@@ -38,11 +49,12 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Allowed texts, each with what it means ("" where its name tells)."""
+    """Allowed texts with their meanings ("" if the name explains itself)."""
 
     meanings: Mapping[str, str]
     or_function: bool = False  # or path/to/file.py:name
-    adds: Callable[[str], bool] | None = None  # tells names that installed packages add
+    adds: Callable[[str], bool] | None = None  # whether an installed package adds a name
+    former: Mapping[str, str] = field(default_factory=dict)  # names of the last release, and what replaces them
 
     def holds(self, value: str) -> bool:
         """Return whether a text is one of these names, or one that an installed package adds."""
@@ -97,18 +109,24 @@ def key(
     only_with: str = "",
 ) -> Any:
     """Declare a field that a user may set. Arguments as of ``Description``; a list as default is copied."""
-    metadata = {"description": Description(help, allowed, null, unit, more, is_fixed, only_with)}
+    described = Description(help, allowed, null, unit, more, is_fixed, only_with)
+    bounds: dict[str, Any] = dict(allowed.bounds()) if isinstance(allowed, Range) else {}
     if isinstance(default, list):
-        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return Field(default_factory=lambda: deepcopy(default), json_schema_extra={_OURS: described}, **bounds)  # type: ignore[dict-item]
+    return Field(default, json_schema_extra={_OURS: described}, **bounds)  # type: ignore[dict-item]
 
 
 def group(kind: Any, help: str = "", more: str = "") -> Any:
-    """Declare a field that holds further keys. ``kind``: its dataclass, or a function that makes one with other defaults."""
-    return field(default_factory=kind, metadata={"description": Description(help, more=more)})
+    """Declare a field that holds further keys. ``kind``: its class, or a function that builds one with other defaults."""
+    described = Description(help, more=more)
+    return Field(default_factory=kind, json_schema_extra={_OURS: described})  # type: ignore[dict-item]
 
 
-def description_of(item: Field[Any]) -> Description:
-    """Return the description of a dataclass's field."""
-    described: Description = item.metadata["description"]
+_OURS = "described"
+
+
+def description_of(item: FieldInfo) -> Description:
+    """Return the description of a field."""
+    assert isinstance(item.json_schema_extra, dict)
+    described: Any = item.json_schema_extra[_OURS]
     return described

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Optional
 
 from rlhf_mcore.config.schema.group import Group
@@ -26,7 +25,6 @@ _BY_LAYER = (
 _RANKS = "`[first, end)`: the ranks of the world that hold it"
 
 
-@dataclass
 class LayoutConfig(Group):
     """Set how a trained model is cut. The data-parallel size follows from the world size."""
 
@@ -64,7 +62,6 @@ class LayoutConfig(Group):
     )
 
 
-@dataclass
 class ModelConfig(Group):
     """The model that everything starts from."""
 
@@ -92,7 +89,6 @@ class ModelConfig(Group):
     )
 
 
-@dataclass
 class LossScaleConfig(Group):
     """Dynamic loss scaling, of fp16 only."""
 
@@ -104,7 +100,6 @@ class LossScaleConfig(Group):
     )
 
 
-@dataclass
 class ScheduleConfig(Group):
     """Learning-rate schedule, counted in optimizer updates."""
 
@@ -122,7 +117,6 @@ class ScheduleConfig(Group):
     min_lr: float = key(0.0, "learning rate at the end of the decay", AT_LEAST_0)
 
 
-@dataclass
 class OptimizerConfig(Group):
     """fp32 master weights and moments, sharded over data-parallel ranks."""
 
@@ -150,7 +144,6 @@ class OptimizerConfig(Group):
     loss_scale: LossScaleConfig = group(LossScaleConfig, "fp16 only")
 
 
-@dataclass
 class RecomputeConfig(Group):
     """Activation recomputation."""
 
@@ -173,7 +166,6 @@ class RecomputeConfig(Group):
     )
 
 
-@dataclass
 class MoEConfig(Group):
     """Training of mixture-of-experts models."""
 
@@ -193,7 +185,6 @@ class MoEConfig(Group):
     )
 
 
-@dataclass
 class VisionConfig(Group):
     """The tower of a model that reads images (Qwen2.5-VL, Qwen3-VL)."""
 
@@ -211,7 +202,6 @@ class VisionConfig(Group):
     )
 
 
-@dataclass
 class MTPConfig(Group):
     """Layers that predict tokens after the next one (DeepSeek-V3, GLM-4.5)."""
 
@@ -238,7 +228,6 @@ class MTPConfig(Group):
     )
 
 
-@dataclass
 class LoraConfig(Group):
     """Low-rank adapters in the place of the weights themselves."""
 
@@ -280,7 +269,6 @@ class LoraConfig(Group):
     path: Optional[str] = key(None, "a directory of PEFT whose adapters are where training begins", null="new ones")
 
 
-@dataclass
 class ActorLoraConfig(LoraConfig):
     """Those of the policy, which engines have to get."""
 
@@ -295,7 +283,6 @@ class ActorLoraConfig(LoraConfig):
     )
 
 
-@dataclass
 class ActorConfig(Group):
     """The policy being trained."""
 
@@ -353,7 +340,6 @@ class ActorConfig(Group):
     )
 
 
-@dataclass
 class CriticConfig(Group):
     """The value model of PPO."""
 
@@ -389,7 +375,6 @@ class CriticConfig(Group):
     ppo_epochs: Optional[int] = key(None, "passes over a step's responses", AT_LEAST_1, null="`trainer.ppo_epochs`")
 
 
-@dataclass
 class ReferenceConfig(Group):
     """The frozen policy that the KL, or a loss over pairs, compares with."""
 
@@ -405,7 +390,6 @@ class ReferenceConfig(Group):
     )
 
 
-@dataclass
 class TeacherConfig(Group):
     """A policy that a student learns from, token by token."""
 
@@ -477,7 +461,6 @@ class TeacherConfig(Group):
     offload_by_layer: bool = key(False, "as `reference.offload_by_layer`", only_with="teacher.offload")
 
 
-@dataclass
 class RewardModelConfig(Group):
     """A reward model; its score is added to that of the rules or the function."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 from rlhf_mcore.config.choices import GRADERS
-from rlhf_mcore.config.engine_kinds import ENGINES, engines_that_read, is_engine
+from rlhf_mcore.config.engine_kinds import ENGINES, SEQUENCES, engines_that_read, is_engine
 from rlhf_mcore.config.schema.group import Group, Item
 from rlhf_mcore.config.schema.key import (
     ABOVE_0,
@@ -28,7 +27,6 @@ _AHEAD = "trainer.max_staleness"
 _SIZE = Range(1, 4096)
 
 
-@dataclass
 class RolloutLayoutConfig(Group):
     """Set how an engine is cut."""
 
@@ -45,7 +43,6 @@ class RolloutLayoutConfig(Group):
         return self.tp * self.pp * self.dp
 
 
-@dataclass
 class SamplingConfig(Group):
     """Set how responses are drawn."""
 
@@ -67,7 +64,6 @@ class SamplingConfig(Group):
     max_new_tokens: int = key(256, "longest response", AT_LEAST_1)
 
 
-@dataclass
 class RayConfig(Group):
     """Set where engines on devices of their own run."""
 
@@ -80,7 +76,6 @@ class RayConfig(Group):
     cpus_per_rank: int = key(1, "`disaggregated`: cores of each process of an engine", AT_LEAST_1, only_with=_APART)
 
 
-@dataclass
 class SpeculativeConfig(Group):
     """Tokens that an engine drafts, and checks in one pass of the model: fewer passes where drafts are good."""
 
@@ -110,7 +105,6 @@ class SpeculativeConfig(Group):
 _SERVED = engines_that_read("rollout.server")
 
 
-@dataclass
 class ServerConfig(Group):
     """Servers of vLLM that somebody else runs ([servers](servers.md))."""
 
@@ -133,7 +127,6 @@ class ServerConfig(Group):
     )
 
 
-@dataclass
 class RolloutConfig(Group):
     """The engines that generate responses."""
 
@@ -158,8 +151,11 @@ class RolloutConfig(Group):
         AT_LEAST_1,
         null="`data.max_prompt_tokens` plus the longest response",
     )
-    max_num_seqs: int = key(
-        256, "most responses that an engine decodes at a time; of `rollout.layout.dp` groups each", AT_LEAST_1
+    max_num_seqs: Optional[int] = key(
+        None,
+        "most responses that each of the `rollout.layout.dp` groups of an engine decodes at once",
+        AT_LEAST_1,
+        null="256; `vllm`: 1024 on devices of 70 GiB or more except A100, as vLLM chooses",
     )
     max_num_batched_tokens: Optional[int] = key(
         None,
@@ -177,6 +173,14 @@ class RolloutConfig(Group):
         more="The trainer's stay as they are: they are quantised on their way, and matrices of layers take half the bytes of bf16. "
         "See [8 bits](bridge.md#weights-of-8-bits).",
         only_with=engines_that_read("rollout.quantization"),
+    )
+    vllm: Optional[dict[str, Any]] = key(
+        None,
+        "arguments of vLLM's engine, as `{kv_cache_dtype: fp8}`",
+        null="none",
+        more="Any field of EngineArgs of the installed vLLM, by its name. Names and types are checked before processes start. "
+        "Arguments that other keys set are rejected. See [performance](performance.md#vllms-own-arguments).",
+        only_with=engines_that_read("rollout.vllm"),
     )
     gpu_memory_utilization: float = key(0.5, "CUDA: share of a device's memory that an engine may use", SHARE)
     kv_cache_gib: float = key(0.5, "CPU: size of an engine's key-value cache", ABOVE_0)
@@ -253,12 +257,16 @@ class RolloutConfig(Group):
     ray: RayConfig = group(RayConfig)
 
     @property
+    def sequences(self) -> int:
+        """Responses that a group of an engine decodes at once; the default of small devices if none is set."""
+        return self.max_num_seqs or SEQUENCES
+
+    @property
     def slots(self) -> int:
         """Responses that an engine decodes at a time, in all its groups."""
-        return self.max_num_seqs * self.layout.dp
+        return self.sequences * self.layout.dp
 
 
-@dataclass
 class BridgeConfig(Group):
     """Set how the actor's weights reach the engines."""
 
@@ -275,23 +283,13 @@ class BridgeConfig(Group):
         only_with="bridge.method=planned",
     )
     verify: str = key(
-        "sample",
+        "digest",
         "`planned`",
-        one_of(
-            "off",
-            sample="compare some elements of every tensor after every sync",
-            digest="hash every tensor on both sides after every sync",
-            full="for debugging: slow",
+        Choices(
+            {"off": "", "digest": "hash every tensor on both sides after every sync"},
+            former={"sample": "digest", "full": "digest"},
         ),
-        more="The run ends at a difference. `sample` takes other elements for every version, and hashes every tensor after the first "
-        "sync and after every `bridge.digest_every`. `full` also loads everything the plain way and compares bit for bit (costs a "
-        "gather, a reload and a copy of the engine's weights).",
-    )
-    digest_every: int = key(
-        100,
-        "`verify: sample`: syncs of which one hashes every tensor",
-        AT_LEAST_1,
-        only_with="bridge.verify=sample",
+        more="The run ends at a difference.",
     )
     full_every: Optional[int] = key(
         None,
@@ -299,7 +297,8 @@ class BridgeConfig(Group):
         AT_LEAST_1,
         null="every sync sends everything",
         only_with="rollout.placement=disaggregated",
-        more="For slow links, and models in bf16: at a learning rate of 1e-6 a step changes one element of a hundred. Messages are "
+        more="Plug-in `rlhf_mcore_contrib.delta_sync`. "
+        "For slow links, and models in bf16: at a learning rate of 1e-6 a step changes one element of a hundred. Messages are "
         "hashed; one that comes out as another makes its sync send everything. Trainer ranks keep their weights on the host too.",
     )
     transport: str = key(
@@ -308,7 +307,8 @@ class BridgeConfig(Group):
         one_of(
             group="through the process group: NCCL or gloo", nixl="read by NIXL out of memory that it has registered"
         ),
-        more="NIXL (the package `nixl`) reads by RDMA where there is a network of that kind. Memory of messages then stays allocated.",
+        more="NIXL (plug-in `rlhf_mcore_contrib.nixl`, package `nixl`) reads by RDMA where there is a network of that kind. "
+        "Memory of messages then stays allocated.",
         only_with="rollout.placement=disaggregated",
     )
     canary: Optional[bool] = key(
@@ -325,7 +325,6 @@ class BridgeConfig(Group):
     )
 
 
-@dataclass
 class RuleConfig(Item):
     """One rule grader and its weight in the sum. A grade g between 0 and 1 counts as incorrect + g * (correct - incorrect)."""
 
@@ -350,7 +349,6 @@ class RuleConfig(Item):
     total_s: float = key(30.0, "`code`: likewise for all tests of a response", ABOVE_0)
 
 
-@dataclass
 class FunctionConfig(Item):
     """A reward function beside others."""
 
@@ -359,7 +357,6 @@ class FunctionConfig(Item):
     name: Optional[str] = key(None, "of its score in the metrics", null="the function's")
 
 
-@dataclass
 class SandboxConfig(Group):
     """Set where programs of the model run."""
 
@@ -379,7 +376,6 @@ class SandboxConfig(Group):
     )
 
 
-@dataclass
 class RewardConfig(Group):
     """Set where scores come from: a weighted sum of rules, or a function of your own, and a reward model."""
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Optional
+from typing import Optional, Union
 
 from rlhf_mcore.config.choices import TRACKERS
 from rlhf_mcore.config.errors import ConfigError
@@ -21,7 +20,9 @@ SLURM_END = "SLURM_JOB_END_TIME"
 _MINUTES = re.compile(r"\d+(\.\d+)?")
 
 
-@dataclass
+Columns = Union[str, list[Optional[str]]]  # of each file one, or one of all
+
+
 class DataConfig(Group):
     """Prompts, from parquet or jsonl files."""
 
@@ -29,23 +30,23 @@ class DataConfig(Group):
         [], "parquet or jsonl files, or ids of data sets on the hub, `ORG/NAME:split`", is_fixed=True
     )
     eval: list[str] = key([], "held-out files, for `evaluate`")
-    prompt_key: Any = key(
+    prompt_key: Columns = key(
         "prompt",
         "column of the prompt: a string, or a list of `{role, content}`",
         more="A list, `[question, prompt]`, names one column for each file of `data.train`.",
         is_fixed=True,
     )
-    answer_key: Any = key(
+    answer_key: Optional[Columns] = key(
         None,
         "column of the answer, or a list with one for each file of `data.train`",
         null="`reward_model.ground_truth`, else `answer`",
         more="`column.field` names a field of a column that holds objects.",
         is_fixed=True,
     )
-    eval_prompt_key: Any = key(
+    eval_prompt_key: Optional[Columns] = key(
         None, "column of the prompt in the files of `data.eval`, or a list with one for each", null="`data.prompt_key`"
     )
-    eval_answer_key: Any = key(None, "likewise for the answer", null="`data.answer_key`")
+    eval_answer_key: Optional[Columns] = key(None, "likewise for the answer", null="`data.answer_key`")
     response_key: str = key("response", "`sft`: column of the response", is_fixed=True)
     chosen_key: str = key("chosen", "`reward_model`, `dpo`: column of the better response", is_fixed=True)
     rejected_key: str = key("rejected", "`reward_model`, `dpo`: column of the other one", is_fixed=True)
@@ -108,7 +109,6 @@ class DataConfig(Group):
     max_bytes: int = key(8589934592, "bound of the size of the rows of a file", AT_LEAST_1)
 
 
-@dataclass
 class ProfileConfig(Group):
     """Set which steps are profiled."""
 
@@ -121,7 +121,6 @@ class ProfileConfig(Group):
     )
 
 
-@dataclass
 class TrainerConfig(Group):
     """Size and shape of a step."""
 
@@ -164,6 +163,11 @@ class TrainerConfig(Group):
         more="Logits of more tokens of a microbatch are made in chunks, and again in the backward pass; those of fewer are kept.",
     )
     packing: bool = key(True, "concatenate sequences without padding; false: padded microbatches of similar lengths")
+    share_prefixes: bool = key(
+        True,
+        "compute once what sequences begin with alike: prompts of a group, pairs, branches of an episode",
+        more="Beginnings of less than 32 tokens are not shared. `packing: false` ignores it.",
+    )
     world_size: Optional[int] = key(
         None,
         "processes that `rlhf-mcore train` starts",
@@ -172,6 +176,11 @@ class TrainerConfig(Group):
         more="More than the machine's free memory has room for, at 200 MiB each, are refused.",
     )
     threads_per_rank: int = key(1, "CPU: compute threads of a process", AT_LEAST_1)
+    bind_numa: str = key(
+        "auto",
+        "CUDA: cores that ranks, and engines under Ray, run on",
+        one_of(auto="those of the NUMA node of their GPU, on a machine with several nodes", off="all"),
+    )
     max_staleness: int = key(
         0,
         "`rollout.placement: disaggregated`: versions that the policy may be ahead of the one that sampled a token it learns from",
@@ -185,10 +194,14 @@ class TrainerConfig(Group):
         AT_LEAST_1,
     )
     profile: ProfileConfig = group(ProfileConfig, "where the time of a step goes, on all ranks")
-    collective_timeout_s: int = key(1800, "how long a rank waits for the others in a collective", AT_LEAST_1)
+    collective_timeout_s: int = key(
+        1800,
+        "how long a rank waits for the others in a collective; while they sample, how long for the next token of any of them",
+        AT_LEAST_1,
+    )
     watchdog_s: int = key(
         3600,
-        "a rank that has not begun a new phase for so long prints its stacks and ends the job; 0: off",
+        "seconds without a new phase and without a sampled token, after which ranks print their stacks and the job ends; 0: off",
         AT_LEAST_0,
     )
     max_restarts: int = key(
@@ -196,7 +209,6 @@ class TrainerConfig(Group):
     )
 
 
-@dataclass
 class CheckpointConfig(Group):
     """Set when checkpoints are saved, which of them stay, and how a run resumes."""
 
@@ -236,7 +248,7 @@ class CheckpointConfig(Group):
     keep: list[int] = key(
         [],
         "steps that are saved, and whose checkpoints stay",
-        more="`rlhf-mcore pin` keeps others during the run.",
+        more="A link in `RUN/pins` keeps another one.",
     )
     mode: Optional[str] = key(
         None,
@@ -274,7 +286,6 @@ class CheckpointConfig(Group):
     verify: bool = key(True, "check the hash of every file before loading a checkpoint")
 
 
-@dataclass
 class EvaluateConfig(Group):
     """Evaluation on held-out prompts: before, during and after training, and by ``rlhf-mcore evaluate``."""
 
@@ -312,7 +323,6 @@ class EvaluateConfig(Group):
     )
 
 
-@dataclass
 class LoggingConfig(Group):
     """The record of a run, beside ``metrics.jsonl``."""
 
@@ -326,6 +336,12 @@ class LoggingConfig(Group):
             json="an object per line: `--json`",
             off="errors alone: `--quiet`",
         ),
+    )
+    every: int = key(
+        1,
+        "`plain`, `json`: steps between step lines, from the first step on",
+        AT_LEAST_1,
+        more="Steps with an evaluation and the last step are always printed. metrics.jsonl and trackers get every step.",
     )
     trackers: list[str] = key(
         ["tensorboard"],
@@ -412,7 +428,6 @@ def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -
         ) from None
 
 
-@dataclass
 class AlarmRuleConfig(Item):
     """A bound of a metric. It replaces the default rules of that metric."""
 
@@ -433,7 +448,6 @@ class AlarmRuleConfig(Item):
     actions: Optional[list[str]] = key(None, "what it does", null="as `alarms.actions`")
 
 
-@dataclass
 class AlarmsConfig(Group):
     """Rules on metrics, judged after every step."""
 

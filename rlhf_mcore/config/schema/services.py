@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Optional
 
 from rlhf_mcore.config.schema.group import Group
@@ -11,7 +10,6 @@ from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE
 SCORE = r"(?i)score[\s:=*_]{0,6}(-?[0-9]+(?:\.[0-9]+)?)"
 
 
-@dataclass
 class RemoteRewardConfig(Group):
     """A server that scores responses; it replaces the rules."""
 
@@ -29,7 +27,6 @@ class RemoteRewardConfig(Group):
     retries: int = key(4, "tries of a request after the first, further and further apart", AT_LEAST_0)
 
 
-@dataclass
 class JudgeConfig(Group):
     """A language model that grades responses by a rubric; its grade is added."""
 
@@ -53,7 +50,6 @@ class JudgeConfig(Group):
     retries: int = key(4, "tries of a request after the first, further and further apart", AT_LEAST_0)
 
 
-@dataclass
 class RewardRayConfig(Group):
     """Set where the workers of ``reward.pool: ray`` run."""
 

@@ -5,11 +5,17 @@ Nothing here imports torch nor anything that does: help and configuration errors
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from typing import Any
 
+from pydantic import ValidationError
+
+from rlhf_mcore.config.choices import PRESETS
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema.algorithm import AlgorithmConfig
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
-from rlhf_mcore.config.schema.group import Group
+from rlhf_mcore.config.schema.group import Group, is_group_type, to_dict
 from rlhf_mcore.config.schema.key import AT_LEAST_0, group, key
 from rlhf_mcore.config.schema.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig, TeacherConfig
 from rlhf_mcore.config.schema.rollout import BridgeConfig, RewardConfig, RolloutConfig
@@ -23,9 +29,45 @@ from rlhf_mcore.config.schema.run import (
 )
 
 
-@dataclass
 class Config(Group):
-    """The whole tree."""
+    """A configuration: ``rm.Config(model="my-model", algorithm="grpo", trainer={"num_steps": 5})``.
+
+    Takes a dict of settings, keywords, or both (keywords win): names of groups with dicts, or dotted keys
+    (``rm.Config({"actor.optimizer.lr": 1e-6})``). A preset fills in the keys that are not given.
+
+    Raises:
+        ConfigError: naming every unknown key and every value that a key does not take.
+    """
+
+    def __init__(self, settings: Mapping[str, Any] | None = None, /, **keys: Any) -> None:
+        if settings is not None and not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"settings={settings!r} is not valid; give a dict, or read a file with rm.load_config(path)"
+            )
+        try:
+            super().__init__(**with_preset(nest({**(settings or {}), **keys})))
+        except ValidationError as error:
+            raise (Group.explain(Config, error) or error) from None
+
+    @classmethod
+    def read(cls, tree: Mapping[str, Any]) -> Config:
+        """Build a configuration from nested dicts. No preset is filled in.
+
+        Raises:
+            ValidationError: with every unknown key and every value that a key does not take.
+        """
+        return cls.__pydantic_validator__.validate_python(tree, self_instance=cls.__new__(cls))
+
+    def updated(self, settings: Mapping[str, Any] | None = None) -> Config:
+        """Return a checked copy in which some keys are set. Names are those of ``Config``; no preset is filled in.
+
+        Raises:
+            ConfigError: naming every unknown key and every value that a key does not take.
+        """
+        try:
+            return self.read(merge(to_dict(self), nest(settings or {})))
+        except ValidationError as error:
+            raise (Group.explain(Config, error) or error) from None
 
     output_dir: str = key("outputs", "where run directories are made: `<output_dir>/<project>/<experiment>/`")
     project: str = key("rlhf_mcore", "first part of the run directory's name")
@@ -95,3 +137,44 @@ class Config(Group):
     )
     logging: LoggingConfig = group(LoggingConfig, "the record of a run")
     alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, judged after every step")
+
+
+_SHORT = {"algorithm": "preset", "model": "path"}  # for a text instead of a group
+
+
+def nest(settings: Mapping[str, Any], kind: type[Group] = Config) -> dict[str, Any]:
+    """Turn dotted keys into nested dicts. ``algorithm: dr_grpo`` stands for its preset, ``model: path`` for its path.
+
+    Args:
+        settings: keys of ``kind``. Names within a table of the user's own stay as they are.
+        kind: the group that the settings are of.
+    """
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        first, _, rest = str(name).partition(".")
+        if kind is Config and name in _SHORT and isinstance(value, str | os.PathLike):
+            value = {_SHORT[name]: value}
+        hint = kind.model_fields[first].annotation if first in kind.model_fields else None
+        if is_group_type(hint) and (rest or isinstance(value, Mapping)):
+            value = nest({rest: value} if rest else value, hint)  # type: ignore[arg-type]
+        elif rest:
+            for part in reversed(rest.split(".")):
+                value = {part: value}
+        tree[first] = merge(tree.get(first), value)
+    return tree
+
+
+def merge(before: Any, value: Any) -> Any:
+    """Merge nested dicts; any other value replaces the earlier one."""
+    if isinstance(before, Mapping) and isinstance(value, Mapping):
+        return {**before, **{name: merge(before.get(name), child) for name, child in value.items()}}
+    return value
+
+
+def with_preset(tree: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the keys of ``algorithm`` that its preset sets and the tree does not."""
+    algorithm = tree.get("algorithm", {})
+    preset = algorithm.get("preset") if isinstance(algorithm, Mapping) else None
+    if not isinstance(preset, str) or preset not in PRESETS:
+        return tree
+    return {**tree, "algorithm": merge(nest(PRESETS[preset], AlgorithmConfig), algorithm)}

@@ -1,30 +1,65 @@
-"""Carry calls between an endpoint and its driver: one asks for turns of the policy, and gets them or a refusal."""
+"""Calls between an endpoint and its driver: each asks for turns of the policy, and gets turns or a refusal."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_mcore.environments.agents.conversation import Asked
+from rlhf_mcore.foreign import is_deeper
 
 MODEL = "policy"  # its name, whatever a client calls it
+MAX_DEPTH = 64  # limit for nested values in a request and in the arguments of a call
 
 NO_PARSER = "tools are given, and environment.tool_parser is not set, so none can be called"
 
 
-class Refused(Exception):
-    """A request that is not answered, with the status of HTTP and the reason."""
+class RequestError(Exception):
+    """A rejected request, with its HTTP status and the reason."""
 
     def __init__(self, status: int, reason: str, code: str | None = None) -> None:
         super().__init__(reason)
         self.status, self.reason, self.code = status, reason, code
 
 
+class TooDeep(ValueError):
+    """Arguments of a call are nested deeper than ``MAX_DEPTH``."""
+
+
+def parse_arguments(arguments: Any) -> Any:
+    """Return the JSON value of a call's arguments, or the text if it is not JSON.
+
+    Raises:
+        TooDeep: the arguments are nested too deep for templates and JSON writers, which are recursive.
+    """
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except RecursionError:
+        raise TooDeep from None
+    except ValueError:
+        return arguments
+    if is_deeper(value, MAX_DEPTH):
+        raise TooDeep
+    return value
+
+
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A turn of the policy, as a client gets it. ``tokens`` are texts and logprobs. ``stop``: the text that it was cut at."""
+class TurnInput:
+    """The input of a turn: messages for the chat template, or else a text or tokens, which are used unchanged.
+
+    A message with images also contains the ``texts`` around them and ``images``, their digests.
+    """
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    prompt: str | Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOutput:
+    """A turn of the policy for a client. ``tokens`` are texts and logprobs. ``stop``: the stop text that ended it."""
 
     message: Mapping[str, Any]
     tokens: Sequence[tuple[str, float]]
@@ -45,18 +80,20 @@ class Said:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Ask for ``n`` turns of the episode ``key``. ``answer`` is called once, from the driver's thread; None as ``asked``: begin again.
+    """Ask for ``n`` turns of the episode ``key``; ``asked`` None: the episode begins again.
 
-    ``gone``: nobody waits for it any more.
+    ``answer`` is called once, on the driver's thread. ``gone``: the client has disconnected.
     """
 
     key: int
-    asked: Asked | None
-    answer: Callable[[list[Said] | Refused], None]
+    asked: TurnInput | None
+    answer: Callable[[list[TurnOutput] | RequestError], None]
     n: int = 1
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     gone: bool = False
-    hear: Callable[[int, str], None] | None = None  # gets words of turns as they are drawn, from the driver's thread
+    hear: Callable[[int, str], None] | None = (
+        None  # receives words of turns while they are sampled, on the driver's thread
+    )
     asked_at: float = field(default_factory=time.monotonic)
-    turns: dict[int, Any] = field(default_factory=dict)  # of the driver: what was drawn, by the ids of requests
+    turns: dict[int, Any] = field(default_factory=dict)  # the driver's: sampled turns by request id

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, printable
 from rlhf_mcore.data.rendering import in_child
+from rlhf_mcore.environments.agents.calls import RequestError, TooDeep, TurnInput, parse_arguments
 from rlhf_mcore.environments.agents.channels import CHANNEL, Channels, unmark
 from rlhf_mcore.environments.agents.tree import Node, TokenTree, after
 from rlhf_mcore.environments.control_tokens import CUT, ControlTokens, UnreadableText
@@ -28,19 +29,7 @@ Parse = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Hold what a request continues: messages as a chat template takes them, or a text or tokens as they are.
-
-    A message with images has the ``texts`` around them and ``images``, their digests, beside its ``content``.
-    """
-
-    messages: Sequence[Mapping[str, Any]] = ()
-    tools: Sequence[Mapping[str, Any]] = ()
-    prompt: str | Sequence[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
+class Continuation:
     """Hold the place of a request's answer in a tree: behind ``parent``, after the tokens of ``context``, which ``text`` tells.
 
     ``text`` is as a template has written it, marks included; ``shown`` is for people. ``images`` are the digests of those in
@@ -64,6 +53,14 @@ class Place:
         return (*(self.parent.seen() if self.parent is not None else ()), *self.images)
 
 
+@dataclass(frozen=True, slots=True)
+class _ToRender:
+    """The turns of the policy among the messages of a request, and the input of its template."""
+
+    nodes: list[Node]
+    item: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Conversation:
     """The chat template and the tokenizer of a model, for the endpoint of agents.
@@ -78,9 +75,12 @@ class Conversation:
     _mark: str = field(init=False, default_factory=lambda: f"said-{secrets.token_hex(8)}-")  # nobody else writes it
 
     _has_channels: bool = field(init=False)
+    _known_ids: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._has_channels = CHANNEL in self.tokenizer.get_vocab()
+        vocabulary = self.tokenizer.get_vocab()
+        self._has_channels = CHANNEL in vocabulary
+        self._known_ids = frozenset(vocabulary.values())
         self.control = ControlTokens(self.tokenizer)
 
     @staticmethod
@@ -90,33 +90,52 @@ class Conversation:
             return prompt.messages
         return None if prompt.question is None else [{"role": "user", "content": prompt.question}]
 
-    def find(self, requests: Sequence[tuple[TokenTree, Asked]]) -> list[Place | str]:
-        """Find the place of each request in its tree, or tell what is wrong with it. One call of the template's process for all."""
-        followed = [tree.follow(_replies(asked)) for tree, asked in requests]
-        chats = [k for k, (_, asked) in enumerate(requests) if asked.prompt is None]
-        if chats and self.tokenizer.chat_template is None:
-            return [
-                _NO_TEMPLATE if asked.prompt is None else self._continued(tree, asked.prompt)
-                for tree, asked in requests
-            ]
-        items = [self._told(requests[k][1], followed[k]) for k in chats]
+    def find(self, requests: Sequence[tuple[TokenTree, TurnInput]]) -> list[Continuation | str]:
+        """Find the place of each request in its tree, or explain why it has none. All requests share one call of the template's
+        process.
+        """
+        begun = [_contain(self._begin, tree, asked) for tree, asked in requests]
+        items = [each.item for each in begun if isinstance(each, _ToRender)]
         rendered = iter(in_child(self._apply, items) if items else ())
-        places: list[Place | str] = []
+        places: list[Continuation | str] = []
         broken = ""
-        for (tree, asked), nodes in zip(requests, followed, strict=True):
-            if asked.prompt is not None:
-                places.append(self._continued(tree, asked.prompt))
+        for (tree, asked), each in zip(requests, begun, strict=True):
+            if not isinstance(each, _ToRender):
+                places.append(each)
                 continue
             answer = next(rendered, None) or {"error": broken}
             broken = answer.get("error", "")
             if broken:
                 places.append(f"the chat template refuses these messages: {broken}")
-                continue
-            node, start = tree.shared(answer["text"], nodes, self._end_of)
-            channels = {self._mark_of(each): Channels.read(each.said) for each in nodes if CHANNEL in each.said}
-            place = Place(node, answer["text"][start:], [], len(asked.messages))
-            places.append(self._placed(place, channels, tree))
+            else:
+                places.append(_contain(self._rendered, tree, asked, each.nodes, answer["text"]))
         return places
+
+    def _begin(self, tree: TokenTree, asked: TurnInput) -> Continuation | str | _ToRender:
+        """Return the place of a request for a text or tokens, and the input of the template for one with messages."""
+        if asked.prompt is not None:
+            return self._continued(tree, asked.prompt)
+        if self.tokenizer.chat_template is None:
+            return _NO_TEMPLATE
+        if asked.tools and self.parse is not None:
+            try:
+                self.parse("", asked.tools)  # a parser is built for these tools
+            except Exception as error:
+                return f"tools cannot be used: {printable(str(error))[:300]}"
+        if any("images" in message for message in asked.messages):
+            from rlhf_mcore.environments.agents.images import take_images
+
+            try:
+                asked = take_images(asked, self.images)
+            except RequestError as refusal:
+                return refusal.reason
+        nodes = tree.follow(_replies(asked))
+        return _ToRender(nodes, self._render_messages(asked, nodes))
+
+    def _rendered(self, tree: TokenTree, asked: TurnInput, nodes: Sequence[Node], text: str) -> Continuation | str:
+        node, start = tree.shared(text, nodes, self._end_of)
+        channels = {self._mark_of(each): Channels.read(each.said) for each in nodes if CHANNEL in each.said}
+        return self._placed(Continuation(node, text[start:], [], len(asked.messages)), channels, tree)
 
     def _mark_of(self, node: Node) -> str:
         return f"{self._mark}{node.place}-"
@@ -127,18 +146,30 @@ class Conversation:
             return after(text, place, node.said)
         return Channels.read(node.said).end_in(text, place, self._mark_of(node), node.end)
 
-    def _continued(self, tree: TokenTree, prompt: str | Sequence[int]) -> Place | str:
+    def _continued(self, tree: TokenTree, prompt: str | Sequence[int]) -> Continuation | str:
         if not isinstance(prompt, str):
             node, start = tree.shared_tokens(prompt)
             context = list(prompt[start:])
-            return Place(node, str(self.tokenizer.decode(context, skip_special_tokens=False)), context)
+            unknown = next((token for token in context if token not in self._known_ids), None)
+            if unknown is not None:
+                return f"token {unknown} is not in the vocabulary of the policy"
+            text = str(self.tokenizer.decode(context, skip_special_tokens=False))
+            return self._checked(Continuation(node, text, context))
         node, start = tree.shared_text(prompt)
         try:
-            return Place(node, prompt[start:], self.control.encode_cut(prompt[start:]))
+            return self._checked(Continuation(node, prompt[start:], self.control.encode_cut(prompt[start:])))
         except UnreadableText as error:
             return str(error)
 
-    def _placed(self, place: Place, channels: Mapping[str, Channels], tree: TokenTree) -> Place | str:
+    def _checked(self, place: Continuation) -> Continuation | str:
+        """Return a place that an engine can continue: with a token, and with no token of an image that was not shown."""
+        if place.parent is None and not place.context:
+            return "the prompt has no token: its text is empty for the tokenizer"
+        if self.images is not None and not self.images.are_of(place.context, place.images):
+            return STRAY
+        return place
+
+    def _placed(self, place: Continuation, channels: Mapping[str, Channels], tree: TokenTree) -> Continuation | str:
         """Return a place with the tokens of its text, or what is wrong with that."""
         told, node = unmark(place.text, channels), place.parent
         images: tuple[str, ...] = ()
@@ -152,16 +183,16 @@ class Conversation:
             context = context[1:]  # it was sampled
         place = replace(place, context=context, shown=told.replace(CUT, ""), images=images)
         if self.images is None or not images:
-            return place
+            return self._checked(place)
         try:
             if node is None or self.images.are_of(node.tokens(), node.seen()):
-                return replace(place, context=self.images.expand(context, images))
+                return self._checked(replace(place, context=self.images.expand(context, images)))
             problem = STRAY
         except ConfigError as error:
             problem = str(error)
         return replace(place, is_confused=True) if self.images.are_drawn(tree) else problem
 
-    def _told(self, asked: Asked, nodes: Sequence[Node]) -> dict[str, Any]:
+    def _render_messages(self, asked: TurnInput, nodes: Sequence[Node]) -> dict[str, Any]:
         """Write into the messages what was sampled, where they tell it, and mark names of control tokens in what others wrote."""
         said = {node.num_messages: node for node in nodes}
         messages = []
@@ -187,7 +218,7 @@ class Conversation:
         tools = item["tools"] or None
         return str(template(item["messages"], tools=tools, tokenize=False, add_generation_prompt=True))
 
-    def words_of(self, ids: Sequence[int], asked: Asked, stops: Sequence[str]) -> str:
+    def words_of(self, ids: Sequence[int], asked: TurnInput, stops: Sequence[str]) -> str:
         """Return the words of a turn that is being drawn, as far as they will stay: "" where calls of tools may be among them."""
         if (self.parse is not None and asked.tools) or self._has_channels:
             return ""
@@ -202,15 +233,29 @@ class Conversation:
         ends = turn.finish_reason == "stop"
         said = str(self.tokenizer.decode(ids[:-1] if ends else ids, skip_special_tokens=False))
         end = str(self.tokenizer.decode(ids[-1:], skip_special_tokens=False)) if ends else ""
+        message: Mapping[str, Any] | None = None
         if CHANNEL in said:
-            return said, end, Channels.read(said).message()
-        if self.parse is not None and tools:
-            return said, end, self.parse(said, tools)
+            message = Channels.read(said).message()
+        elif self.parse is not None and tools:
+            message = self.parse(said, tools)
+        if message is not None and not _are_deep(message.get("tool_calls") or ()):
+            return said, end, dict(message)
         content = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         return said, end, {"role": "assistant", "content": content, "tool_calls": []}
 
 
-def _replies(asked: Asked) -> list[tuple[int, object]]:
+def num_characters(asked: TurnInput) -> int:
+    """Return the number of characters that a template writes of a request, or its number of tokens. Images are not counted."""
+    if asked.prompt is not None:
+        return len(asked.prompt)
+    size = len(json.dumps(asked.tools)) if asked.tools else 0
+    for message in asked.messages:
+        size += len(message["role"]) + len(message["content"] or "")
+        size += len(json.dumps(message["tool_calls"])) if "tool_calls" in message else 0
+    return size
+
+
+def _replies(asked: TurnInput) -> list[tuple[int, object]]:
     return [(k, comparable(message)) for k, message in enumerate(asked.messages) if message["role"] == "assistant"]
 
 
@@ -222,9 +267,22 @@ def comparable(message: Mapping[str, Any]) -> object:
 
 
 def _canonical(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return str(arguments)
-    return json.dumps(arguments, sort_keys=True)
+    value = parse_arguments(arguments)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _are_deep(calls: Sequence[Mapping[str, Any]]) -> bool:
+    try:
+        for call in calls:
+            parse_arguments(call["function"]["arguments"])
+    except TooDeep:
+        return True
+    return False
+
+
+def _contain(step: Callable[..., Any], *arguments: Any) -> Any:
+    """Take a step for one request. An exception is an answer to that request."""
+    try:
+        return step(*arguments)
+    except Exception as error:
+        return f"the request cannot be read ({type(error).__name__}: {printable(str(error))[:200]})"

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.agents.calls import NO_PARSER, Call, Refused, Said
-from rlhf_mcore.environments.agents.conversation import STRAY, Asked, Conversation, Place, comparable
+from rlhf_mcore.config.errors import ConfigError, printable
+from rlhf_mcore.environments.agents.calls import NO_PARSER, Call, RequestError, TurnInput, TurnOutput
+from rlhf_mcore.environments.agents.conversation import STRAY, Continuation, Conversation, comparable, num_characters
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import NO_TURN, missing_reward
 from rlhf_mcore.environments.agents.tree import TokenTree
+from rlhf_mcore.environments.control_tokens import most_characters
 from rlhf_mcore.environments.episode_log import EpisodeLog, node_texts
 from rlhf_mcore.environments.episodes import PART, EpisodeLimits, row_of, turn_seed
 from rlhf_mcore.environments.generator import TURNS
-from rlhf_mcore.environments.sessions import Answer, Sessions
+from rlhf_mcore.environments.sessions import Sessions, StepResult
 from rlhf_mcore.trainer.rollouts import check_completion, request_of, request_seed
 from rlhf_mcore.types import Completion, EpisodeRequest, Ragged, Recorded, Request, Score
 
 _WORDS_S = 0.05  # between words of a stream
+_PLACES_S = 0.05  # that an engine waits for the places of new requests; those that take longer are found while it draws
 Drawn = Callable[[Collection[int]], Mapping[int, Sequence[int]]]
+_TOO_LONG = "context_length_exceeded"
 _LIMITS = {"turns": "environment.max_turns", "length": "environment.max_tokens", "seconds": "environment.max_seconds"}
 
 
@@ -36,21 +42,24 @@ class _Turn:
     key: int
     request: Request
     tree: TokenTree
-    place: Place
+    place: Continuation
     call: Call | None
     number: int = 0  # among those of the call
     heard: str = ""  # what its client has of it already
 
 
 @dataclass(slots=True, eq=False)
-class _Episode:
+class _AgentEpisode:
     asked: EpisodeRequest
     started: float
     tree: TokenTree = field(default_factory=TokenTree)
     log: EpisodeLog = field(default_factory=EpisodeLog)
     num_turns: int = 0  # that were asked for
     limit: str = ""  # that was met: the reason of a refusal
-    failure: Answer | None = None  # of an agent that has asked nothing
+    failure: StepResult | None = None  # of an agent that has asked nothing
+
+
+_Waiting = tuple[_AgentEpisode, Call]  # a call whose place is not found yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ class AgentEpisodes:
     def __init__(self, sessions: Sessions, endpoint: Endpoint, talk: Conversation, rules: AgentRules) -> None:
         self._sessions, self._endpoint, self._talk, self._rules = sessions, endpoint, talk, rules
         sessions.wake = endpoint.wake
-        self._open: dict[int, _Episode] = {}
+        self._open: dict[int, _AgentEpisode] = {}
         self._turns: dict[int, _Turn] = {}
         self._next = 1  # of turns
         self._requests: list[Request] = []
@@ -86,12 +95,15 @@ class AgentEpisodes:
         self._slots: int | None = None
         self._at_engine: set[int] = set()  # turns that the engine has, also those that nobody waits for any more
         self._next_words = 0.0  # when clients of streams get their next words
+        self._finder = ThreadPoolExecutor(1, "places")  # renders and tokenises requests
+        self._unplaced: list[_Waiting] = []
+        self._finding: tuple[list[_Waiting], Future[list[Continuation | str]]] | None = None
 
     def watch(self, drawn: Drawn, slots: int | None = None) -> None:
         """See :class:`rlhf_mcore.episode_driver.EpisodeDriver`."""
         self._drawn, self._slots = drawn, slots
 
-    def unheard(self) -> Collection[int]:
+    def abandoned_turns(self) -> Collection[int]:
         """See :class:`rlhf_mcore.episode_driver.EpisodeDriver`: of clients that have left, and of episodes that have ended."""
         gone = {
             number
@@ -131,7 +143,7 @@ class AgentEpisodes:
         """Start an agent for each request of an episode. Returns the others, which are single turns."""
         for request in requests:
             if isinstance(request, EpisodeRequest):
-                self._open[request.request_id] = _Episode(request, time.monotonic())
+                self._open[request.request_id] = _AgentEpisode(request, time.monotonic())
                 prompt, seed = request.prompt, request.sampling.seed
                 task_seed = request_seed(seed, request.step, prompt.index, -1 - prompt.occurrence)
                 messages, images = self._talk.messages_of(prompt), self._talk.images
@@ -193,18 +205,26 @@ class AgentEpisodes:
     def _poll(self, timeout_s: float | None) -> None:
         for key, answer in self._sessions.poll(timeout_s):
             each = self._open[key]
-            if answer.error:
-                self._fail(key, each, answer)
-            elif not answer.done:
-                self._sessions.step(key, {"base_url": self._endpoint.url, "api_key": self._endpoint.open(key)})
-            elif not each.tree.nodes:
-                self._fail(key, each, Answer(error=NO_TURN))
-            elif self._rules.needs_reward and not each.limit and (missing := missing_reward(answer.messages)):
-                self._fail(key, each, Answer(error=missing))
-            else:
-                self._finish(key, each.limit or "stop", Score(answer.reward, {PART: answer.reward}))
+            try:
+                self._take_answer(key, each, answer)
+            except ConfigError:
+                raise
+            except Exception as error:
+                self._fail(key, each, StepResult(error=f"failed in the trainer ({type(error).__name__}: {error})"))
 
-    def _fail(self, key: int, each: _Episode, answer: Answer) -> None:
+    def _take_answer(self, key: int, each: _AgentEpisode, answer: StepResult) -> None:
+        if answer.error:
+            self._fail(key, each, answer)
+        elif not answer.done:
+            self._sessions.step(key, {"base_url": self._endpoint.url, "api_key": self._endpoint.open(key)})
+        elif not each.tree.nodes:
+            self._fail(key, each, StepResult(error=NO_TURN))
+        elif self._rules.needs_reward and not each.limit and (missing := missing_reward(answer.messages)):
+            self._fail(key, each, StepResult(error=missing))
+        else:
+            self._finish(key, each.limit or "stop", Score(answer.reward, {PART: answer.reward}))
+
+    def _fail(self, key: int, each: _AgentEpisode, answer: StepResult) -> None:
         """End an episode whose agent has no result. One that has met a limit has met it: the policy scores 0."""
         if each.limit and each.tree.nodes:
             self._finish(key, each.limit, Score(0.0, {PART: 0.0}))
@@ -217,12 +237,12 @@ class AgentEpisodes:
         if not each.tree.nodes:  # a row needs a turn of the policy
             each.failure = answer
             prompt = each.asked.prompt
-            self._ask(key, each, Place(None, prompt.text, list(prompt.prompt_ids), images=prompt.images), None)
+            self._ask(key, each, Continuation(None, prompt.text, list(prompt.prompt_ids), images=prompt.images), None)
             return
         kind = "timeout" if answer.timed_out else "error"
         self._finish(key, "environment", Score(0.0, failure=kind, cause=cause))
 
-    def _close(self, key: int) -> _Episode:
+    def _close(self, key: int) -> _AgentEpisode:
         each = self._open.pop(key)
         self._endpoint.close(key)
         self._sessions.close(key)
@@ -235,58 +255,88 @@ class AgentEpisodes:
         self._requests = [request for request in self._requests if request.request_id not in dropped]
 
     def _finish(self, key: int, reason: str, score: Score) -> None:
-        each = self._close(key)
+        each = self._open[key]
         drawn = each.tree.trajectory(each.asked.prompt, each.asked.sample, self._rules.branches)
         last = each.tree.nodes[-1].turn
         text = str(self._talk.tokenizer.decode(last.token_ids.tolist(), skip_special_tokens=True))
         whole = replace(drawn, response_text=text, finish_reason=reason, score=score, record=_record(each))
+        self._close(key)
         self._finished.append(replace(last, request_id=key, trajectory=whole))
 
     # ------------------------------------------------------------------------------------------------------------ turns
+    @contextmanager
+    def _contained(self, call: Call) -> Iterator[None]:
+        """Answer a call whose processing raises. Neither its episode nor the run ends."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"the request failed in the trainer ({type(error).__name__}: {printable(str(error))[:200]})"
+            call.answer(RequestError(500, reason, "internal_error"))
+
     def _take_calls(self) -> None:
-        """Find the places of what agents ask in their trees, all at a time."""
-        calls: list[Call] = []
+        """Take requests of agents, and ask for the turns of those whose places are found."""
         for call in self._endpoint.take():
             each = self._open.get(call.key)
             if each is None:
-                call.answer(Refused(410, "the episode has ended"))
+                call.answer(RequestError(410, "the episode has ended"))
             elif call.asked is None:  # its agent begins again
                 self._drop_turns(each.tree)
-                self._open[call.key] = _Episode(each.asked, each.started)
-                calls = [other for other in calls if other.key != call.key]
-            elif not call.gone and self._take_images(call, call.asked):
-                calls.append(call)
-                each.log.answer_calls(answered_calls(call.asked), call.asked_at)
-        asked = [(self._open[call.key].tree, call.asked) for call in calls if call.asked is not None]
-        for call, place in zip(calls, self._talk.find(asked), strict=True):
-            each = self._open[call.key]
-            if isinstance(place, str):
-                call.answer(Refused(400, place))
-            elif call.asked is not None and call.asked.tools and self._talk.parse is None:
-                call.answer(Refused(400, NO_PARSER))
-            elif refusal := self._refuse(each, place, call.n):
-                call.answer(refusal)
-            else:
-                for _ in range(call.n):
-                    self._ask(call.key, each, place, call)
+                self._open[call.key] = _AgentEpisode(each.asked, each.started)
+            elif not call.gone:
+                with self._contained(call):
+                    self._take_call(each, call, call.asked)
+        self._place_calls()
+        if self._finding is None and (waiting := [each for each in self._unplaced if self._is_current(*each)]):
+            requests = [(each.tree, call.asked) for each, call in waiting if call.asked is not None]
+            self._finding = waiting, self._finder.submit(self._talk.find, requests)
+            wait([self._finding[1]], _PLACES_S)
+            self._finding[1].add_done_callback(self._wake)
+            self._unplaced = []
+            self._place_calls()
 
-    def _take_images(self, call: Call, asked: Asked) -> bool:
-        """Take the images of a request, and tell whether it can be answered: else it is refused."""
-        if any("images" in message for message in asked.messages):
-            from rlhf_mcore.environments.agents.images import take_images
+    def _take_call(self, each: _AgentEpisode, call: Call, asked: TurnInput) -> None:
+        if asked.tools and self._talk.parse is None:
+            call.answer(RequestError(400, NO_PARSER))
+        elif (size := num_characters(asked)) > (most := most_characters(self._rules.max_total)):
+            each.limit = "length"
+            reason = f"the request has {size:,} characters, more than {most:,}: they have more tokens than fit"
+            call.answer(RequestError(400, reason, _TOO_LONG))
+        else:
+            each.log.answer_calls(answered_calls(asked), call.asked_at)
+            self._unplaced.append((each, call))
 
-            try:
-                call.asked = take_images(asked, self._talk.images)
-            except Refused as refusal:
-                call.answer(refusal)
-                return False
-        return True
+    def _is_current(self, each: _AgentEpisode, call: Call) -> bool:
+        """Return whether the client of a call still waits, and its agent has not begun again."""
+        return self._open.get(call.key) is each and not call.gone
 
-    def _refuse(self, each: _Episode, place: Place, num_turns: int) -> Refused | None:
+    def _wake(self, found: object) -> None:
+        if self._sessions.wake:
+            with suppress(OSError):  # it is readable already, or the run has ended
+                os.eventfd_write(self._sessions.wake, 1)
+
+    def _place_calls(self) -> None:
+        """Ask for turns in the places that were found."""
+        if self._finding is None or not self._finding[1].done():
+            return
+        (waiting, found), self._finding = self._finding, None
+        places = found.result() if found.exception() is None else [str(found.exception())] * len(waiting)
+        for (each, call), place in zip(waiting, places, strict=True):
+            if not self._is_current(each, call):
+                continue
+            with self._contained(call):
+                if isinstance(place, str):
+                    call.answer(RequestError(400, place))
+                elif refusal := self._refuse(each, place, call.n):
+                    call.answer(refusal)
+                else:
+                    for _ in range(call.n):
+                        self._ask(call.key, each, place, call)
+
+    def _refuse(self, each: _AgentEpisode, place: Continuation, num_turns: int) -> RequestError | None:
         limits = self._rules.limits
         if place.is_confused:
             each.limit = "length"
-            return Refused(400, STRAY, "limit")
+            return RequestError(400, STRAY, "limit")
         if each.num_turns + num_turns > limits.max_turns:
             each.limit = "turns"
         elif limits.max_seconds is not None and time.monotonic() - each.started >= limits.max_seconds:
@@ -295,10 +345,10 @@ class AgentEpisodes:
             each.limit = "length"
         else:
             return None
-        code = "context_length_exceeded" if each.limit == "length" else "limit"
-        return Refused(400, f"the episode has reached {_LIMITS[each.limit]}", code)
+        code = _TOO_LONG if each.limit == "length" else "limit"
+        return RequestError(400, f"the episode has reached {_LIMITS[each.limit]}", code)
 
-    def _room(self, place: Place) -> int:
+    def _room(self, place: Continuation) -> int:
         """Return the most tokens that a turn may have: those of a sequence, and after its first prompt those of an episode."""
         num_tokens, first = len(place.tokens()), len(place.context)
         if place.parent is not None:
@@ -308,7 +358,7 @@ class AgentEpisodes:
             most = min(most, first + self._rules.limits.max_tokens)
         return most - num_tokens
 
-    def _ask(self, key: int, each: _Episode, place: Place, call: Call | None) -> None:
+    def _ask(self, key: int, each: _AgentEpisode, place: Continuation, call: Call | None) -> None:
         asked, number = each.asked, self._next * TURNS + key
         first = request_of(number, asked.prompt, asked.sample, asked.sampling, asked.step)
         name = f"{first.name}, turn {each.num_turns}"
@@ -357,9 +407,18 @@ class AgentEpisodes:
         call.turns[drawn.request_id] = drawn
         if call.gone or None in call.turns.values():
             return
-        call.answer([self._add(turn, each, call.turns[number]) for number in sorted(call.turns)])
+        with self._contained(call):
+            # All are read before one is added: a turn whose client gets an error is not learned from
+            read = [self._read(turn, call.turns[number]) for number in sorted(call.turns)]
+            for cut, said, end, answer in read:
+                more: dict[str, Any] = {"reply": comparable(answer.message), "num_messages": place.num_messages}
+                more |= {"shown": place.shown, "images": place.images}
+                node = each.tree.add(place.parent, place.text, place.context, cut, said, end, **more)
+                each.log.add_node(node.place, cut.request_id, answer.calls)
+            call.answer([answer for *_, answer in read])
 
-    def _add(self, turn: _Turn, each: _Episode, drawn: Completion) -> Said:
+    def _read(self, turn: _Turn, drawn: Completion) -> tuple[Completion, str, str, TurnOutput]:
+        """Return what of a completion is kept, its text, the text of its end, and the turn as its client gets it."""
         assert turn.call is not None and turn.call.asked is not None
         place, tools = turn.place, turn.call.asked.tools
         cut, stop = self._cut(drawn, turn.call.stop)
@@ -369,17 +428,13 @@ class AgentEpisodes:
         # Parsers number those of a turn; in an episode each has an id of its own
         if calls := message.get("tool_calls"):
             message = {**message, "tool_calls": [{**call, "id": f"call_{secrets.token_hex(8)}"} for call in calls]}
-        reply = comparable(message)
-        more: dict[str, Any] = {"reply": reply, "num_messages": place.num_messages, "shown": place.shown}
-        more["images"] = place.images
-        node = each.tree.add(place.parent, place.text, place.context, cut, said, end, **more)
-        each.log.add_node(node.place, drawn.request_id, message.get("tool_calls") or ())
         decode = self._talk.tokenizer.decode
         tokens = [
             (str(decode([token])), float(value))
             for token, value in zip(cut.token_ids.tolist(), cut.logprobs, strict=True)
         ]
-        return Said(message, tokens, "stop" if stop is not None else cut.finish_reason, len(place.tokens()), stop)
+        reason = "stop" if stop is not None else cut.finish_reason
+        return cut, said, end, TurnOutput(message, tokens, reason, len(place.tokens()), stop)
 
     def _cut(self, drawn: Completion, stops: Sequence[str]) -> tuple[Completion, str | None]:
         """Cut a turn behind the first token with which one of ``stops`` is complete: what follows was never needed."""
@@ -395,13 +450,13 @@ class AgentEpisodes:
         raise AssertionError("its text has it")
 
 
-def answered_calls(asked: Asked) -> list[str]:
+def answered_calls(asked: TurnInput) -> list[str]:
     """Return the ids of the calls of tools whose results are the last messages of a request."""
     results = takewhile(lambda message: message["role"] not in ("assistant", "system"), reversed(asked.messages))
     return [message["tool_call_id"] for message in results if message.get("tool_call_id")]
 
 
-def _record(each: _Episode) -> dict[str, Any]:
+def _record(each: _AgentEpisode) -> dict[str, Any]:
     """Return the turns of an episode as a tree, with their times, as JSON values."""
     nodes = [
         {

@@ -12,55 +12,90 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
 from aiohttp import web
 
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.agents.calls import MODEL, NO_PARSER, Call, Refused, Said
-from rlhf_mcore.environments.agents.dialects import DIALECTS, Dialect, Order
-from rlhf_mcore.environments.agents.streams import STREAMS, Part
+from rlhf_mcore.config.errors import ConfigError, printable
+from rlhf_mcore.environments.agents.anthropic_api import Messages
+from rlhf_mcore.environments.agents.calls import MAX_DEPTH, MODEL, NO_PARSER, Call, RequestError, TurnInput, TurnOutput
+from rlhf_mcore.environments.agents.dialects import ClientRequest, Dialect, Part
+from rlhf_mcore.environments.agents.openai_api import ChatCompletions, Completions
+from rlhf_mcore.foreign import is_deeper
+from rlhf_mcore.plugins import find_plugins, load_plugin
 
 KEY = "environment.agent.host"
-BEGIN = "/v1/begin"  # of an episode, again: what was said in it is forgotten
-MAX_BYTES = 2**24  # of a request
-MAX_WAITING = 256  # requests of an episode at a time
-_END_S = 2.0  # for who still waits for an answer when a run ends
+BEGIN = "/v1/begin"  # begins an episode again; its turns are forgotten
+MAX_BYTES = 2**24  # limit for a request
+MAX_VALUES = 2**20  # limit for the JSON values of a request; prompts of tokens need most
+MAX_WAITING = 256  # limit for concurrent requests of an episode
+_TOO_LONG = TurnInput(prompt=range(2**40))
+_END_S = 2.0  # for clients that still wait when a run ends
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+_CHAT = ChatCompletions()
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": Completions(),
+    "/v1/messages": Messages(),
+}
 _ENDED = "the episode of this key has ended, or there was none"
 
 
+def served_paths() -> list[str]:
+    """Return the paths of all APIs: ours, and ``/v1/<name>`` of plug-ins of the group ``rlhf_mcore.dialects``."""
+    return [*DIALECTS, *(f"/v1/{name}" for name in sorted({"responses", *find_plugins("dialects")}))]
+
+
+@cache
+def dialect_at(path: str) -> Dialect:
+    """Return the API of a path. A plug-in is loaded at its first request.
+
+    Raises:
+        RequestError: the plug-in is not installed.
+    """
+    if path in DIALECTS:
+        return DIALECTS[path]
+    try:
+        dialect: Dialect = load_plugin("dialects", path.removeprefix("/v1/"), f"POST {path}")()
+    except ConfigError as error:
+        raise RequestError(404, str(error)) from error
+    return dialect
+
+
 @dataclass(slots=True, eq=False)
-class _Episode:
+class _ServedEpisode:
     number: int
     api_key: str
     waiting: set[Call] = field(default_factory=set)
 
 
 class Endpoint:
-    """Serves the episodes of an engine from a thread of its own; calls wait until the engine's thread takes them.
+    """Serve the episodes of an engine on a separate thread. Calls wait until the engine's thread takes them.
 
     Args:
-        host: the address to listen on; a free port of it is taken.
+        host: the address to listen on, at a free port.
+        max_bytes: limit for a request.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: the address is not available.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._calls: SimpleQueue[Call] = SimpleQueue()
-        self._by_digest: dict[bytes, _Episode] = {}
-        self._by_number: dict[int, _Episode] = {}
+        self._by_digest: dict[bytes, _ServedEpisode] = {}
+        self._by_number: dict[int, _ServedEpisode] = {}
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while calls wait
         self._loop = asyncio.new_event_loop()
         ready, problem, ended = Event(), list[OSError](), asyncio.Event()
         self.url = ""
 
         async def serve() -> None:
-            application = web.Application(client_max_size=MAX_BYTES)
-            for path in DIALECTS:
+            application = web.Application(client_max_size=max_bytes)
+            for path in served_paths():
                 application.router.add_post(path, self._serve)
             application.router.add_post(BEGIN, self._begin)
             application.router.add_get("/v1/models", self._models)
@@ -93,14 +128,14 @@ class Endpoint:
 
     # ----------------------------------------------------------------------------------- of the engine's thread
     def open(self, number: int) -> str:
-        """Begin to serve an episode. Returns its key."""
+        """Start to serve an episode. Returns its key."""
         api_key = secrets.token_urlsafe(32)
-        episode = self._by_number[number] = _Episode(number, api_key)
+        episode = self._by_number[number] = _ServedEpisode(number, api_key)
         self._by_digest[_digest(api_key)] = episode
         return api_key
 
     def close(self, number: int) -> None:
-        """Serve an episode no longer. Who still waits is refused."""
+        """Stop serving an episode. Waiting clients get a refusal."""
         episode = self._by_number.pop(number, None)
         if episode is None:
             return
@@ -108,7 +143,7 @@ class Endpoint:
         self._loop.call_soon_threadsafe(_refuse_all, episode)
 
     def take(self) -> list[Call]:
-        """Return the calls that have come since."""
+        """Return the calls that arrived since the last time."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.wake)
         calls = []
@@ -119,101 +154,117 @@ class Endpoint:
                 return calls
 
     def answer_nothing(self, *, calls_tools: bool = True) -> set[int]:
-        """Answer the calls that have come by turns without a word, in the place of a policy. Returns the episodes that asked."""
+        """Answer all waiting calls with empty turns instead of a policy. Returns the episodes that asked."""
         calls = self.take()
         for call in calls:
             refused = call.asked is not None and call.asked.tools and not calls_tools
-            silence = [Said({"role": "assistant", "content": ""}, (), "stop", 0)] * call.n
-            call.answer(Refused(400, NO_PARSER) if refused else silence)
+            silence = [TurnOutput({"role": "assistant", "content": ""}, (), "stop", 0)] * call.n
+            call.answer(RequestError(400, NO_PARSER) if refused else silence)
         return {call.key for call in calls if call.asked is not None}
 
     # ------------------------------------------------------------------------------------ of the server's thread
-    def _episode_of(self, request: web.Request) -> _Episode:
+    def _episode_of(self, request: web.Request) -> _ServedEpisode:
         """Find the episode of a request by its key.
 
         Raises:
-            Refused: it has none, or one of no episode.
+            RequestError: the key is missing or belongs to no episode.
         """
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         episode = self._by_digest.get(_digest(given))
         if episode is None or not hmac.compare_digest(episode.api_key.encode(), given.encode("utf-8", "replace")):
-            raise Refused(401, _ENDED, "invalid_api_key")
+            raise RequestError(401, _ENDED, "invalid_api_key")
         return episode
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
             self._episode_of(request)
-        except Refused as refusal:
-            return _refusal(DIALECTS["/v1/chat/completions"], refusal)
+        except RequestError as refusal:
+            return _refusal(_CHAT, refusal)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf_mcore", "type": "model"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _begin(self, request: web.Request) -> web.StreamResponse:
         try:
             episode = self._episode_of(request)
-        except Refused as refusal:
-            return _refusal(DIALECTS["/v1/chat/completions"], refusal)
+        except RequestError as refusal:
+            return _refusal(_CHAT, refusal)
         _refuse_all(episode)
         self._put(Call(episode.number, None, lambda _: None))
         return web.json_response({})
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        dialect = DIALECTS[request.path]
+        dialect: Dialect = _CHAT
         try:
+            dialect = dialect_at(request.path)
             episode = self._episode_of(request)
             body = _object(await request.read())
             order = dialect.read(body)
             if order.streams:
-                return await self._stream(request, episode, order, body)
+                return await self._stream(request, episode, dialect, order, body)
             said = await self._ask(episode, order)
-        except Refused as refusal:
+            return web.json_response(dialect.write(body, said))
+        except RequestError as refusal:
             return _refusal(dialect, refusal)
         except web.HTTPRequestEntityTooLarge:
-            return _refusal(dialect, Refused(413, f"the request has more than {MAX_BYTES} bytes"))
-        return web.json_response(dialect.write(body, said))
+            with suppress(RequestError):
+                await self._ask(episode, ClientRequest([_TOO_LONG]))  # the episode reaches its limit
+            reason = f"the request has more than {self._max_bytes} bytes"
+            return _refusal(dialect, RequestError(413, reason, "context_length_exceeded"))
+        except (ConnectionError, web.HTTPException):
+            raise
+        except Exception as error:
+            return _refusal(dialect, _failure(error))
 
     async def _stream(
-        self, request: web.Request, episode: _Episode, order: Order, body: dict[str, Any]
+        self,
+        request: web.Request,
+        episode: _ServedEpisode,
+        dialect: Dialect,
+        order: ClientRequest,
+        body: dict[str, Any],
     ) -> web.StreamResponse:
         """Answer in parts.
 
         Raises:
-            Refused: before there was a word. After that a refusal is the last part.
+            RequestError: before there was a word. After that a refusal is the last part.
         """
         heard: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        parts, response = dialect.stream(body), web.StreamResponse(headers=_STREAM)
         asking = asyncio.create_task(self._ask(episode, order, heard))
         asking.add_done_callback(lambda _: heard.put_nowait(None))
-        parts, response = STREAMS[request.path](body), web.StreamResponse(headers=_STREAM)
         try:
-            while (words := await heard.get()) is not None:
-                await _write(request, response, parts.say(*words))
             try:
-                said = asking.result()
-            except Refused as refusal:
+                while (words := await heard.get()) is not None:
+                    await _write(request, response, parts.say(*words))
+                await _write(request, response, list(parts.end(asking.result())))
+            except ConnectionError:
+                raise
+            except Exception as error:
                 if not response.prepared:
                     raise
-                await _write(request, response, [("error", DIALECTS[request.path].refuse(refusal))])
-            else:
-                await _write(request, response, parts.end(said))
+                refusal = error if isinstance(error, RequestError) else _failure(error)
+                await _write(request, response, [("error", dialect.refuse(refusal))])
             await response.write_eof()
             return response
         finally:
             asking.cancel()
 
     async def _ask(
-        self, episode: _Episode, order: Order, heard: asyncio.Queue[tuple[int, str] | None] | None = None
-    ) -> list[Said]:
-        """Wait for the turns of an order. ``heard`` gets the number of a turn and its next words.
+        self, episode: _ServedEpisode, order: ClientRequest, heard: asyncio.Queue[tuple[int, str] | None] | None = None
+    ) -> list[TurnOutput]:
+        """Wait for the turns of a request. ``heard`` receives the number of a turn and its next words.
 
         Raises:
-            Refused: they are not drawn.
+            RequestError: the turns are not sampled.
         """
         if len(episode.waiting) + len(order.asked) > MAX_WAITING:
-            raise Refused(429, f"the episode has {len(episode.waiting)} requests under way, of at most {MAX_WAITING}")
+            raise RequestError(
+                429, f"the episode has {len(episode.waiting)} requests under way, of at most {MAX_WAITING}"
+            )
         loop = asyncio.get_running_loop()
         calls, answers = [], []
         for place, asked in enumerate(order.asked):
-            answer: asyncio.Future[list[Said] | Refused] = loop.create_future()
+            answer: asyncio.Future[list[TurnOutput] | RequestError] = loop.create_future()
             call = Call(episode.number, asked, _teller(loop, answer), order.n, order.max_tokens, order.stop)
             if heard is not None:
                 call.hear = _hearer(loop, heard, place * order.n)
@@ -223,10 +274,10 @@ class Endpoint:
         for call in calls:
             self._put(call)
         try:
-            said: list[Said] = []
+            said: list[TurnOutput] = []
             for answer in answers:
                 given = await answer
-                if isinstance(given, Refused):
+                if isinstance(given, RequestError):
                     raise given
                 said += given
             return said
@@ -280,27 +331,41 @@ async def _write(request: web.Request, response: web.StreamResponse, events: Ite
         await response.write(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n".encode())
 
 
-def _refuse_all(episode: _Episode) -> None:
+def _refuse_all(episode: _ServedEpisode) -> None:
     for call in list(episode.waiting):
         call.gone = True
-        call.answer(Refused(410, _ENDED))
+        call.answer(RequestError(410, _ENDED))
 
 
 async def _not_served(request: web.Request) -> web.StreamResponse:
-    served = ", ".join(f"POST {path}" for path in DIALECTS)
-    refusal = Refused(404, f"{request.method} {request.path} is not served; {served} are, and GET /v1/models")
-    return _refusal(DIALECTS["/v1/chat/completions"], refusal)
+    served = ", ".join(f"POST {path}" for path in served_paths())
+    refusal = RequestError(404, f"{request.method} {request.path} is not served; {served} are, and GET /v1/models")
+    return _refusal(_CHAT, refusal)
+
+
+def _failure(error: Exception) -> RequestError:
+    reason = f"the request failed in the trainer ({type(error).__name__}: {printable(str(error))[:200]})"
+    return RequestError(500, reason, "internal_error")
 
 
 def _object(content: bytes) -> dict[str, Any]:
+    """Parse the body of a request, whose size, number of values and depth are bounded.
+
+    Raises:
+        RequestError: it is no JSON object within these bounds.
+    """
+    if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise RequestError(413, f"the request has more than {MAX_VALUES} values")
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {str(error)[:200]}") from error
+        raise RequestError(400, f"the body is no JSON: {str(error)[:200]}") from error
     if not isinstance(body, dict):
-        raise Refused(400, "the body is no JSON object")
+        raise RequestError(400, "the body is no JSON object")
+    if is_deeper(body, MAX_DEPTH):
+        raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}")
     return body
 
 
-def _refusal(dialect: Dialect, refusal: Refused) -> web.Response:
+def _refusal(dialect: Dialect, refusal: RequestError) -> web.Response:
     return web.json_response(dialect.refuse(refusal), status=refusal.status)

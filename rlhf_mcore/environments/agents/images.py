@@ -16,26 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.image_rows import MARK
-from rlhf_mcore.environments.agents.calls import Refused
+from rlhf_mcore.environments.agents.calls import RequestError, TurnInput
 
 if TYPE_CHECKING:
     from rlhf_mcore.data.image_rows import ImageReader
-    from rlhf_mcore.environments.agents.conversation import Asked
     from rlhf_mcore.environments.agents.tree import TokenTree
     from rlhf_mcore.types import Prompt
 
 
-def take_images(asked: Asked, images: RequestImages | None) -> Asked:
+def take_images(asked: TurnInput, images: RequestImages | None) -> TurnInput:
     """Return a request with digests in the place of data URLs. ``images``: None for a model that sees none.
 
     Raises:
-        Refused: the model sees none, there are too many, or one cannot be used.
+        RequestError: the model sees none, there are too many, or one cannot be used.
     """
     urls = [url for message in asked.messages for url in message.get("images", ())]
     if not urls:
         return asked
     if images is None:
-        raise Refused(400, "messages have images, and the model sees none")
+        raise RequestError(400, "messages have images, and the model sees none")
     digests = iter(images.take(urls))
     messages = [
         {**message, "images": [next(digests) for _ in message["images"]]} if "images" in message else message
@@ -55,15 +54,15 @@ class RequestImages:
         """Read data URLs into the store. Returns their digests.
 
         Raises:
-            Refused: there are too many, one cannot be used, or the model's images are supported in prompts only.
+            RequestError: there are too many, one cannot be used, or the model's images are supported in prompts only.
         """
         assert all(url.startswith("data:") for url in urls), "nothing else is read from requests"
         if self.reader.writes_around:
-            raise Refused(400, "messages have images, and those of this model are supported in prompts only")
+            raise RequestError(400, "messages have images, and those of this model are supported in prompts only")
         try:
             return self.reader.take(urls, Path(), "the messages")
         except ConfigError as error:
-            raise Refused(400, str(error)) from error
+            raise RequestError(400, str(error)) from error
 
     def parts(self, message: Mapping[str, Any], cut: Callable[[str], str]) -> list[dict[str, str]]:
         """Return the content of a message with images as a template takes it, a mark before each image. ``cut``: of its texts."""

@@ -1,4 +1,4 @@
-"""An agent in a worker process: a program, a function or a server that is told an episode, and ends with a reward or without."""
+"""An agent in a worker process: a program, a function or a server that plays a whole episode, and may return a reward."""
 
 from __future__ import annotations
 
@@ -14,50 +14,48 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.user_functions import load_function
-from rlhf_mcore.environments.agents.keeper import Keeper
 from rlhf_mcore.environments.containers.clients import end
 from rlhf_mcore.environments.containers.container import Blocking, ContainerLost
-from rlhf_mcore.environments.containers.rows import task_of
+from rlhf_mcore.environments.containers.task import task_of
+from rlhf_mcore.environments.containers.workplace import Workplace, Workplaces, workplaces_of
 from rlhf_mcore.environments.worker import EnvironmentFailed
+from rlhf_mcore.own_processes import ProcessGroupReaper
 from rlhf_mcore.rewards.user_function import number_problem, shorten
 
-if TYPE_CHECKING:
-    from rlhf_mcore.environments.agents.place import Place, Workplace
-
 KEY = "environment.agent"
-UNGRADED = "ungraded"  # role of a message in the place of an observation: the agent leaves the score to others
-# A script is their first argument; versions may follow.
+UNGRADED = "ungraded"  # role of a message instead of an observation: the agent returned no reward
+# Their first argument is a script; a version may follow the name.
 _INTERPRETERS = ("python", "bash", "sh", "node", "ruby", "perl")
 _SCRIPTS = (".py", ".sh", ".js", ".ts", ".mjs", ".rb", ".pl")
-_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-P", "-S", "-s")  # of Python; behind other options may be anything
+_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-P", "-S", "-s")  # options of Python; others may take an argument
 _PARAMETERS = ("task", "base_url", "api_key")
 NO_TURN = "ended without a turn of the policy"
-_THREADS = ThreadPoolExecutor(256)  # of agents that are no coroutines; each is started when it is needed
-_CANCEL_S = 10.0  # for an agent that is cancelled
-_SHOWN_CHARS = 1000  # of what an agent has printed, in a message
+_THREADS = ThreadPoolExecutor(256)  # run agents that are ordinary functions; each thread starts when it is needed
+_CANCEL_S = 10.0  # wait for a cancelled agent
+_SHOWN_CHARS = 1000  # limit for an agent's output in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Ungraded:
-    """The end of an agent without a reward. ``printed``: the last line of a program."""
+    """The result of an agent without a reward. ``printed``: the last line of a program."""
 
     printed: str = ""
 
 
 @lru_cache(maxsize=1)
-def _keeper() -> Keeper:
+def _keeper() -> ProcessGroupReaper:
     """Make the keeper of this process's programs, once."""
-    return Keeper()
+    return ProcessGroupReaper()
 
 
 def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
-    """Describe the end of an agent that has left the score to others, of the messages of its step; "" where it has not."""
+    """Describe the end of an agent without a reward from the messages of its step; "" if it returned a reward."""
     if [message["role"] for message in messages] != [UNGRADED]:
         return ""
     how = "let it give one"
@@ -67,7 +65,7 @@ def missing_reward(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def _missing_script(command: Sequence[str]) -> str | None:
-    """Return the script that an interpreter is given where there is no such file. A shell looks on PATH, too."""
+    """Return the script of an interpreter's command if the file does not exist. A shell also searches PATH."""
     if Path(command[0]).name.rstrip(".0123456789") not in _INTERPRETERS:
         return None
     first = next((argument for argument in command[1:] if argument not in _FLAGS), "")
@@ -76,10 +74,10 @@ def _missing_script(command: Sequence[str]) -> str | None:
 
 
 def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:
-    """Load an agent that is a function. Returns also whether it takes a container.
+    """Load an agent that is a function. Also returns whether it takes a container.
 
     Raises:
-        ConfigError: it cannot be called with what it is to get, or returns no reward.
+        ConfigError: it cannot be called with these arguments, or is a generator.
     """
     key = f"{KEY}.function={spec}"
     function = load_function(spec, f"{KEY}.function")
@@ -97,20 +95,20 @@ def _load(spec: str, has_container: bool) -> tuple[Callable[..., Any], bool]:
     return function, container is not None
 
 
-class Agent:
-    """One episode, which is one step of an environment.
+class AgentEnvironment:
+    """An environment with one step, in which an agent plays the whole episode.
 
     Args:
         command: a program and its arguments. It reads the task as JSON from its input, finds the endpoint in variables of its
             environment, and may print a reward, ``{"reward": number}``, as its last line.
         function: ``path/to/file.py:name`` of ``f(task, base_url, api_key)``, a coroutine or a function, which may return a reward.
         url: a server that gets ``{"task", "base_url", "api_key"}`` posted, and answers ``{"reward": number}`` or ``{}``.
-        timeout_s: of a try. ``retries``: further tries, each from the beginning.
-        max_output_bytes: most that a program prints or a server answers.
-        container: which container each try has (``containers.kinds.options_of``); None: none.
+        timeout_s: limit for a try. ``retries``: number of further tries, each from the beginning.
+        max_output_bytes: limit for a program's output or a server's answer.
+        container: options of the container of each try (``containers.kinds.options_of``); None: no containers.
 
     Raises:
-        ConfigError: there is no such program or function.
+        ConfigError: the program or function does not exist.
     """
 
     def __init__(
@@ -128,12 +126,11 @@ class Agent:
         self._task: Mapping[str, Any] = {}
         self._takes_container = False
         self._function: Callable[..., Any] | None = None
-        self._place: Place | None = None
-        self._needs: Any = None  # of a container: the task of the row
+        self._workplaces: Workplaces | None = None
+        self._needs: Any = None  # the task of the row for its container
         if container is not None:
-            from rlhf_mcore.environments.agents.place import place_of
-
-            self._place = place_of(json.dumps(container))
+            lends_for = "" if function is not None else f"{KEY}.{'command' if command else 'url'} with containers"
+            self._workplaces = workplaces_of(json.dumps(container), lends_for)
         if command and shutil.which(command[0]) is None:
             first, *rest = command[0].split() or [""]
             if rest:  # arguments may be secrets
@@ -147,18 +144,18 @@ class Agent:
             self._function, self._takes_container = _load(function, container is not None)
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Take the task; the agent starts with ``step``.
+        """Store the task; the agent starts with ``step``.
 
         Raises:
-            ConfigError: the row tells of a container, and not as it should.
+            ConfigError: the row describes a container incorrectly.
         """
         self._task = row
-        if self._place is not None:
+        if self._workplaces is not None:
             self._needs = task_of(row["extra_info"])
 
     async def step(self, action: Mapping[str, str]) -> tuple[Any, float, bool]:
-        """Play the episode at the endpoint that ``action`` names. One whose container is lost begins again once more."""
-        tries, spare = 1 + self._retries, int(self._place is not None)
+        """Play the episode at the endpoint in ``action``. If its container is lost, it gets one more try."""
+        tries, spare = 1 + self._retries, int(self._workplaces is not None)
         async with aiohttp.ClientSession() as web:
             while True:
                 tries -= 1
@@ -177,16 +174,16 @@ class Agent:
                         raise
 
     async def _try(self, web: aiohttp.ClientSession, base_url: str, api_key: str) -> Any:
-        """Play once, in a container of its own where the run has containers. Its tests grade what an agent has not graded.
+        """Play once. A run with containers opens one for each try, and its tests give the reward if the agent does not.
 
         Raises:
-            ContainerLost: the container has ended, whatever the agent has made of that.
-            EnvironmentFailed: the agent has not ended in time, or not well.
+            ContainerLost: the container has ended, also if the agent returned a result.
+            EnvironmentFailed: the agent failed or did not end in time.
         """
         told = {"base_url": base_url, "api_key": api_key}
-        if self._place is None:
+        if self._workplaces is None:
             return await self._in_time(self._play(web, told, None))
-        async with self._place.opened(self._needs, lends=self._function is None) as workplace:
+        async with self._workplaces.opened(self._needs) as workplace:
             try:
                 result = await self._in_time(self._play(web, told, workplace))
             except Exception as error:
@@ -197,10 +194,10 @@ class Agent:
                 raise ContainerLost("the container has ended")
             if self._read(result)[0] is None:
                 return result
-            return await self._place.grade(workplace.container, self._needs)
+            return await self._workplaces.grade(workplace.container, self._needs)
 
     async def _in_time(self, playing: Coroutine[Any, Any, Any]) -> Any:
-        """Play until the deadline. What the agent raises, its own TimeoutError too, is raised as it is."""
+        """Play until the deadline. Exceptions of the agent, also its own TimeoutError, are raised unchanged."""
         task = asyncio.ensure_future(playing)
         try:
             if not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
@@ -223,7 +220,7 @@ class Agent:
             raise EnvironmentFailed(f"did not answer: {error}") from error
 
     async def _post(self, web: aiohttp.ClientSession, body: Mapping[str, Any]) -> Any:
-        """Tell a server of an episode, and return what it answers at its end."""
+        """Post an episode to a server, and return its answer at the end of the episode."""
         assert self._url is not None
         async with web.post(self._url, json=body, timeout=aiohttp.ClientTimeout()) as answer:
             content = b""
@@ -254,7 +251,7 @@ class Agent:
         return await loop.run_in_executor(_THREADS, call)
 
     async def _run(self, told: Mapping[str, str], lent: Mapping[str, str]) -> Any:
-        """Run the program, and return what its last line tells."""
+        """Run the program, and return the result in its last line."""
         assert self._command is not None
         base_url, api_key = told["base_url"], told["api_key"]
         own = {
@@ -311,10 +308,10 @@ class Agent:
 
     @staticmethod
     def _read(result: Any) -> tuple[Any, float, bool]:
-        """Return what a step returns, of what an agent has: a number, ``{"reward": number}``, or nothing.
+        """Convert the result of an agent to the result of a step. It is a number, ``{"reward": number}``, or None.
 
         Raises:
-            EnvironmentFailed: it is anything else.
+            EnvironmentFailed: the result is anything else.
         """
         if isinstance(result, Ungraded):
             return {"role": UNGRADED, "content": result.printed}, 0.0, True
@@ -322,7 +319,7 @@ class Agent:
             raise EnvironmentFailed(f"ended with {shorten(result)}: it has no key 'reward'")
         reward = result.get("reward") if isinstance(result, Mapping) else result
         if reward is None:
-            return Agent._read(Ungraded())
+            return AgentEnvironment._read(Ungraded())
         if problem := number_problem(reward, "the reward"):
             raise EnvironmentFailed(f"ended with {shorten(result)}: {problem}")
         return None, float(reward), True

@@ -14,11 +14,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.data.recorded import join_recorded
+from rlhf_mcore.data.episodes import episode, join_recorded
 from rlhf_mcore.types import Completion, Prompt, Ragged, Recorded, Trajectory, Turn
-
-BRANCHES = ("all", "last", "longest")  # of environment.branches
 
 
 @dataclass(slots=True, eq=False)

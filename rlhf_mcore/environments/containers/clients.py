@@ -1,25 +1,25 @@
-"""Processes that are asked and may say too much, or nothing: their output is bounded, and they end when nobody waits any more."""
+"""Call programs with a limit for their output. A program is killed if its caller stops waiting."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
 
-from rlhf_mcore.environments.containers.container import Ran
+from rlhf_mcore.environments.containers.container import CommandResult
 
-_END_S = 5.0  # for a process that was killed to be gone
+_END_S = 5.0  # wait for the end of a killed process
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Kill a process that has not ended, and wait until it is gone.
+    """Kill a process if it still runs, and wait for its end.
 
-    What it has written is read: with a full pipe asyncio does not see the end.
+    Its output is read, because asyncio does not see the end of a process with a full pipe.
     """
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
     streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
-    with suppress(asyncio.TimeoutError):  # another process has the pipe
+    with suppress(asyncio.TimeoutError):  # another process holds the pipe
         await asyncio.wait_for(asyncio.gather(process.wait(), *map(_drop, streams)), _END_S)
 
 
@@ -28,8 +28,10 @@ async def _drop(stream: asyncio.StreamReader) -> None:
         pass
 
 
-async def call(program: str, *arguments: str, stdin: bytes = b"", timeout_s: float, max_bytes: int = 2**16) -> Ran:
-    """Call the client. What it has started in a container may outlive it."""
+async def call(
+    program: str, *arguments: str, stdin: bytes = b"", timeout_s: float, max_bytes: int = 2**16
+) -> CommandResult:
+    """Call a client. Processes that it started in a container may outlive it."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(program, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -47,11 +49,11 @@ async def call(program: str, *arguments: str, stdin: bytes = b"", timeout_s: flo
         await asyncio.wait_for(asyncio.gather(*streams, told), timeout_s)
         out, err = (stream.result() for stream in streams)
         code = await asyncio.wait_for(process.wait(), timeout_s)
-        return Ran(code, out.decode(errors="replace"), err.decode(errors="replace"))
+        return CommandResult(code, out.decode(errors="replace"), err.decode(errors="replace"))
     except asyncio.TimeoutError:
-        return Ran(None, reason="timeout")
+        return CommandResult(None, reason="timeout")
     except _TooMuch:
-        return Ran(None, reason="output")
+        return CommandResult(None, reason="output")
     finally:
         for task in (*streams, told):
             task.cancel()

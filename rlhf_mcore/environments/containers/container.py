@@ -1,6 +1,6 @@
 """Define what an agent has of a container, whatever it is made of: commands, files in, files out.
 
-A kind of container gives two methods, ``_execute`` and ``_end``; the rest follows from them.
+A kind of containers is a ``Container`` with two methods, ``_execute`` and ``_end``, and a ``ContainerKind`` that opens it.
 """
 
 from __future__ import annotations
@@ -9,24 +9,36 @@ import asyncio
 import base64
 import io
 import posixpath
+import secrets
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-MAX_OUTPUT_BYTES = 2**20  # of a command's standard output, and of its standard error
-MAX_FILE_BYTES = 2**24  # that is read at a time
-_GET = 'base64 < "$CONTAINER_FILE"'
+from rlhf_mcore.environments.containers.task import ContainerLimits, Task
+from rlhf_mcore.foreign import is_plain, shorten
+
+MAX_OUTPUT_BYTES = 2**20  # limit for standard output, and for standard error, of a command
+MAX_FILE_BYTES = 2**24  # limit for a file that is read
+MAX_COMMAND_BYTES = MAX_FILE_BYTES
+_ARGUMENT_BYTES = 2**16  # a longer command is written to a file: Linux allows arguments of 128 KiB
+_VALUE_BYTES, _VALUES_BYTES = (
+    2**17 - 1,
+    2**19,
+)  # Linux's limits for a variable with its name, and for all variables with ``cwd``
+# A pipe or a device might have no end.
+_GET = '''[ -f "$CONTAINER_FILE" ] || { echo "there is no regular file" >&2; exit 1; }; base64 < "$CONTAINER_FILE"'''
+_EVAL = 'CONTAINER_COMMAND=$(cat {0}) && rm -f {0} && eval "$CONTAINER_COMMAND"'
 
 
 class ContainerLost(RuntimeError):
-    """A container has ended before its episode; nothing of it is left."""
+    """A container has ended before its episode, and its files are lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """Hold the end of a command. ``reason``: empty, or why it was stopped: "timeout", "memory", "output", "killed"."""
+class CommandResult:
+    """The result of a command. ``reason``: "" or why it was stopped ("timeout", "memory", "output" or "killed")."""
 
     exit_code: int | None
     stdout: str = ""
@@ -39,12 +51,12 @@ class Ran:
 
     @property
     def output(self) -> str:
-        """Return its output, errors behind the rest."""
+        """Return standard output and then standard error."""
         return self.stdout + self.stderr
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ShellCommand:
     """A command for the shell of a container."""
 
     command: str
@@ -56,9 +68,10 @@ class Order:
 
 
 class Container(ABC):
-    """A container that is open. ``timeout_s``: of a command that has none of its own; ``cwd``, ``env``: of all commands."""
+    """An open container. ``timeout_s`` limits a command without a limit of its own; all commands start with ``cwd`` and ``env``."""
 
-    unpack = "tar -xof - -C /"  # of files with absolute names
+    unpack = "tar -xof - -C /"  # unpacks files with absolute names
+    scratch: str | None = "/tmp"  # for long commands, which are run from a file; None: they are given as they are
 
     def __init__(self, timeout_s: float, cwd: str, env: Mapping[str, str]) -> None:
         self.timeout_s, self.cwd, self.env = timeout_s, cwd, dict(env)
@@ -72,20 +85,31 @@ class Container(ABC):
         timeout_s: float | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-    ) -> Ran:
-        """Run a command in a shell, to its end or to ``timeout_s``.
+    ) -> CommandResult:
+        """Run a command in a shell, to its end or to ``timeout_s``. If this is cancelled, the command is killed.
+
+        A command that no shell can run, for example one with a NUL, ends with 126.
 
         Raises:
             ContainerLost: the container has ended.
         """
-        given = stdin.encode() if isinstance(stdin, str) else stdin
-        return await self._run(
-            Order(command, given, timeout_s or self.timeout_s, cwd or self.cwd, {**self.env, **(env or {})})
-        )
+        given = stdin.encode("utf-8", "replace") if isinstance(stdin, str) else stdin
+        order = ShellCommand(command, given, timeout_s or self.timeout_s, cwd or self.cwd, {**self.env, **(env or {})})
+        size = len(command.encode("utf-8", "replace"))
+        if self.scratch is not None and _ARGUMENT_BYTES < size <= MAX_COMMAND_BYTES:
+            name = f"{self.scratch}/.command-{secrets.token_hex(8)}"
+            try:
+                await self.write({name: command})
+            except OSError as error:
+                return CommandResult(126, stderr=f"{error}\n")
+            order = replace(order, command=_EVAL.format(name))
+        return await self._run(order)
 
-    async def _run(self, order: Order) -> Ran:
+    async def _run(self, order: ShellCommand) -> CommandResult:
         if self.is_lost:
             raise ContainerLost("the container has ended")
+        if problem := _problem(order):
+            return CommandResult(126, stderr=f"{problem}\n")
         ran = await self._execute(order)
         if ran is None:
             self.is_lost = True
@@ -93,57 +117,109 @@ class Container(ABC):
         return ran
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
-        """Write files, by their paths; directories are made. A path that is not absolute begins at ``cwd``.
+        """Write files by their paths, and create their directories. Relative paths start at ``cwd``.
 
         Raises:
-            OSError: they cannot be written there.
+            OSError: a file cannot be written.
             ContainerLost: the container has ended.
         """
         packed = {posixpath.join(self.cwd, path): content for path, content in files.items()}
-        ran = await self._run(Order(self.unpack, _tar_of(packed), self.timeout_s, "/", self.env))
+        ran = await self._run(ShellCommand(self.unpack, _tar_of(packed), self.timeout_s, "/", self.env))
         if not ran.ok:
-            raise OSError(f"{', '.join(packed)} cannot be written: {ran.output.strip() or ran.reason}")
+            names = shorten(", ".join(packed), 200)
+            raise OSError(f"{names} cannot be written: {shorten(ran.output.strip(), 1000) or ran.reason}")
 
     async def read(self, path: str) -> bytes:
         """Read a file of at most ``MAX_FILE_BYTES``.
 
         Raises:
-            OSError: there is none, or it is larger.
+            OSError: the file does not exist, or is larger.
             ContainerLost: the container has ended.
         """
         name = posixpath.join(self.cwd, path)
         env = {**self.env, "CONTAINER_FILE": name}
-        ran = await self._run(Order(_GET, b"", self.timeout_s, "/", env, MAX_FILE_BYTES * 3 // 2))
+        ran = await self._run(ShellCommand(_GET, b"", self.timeout_s, "/", env, MAX_FILE_BYTES * 3 // 2))
         if not ran.ok:
-            raise OSError(f"{name} cannot be read: {ran.stderr.strip() or ran.reason}")
+            raise OSError(f"{shorten(name, 200)} cannot be read: {ran.stderr.strip() or ran.reason}")
         return base64.b64decode(ran.stdout)
 
     async def close(self) -> None:
-        """End the container with all that is in it; what comes later finds it lost."""
+        """End the container and its processes. Later calls raise ``ContainerLost``."""
         self.is_lost = True
         await self._end()
 
     @abstractmethod
-    async def _execute(self, order: Order) -> Ran | None:
+    async def _execute(self, order: ShellCommand) -> CommandResult | None:
         """Run a command; None: the container has ended."""
 
     @abstractmethod
     async def _end(self) -> None: ...
 
 
+def _problem(order: ShellCommand) -> str:
+    """Explain why no shell can run a command; "" if one can."""
+    texts = {"the command": order.command, "cwd": order.cwd}
+    texts |= {f"env {shorten(name, 40)}": f"{name}={value}" for name, value in order.env.items()}
+    sizes = {}
+    for name, text in texts.items():
+        if not is_plain(text):
+            return f"{name} has a NUL or a lone surrogate"
+        sizes[name] = len(text.encode())
+    if sizes.pop("the command") > MAX_COMMAND_BYTES:
+        return f"the command has more than {MAX_COMMAND_BYTES:,} bytes; write it to a file"
+    if too_long := next((name for name, size in sizes.items() if size > _VALUE_BYTES), None):
+        return f"{too_long} has more than {_VALUE_BYTES:,} bytes"
+    if sum(sizes.values()) > _VALUES_BYTES:
+        return f"cwd and env have more than {_VALUES_BYTES:,} bytes"
+    return ""
+
+
 def _tar_of(files: Mapping[str, str | bytes]) -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for path, content in files.items():
-            data = content.encode() if isinstance(content, str) else content
+            data = content.encode("utf-8", "replace") if isinstance(content, str) else content
             member = tarfile.TarInfo(posixpath.normpath(path))
             member.size, member.mode = len(data), 0o755 if data.startswith(b"#!") or path.endswith(".sh") else 0o644
             tar.addfile(member, io.BytesIO(data))
     return stream.getvalue()
 
 
+@dataclass(frozen=True, slots=True)
+class KindSettings:
+    """Hold the keys of ``environment.container`` that a kind of containers is built from."""
+
+    image: str | None = None  # for tasks that name none
+    start_timeout_s: float = 300.0
+    url: str | None = None  # address of a service
+    token_env: str | None = None  # name of the variable with its token
+
+
+class ContainerKind(ABC):
+    """Open containers of one kind. A plug-in of the group ``rlhf_mcore.containers`` makes one from a ``KindSettings``."""
+
+    prepares = False  # whether ``open`` also writes the files of the task and runs its setup
+
+    @abstractmethod
+    async def open(self, task: Task, limits: ContainerLimits) -> Container:
+        """Open a container that contains only its image.
+
+        Raises:
+            ConfigError: this kind does not support the task.
+            OSError: the container cannot be opened.
+        """
+
+    @abstractmethod
+    async def warm(self, task: Task) -> Task:
+        """Prepare what opening needs, for example an image. Returns the task without the prepared parts.
+
+        Raises:
+            ConfigError: this kind does not support the task.
+        """
+
+
 class Blocking:
-    """A container for a function that is no coroutine and runs in a thread: the same methods, which wait."""
+    """A container for an ordinary function, which runs in a thread. Its methods block."""
 
     def __init__(self, container: Container, loop: asyncio.AbstractEventLoop) -> None:
         self._container, self._loop = container, loop
@@ -151,9 +227,9 @@ class Blocking:
     def _wait(self, begun: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(begun, self._loop).result()
 
-    def run(self, command: str, **how: Any) -> Ran:
+    def run(self, command: str, **how: Any) -> CommandResult:
         """Run a command (:meth:`Container.run`)."""
-        ran: Ran = self._wait(self._container.run(command, **how))
+        ran: CommandResult = self._wait(self._container.run(command, **how))
         return ran
 
     def write(self, files: Mapping[str, str | bytes]) -> None:

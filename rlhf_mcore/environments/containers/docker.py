@@ -1,7 +1,7 @@
-"""Containers of Docker or Podman, through their command line, which is the same for both.
+"""Containers of Docker, through its command line; Podman's is the same.
 
 No directory of the host is mounted, no variable is passed on, and there is no network unless the run allows it. A container ends by
-itself at the end of its time, whoever is still there to end it.
+itself at the end of its lifetime.
 """
 
 from __future__ import annotations
@@ -18,50 +18,58 @@ from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.containers.clients import call
-from rlhf_mcore.environments.containers.container import Container, Order, Ran
-from rlhf_mcore.environments.containers.task import Room, Task
+from rlhf_mcore.environments.containers.container import (
+    CommandResult,
+    Container,
+    ContainerKind,
+    KindSettings,
+    ShellCommand,
+)
+from rlhf_mcore.environments.containers.task import ContainerLimits, Task
 
 KEY = "environment.container.kind"
 DEFAULT_IMAGE = "python:3.11-slim"
-# Those of Docker's own that installing packages and running tests need.
+# Docker's default capabilities that installing packages and running tests need.
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 _PIDS = 512
-# The first process: it reaps others, and ends with the time of the container. Killing all others does not end it.
+# The first process reaps others, and ends at the end of the container's lifetime, also if all others were killed.
 _LIVES = 'end=$(($(date +%s)+{})); while [ "$(date +%s)" -lt "$end" ]; do sleep 1; done'
-_SLACK_S = 15.0  # above the deadline of a command, for the client to come back
+_SLACK_S = 15.0  # time for the client to return after the deadline of a command
 _SHOWN_CHARS = 400
+_MARK = "CONTAINER_RUN"  # a variable of a command and of all processes that it starts
+_KILL = "for each in /proc/[0-9]*; do if grep -q {0} $each/environ 2>/dev/null; then kill -9 ${{each#/proc/}}; fi; done; true"
 _MAY_BE_LOST = (1, 125, 126, 127, 137, 255)  # exit codes of a client whose container has ended
 
 
-class DockerKind:
-    """Opens containers of ``program``. Images are had once each: pulled, or built from the context of a task.
+class DockerKind(ContainerKind):
+    """Open containers of ``program``. Each image is pulled, or built from the context of a task, once.
 
     Args:
-        program: docker or podman.
-        image: of tasks that name none.
-        timeout_s: to have an image.
+        program: docker, or another one with the same command line.
+        settings: the image of tasks that name none, and the time to have an image.
 
     Raises:
         ConfigError: the program is not installed.
     """
 
-    def __init__(self, program: str, image: str | None, timeout_s: float) -> None:
+    def __init__(self, program: str, settings: KindSettings) -> None:
         if shutil.which(program) is None:
             raise ConfigError(
                 f"{KEY}={program}: there is no program {program!r}; install it, or set {KEY} to sandbox or remote"
             )
-        self._program, self._timeout_s, self._default = program, timeout_s, image or DEFAULT_IMAGE
+        self._program, self._timeout_s = program, settings.start_timeout_s
+        self._default = settings.image or DEFAULT_IMAGE
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
-    async def open(self, task: Task, room: Room) -> Container:
-        """Open one of an image that is here."""
-        return await DockerContainer.open(self._program, task.image or self._default, task, room)
+    async def open(self, task: Task, limits: ContainerLimits) -> Container:
+        """Open a container of a local image."""
+        return await DockerContainer.open(self._program, task.image or self._default, task, limits)
 
     async def warm(self, task: Task) -> Task:
-        """Have the image of a task here.
+        """Pull or build the image of a task.
 
         Raises:
-            ConfigError: it cannot be had.
+            ConfigError: the image cannot be pulled or built.
         """
         name, context = task.image or self._default, task.context
         if task.image is None and "Dockerfile" in context:
@@ -84,6 +92,8 @@ class DockerKind:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 for path, content in context.items():
+                    if not Path(folder, path).resolve().is_relative_to(Path(folder).resolve()):
+                        raise ConfigError(f"{KEY}={self._program}: {path!r:.200} is not below its Dockerfile")
                     (file := Path(folder, path)).parent.mkdir(parents=True, exist_ok=True)
                     file.write_bytes(content)
                     file.chmod(0o755 if content.startswith(b"#!") else 0o644)
@@ -96,7 +106,7 @@ class DockerKind:
 
 
 class DockerContainer(Container):
-    """A container that ``program`` (docker or podman) keeps."""
+    """A container that ``program`` keeps."""
 
     def __init__(self, program: str, name: str, timeout_s: float, task: Task) -> None:
         super().__init__(timeout_s, task.workdir or "", task.env)
@@ -104,15 +114,15 @@ class DockerContainer(Container):
         self._can_time = True
 
     @classmethod
-    async def open(cls, program: str, image: str, task: Task, room: Room) -> DockerContainer:
-        """Open one of an image that is here.
+    async def open(cls, program: str, image: str, task: Task, limits: ContainerLimits) -> DockerContainer:
+        """Open a container of a local image.
 
         Raises:
-            ContainerLost: it has ended at once.
-            OSError: it cannot be started, with what the client says.
+            ContainerLost: the container ended at once.
+            OSError: the container cannot be started. The message contains the client's output.
         """
-        made = cls(program, f"rlhf-mcore-{secrets.token_hex(8)}", room.timeout_s, task)
-        started = await call(program, *made._start(image, room), timeout_s=room.start_timeout_s)
+        made = cls(program, f"rlhf-mcore-{secrets.token_hex(8)}", limits.timeout_s, task)
+        started = await call(program, *made._start(image, limits), timeout_s=limits.start_timeout_s)
         if not started.ok:
             await made.close()
             why = started.output.strip()[-_SHOWN_CHARS:] or started.reason
@@ -126,39 +136,46 @@ class DockerContainer(Container):
             raise
         return made
 
-    def _start(self, image: str, room: Room) -> Sequence[str]:
+    def _start(self, image: str, limits: ContainerLimits) -> Sequence[str]:
         first = ["run", "--detach", "--rm", "--name", self._name, "--label", "rlhf_mcore=episode"]
         first += ["--workdir", self.cwd] if self.cwd else []
         first += ["--stop-signal", "SIGKILL", "--security-opt", "no-new-privileges", "--cap-drop", "ALL"]
         first += [option for name in _CAPABILITIES for option in ("--cap-add", name)]
-        first += ["--pids-limit", str(_PIDS), "--memory", str(room.memory_bytes), "--cpus", f"{room.cpus:g}"]
-        first += [] if room.network else ["--network", "none"]
-        return [*first, "--entrypoint", "/bin/sh", image, "-c", _LIVES.format(int(room.lives_s))]
+        first += ["--pids-limit", str(_PIDS), "--memory", str(limits.memory_bytes), "--cpus", f"{limits.cpus:g}"]
+        first += [] if limits.network else ["--network", "none"]
+        return [*first, "--entrypoint", "/bin/sh", image, "-c", _LIVES.format(int(limits.lives_s))]
 
-    async def _execute(self, order: Order) -> Ran | None:
+    async def _execute(self, order: ShellCommand) -> CommandResult | None:
         options = ["exec", "--interactive", *(("--workdir", order.cwd) if order.cwd else ())]
+        mark = f"{_MARK}={secrets.token_hex(8)}"
         options += [option for name, value in order.env.items() for option in ("--env", f"{name}={value}")]
+        options += ["--env", mark]
         timed = ["timeout", "-s", "KILL", f"{max(order.timeout_s, 1):.0f}"] if self._can_time else []
         begun = time.monotonic()
-        ran = await call(
-            self._program,
-            *options,
-            self._name,
-            *timed,
-            "/bin/sh",
-            "-c",
-            order.command,
-            stdin=order.stdin,
-            timeout_s=order.timeout_s + _SLACK_S,
-            max_bytes=order.max_bytes,
-        )
+        try:
+            ran = await call(
+                self._program,
+                *options,
+                self._name,
+                *timed,
+                "/bin/sh",
+                "-c",
+                order.command,
+                stdin=order.stdin,
+                timeout_s=order.timeout_s + _SLACK_S,
+                max_bytes=order.max_bytes,
+            )
+        except asyncio.CancelledError:
+            kill = ("exec", self._name, "/bin/sh", "-c", _KILL.format(mark))
+            await asyncio.shield(call(self._program, *kill, timeout_s=_SLACK_S))
+            raise
         if ran.exit_code in _MAY_BE_LOST and not await self._is_alive():
             return None
-        if ran.reason == "timeout":  # what it has started cannot be ended alone
+        if ran.reason == "timeout":  # processes of a command cannot be ended separately
             await self._end()
             return None
         if ran.exit_code in (137, 143) and time.monotonic() - begun >= order.timeout_s:
-            return Ran(None, ran.stdout, ran.stderr, "timeout")
+            return CommandResult(None, ran.stdout, ran.stderr, "timeout")
         return ran
 
     async def _is_alive(self) -> bool:

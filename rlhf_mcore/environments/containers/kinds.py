@@ -3,50 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.containers.container import Container
-from rlhf_mcore.environments.containers.task import USUAL, Room, Task
+from rlhf_mcore.environments.containers.container import Container, ContainerKind, KindSettings
+from rlhf_mcore.environments.containers.docker import DockerKind
+from rlhf_mcore.environments.containers.sandboxed import SandboxKind
+from rlhf_mcore.environments.containers.task import USUAL, ContainerLimits, Task
+from rlhf_mcore.plugins import load_plugin
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import EnvironmentConfig
 
 _SHOWN_CHARS = 600
 _WARMED_AT_A_TIME = 4
-_MARGIN_S = 60.0  # that a container lives longer than anybody may need it
+_MARGIN_S = 60.0  # added to the lifetime of a container
 
 
-class Kind(Protocol):
-    """Open containers of one kind."""
+def make_kind(name: str, settings: KindSettings) -> ContainerKind:
+    """Make a kind of containers: the sandbox, Docker, or one of a plug-in.
 
-    async def open(self, task: Task, room: Room) -> Container:
-        """Open a container that is empty, but for what its image has.
-
-        Raises:
-            ConfigError: there is nothing for the task.
-            OSError: it cannot be opened.
-        """
-
-    async def warm(self, task: Task) -> Task:
-        """Have here what opening needs. Returns the task without what has been done of it.
-
-        Raises:
-            ConfigError: there is nothing for the task.
-        """
+    Raises:
+        ConfigError: this machine has no such containers, or the plug-in is not installed.
+    """
+    if name == "sandbox":
+        return SandboxKind()
+    if name == "docker":
+        return DockerKind("docker", settings)
+    plugin = load_plugin("containers", name, f"environment.container.kind={name}", package="containers")
+    kind: ContainerKind = plugin(settings)
+    return kind
 
 
 class Containers:
-    """Containers of a kind: "sandbox", "docker", "podman" or "remote".
+    """Containers of a kind, for example "sandbox" or "docker".
 
     Args:
-        kind: of these.
-        room: what each may use.
-        url: of a service (remote). ``token_env``: the variable with its token.
-        image: of tasks that name none.
+        kind: its name.
+        limits: limits of each container.
+        url: address of a service. ``token_env``: name of the variable with its token.
+        image: image for tasks that name none.
 
     Raises:
         ConfigError: this machine has no such containers.
@@ -55,35 +53,17 @@ class Containers:
     def __init__(
         self,
         kind: str,
-        room: Room = USUAL,
+        limits: ContainerLimits = USUAL,
         url: str | None = None,
         token_env: str | None = None,
         image: str | None = None,
     ) -> None:
-        self._room, self._is_remote = room, kind == "remote"
-        self._kind = self._make(kind, room, url, token_env, image)
-
-    @staticmethod
-    def _make(kind: str, room: Room, url: str | None, token_env: str | None, image: str | None) -> Kind:
-        if kind == "sandbox":
-            from rlhf_mcore.environments.containers.sandboxed import SandboxKind
-
-            return SandboxKind()
-        if kind == "remote":
-            from rlhf_mcore.environments.containers.remote import RemoteKind
-
-            if token_env is not None and not os.environ.get(token_env):
-                raise ConfigError(
-                    f"environment.container.token_env={token_env}: there is no such variable, or it is empty"
-                )
-            return RemoteKind(url or "", os.environ[token_env] if token_env else None)
-        from rlhf_mcore.environments.containers.docker import DockerKind
-
-        return DockerKind(kind, image, room.start_timeout_s)
+        self._limits = limits
+        self._kind = make_kind(kind, KindSettings(image, limits.start_timeout_s, url, token_env))
 
     @asynccontextmanager
     async def opened(self, task: Task) -> AsyncIterator[Container]:
-        """Open a container (:meth:`open`) and close it behind the block."""
+        """Open a container (:meth:`open`), and close it at the end of the block."""
         container = await self.open(task)
         try:
             yield container
@@ -92,42 +72,42 @@ class Containers:
 
     async def open(self, task: Task) -> Container:
         """Open a container, with the files of its task, after its setup (:meth:`open_in`)."""
-        return await self.open_in(task, self._room)
+        return await self.open_in(task, self._limits)
 
-    async def open_in(self, task: Task, room: Room) -> Container:
-        """Open a container that has ``room``.
+    async def open_in(self, task: Task, limits: ContainerLimits) -> Container:
+        """Open a container with these limits.
 
         Raises:
-            ContainerLost: it has ended meanwhile.
-            ConfigError: this kind has nothing for the task, or the setup fails.
-            OSError: it cannot be opened.
+            ContainerLost: the container has ended meanwhile.
+            ConfigError: this kind does not support the task, or the setup fails.
+            OSError: the container cannot be opened.
         """
         task = await self._kind.warm(task)
-        container = await self._kind.open(task, room)
-        if self._is_remote:  # the service prepares it
+        container = await self._kind.open(task, limits)
+        if self._kind.prepares:
             return container
         try:
-            await self._prepare(container, task, room)
+            await self._prepare(container, task, limits)
         except BaseException:
             await container.close()
             raise
         return container
 
     @staticmethod
-    async def _prepare(container: Container, task: Task, room: Room) -> None:
+    async def _prepare(container: Container, task: Task, limits: ContainerLimits) -> None:
         if task.files:
             await container.write(task.files)
         for command in task.setup:
-            ran = await container.run(command, timeout_s=room.start_timeout_s)
+            ran = await container.run(command, timeout_s=limits.start_timeout_s)
             if not ran.ok:
                 shown = ran.output.strip()[-_SHOWN_CHARS:] or ran.reason
                 raise ConfigError(f"the setup of a task fails in its container, {command!r:.200}: {shown}")
 
     async def warm(self, tasks: Iterable[Task]) -> None:
-        """Have here what the containers of tasks need, such as images, a few at a time.
+        """Prepare what the containers of tasks need, for example images, a few at a time.
 
         Raises:
-            ConfigError: it cannot be had, or this kind has nothing for a task.
+            ConfigError: something cannot be prepared, or this kind does not support a task.
         """
         slots = asyncio.Semaphore(_WARMED_AT_A_TIME)
 
@@ -139,27 +119,27 @@ class Containers:
 
 
 def options_of(own: EnvironmentConfig) -> dict[str, Any]:
-    """Return what ``containers_of`` takes, as JSON, from the configuration of a run with containers."""
+    """Return the options for ``containers_of``, as JSON, from the configuration of a run with containers."""
     given = own.container
     lives_s = given.start_timeout_s + own.agent.timeout_s + given.tests_timeout_s + _MARGIN_S
-    room = {"timeout_s": given.timeout_s, "start_timeout_s": given.start_timeout_s, "cpus": given.cpus}
-    room |= {"memory_bytes": int(given.memory_gib * 2**30), "network": given.network, "lives_s": lives_s}
+    limits = {"timeout_s": given.timeout_s, "start_timeout_s": given.start_timeout_s, "cpus": given.cpus}
+    limits |= {"memory_bytes": int(given.memory_gib * 2**30), "network": given.network, "lives_s": lives_s}
     named = {name: getattr(given, name) for name in ("kind", "url", "token_env", "image")}
-    return {**named, "room": room, "tests_timeout_s": given.tests_timeout_s, "host": own.agent.host}
+    return {**named, "limits": limits, "tests_timeout_s": given.tests_timeout_s, "host": own.agent.host}
 
 
 def containers_of(options: Mapping[str, Any]) -> Containers:
-    """Make the containers that ``options_of`` has described.
+    """Build containers from the options of ``options_of``.
 
     Raises:
         ConfigError: this machine has no such containers.
     """
     named = {name: options[name] for name in ("kind", "url", "token_env", "image")}
-    return Containers(room=Room(**options["room"]), **named)
+    return Containers(limits=ContainerLimits(**options["limits"]), **named)
 
 
 def longest_s(own: EnvironmentConfig) -> float:
-    """Return the seconds that containers may add to an episode: each try has one, and one more where one was lost."""
+    """Return the seconds that containers may add to an episode: one for each try, and one more if a container is lost."""
     given = own.container
     tries = own.agent.retries + 2
     return tries * (2 * given.start_timeout_s + given.tests_timeout_s + _MARGIN_S) + own.agent.timeout_s

@@ -10,16 +10,17 @@ import os
 import posixpath
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.containers.container import Container, Order, Ran
-from rlhf_mcore.environments.containers.dockerfiles import without_docker
-from rlhf_mcore.environments.containers.task import Room, Task
+from rlhf_mcore.environments.containers.container import CommandResult, Container, ContainerKind, ShellCommand
+from rlhf_mcore.environments.containers.task import ContainerLimits, Task
+from rlhf_mcore.plugins import load_plugin
 from rlhf_mcore.sandbox.run import REMEDIES, Limits, Program, Reason, Sandbox, machine_level, site_packages
 
 KEY = "environment.container.kind"
 PLACES = ("/app", "/workspace", "/testbed", "/tests", "/logs", "/solution", "/root", "/home", "/repo")
-FILES_BYTES = 2**28  # of a container, in memory
+FILES_BYTES = 2**28  # limit for the files of a container, in memory
 _THREADS = ThreadPoolExecutor(64, thread_name_prefix="container")  # a command occupies one while it runs
 _LEVEL = "namespaces"
 _REASONS = {
@@ -31,10 +32,10 @@ _REASONS = {
 
 
 def check_machine() -> None:
-    """Refuse a machine whose sandbox has no file system of its own.
+    """Reject a machine whose sandbox has no file system of its own.
 
     Raises:
-        ConfigError: it gives no namespaces.
+        ConfigError: the machine does not support namespaces.
     """
     if not (level := machine_level()).reaches(_LEVEL):
         why = "; ".join(level.missing) or f"its isolation is {level.name}"
@@ -42,9 +43,10 @@ def check_machine() -> None:
 
 
 class SandboxContainer(Container):
-    """A sandbox that keeps its files. Everything that a command has started ends with the command."""
+    """A sandbox that keeps its files. Processes of a command end with the command."""
 
     unpack = "tar -xPof - -C /scratch"  # the root itself cannot be opened
+    scratch = "/scratch"  # /tmp is read-only if the interpreter is below it
 
     def __init__(self, sandbox: Sandbox, timeout_s: float, task: Task, memory_bytes: int) -> None:
         path = f"{os.path.join(sys.base_prefix, 'bin')}:/usr/local/bin:/usr/bin:/bin"
@@ -52,51 +54,64 @@ class SandboxContainer(Container):
         super().__init__(timeout_s, task.workdir or PLACES[0], env)
         self._sandbox, self._memory_bytes, self._turn = sandbox, memory_bytes, asyncio.Lock()
 
-    async def _execute(self, order: Order) -> Ran | None:
+    async def _execute(self, order: ShellCommand) -> CommandResult | None:
         limits = Limits(order.timeout_s, order.timeout_s, self._memory_bytes, FILES_BYTES, order.max_bytes, 128, 1024)
         argv = ("/usr/bin/env", "-C", order.cwd, *(f"{name}={value}" for name, value in order.env.items()))
         program = Program(kind="command", argv=(*argv, "/bin/sh", "-c", order.command))
+        cancelled = Event()
         async with self._turn:
-            result = await asyncio.get_running_loop().run_in_executor(
-                _THREADS, lambda: self._sandbox.run(program, limits, stdin=order.stdin)
+            running = asyncio.get_running_loop().run_in_executor(
+                _THREADS, lambda: self._sandbox.run(program, limits, stdin=order.stdin, cancelled=cancelled)
             )
+            try:
+                result = await asyncio.shield(running)
+            except asyncio.CancelledError:
+                cancelled.set()
+                await asyncio.wait([running])  # the next command begins when this one has ended
+                raise
         if self._sandbox.has_ended:
             return None
         if result.reason is Reason.REFUSED:
             raise OSError(f"the command cannot be run: {result.detail}")
-        return Ran(result.exit_code, result.stdout, result.stderr, _REASONS.get(result.reason, ""))
+        return CommandResult(result.exit_code, result.stdout, result.stderr, _REASONS.get(result.reason, ""))
 
     async def _end(self) -> None:
         await asyncio.get_running_loop().run_in_executor(_THREADS, self._sandbox.close)
 
 
-class SandboxKind:
-    """Opens sandboxes.
+class SandboxKind(ContainerKind):
+    """Open sandboxes.
 
     Raises:
-        ConfigError: this machine gives no namespaces.
+        ConfigError: the machine does not support namespaces.
     """
 
     def __init__(self) -> None:
         check_machine()
 
-    async def open(self, task: Task, room: Room) -> Container:
-        """Open one; the directory that commands begin in is there."""
+    async def open(self, task: Task, limits: ContainerLimits) -> Container:
+        """Open a sandbox with the working directory of the task."""
         own = [] if not task.workdir or _is_place(task.workdir) else [posixpath.normpath(task.workdir)]
 
         def start() -> Sandbox:
             return Sandbox(_LEVEL, site_packages(), [*PLACES, *own], keeps=True)
 
         sandbox = await asyncio.get_running_loop().run_in_executor(_THREADS, start)
-        return SandboxContainer(sandbox, room.timeout_s, task, room.memory_bytes)
+        return SandboxContainer(sandbox, limits.timeout_s, task, limits.memory_bytes)
 
     async def warm(self, task: Task) -> Task:
-        """Read the Dockerfile of a task, where it has one."""
+        """Read the Dockerfile of a task if it has one."""
         if task.image is not None:
             raise ConfigError(
                 f"{KEY}=sandbox has no images, and a task is made for {task.image}; use docker, podman or remote"
             )
-        return without_docker(task) if "Dockerfile" in task.context else task
+        if "Dockerfile" not in task.context:
+            return task
+        without_docker = load_plugin(
+            "container_extras", "dockerfile", "a Dockerfile in a sandbox", package="containers"
+        )
+        prepared: Task = without_docker(task)
+        return prepared
 
 
 def _is_place(path: str) -> bool:

@@ -1,27 +1,36 @@
-"""Define what a task needs of a container: an image, files, commands before, tests at the end."""
+"""Define the task of a container, and read it from a row: image, files, commands before the agent, tests after it.
+
+A row has its task in ``extra_info.container``, an object or its JSON.
+"""
 
 from __future__ import annotations
 
-import base64
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.plugins import load_plugin
+
 TESTS_TIMEOUT_S = 600.0
+COLUMN = "extra_info.container"
+_KEYS = {"image", "workdir", "env", "files", "setup", "tests", "folder"}
+_TESTS = {"command", "files", "env", "timeout_s"}
 
 
 @dataclass(frozen=True, slots=True)
 class TaskTests:
-    """Grade what an agent has left. ``command`` runs beside ``files``, which were not there before.
+    """Tests that grade the work of an agent. ``files`` are written before ``command`` runs; the agent does not see them.
 
-    The score is what it writes to a file of ``grading``, else whether it ends with 0.
+    The score is the number that the command writes into ``workplace.REWARDS``, else 1 if it ends with 0.
     """
 
     command: str
     files: Mapping[str, bytes] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = TESTS_TIMEOUT_S
-    needs_file: bool = False  # a reward that was not written is 0, whatever the exit code
+    needs_file: bool = False  # without a written reward the score is 0, whatever the exit code
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +47,8 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Bound what a container uses, from ``environment.container``. ``lives_s``: time after which it ends by itself."""
+class ContainerLimits:
+    """Limits of a container, from ``environment.container``. After ``lives_s`` it ends by itself."""
 
     timeout_s: float = 60.0
     start_timeout_s: float = 300.0
@@ -49,44 +58,91 @@ class Room:
     lives_s: float = 3600.0
 
 
-USUAL = Room()
+USUAL = ContainerLimits()
 
 
-# ------------------------------------------------------------------------------------------------------- over the wire
-def task_to_json(task: Task) -> dict[str, Any]:
-    """Write a task for a service, without its tests, which the client runs; contents of files are base64."""
-    return {
-        "image": task.image,
-        "context": _packed(task.context),
-        "workdir": task.workdir,
-        "env": dict(task.env),
-        "files": _packed(task.files),
-        "setup": list(task.setup),
-    }
-
-
-def task_from_json(told: Mapping[str, Any]) -> Task:
-    """Read what ``task_to_json`` has written.
+# ------------------------------------------------------------------------------------------------------- tasks of rows
+def task_of(extra_info: Mapping[str, Any]) -> Task:
+    """Read the task of a row. A row without a task gets an empty container.
 
     Raises:
-        ValueError: it is anything else.
+        ConfigError: the task is not as docs/agents.md describes it.
     """
-    try:
-        return Task(
-            None if told["image"] is None else str(told["image"]),
-            _unpacked(told["context"]),
-            None if told["workdir"] is None else str(told["workdir"]),
-            {str(name): str(value) for name, value in told["env"].items()},
-            _unpacked(told["files"]),
-            tuple(map(str, told["setup"])),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the task is not as it should be: {error!r}") from error
+    given = extra_info.get("container")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{COLUMN} is no JSON: {error}") from error
+    if given is None:
+        return Task()
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{COLUMN} must be an object, found {given!r:.60}")
+    told = {name: value for name, value in given.items() if value is not None}  # parquet has the fields of all rows
+    if unknown := sorted(told.keys() - _KEYS):
+        raise ConfigError(f"{COLUMN} has unknown fields: {', '.join(unknown)}; there are {', '.join(sorted(_KEYS))}")
+    base = Task()
+    if "folder" in told:
+        read_folder = load_plugin("container_extras", "folder", f"{COLUMN}.folder", package="containers")
+        base = read_folder(_text(told, "folder"))
+    return replace(
+        base,
+        image=_text(told, "image") if "image" in told else base.image,
+        workdir=_path(told) if "workdir" in told else base.workdir,
+        env={**base.env, **_env(told)},
+        files={**base.files, **_files(told)},
+        setup=(*base.setup, *_commands(told, "setup")),
+        tests=_tests(told["tests"]) if "tests" in told else base.tests,
+    )
 
 
-def _packed(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {path: base64.b64encode(content).decode() for path, content in files.items()}
+def _text(told: Mapping[str, Any], name: str) -> str:
+    value = told[name]
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ConfigError(f"{COLUMN}.{name} must be a text that is not empty, found {value!r:.60}")
+    return value
 
 
-def _unpacked(files: Mapping[str, str]) -> dict[str, bytes]:
-    return {str(path): base64.b64decode(content) for path, content in files.items()}
+def _path(told: Mapping[str, Any]) -> str:
+    path = _text(told, "workdir")
+    if not path.startswith("/"):
+        raise ConfigError(f"{COLUMN}.workdir={path}: give an absolute path")
+    return path
+
+
+def _env(told: Mapping[str, Any]) -> dict[str, str]:
+    given = told.get("env", {})
+    if not isinstance(given, Mapping) or not all(name and "=" not in name for name in given):
+        raise ConfigError(f"{COLUMN}.env must be an object of texts, found {given!r:.60}")
+    return {str(name): str(value) for name, value in given.items() if value is not None}
+
+
+def _files(told: Mapping[str, Any]) -> dict[str, bytes]:
+    given = told.get("files", {})
+    if not isinstance(given, Mapping) or not all(isinstance(content, (str, type(None))) for content in given.values()):
+        raise ConfigError(f"{COLUMN}.files must be an object of paths and texts, found {given!r:.60}")
+    return {path: content.encode(errors="replace") for path, content in given.items() if content is not None}
+
+
+def _commands(told: Mapping[str, Any], name: str) -> list[str]:
+    given = told.get(name, [])
+    commands = [given] if isinstance(given, str) else given
+    if not isinstance(commands, (list, tuple)) or not all(isinstance(each, str) for each in commands):
+        raise ConfigError(f"{COLUMN}.{name} must be a command or a list of commands, found {given!r:.60}")
+    return list(commands)
+
+
+def _tests(given: Any) -> TaskTests:
+    if isinstance(given, (str, list, tuple)):
+        return TaskTests(" && ".join(_commands({"tests": given}, "tests")))
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{COLUMN}.tests must be a command or an object, found {given!r:.60}")
+    told = {name: value for name, value in given.items() if value is not None}
+    if (unknown := sorted(told.keys() - _TESTS)) or "command" not in told:
+        what = f"has unknown fields: {', '.join(unknown)}" if unknown else "has no command"
+        raise ConfigError(f"{COLUMN}.tests {what}; there are {', '.join(sorted(_TESTS))}")
+    seconds = told.get("timeout_s", TESTS_TIMEOUT_S)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ConfigError(f"{COLUMN}.tests.timeout_s must be a number above 0, found {seconds!r:.60}")
+    command = " && ".join(_commands(told, "command"))
+    return TaskTests(command, _files(told), _env(told), float(seconds))

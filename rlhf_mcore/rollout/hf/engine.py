@@ -16,8 +16,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import DTYPES, current_platform
 from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine, ragged_ids
-from rlhf_mcore.rollout.process import preserved_rng
+from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, LiveEngine, preserved_rng, ragged_ids
 from rlhf_mcore.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class HFEngine(LiveEngine):
     """
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
-        """Build the model without weights; it decodes ``cfg.max_num_seqs`` rows at a time.
+        """Build the model without weights; it decodes ``cfg.sequences`` rows at a time.
 
         Raises:
             ConfigError: a directory cannot be used, or the attention kernel is not installed or not the model's.
@@ -40,7 +39,7 @@ class HFEngine(LiveEngine):
         is_alone = not dist.is_initialized()
         rank = EngineRank() if is_alone else EngineRank(dist.get_rank(), dist.get_world_size())
         super().__init__(model, rank, cfg.at_publish)
-        self._batch_size = cfg.max_num_seqs
+        self._batch_size = cfg.sequences
         self._device = current_platform().device()
         self._model = _build_model(model).to(self._device)
         live, parts = self._model.state_dict(keep_vars=True), checkpoint_tensors(self._model)
@@ -215,7 +214,7 @@ def _build_model(model: EngineModel) -> torch.nn.Module:
 
     config = AutoConfig.from_pretrained(model.model_dir, trust_remote_code=False, local_files_only=True)
     if model.images is not None:
-        from rlhf_mcore.platform.image_operators import declare_image_operators
+        from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 
         declare_image_operators()
     kind = AutoModelForCausalLM if model.images is None else AutoModelForImageTextToText

@@ -19,7 +19,8 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import is_secret_variable, without_secrets
-from rlhf_mcore.rollout.process import DEBUG_VARIABLE
+from rlhf_mcore.own_processes import start
+from rlhf_mcore.rollout.engine import DEBUG_VARIABLE
 from rlhf_mcore.rollout.remote.head import SETTINGS
 from rlhf_mcore.rollout.remote.host import EngineHost
 
@@ -43,7 +44,7 @@ _GROUP_OF = {
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
-class ProcessLost(RuntimeError):
+class EngineProcessLost(RuntimeError):
     """A process of an engine is gone, or Ray could not start it."""
 
 
@@ -63,7 +64,7 @@ class RayCall:
         """Return the result of a call that is done.
 
         Raises:
-            ProcessLost: the process is gone.
+            EngineProcessLost: the process is gone.
             Exception: what the method has raised.
         """
         import ray
@@ -75,9 +76,9 @@ class RayCall:
             raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
         except ActorDiedError as error:
             # Ray's word for a process is "actor", which here is the policy. What its beginning has raised is told.
-            raise ProcessLost(_first_line(error) if "creation" in str(error) else "its process has ended") from None
+            raise EngineProcessLost(_first_line(error) if "creation" in str(error) else "its process has ended") from None
         except (RayError, GetTimeoutError) as error:
-            raise ProcessLost(_first_line(error)) from None
+            raise EngineProcessLost(_first_line(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Cluster:
     _looked: float = 0.0
     _silent_since: float | None = None  # the first look that failed, of those since the last answer
     _groups: dict[str, Any] = field(default_factory=dict)  # placement groups by the name of what is in them
+    _share: int = 0  # ranks of an engine on each of its machines; 0: all, on one
 
     def connect(self) -> None:
         """Join the cluster, or start one first. Takes seconds; not on the main thread, where Ray would set signal handlers.
@@ -152,13 +154,12 @@ class Cluster:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.own_gpus)
         self._line, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as errors:
-            self._head = subprocess.Popen(
+            self._head = start(
                 [sys.executable, "-m", "rlhf_mcore.rollout.remote.head"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env=environment,
-                start_new_session=True,  # Ctrl-C in a terminal is for the trainer
             )
             theirs.close()
             self._line.settimeout(_START_S)
@@ -193,27 +194,38 @@ class Cluster:
     def capacity_problem(self, engines: int, size: int, wait_s: float = 0.0) -> str | None:
         """Explain why so many engines cannot run here, or return None.
 
-        Nodes of a cluster may still be joining: it has ``wait_s`` to get them.
+        Engines that do not fit on single machines span several, with equally many ranks on each. Nodes of a cluster may still be
+        joining: it has ``wait_s`` to get them.
         """
         import ray
 
         end = time.monotonic() + (0.0 if self.address is None else wait_s)
-        needed = {"CPU": self.cores * size} | ({"GPU": self.gpus * size} if self.gpus else {})
         while True:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            problem = _room_problem(engines, size, needed, nodes)
-            if problem is None or time.monotonic() > end:
-                return problem
+            self._share = _ranks_per_machine(engines, size, self._needed, nodes)
+            if self._share:
+                return None
+            if time.monotonic() > end:
+                return _room_problem(engines, size, self._needed, nodes)
             time.sleep(1.0)
 
+    @property
+    def _needed(self) -> dict[str, int]:
+        """What a rank of an engine asks Ray for."""
+        return {"CPU": self.cores} | ({"GPU": self.gpus} if self.gpus else {})
+
     def spawn(self, name: str, size: int) -> list[RayProcess]:
-        """Start processes for the ranks of an engine, on one machine. They start when Ray has room for them. ``name`` is used once."""
+        """Start processes for the ranks of an engine, on as few machines as ``capacity_problem`` has found.
+
+        They start when Ray has room for them. ``name`` is used once.
+        """
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = {"CPU": float(self.cores), **({"GPU": float(self.gpus)} if self.gpus else {})}
-        group = self._groups[name] = placement_group([bundle] * size, strategy="STRICT_PACK")
+        share = self._share or size
+        bundle = {name: float(count * share) for name, count in self._needed.items()}  # a bundle is on one machine
+        group = self._groups[name] = placement_group([bundle] * (size // share), strategy="PACK")
         host = ray.remote(concurrency_groups=dict.fromkeys(set(_GROUP_OF.values()), 1))(EngineHost)
         return [
             RayProcess(
@@ -223,7 +235,9 @@ class Cluster:
                     num_gpus=self.gpus,
                     max_restarts=0,
                     max_task_retries=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        group, placement_group_bundle_index=rank // share
+                    ),
                 ).remote(),
             )
             for rank in range(size)
@@ -259,26 +273,31 @@ class Cluster:
             self._head.wait()
 
 
-def _room_problem(
-    engines: int, size: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]
-) -> str | None:
-    """Explain why machines lack room for so many engines, or return None.
+def _ranks_per_machine(engines: int, size: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> int:
+    """Return the most ranks of an engine per machine with which all engines fit; 0 if they do not. A rank needs ``needed``."""
+    for share in (share for share in range(size, 0, -1) if size % share == 0):
+        if _room(share, needed, nodes) * share >= engines * size:
+            return share
+    return 0
 
-    Each has ``size`` ranks, which are on one machine and need ``needed`` of what ``nodes`` have.
-    """
-    room = sum(min(int(node.get(name, 0) // count) for name, count in needed.items()) for node in nodes)
-    if room >= engines:
-        return None
+
+def _room(share: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> int:
+    """Count the shares of so many ranks that machines have room for."""
+    return sum(min(int(node.get(name, 0) // (count * share)) for name, count in needed.items()) for node in nodes)
+
+
+def _room_problem(engines: int, size: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> str:
+    """Explain why machines lack room for so many engines of ``size`` ranks."""
     for name, count in needed.items():
-        if (there := sum(node.get(name, 0) for node in nodes)) < engines * count:
+        if (there := sum(node.get(name, 0) for node in nodes)) < engines * size * count:
             return (
-                f"rollout.num_engines={engines}: engines of {size} ranks (rollout.layout) need {engines * count} {name}s, and Ray has "
-                f"{there:g}; lower it, or give Ray more"
+                f"rollout.num_engines={engines}: engines of {size} ranks (rollout.layout) need {engines * size * count} {name}s, and "
+                f"Ray has {there:g}; lower it, or give Ray more"
             )
-    wanted = " and ".join(f"{count} {name}s" for name, count in needed.items())
+    wanted = " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in needed.items())
     return (
-        f"rollout.num_engines={engines}: the {size} ranks of an engine (rollout.layout) need {wanted} of one machine, and those of "
-        f"Ray have room for {room} such engines; lower it or rollout.layout, or give Ray larger machines"
+        f"rollout.num_engines={engines}: engines of {size} ranks (rollout.layout) need {wanted} for each rank, and Ray's machines "
+        f"have room for {_room(1, needed, nodes)} ranks; lower it, or give Ray more"
     )
 
 

@@ -15,7 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
 from rlhf_mcore.rollout.remote.backlog import FreeBacklog, OpenRequests, SharedBacklog
 from rlhf_mcore.rollout.remote.fleet_state import REMEDY, STARTING, EnginesLost, EngineStatus, FleetEngine, FleetPlan
-from rlhf_mcore.rollout.remote.host import Meeting, Report
+from rlhf_mcore.rollout.remote.host import EngineReport, RankRendezvous
 from rlhf_mcore.rollout.remote.lending import Lending
 from rlhf_mcore.types import EngineWork
 
@@ -157,18 +157,16 @@ class Fleet:
             if now - engine.since > START_TIMEOUT_S:
                 raise EnginesLost(f"it was not ready after {START_TIMEOUT_S:.0f} s; is there room for it?")
         elif engine.state == "placing":
-            lead, plan = results[0], self._plan
-            meeting = Meeting(
-                lead.address,
-                lead.port,
-                0,
-                plan.engine_ranks,
-                sum((result.devices for result in results), ()),
-                engine.name,
-            )
-            engine.address, engine.state = lead.address, "starting"
+            plan, nodes = self._plan, list(dict.fromkeys(result.node for result in results))
+            # Ranks of a machine are neighbours; the first process, which listens, stays the lead.
+            order = sorted(range(len(results)), key=lambda place: nodes.index(results[place].node))
+            engine.processes = [engine.processes[place] for place in order]
+            locations = tuple(results[place] for place in order)
+            engine.address, engine.state = locations[0].address, "starting"
+            if len(nodes) > 1:
+                engine.address += f" and {len(nodes) - 1} more machine{'s' * (len(nodes) > 2)}"
             engine.starting = [
-                process.call("start", plan.order, replace(meeting, rank=rank), plan.threads)
+                process.call("start", plan.order, RankRendezvous(locations, rank, engine.name), plan.threads)
                 for rank, process in enumerate(engine.processes)
             ]
         else:
@@ -179,6 +177,8 @@ class Fleet:
             self._notes.append(
                 f"engine {engine.name} is ready after {now - engine.since:.0f} s, at {engine.address}{when}"
             )
+            told = dict.fromkeys(line for lines in results for line in lines or ())
+            self._notes += [f"engine {engine.name}: {line}" for line in told]
 
     def _ask(self, process: RayProcess) -> RayCall:
         return process.call("report", min(1.0, self._plan.timeout_s / 4))
@@ -200,7 +200,7 @@ class Fleet:
         if engine.draining and not engine.requests:
             self._leave(engine)
 
-    def _take(self, engine: FleetEngine, report: Report, now: float) -> None:
+    def _take(self, engine: FleetEngine, report: EngineReport, now: float) -> None:
         before = engine.last_report
         if before is None or (report.tokens_drawn, report.num_waits) != (before.tokens_drawn, before.num_waits):
             engine.progressed = now
@@ -430,6 +430,10 @@ class Fleet:
         with self._changed:
             work, self._work = self._work, EngineWork()
             return work, self._open.pop_other()
+
+    def tokens_drawn(self) -> int:
+        """Count the tokens that engines have drawn since they started. It stands still while none makes progress."""
+        return sum(engine.tokens for engine in self.status())
 
     def status(self) -> list[EngineStatus]:
         """Describe all engines."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.cluster import RayCall, RayProcess
-    from rlhf_mcore.rollout.remote.host import EngineOrder, Report
+    from rlhf_mcore.rollout.remote.host import EngineReport, EngineSpec
     from rlhf_mcore.types import Completion, Request
 
 
@@ -24,7 +24,7 @@ REMEDY = "The run has ended; the same command continues it after its newest chec
 class FleetPlan:
     """Hold how many engines there are to be, what each is, and when it is given up."""
 
-    order: EngineOrder
+    order: EngineSpec
     num_engines: int
     engine_ranks: int  # processes of an engine
     threads: int  # compute threads of a process
@@ -87,7 +87,7 @@ class FleetEngine:
     requests: dict[int, Request] = field(default_factory=dict)  # that it has been given and has not answered
     share: Share | None = None  # that these are of, where requests are dealt in shares
     version: int = -1  # of its weights; -1: it has none
-    last_report: Report | None = None
+    last_report: EngineReport | None = None
     progressed: float = 0.0  # when it last drew a token, or had nothing to draw
 
     @property

@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.engine_kinds import engine_kind
+from rlhf_mcore.expected_kernels import kernels_text
 from rlhf_mcore.own_processes import STARTED_BY, end_with_parent
 from rlhf_mcore.parallel.addresses import interface_of, listener
 from rlhf_mcore.protocols import PeersLost
+from rlhf_mcore.rollout.vllm.environment import engine_cache
 from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _FOREVER = timedelta(
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOrder:
+class EngineSpec:
     """Hold what a rank of an engine is built from. ``receiver`` makes the other end of the bridge; it is found by its name.
 
     ``episodes`` makes, in the engine's first rank, what plays episodes in an environment.
@@ -53,6 +54,7 @@ class EngineOrder:
     episodes: Callable[[], EpisodeDriver] | None = None
     directory: str = ""  # where relative paths begin, if it is there: a cluster's processes may be elsewhere
     deterministic: bool = False
+    binds_numa: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +64,38 @@ class Location:
     address: str
     port: int  # on which a lead listens; 0 of other ranks
     devices: tuple[str, ...] = ()
+    node: str = ""  # Ray's name of the machine
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Hold where the ranks of an engine meet: the lead (rank 0) listens. ``devices`` are those of all ranks, in the order of ranks."""
+class RankRendezvous:
+    """Hold where the ranks of an engine are, in their order. The lead (rank 0) listens. Ranks of a machine are neighbours."""
 
-    address: str
-    port: int
+    locations: tuple[Location, ...]
     rank: int
-    world_size: int
-    devices: tuple[str, ...] = ()
     engine: str = "0"  # its name among the engines of the run
 
+    @property
+    def lead(self) -> Location:
+        return self.locations[0]
+
+    @property
+    def own(self) -> Location:
+        return self.locations[self.rank]
+
+    @property
+    def machine(self) -> list[int]:
+        """Return the ranks on the machine of this rank."""
+        return [rank for rank, location in enumerate(self.locations) if location.node == self.own.node]
+
+    @property
+    def local_rank(self) -> int:
+        return self.machine.index(self.rank)
+
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Report what a rank has to tell: completions since the last report, and how far it is. Only the lead has completions.
+class EngineReport:
+    """EngineReport what a rank has to tell: completions since the last report, and how far it is. Only the lead has completions.
 
     ``work`` counts since its start, cancelled requests too. ``num_held``: turns of episodes that wait for room in the engine.
     ``lent``: turns that another engine is to draw.
@@ -139,10 +156,10 @@ class EngineHost:
         if is_lead:
             self._listening = listener(address)
         port = 0 if self._listening is None else int(self._listening.getsockname()[1])
-        return Location(address, port, tuple(map(str, devices)))
+        return Location(address, port, tuple(map(str, devices)), str(ray.get_runtime_context().get_node_id()))
 
-    def start(self, order: EngineOrder, meeting: Meeting, threads: int) -> None:
-        """Build the engine, with the other ranks of it. It is paused, and has no weights.
+    def start(self, order: EngineSpec, meeting: RankRendezvous, threads: int) -> list[str]:
+        """Build the engine, with the other ranks of it. It is paused, and has no weights. Returns lines for the run's record.
 
         Raises:
             ConfigError: as the engine's constructor.
@@ -152,8 +169,10 @@ class EngineHost:
         self._calls.put(built)
         threading.Thread(target=self._run, name="engine", daemon=True).start()
         _finish(built)
+        kernels = self._engine.kernels()
+        return [*([kernels_text(kernels)] if kernels else []), *self._engine.warnings]
 
-    def _build(self, order: EngineOrder, meeting: Meeting, threads: int) -> None:
+    def _build(self, order: EngineSpec, meeting: RankRendezvous, threads: int) -> None:
         os.environ.update(_rank_environment(meeting, threads, os.environ))
         with suppress(OSError):
             os.chdir(order.directory)
@@ -164,14 +183,16 @@ class EngineHost:
         from rlhf_mcore.rollout.engine import LiveEngine
 
         platform = current_platform()
-        platform.setup_process(meeting.rank, threads, order.deterministic)
+        platform.setup_process(meeting.local_rank, threads, order.deterministic)
+        if order.binds_numa:
+            platform.bind_to_node()
         kind = engine_kind(order.cfg.engine)
         self._joining = kind.joining
         kind.prepare_process(deterministic=order.deterministic)
         store = dist.TCPStore(
-            meeting.address,
-            meeting.port,
-            meeting.world_size,
+            meeting.lead.address,
+            meeting.lead.port,
+            len(meeting.locations),
             is_master=self._is_lead,
             timeout=timedelta(seconds=300),
             master_listen_fd=self._listening.detach() if self._listening is not None else None,
@@ -180,7 +201,7 @@ class EngineHost:
             platform.collective_backend,
             store=store,
             rank=meeting.rank,
-            world_size=meeting.world_size,
+            world_size=len(meeting.locations),
             timeout=_FOREVER,
         )
         torch.manual_seed(order.model.seed)
@@ -214,7 +235,7 @@ class EngineHost:
         """Take a turn that another engine has drawn. Of a lead; returns at once."""
         self._orders.put(("take_back", turn))
 
-    def report(self, wait_s: float) -> Report:
+    def report(self, wait_s: float) -> EngineReport:
         """Return news; waits for a completion, at most ``wait_s``. One call at a time.
 
         Raises:
@@ -226,7 +247,7 @@ class EngineHost:
                 raise self._error
             completions, self._completions = self._completions, []
             lent, self._lent = self._lent, []
-            return Report(completions, *self._progress, lent)
+            return EngineReport(completions, *self._progress, lent)
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> None:
@@ -324,11 +345,15 @@ class EngineHost:
             elif kind == "forget":
                 engine.forget_prefixes()
             elif kind == "pause":
+                engine.compare_ranks()
                 self._paused.set()
         stands = self._paused.is_set() or any(kind == "wait" for kind, _ in orders) or not engine.num_in_flight
         before = engine.tokens_drawn if any(kind == "cancel" for kind, _ in orders) else self._progress[0]
         finished = [] if stands else engine.step()
-        work = EngineWork() if stands else EngineWork(1, engine.tokens_drawn - before, time.perf_counter() - began)
+        work = EngineWork()
+        if not stands:
+            busy_s = time.perf_counter() - began
+            work = EngineWork(1, engine.tokens_drawn - before, busy_s, preemptions=engine.pop_preemptions())
         if episodes is not None:
             finished = ended + episodes.take(finished)
         self._tell(finished if self._is_lead else [], work)
@@ -345,7 +370,7 @@ class EngineHost:
             result.append((kind, episodes.begin(what) if kind == "submit" else what))
             if kind == "cancel":
                 episodes.cancel(what)
-        if unheard := episodes.unheard():
+        if unheard := episodes.abandoned_turns():
             result.append(("cancel", unheard))
         if not any(kind == "pause" for kind, _ in result):
             turns = episodes.due(self._engine.num_in_flight > 0, _WAIT_S)
@@ -376,27 +401,26 @@ class EngineHost:
                 self._news.notify_all()
 
 
-def _rank_environment(meeting: Meeting, threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
+def _rank_environment(meeting: RankRendezvous, threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank that differ from its parent's: Ray on the trainer's machine hands on those of the first rank."""
-    interface = interface_of(meeting.address)  # ranks of an engine share a machine
+    interface = interface_of(meeting.own.address)
     own = {
         "OMP_NUM_THREADS": str(threads),
         "RANK": str(meeting.rank),
-        "LOCAL_RANK": str(meeting.rank),
-        "WORLD_SIZE": str(meeting.world_size),
-        "LOCAL_WORLD_SIZE": str(meeting.world_size),
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": str(meeting.port),
+        "LOCAL_RANK": str(meeting.local_rank),
+        "WORLD_SIZE": str(len(meeting.locations)),
+        "LOCAL_WORLD_SIZE": str(len(meeting.machine)),
+        "MASTER_ADDR": meeting.lead.address,
+        "MASTER_PORT": str(meeting.lead.port),
         "GLOO_SOCKET_IFNAME": interface,
     }
     if inherited.get("NCCL_SOCKET_IFNAME", "lo") == "lo":
         own["NCCL_SOCKET_IFNAME"] = interface  # the trainer may be on another machine
-    if meeting.devices:
+    if meeting.own.devices:
         # Ray shows a process its own device only. Ranks reach each other's memory, and vLLM takes device number LOCAL_RANK.
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(meeting.devices)
-        # vLLM's cache of compiled graphs has a folder per RANK. Engines that share one would write its files at the same time.
-        cache = inherited.get("VLLM_CACHE_ROOT") or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
-        own["VLLM_CACHE_ROOT"] = str(Path(cache, f"engine-{meeting.engine}").expanduser())
+        of_machine = [device for rank in meeting.machine for device in meeting.locations[rank].devices]
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(of_machine)
+        own["VLLM_CACHE_ROOT"] = engine_cache(inherited, meeting.engine)
     return own
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.rollout.remote.fleet_state import FleetEngine
 
 if TYPE_CHECKING:
-    from rlhf_mcore.rollout.remote.host import Report
+    from rlhf_mcore.rollout.remote.host import EngineReport
     from rlhf_mcore.types import Completion, Request
 
 _FIRST_ID = -(2**50)  # of lent turns; other requests with ids below 0 count down from -1
@@ -41,7 +41,7 @@ class Lending:
         # Turns that were lent to an engine since its last report, and before that: it may have been made before they came.
         self._given: dict[str, tuple[int, int]] = {}
 
-    def note(self, engine: FleetEngine, report: Report, serving: Sequence[FleetEngine]) -> int:
+    def note(self, engine: FleetEngine, report: EngineReport, serving: Sequence[FleetEngine]) -> int:
         """Take note of an engine's report, and give the turns that it lends to those that have room. Returns how many these are."""
         self._asked.discard(engine.key)
         self._given[engine.key] = 0, self._given.get(engine.key, (0, 0))[0]

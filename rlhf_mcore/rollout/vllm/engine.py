@@ -18,6 +18,7 @@ from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import AddsAdapters, EngineModel, ExpectedTensors, LiveEngine
 from rlhf_mcore.rollout.vllm import cpu
 from rlhf_mcore.rollout.vllm.environment import (
+    caches_by_engine_rank,
     engine_start,
     preserved_rng,
     private_shared_memory,
@@ -63,8 +64,8 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         runs eagerly: compiling costs more than it brings.
 
         Raises:
-            ConfigError: the layout does not divide the world size, a directory cannot be used, or a cache does not hold one response
-                of ``model.max_model_len``.
+            ConfigError: the layout does not divide the world size, a directory cannot be used, a cache does not hold one response
+                of ``model.max_model_len``, or vLLM rejects ``cfg.vllm``.
             RuntimeError: torch.distributed is not initialised.
         """
         rank, world_size, size = *rank_and_world_size(), cfg.layout.num_ranks
@@ -83,7 +84,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         self._by_number: dict[int, int] = {}  # request ids in flight by vLLM's numbers
         self._images: EngineImages | None = None
         if model.images is not None:
-            from rlhf_mcore.platform.image_operators import declare_image_operators
+            from rlhf_mcore.platform.cpu_libraries import declare_image_operators
             from rlhf_mcore.rollout.vllm.images import EngineImages
 
             declare_image_operators()
@@ -93,10 +94,13 @@ class VLLMEngine(LiveEngine, AddsAdapters):
 
             self._drafts = Drafts(cfg, model, on_cuda=self._on_cuda)
         options = self._options(cfg, model)
-        with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory(), self._counted():
+        start = engine_start(rank, world_size, eager=not self._on_cuda)
+        with start as warnings, private_shared_memory(), self._counted(), caches_by_engine_rank(size):
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
             if self._drafts is not None:
                 self._drafts.attach(self._worker(), self._llm.llm_engine.engine_core.engine_core)
+        self.warnings = tuple(dict.fromkeys(warnings))
+        self._count_preemptions()
         if model.adapters:
             self._open_slots()
             self.use_adapter(0)
@@ -112,9 +116,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
             cpu.rotate_every_head(self.model)
             if (layout := cfg.layout).ep > 1 or layout.num_ranks > layout.tp:
-                from rlhf_mcore.rollout.vllm import cpu_grids
-
-                cpu_grids.complete(self._worker().model_runner, layout)
+                cpu.complete_grid(self._worker().model_runner, layout)
             if model.dtype == "fp32":
                 cpu.use_norm_kernels(self.model)
 
@@ -133,7 +135,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             "hf_overrides": remove_quantisation,
             "dtype": _DTYPES[model.dtype],
             "max_model_len": model.max_model_len,
-            "max_num_seqs": cfg.max_num_seqs,
+            "max_num_seqs": cfg.sequences,
             "enable_prefix_caching": cfg.prefix_caching,
             "enforce_eager": cfg.enforce_eager or not self._on_cuda,
             "generation_config": "vllm",  # sampling comes from our configuration, never from the model's files
@@ -145,9 +147,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         if self._drafts is not None:
             options |= self._drafts.options
         if cfg.quantization is not None and self._on_cuda:
-            from rlhf_mcore.rollout.vllm import quantised
+            from rlhf_mcore.rollout.vllm.arguments import quantised_options
 
-            options |= quantised.options(cfg.quantization, self._expected.shapes)
+            options |= quantised_options(cfg.quantization, self._expected.shapes)
         if model.images is not None:
             from rlhf_mcore.rollout.vllm import images
 
@@ -159,9 +161,9 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
             # Each decodes a token in a pass.
-            options["max_num_seqs"] = min(cfg.max_num_seqs, cfg.max_num_batched_tokens)
-        elif cfg.max_num_seqs > _LEAST_BUDGET:  # vLLM refuses more sequences than tokens
-            options["max_num_batched_tokens"] = max(cfg.max_num_seqs, _USUAL_BUDGET)
+            options["max_num_seqs"] = min(cfg.sequences, cfg.max_num_batched_tokens)
+        elif cfg.sequences > _LEAST_BUDGET:  # vLLM refuses more sequences than tokens
+            options["max_num_batched_tokens"] = max(cfg.sequences, _USUAL_BUDGET)
         if self._on_cuda:
             options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
             options["enable_sleep_mode"] = cfg.sleep
@@ -171,7 +173,7 @@ class VLLMEngine(LiveEngine, AddsAdapters):
             options["kv_cache_memory_bytes"] = int(cfg.kv_cache_gib * 2**30)
             # Of the default 128 no short prompt would fill a block that its samples can share.
             options["block_size"] = 32
-        return options
+        return options | (cfg.vllm or {})
 
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
         from vllm import SamplingParams
@@ -278,9 +280,37 @@ class VLLMEngine(LiveEngine, AddsAdapters):
         known = [request_id for request_id in request_ids if request_id in self._in_flight]
         return {known_id: states[self._in_flight[known_id].handle].output_token_ids for known_id in known}
 
+    def kernels(self) -> dict[str, str]:
+        """See :class:`Engine`."""
+        from rlhf_mcore.rollout.vllm.arguments import live_backends
+
+        return live_backends(self._worker().get_model(), self._worker().vllm_config)
+
+    def _count_preemptions(self) -> None:
+        """Count responses whose cache vLLM takes for others. Not those that ``rollout.at_publish=resubmit`` computes again."""
+        usual = self._scheduler._preempt_request
+
+        def preempt(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+            self._preemptions += not drop_stale_output
+            usual(request, timestamp, drop_stale_output)
+
+        self._scheduler._preempt_request = preempt
+
     @property
     def _scheduler(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core.scheduler
+
+    def _gather_digests(self, own: int) -> list[int]:
+        import torch
+        import torch.distributed as dist
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        digests = torch.tensor([own - 2**63])  # fits in int64
+        for group in (get_tp_group(), get_pp_group()):
+            parts = [torch.empty_like(digests) for _ in range(group.world_size)]
+            dist.all_gather(parts, digests, group.cpu_group)
+            digests = torch.cat(parts)
+        return digests.tolist()
 
     @property
     def num_ranks(self) -> int:
@@ -447,7 +477,7 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
 
     Raises:
         ConfigError: the device has less memory free than the engine's share, the cache of keys and values is smaller than one response
-            of the greatest length, or no kernel takes the experts.
+            of the greatest length, no kernel takes the experts, or vLLM rejects arguments of ``rollout.vllm``.
     """
     # A module of vLLM keeps an exception of its own import, and so every frame that has led there, models included: a thread
     # has no others.
@@ -459,7 +489,7 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
         with ExitStack() as around:
             if not on_cuda:
                 around.enter_context(unchanged_classes())
-                around.enter_context(cpu.started_beside_llvmlite())
+                around.enter_context(cpu.hide_llvmlite())
                 if "limit_mm_per_prompt" in options:
                     from rlhf_mcore.rollout.vllm import images
 
@@ -467,14 +497,14 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
             if cfg.layout.pp > 1:
                 from rlhf_mcore.rollout.vllm import stages
 
-                around.enter_context(stages.completed(cfg))
+                around.enter_context(stages.patch_pipeline_engine(cfg))
             if "enable_lora" in options:
                 from rlhf_mcore.rollout.vllm import adapters
 
                 around.enter_context(adapters.experts_without_adapters())
             llm = llm_class(**options)
     except (ValueError, NotImplementedError) as error:
-        from rlhf_mcore.rollout.vllm.start_problems import problem_of
+        from rlhf_mcore.rollout.vllm.limits import problem_of
 
         if (problem := problem_of(str(error), options, cfg, on_cuda=on_cuda)) is None:
             raise

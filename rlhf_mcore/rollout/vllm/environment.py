@@ -7,13 +7,31 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rlhf_mcore.rollout.process import DEBUG_VARIABLE, preserved_rng
+from rlhf_mcore.rollout.engine import DEBUG_VARIABLE, preserved_rng
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another one on each machine
+# Loggers whose warnings say that an engine is slower than it could be.
+_KEPT = tuple(
+    f"vllm.{name}"
+    for name in (
+        "compilation",
+        "distributed",
+        "kernels",
+        "model_executor.layers",
+        "platforms.cuda",
+        "v1.attention",
+        "v1.core",
+        "v1.sample",
+        "v1.worker.gpu",
+    )
+)
+_MAX_KEPT = 50
 
 
 def prepare_environment() -> None:
@@ -23,8 +41,8 @@ def prepare_environment() -> None:
     off whatever was set. The rest are defaults that a variable of the user's overrides:
 
     - ``VLLM_NO_USAGE_STATS``: nothing is sent anywhere.
-    - ``VLLM_LOGGING_LEVEL``: errors only, unless RLHF_MCORE_DEBUG is set. vLLM's warnings are about start-up choices
-      that we make on purpose, once per rank.
+    - ``VLLM_LOGGING_LEVEL``: errors only, unless RLHF_MCORE_DEBUG is set. Most warnings of vLLM are about start-up choices
+      that we make on purpose. ``engine_start`` keeps the others.
     - ``VLLM_CPU_OMP_THREADS_BIND=nobind``: vLLM must not pin the trainer's threads to cores; ranks share the machine.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -51,8 +69,10 @@ def unpinned_nccl() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
+def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[list[str]]:
     """Prepare the import of vLLM and the construction of an engine, and clean up behind them.
+
+    Yields the list that gets vLLM's warnings about kernels and communication.
 
     Inside: the launcher's variables that ``external_launcher`` reads are there even without torchrun; vLLM is quiet;
     with ``eager`` no function of vLLM is compiled (on a CPU its sampler would run a C++ compiler for 8 s in the first
@@ -70,8 +90,8 @@ def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
 
     spared = ("LOCAL_WORLD_SIZE", "LD_PRELOAD")
     segments = nullcontext() if eager else _plain_segments(torch)
-    with _environment(local, spared), preserved_rng(), _quiet(), _preserved_torch(torch), segments:
-        yield
+    with _environment(local, spared), preserved_rng(), _quiet() as kept, _preserved_torch(torch), segments:
+        yield kept
 
 
 @contextmanager
@@ -95,6 +115,33 @@ def _plain_segments(torch: Any) -> Iterator[None]:
         alloc_conf.set_alloc_conf(settings)
 
 
+def engine_cache(environment: Mapping[str, str], engine: int | str) -> str:
+    """Return the folder of vLLM's caches for one engine. Engines of one machine would write the same files at the same time."""
+    root = environment.get("VLLM_CACHE_ROOT") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
+    return str(Path(root, f"engine-{engine}").expanduser())
+
+
+@contextmanager
+def caches_by_engine_rank(num_ranks: int) -> Iterator[None]:
+    """Let vLLM name its caches by the rank within an engine of ``num_ranks`` ranks, while it builds and compiles the engine.
+
+    vLLM (0.32) names them by the rank of the world. 512 ranks would store 512 copies, and a rank of another number would find none.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    usual = WorkerBase.__init__
+
+    def init(worker: Any, *args: Any, **kwargs: Any) -> None:
+        usual(worker, *args, **kwargs)
+        worker.parallel_config.rank %= num_ranks
+
+    own = {}
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > num_ranks:
+        own["VLLM_CACHE_ROOT"] = engine_cache(os.environ, int(os.environ["LOCAL_RANK"]) // num_ranks)
+    with mock.patch.object(WorkerBase, "__init__", init), _environment(own, ()):
+        yield
+
+
 @contextmanager
 def private_shared_memory() -> Iterator[None]:
     """Give an engine's shared memory names of this job's own while it is built, and leave none behind.
@@ -105,6 +152,8 @@ def private_shared_memory() -> Iterator[None]:
 
     vLLM's queue between the ranks of an engine is not made: a kill would leave its 25 MiB and its sockets behind. Its
     messages go through the process group; under ``external_launcher`` a step has none.
+
+    Names differ between machines: groups of ranks on several of them then exchange parts through the process group.
     """
     import torch
     import torch.distributed as dist
@@ -114,10 +163,11 @@ def private_shared_memory() -> Iterator[None]:
     token = torch.tensor([secrets.randbits(62)])
     dist.broadcast(token, 0)
     original = _CPUSHMDistributed.make_group_name
+    machine = _BOOT_ID.read_text(encoding="ascii").partition("-")[0]
     segments: list[Path] = []
 
     def make_group_name(communicator: Any) -> str:
-        name = f"rlhf_mcore-{int(token):x}-{original(communicator).strip('/-')}"
+        name = f"rlhf_mcore-{int(token):x}-{machine}-{original(communicator).strip('/-')}"
         segments.append(Path("/dev/shm", f"{name}_{communicator.rank}"))
         return name
 
@@ -173,18 +223,31 @@ def _environment(values: dict[str, str], keep: tuple[str, ...]) -> Iterator[None
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Iterator[list[str]]:
+    """Log errors only. Yields the list that gets vLLM's warnings about kernels and communication."""
+    kept: list[str] = []
     if DEBUG_VARIABLE in os.environ:
-        yield
+        yield kept
         return
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # what vLLM and torch log before vLLM has configured its logging
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
+    is_enabled, call_handlers = logging.Logger.isEnabledFor, logging.Logger.callHandlers
+
+    def is_enabled_or_kept(logger: logging.Logger, level: int) -> bool:
+        return is_enabled(logger, level) or (level == logging.WARNING and logger.name.startswith(_KEPT))
+
+    def keep(logger: logging.Logger, entry: logging.LogRecord) -> None:
+        level = vars(entry)["levelno"]  # as an attribute tools/certify would take it for a name of vLLM
+        if level > logging.WARNING:
+            call_handlers(logger, entry)
+        elif level == logging.WARNING and logger.name.startswith(_KEPT) and len(kept) < _MAX_KEPT:
+            kept.append(" ".join(entry.getMessage().split()))
+
+    with (
+        mock.patch.object(logging.Logger, "isEnabledFor", is_enabled_or_kept),
+        mock.patch.object(logging.Logger, "callHandlers", keep),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield kept
 
 
 def remove_quantisation(hf_config: Any) -> Any:

@@ -1,7 +1,8 @@
 """Engines of several groups of ranks (data parallelism inside one engine): each attends to requests of its own, all share the experts.
 
 Every rank is given every request, as of any engine of several ranks, and deals them out alike. A pass has a part in every group: one
-without requests computes a token of nothing, as its experts are needed. After it groups tell each other what has finished.
+without requests computes a token of nothing, as its experts are needed. After it groups gather three numbers each, and their
+completions only if one has finished some.
 """
 
 from __future__ import annotations
@@ -26,17 +27,38 @@ if TYPE_CHECKING:
 
 
 class GroupedVLLMEngine(VLLMEngine):
-    """An engine with ``rollout.layout.dp`` above 1. What other groups have drawn of a response is known by its length alone."""
+    """An engine with ``rollout.layout.dp`` above 1. How far a response is, only its own group knows."""
 
     def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine, see :class:`VLLMEngine`."""
         self._size, self._group_of = cfg.layout.dp, dict[int, int]()
-        self._elsewhere: dict[int, int] = {}  # tokens drawn of requests in flight in other groups
+        self._tokens_drawn = 0  # in all groups
+        self._num_passes = 0
         self._rank_of_engine = rank_and_world_size()[0] % cfg.layout.num_ranks
         super().__init__(cfg, model)
         from vllm.distributed.parallel_state import get_dp_group
 
         self._peers, self._own = get_dp_group().cpu_group, get_dp_group().rank_in_group
+        self._count_passes(empty_too=not self._worker().vllm_config.use_v2_model_runner)
+
+    def _count_passes(self, *, empty_too: bool) -> None:
+        """Count the passes of vLLM's steps: groups must make them together.
+
+        A step makes none if it only takes the result of a pass that was begun ahead (asynchronous scheduling), or schedules no
+        token. ``empty_too``: vLLM's first model runner (0.32) then makes a dummy pass by itself.
+        """
+        executor = self._core.model_executor
+        usual = executor.execute_model
+
+        def execute(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self._num_passes += empty_too or scheduled.total_num_scheduled_tokens > 0
+            return usual(scheduled, *args, **kwargs)
+
+        executor.execute_model = execute
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -51,10 +73,6 @@ class GroupedVLLMEngine(VLLMEngine):
 
         with mock.patch.object(EngineArgs, "create_engine_config", create):
             yield
-
-    def _options(self, cfg: RolloutConfig, model: EngineModel) -> dict[str, Any]:
-        # A pass that is begun ahead in one group would have to be in all.
-        return {**super()._options(cfg, model), "async_scheduling": False}
 
     def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
         handles, groups = [""] * len(requests), self._deal(requests)
@@ -83,29 +101,49 @@ class GroupedVLLMEngine(VLLMEngine):
         return groups
 
     def _step(self) -> list[Completion]:
-        finished = []
-        if self._own_in_flight():
+        finished, before, preemptions = list[Completion](), self._num_drawn(), self._preemptions
+        passes = self._num_passes
+        if self._own_in_flight() or self._core.batch_queue:
             finished = super()._step()
-        else:
-            self._llm.llm_engine.engine_core.execute_dummy_batch()
-        done = {completion.request_id for completion in finished}
-        drawn = [(number, count) for number, count in self._num_drawn_here().items() if number not in done]
-        reports = all_gather_json([list(map(_plain, finished)), drawn], self._peers)
-        others = [report for group, report in enumerate(reports) if group != self._own]
-        self._elsewhere = {number: count for _, counts in others for number, count in counts}
-        return [_completion(fields) for completions, _ in reports for fields in completions]
+        if self._num_passes == passes:
+            self._core.execute_dummy_batch()
+        done = {completion.request_id: len(completion.token_ids) for completion in finished}
+        drawn = sum((self._num_drawn() | done).values()) - sum(before.values())
+        counts = _gather_counts([len(finished), drawn, self._preemptions - preemptions], self._peers)
+        num_finished, drawn, preempted = map(sum, zip(*counts, strict=True))
+        self._tokens_drawn += drawn
+        self._preemptions = preemptions + preempted
+        if not num_finished:
+            return []
+        reports = all_gather_json(list(map(_plain, finished)), self._peers)
+        return [_completion(fields) for report in reports for fields in report]
+
+    def _settle(self) -> None:
+        """See :class:`VLLMEngine`: until no group has a pass that was begun ahead. All make the same passes meanwhile."""
+        if not self._in_flight:
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while any(map(sum, _gather_counts([len(self._core.batch_queue or ())], self._peers))):
+                self._finished += self._drop_finished(self._step())
+        finally:
+            self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _own_in_flight(self) -> list[int]:
         return [number for number in self._in_flight if self._group_of[number] == self._own]
 
-    def _num_drawn_here(self) -> dict[int, int]:
+    def _num_drawn(self) -> dict[int, int]:
+        """Count the tokens of this group's requests. Those of others have their versions from their own group."""
         states = self._scheduler.requests
         handles = {number: self._in_flight[number].handle for number in self._own_in_flight()}
         return {number: states[handle].num_output_tokens for number, handle in handles.items() if handle in states}
 
-    def _num_drawn(self) -> dict[int, int]:
-        elsewhere = {number: count for number, count in self._elsewhere.items() if number in self._in_flight}
-        return self._num_drawn_here() | elsewhere
+    @property
+    def tokens_drawn(self) -> int:
+        """See :class:`Engine`; those of cancelled requests are counted too."""
+        return self._tokens_drawn
 
     def _end(self, request_ids: Sequence[int]) -> None:
         if own := [number for number in request_ids if self._group_of[number] == self._own]:
@@ -114,6 +152,16 @@ class GroupedVLLMEngine(VLLMEngine):
     def drawn(self, request_ids: Collection[int]) -> dict[int, Sequence[int]]:
         """See :class:`Engine`: those of this rank's group."""
         return super().drawn(set(self._own_in_flight()).intersection(request_ids))
+
+
+def _gather_counts(counts: Sequence[int], group: Any) -> list[list[int]]:
+    """Gather a few numbers of every rank of a group."""
+    import torch
+    import torch.distributed as dist
+
+    parts = [torch.empty(len(counts), dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, torch.tensor(counts), group)
+    return [part.tolist() for part in parts]
 
 
 def _plain(completion: Completion) -> list[Any]:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.schema.rollout import truncates
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
+from rlhf_mcore.foreign import shorten
 from rlhf_mcore.geometry import LatentSizes
 from rlhf_mcore.machine import has_gpu, processor
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.config.schema import Config, RolloutConfig
     from rlhf_mcore.geometry import ModelGeometry
 
+
+# Packages that vLLM's modules of these families need and vLLM itself does not.
+IMPORTS = dict.fromkeys(
+    ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_vl", "qwen3_vl_moe"), "torchvision"
+)
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of an engine's buffers
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 
 
 def model_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Name packages that are missing for vLLM's code of the model, and parts that its CPU build does not compute."""
-    if (package := FAMILIES.get(geometry.family, UNSUPPORTED).vllm_imports) and find_spec(package) is None:
+    if (package := IMPORTS.get(geometry.family)) is not None and find_spec(package) is None:
         yield (
             f"rollout.engine=vllm: vLLM's code of model.path={cfg.model.path} imports {package}, which is not installed; "
             f"install the {package} that goes with this torch, or set rollout.engine=hf"
@@ -97,7 +104,7 @@ def _quantised_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
 
 
 def _mixture_problems(geometry: ModelGeometry) -> Iterator[str]:
-    from rlhf_mcore.config.adapter_files import adapted_modules
+    from rlhf_mcore.readers.adapter_files import adapted_modules
 
     others = [module for module in adapted_modules(geometry) if ".self_attn." not in module]
     if others:
@@ -129,3 +136,40 @@ def _cpu_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
             f"rollout.engine=vllm: on a CPU vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, those of "
             f"model.path={cfg.model.path} have {geometry.head_dim} (head_dim); set rollout.engine=hf"
         )
+
+
+def problem_of(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> str | None:
+    """Return the message in place of vLLM's about a start, where configuration is the cause."""
+    if "larger than the available KV cache memory" in message or "for the cache blocks" in message:
+        key = "gpu_memory_utilization" if on_cuda else "kv_cache_gib"
+        return (
+            f"rollout.{key}={getattr(cfg, key)}: the cache of an engine does not hold one prompt and response of "
+            f"rollout.max_model_len={options['max_model_len']} tokens; raise it, or lower data.max_prompt_tokens or "
+            "rollout.sampling.max_new_tokens"
+        )
+    if memory := re.search(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)", message):
+        free, total = memory.groups()
+        return (
+            f"rollout.gpu_memory_utilization={cfg.gpu_memory_utilization}: an engine takes that share of its device's {total} GiB, of "
+            f"which {free} are free when it starts; lower it, end what else uses the device (nvidia-smi), or have the models leave "
+            "it (actor.offload, reference.offload)"
+        )
+    if "AuxOutput Connector requires Model Runner V2" in message:
+        return (
+            f"actor.router_replay=rollout: vLLM returns routes with a model runner that it does not have for {options['model']}; "
+            "set it to old_logprobs or off"
+        )
+    if "requires Model Runner V2" in message:
+        from rlhf_mcore.rollout.vllm import masks
+
+        return masks.not_recorded(cfg.sampling, options["model"])
+    if "MoE backend supports the deployment" in message:
+        return (
+            f"rollout.layout.tp={cfg.layout.tp}: vLLM has no kernel for experts of {options['model']} that are cut so (those for a "
+            "CPU take multiples of 32, of the hidden size and, in gpt-oss, of an expert's size over tp); choose another tp, or set "
+            "rollout.engine=hf"
+        )
+    if cfg.vllm:
+        shown, reason = shorten(repr(cfg.vllm), 300), shorten(" ".join(message.split()), 500)
+        return f"rollout.vllm={shown}: vLLM does not start with these arguments ({reason}); change or remove them"
+    return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def completed(cfg: RolloutConfig) -> Iterator[None]:
+def patch_pipeline_engine(cfg: RolloutConfig) -> Iterator[None]:
     """Stay around the start of an engine in stages."""
     from vllm.v1.engine import core
 

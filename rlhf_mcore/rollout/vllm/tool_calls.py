@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rollout.process import DEBUG_VARIABLE
+from rlhf_mcore.rollout.engine import DEBUG_VARIABLE
 from rlhf_mcore.rollout.vllm.environment import prepare_environment
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ToolCallParser:
         self._tokenizer = copy.copy(tokenizer)
         self._tokenizer.get_vocab = lambda: vocabulary  # made anew at each call, of all tokens
         try:
-            self("")
+            self._parse("")
         except Exception as error:
             reason = str(error).rstrip(".")
             raise ConfigError(
@@ -93,6 +93,12 @@ class ToolCallParser:
         ``tool_calls`` are ``{"id", "type": "function", "function": {"name", "arguments"}}`` with arguments as a JSON text. What no
         parser can read is content.
         """
+        try:
+            return self._parse(text)
+        except Exception:  # the policy can write what a parser does not expect, as JSON nested 1,000 deep
+            return {"role": "assistant", "content": text, "tool_calls": []}
+
+    def _parse(self, text: str) -> dict[str, Any]:
         parser = self._class(self._tokenizer, self._request.tools)  # it keeps what it has seen
         parsed = parser.extract_tool_calls(text, self._request)
         calls = [

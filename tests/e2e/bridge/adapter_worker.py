@@ -15,11 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.rules import hf_shapes, parameter_names, pieces
-from rlhf_mcore.bridge.run.merged import ADAPTERS, AdaptersAside, MergedSources, adapted_weights
-from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, parameter_names, pieces
+from rlhf_mcore.bridge.run.merged import ADAPTERS, MergedSources, SeparateAdapterSources, adapted_weights
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
 from rlhf_mcore.geometry import AdapterSizes, LocalParameter, ModelGeometry, Shard
@@ -28,6 +26,7 @@ from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.types import Request, Sampling
+from tests.planned_bridge import planned_bridge
 
 RANK, SCALE = 8, 2.0
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # keys have none
@@ -109,15 +108,15 @@ def compare(directory: Path, *targets: str) -> None:
             cfg, EngineModel(path, path, "fp32", 64, seed=0, shapes=hf_shapes(geometry), adapters=shapes)
         )
         aside = mode == "adapter"
-        bridge = PlannedBridge(
+        bridge = planned_bridge(
             [*parameters, *factors] if aside else parameters,
             geometry,
             engine,
             world_group(),
             bucket_bytes=20_000,
-            verify="digest",
+            verify=True,
             poison=True,
-            sources=(AdaptersAside if aside else MergedSources)(parameters, factors, of_adapters),
+            sources=(SeparateAdapterSources if aside else MergedSources)(parameters, factors, of_adapters),
             adapter=of_adapters.adapter if aside else None,
         )
         syncs = results[mode] = []

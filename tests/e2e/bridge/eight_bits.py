@@ -11,13 +11,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from rlhf_mcore.bridge.map.engine import map_engine
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.reload import reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.run.quantised import largest_magnitudes, quantise, scales_of
-from rlhf_mcore.bridge.run.sync import engine_map
 from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
-from rlhf_mcore.rollout.vllm.quantised import config_of
+from rlhf_mcore.rollout.vllm.arguments import config_of
 from tests.e2e.bridge import models
 from tests.e2e.bridge.models import Case, build, vllm_config
 from tests.e2e.processors import layers_of_8_bits, missing_instructions
@@ -172,7 +172,7 @@ def kernel_gaps(
     model: Any, kind: Quantisation, sent: Mapping[str, Tensor], written: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Write a processed model through vLLM's reload, and compare its kernels with products with the values of the 8 bits."""
-    synchronise(model, engine_map(model, shapes(), kind.name), sent)
+    synchronise(model, map_engine(model, shapes(), "loaders", quantisation=kind.name), sent)
     gaps = {}
     for name, module in model.named_modules():
         if (eight := written.get(f"{name}.weight")) is None or eight.itemsize > 1:

@@ -73,7 +73,7 @@ def main(socket_path: str, order: dict[str, Any]) -> None:
     dist.init_process_group(platform.collective_backend, store=store, rank=order["rank"], world_size=layout.num_ranks)
     cfg, spec = RolloutConfig(layout=layout, kv_cache_gib=0.02, max_num_seqs=16), load_spec(model)
     if count := getattr(spec.hf_config, MTP_KEY, 0):
-        cfg.speculative = SpeculativeConfig("mtp")
+        cfg.speculative = SpeculativeConfig(method="mtp")
     shapes = hf_shapes(replace(spec.geometry, mtp_layers=count))
     engine = build_engine(cfg, EngineModel(model, model, "fp32", 64, seed=0, shapes=shapes))
     serve(socket_path, f"{order['engine']}.{order['rank']}", VLLM(engine))

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from rlhf_mcore.commands.evaluate import evaluation
+from rlhf_mcore.commands.evaluate import weights
 from rlhf_mcore.commands.evaluate.weights import engine_adapters
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 from rlhf_mcore.config.evaluation import checkpoint_config, find_sharded
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import AdapterSizes
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
+from rlhf_mcore.readers.model_files import read_geometry
 from rlhf_mcore.rollout.vllm.engine import VLLMEngine
 from tests.e2e.bridge.adapter_worker import SCALE, compare, random_adapters, reference, seen
 
@@ -56,13 +56,13 @@ def evaluate(directory: Path) -> None:
     models = {name: find_sharded(str(directory / name), "evaluate.checkpoint", str(base)) for name in adapters}
     found = []
     with (
-        mock.patch.object(evaluation, "build_engine", wraps=evaluation.build_engine) as built,
+        mock.patch.object(weights, "build_engine", wraps=weights.build_engine) as built,
         mock.patch.object(VLLMEngine, "load_weights", autospec=True, side_effect=VLLMEngine.load_weights) as loaded,
     ):
-        engines = evaluation._Engines("fp32", engine_adapters(cfg, list(models.values())))
+        engines = weights.Engines("fp32", engine_adapters(cfg, list(models.values())))
         for name in ("small", "large", "model", "small"):
             own = checkpoint_config(cfg, str(directory / name), "evaluate.checkpoint")
-            worker = engines.start(own, models[name])
+            worker = engines.start(own, models[name], lambda: None)
             found.append({"name": name, **seen(worker.generator, reference(base, full, adapters[name]))})
         engines.close()
     findings = {"seen": found, "built": built.call_count, "loaded": loaded.call_count}

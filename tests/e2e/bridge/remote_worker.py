@@ -75,7 +75,7 @@ def measure(directory: Path, name: str) -> dict[str, Any]:
         model, _ = build(path, made, platform, Settings(mtp=MTPLearning() if name in WITH_MTP else None))
         is_live = layout == LAYOUTS[name][-1]
         options: dict[str, Any] = {"live_cpu_weights": is_live, "poison": True, "quantisation": kind or None}
-        job = BridgeJob(model.spec.geometry, 30_000, "digest", **options)
+        job = BridgeJob(model.spec.geometry, 30_000, verify=True, weights="loaders", **options)
         side = Side(model.local_parameters(), NoTarget())
         bridge = RemoteBridge(side, job, world_group(), engines, address=LOOPBACK, timeout_s=120)
         bridge.sync(version)

@@ -13,7 +13,6 @@ import pytest
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.planning.inputs import EngineGrid
-from rlhf_mcore.planning.sync import engine_tensors, weight_bytes
 from tests.distributed.cells import check_all, check_below
 from tests.distributed.world import run_world
 from tests.e2e.bridge.eight_bits import GRIDS
@@ -21,6 +20,7 @@ from tests.e2e.bridge.eight_bits import hf_config as eight_bits_config
 from tests.e2e.bridge.models import HIDDEN, MIXTURES, SIZES, VOCABULARY, Case, hf_config
 from tests.e2e.processors import needs_kernel
 from tests.e2e.rollout.tiny import save_model
+from tests.engine_layout import engine_tensors, weight_bytes
 
 Seen = list[dict[str, Any]]  # what each rank wrote
 

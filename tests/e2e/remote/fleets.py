@@ -16,7 +16,7 @@ from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import FleetPlan
-from rlhf_mcore.rollout.remote.host import EngineOrder
+from rlhf_mcore.rollout.remote.host import EngineSpec
 from rlhf_mcore.types import Request, Sampling
 
 MAX_MODEL_LEN = 160
@@ -69,8 +69,8 @@ def plan(directory: Path, engine: str = "hf", num_engines: int = 1, tp: int = 1,
     }
     cfg = RolloutConfig(engine=engine, layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.125, **settings)
     model = EngineModel(str(directory), str(directory), "fp32", MAX_MODEL_LEN, seed=0)
-    order = EngineOrder(cfg, model, FileReceiver, episodes)
-    return FleetPlan(order, num_engines, tp, 1, slots=cfg.max_num_seqs, **limits)
+    order = EngineSpec(cfg, model, FileReceiver, episodes)
+    return FleetPlan(order, num_engines, tp, 1, slots=cfg.slots, **limits)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.schema import EnvironmentConfig
-from rlhf_mcore.environments.build import EpisodeOrder
+from rlhf_mcore.environments.build import EpisodeSpec
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost
@@ -60,7 +60,7 @@ def pair(directories: tuple[Path, Path]) -> Iterator[tuple[Fleet, list[str]]]:
     (folder / "agent.py").write_text(AGENT)
     own = EnvironmentConfig(function="agent", max_turns=3, max_tokens=150, workers=1)
     own.agent.function = "agent.py:play"
-    episodes = EpisodeOrder(
+    episodes = EpisodeSpec(
         own,
         tools=[],
         make_parser=ToolCallParser,

@@ -106,7 +106,7 @@ def setting(world: None, tmp_path: Path) -> Iterator[Setting]:
     model = EngineModel(str(directory), str(directory), "fp32", MAX_MODEL_LEN, seed=0)
     reference = build_engine(RolloutConfig(engine="hf"), model)
     with running(made) as (fleet, notes):
-        job = BridgeJob(geometry, 20_000, "digest")
+        job = BridgeJob(geometry, 20_000, verify=True)
         bridge = RemoteBridge(side, job, world_group(), fleet, address=LOOPBACK, timeout_s=TIMEOUT_S)
         yield Setting(tmp_path, hf, held, fleet, bridge, reference, notes)
         bridge.leave()

@@ -18,9 +18,9 @@ from rlhf_mcore.config.schema import RolloutConfig, SpeculativeConfig
 from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.rollout.vllm.arguments import quantised_options
 from rlhf_mcore.rollout.vllm.drafts import DraftedModel, learned_names
 from rlhf_mcore.rollout.vllm.environment import private_shared_memory
-from rlhf_mcore.rollout.vllm.quantised import options
 from tests.e2e.bridge.eight_bits import equal, fill, quantised
 from tests.e2e.processors import layers_of_8_bits
 
@@ -91,7 +91,9 @@ def _drafted(directory: Path, shapes: Shapes, kind: Quantisation, stack: ExitSta
         "kv_cache_memory_bytes": 1 << 22,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
     }
-    config: Any = EngineArgs(model=str(directory), **arguments, **options(kind.name, shapes)).create_engine_config()
+    config: Any = EngineArgs(
+        model=str(directory), **arguments, **quantised_options(kind.name, shapes)
+    ).create_engine_config()
     stack.enter_context(set_current_vllm_config(config))
     init_distributed_environment(dist.get_world_size(), dist.get_rank(), "env://", 0, "gloo")
     with private_shared_memory():
@@ -103,7 +105,7 @@ def _drafted(directory: Path, shapes: Shapes, kind: Quantisation, stack: ExitSta
     proposer: Any = SimpleNamespace(model=draft, vllm_config=config, use_local_argmax_reduction=False)
     EagleProposer._maybe_share_embeddings(proposer, model)
     EagleProposer._maybe_share_lm_head(proposer, model)
-    cfg = RolloutConfig(speculative=SpeculativeConfig("mtp"), quantization=kind.name)
+    cfg = RolloutConfig(speculative=SpeculativeConfig(method="mtp"), quantization=kind.name)
     return DraftedModel(
         model, draft, learned_names(cfg, EngineModel(str(directory), str(directory), "bf16", 64, 0, shapes))
     )

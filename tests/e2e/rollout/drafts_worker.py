@@ -18,23 +18,24 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import trace
-from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
 from rlhf_mcore.families.quantised import QUANTISATIONS, Quantisation
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.planning.inputs import EngineGrid
-from rlhf_mcore.planning.sync import engine_tensors
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.rollout.engine import EngineModel
-from rlhf_mcore.trainer.draft_metrics import draft_metrics
+from rlhf_mcore.trainer.metrics import draft_metrics
 from rlhf_mcore.types import DRAFTS, Prompt, Sampling, Trajectory
 from tests.distributed import models
 from tests.distributed.setting import Settings, build, finish, gatherer, load_hf, moe_groups_of, start
+from tests.e2e.plain_load import sync_and_compare
 from tests.e2e.rollout import drafts_of_8_bits
 from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
+from tests.engine_layout import engine_tensors
+from tests.planned_bridge import planned_bridge
 from tests.unit.bridge.eight_bits import slow_values
 
 ENGINES = {
@@ -151,7 +152,7 @@ def of_draft(engine: Any, policy: Policy) -> dict[str, bool] | None:
 def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     """What an engine of this layout draws, and holds, as the policy moves with and without its drafts."""
     geometry, parameters = policy.geometry, policy.model.local_parameters()
-    speculative = SpeculativeConfig("mtp", num_tokens=DEPTH)
+    speculative = SpeculativeConfig(method="mtp", num_tokens=DEPTH)
     cfg = RolloutConfig(layout=layout, kv_cache_gib=0.02, max_num_seqs=16, speculative=speculative)
     model = EngineModel(str(policy.path), str(policy.path), "fp32", 64, seed=0, shapes=hf_shapes(geometry))
     engine: Any = build_engine(cfg, model)
@@ -166,10 +167,10 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
     }
     common: dict[str, Any] = {"bucket_bytes": 20_000, "poison": True}
     whole = gatherer(policy.model)
-    full = PlannedBridge(parameters, geometry, engine, world_group(), verify="full", gatherer=whole, **common)
-    full.sync(0)  # every parameter is compared with that of a plain load, to the bit
+    full = planned_bridge(parameters, geometry, engine, world_group(), verify=True, **common)
+    sync_and_compare(full, whole, 0)  # every parameter is compared with that of a plain load, to the bit
     found["first"] = drawn(engine, policy.hf)
-    bridge = PlannedBridge(parameters, geometry, engine, world_group(), verify="digest", **common)
+    bridge = planned_bridge(parameters, geometry, engine, world_group(), verify=True, **common)
     changes: dict[str, tuple[Callable[[], None], list[str] | None]] = {
         "synced": (lambda: policy.move(1), None),
         "stale": (lambda: policy.move(2), list(hf_shapes(geometry.trunk))),
@@ -190,8 +191,8 @@ def states_of(policy: Policy, layout: RolloutLayoutConfig) -> dict[str, Any]:
 
 def of_8_bits(policy: Policy, engine: Any, kind: Quantisation) -> list[dict[str, Any]]:
     """What is drawn when weights have come in 8 bits, and when the values of these were loaded: slow versions' of whole tensors."""
-    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "quantisation": kind.name}
-    PlannedBridge(policy.model.local_parameters(), policy.geometry, engine, world_group(), **options).sync(20)
+    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": True, "quantisation": kind.name}
+    planned_bridge(policy.model.local_parameters(), policy.geometry, engine, world_group(), **options).sync(20)
     brought = drawn(engine, policy.hf)
     whole = gatherer(policy.model)
     values = ((name, slow_values(w, kind) if kind.applies(name) else w) for name, w in whole)

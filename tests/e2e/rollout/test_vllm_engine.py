@@ -54,6 +54,21 @@ def test_ranks_know_their_engine(two_engines: Seen, one_engine: Seen) -> None:
     assert [rank["engine"] for rank in one_engine] == [[0, 1, True, -1], [0, 1, False, -1]]
 
 
+def test_an_engine_names_its_backends(two_engines: Seen, one_engine: Seen) -> None:
+    assert [rank["kernels"] for rank in two_engines] == 2 * [{"engine attention": "CPU_ATTN"}]
+    both = {"engine attention": "CPU_ATTN", "engine all-reduce": "shared memory or gloo"}
+    assert [rank["kernels"] for rank in one_engine] == [both, both]
+
+
+def test_a_rank_that_samples_other_tokens_is_an_error(one_engine: Seen, two_engines: Seen) -> None:
+    for rank in one_engine:
+        for name in ("generate", "collect"):
+            assert "ranks [1] of engine 0 have sampled other tokens" in rank["other rank"][name]
+        assert rank["other rank"]["again"] == "nothing was raised"
+    for rank in two_engines:  # nothing to compare with
+        assert set(rank["other rank"].values()) == {"nothing was raised"}
+
+
 def test_only_the_lead_of_an_engine_returns_trajectories(one_engine: Seen) -> None:
     lead, other = one_engine
     assert len(lead["seeds"]["together"]) == 15
@@ -120,6 +135,7 @@ def test_a_response_depends_neither_on_the_token_budget_nor_on_the_room_in_the_c
     for name, preempted in (("budget", False), ("budget and cache", True)):
         assert by_key(long[name]["drawn"]) == expected, name
         assert (long[name]["preempted"] > 0) == preempted, name
+        assert [rank["long"][name]["reported"] for rank in one_engine] == [long[name]["preempted"], 0], name
 
 
 def test_a_cache_that_holds_no_whole_response_is_refused_by_its_key(one_engine: Seen) -> None:

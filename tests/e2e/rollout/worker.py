@@ -214,6 +214,7 @@ def check_broken_loads(engine: Any, models: Models) -> dict[str, Any]:
 def check_long_prompts(engine: Any, models: Models) -> dict[str, Any]:
     """64 responses to prompts of 95 tokens, and how often the scheduler took a running response's cache away."""
     engine.load_weights(models.weights(models.a), version=20)
+    engine.pop_preemptions()
     scheduler, preempted = engine._llm.llm_engine.engine_core.engine_core.scheduler, 0
     preempt = scheduler._preempt_request
 
@@ -226,8 +227,8 @@ def check_long_prompts(engine: Any, models: Models) -> dict[str, Any]:
     rows = [[3 + (7 * row + 5 * i) % 90 for i in range(LONG_PROMPT)] for row in range(8)]
     long = [Prompt(f"l{row}", row, ids, "") for row, ids in enumerate(rows)]
     drawn = generate(engine, long, Sampling(n=8, temperature=0.8, max_new_tokens=60), step=2)
-    del scheduler._preempt_request
-    return {"drawn": summary(drawn), "preempted": preempted}
+    scheduler._preempt_request = preempt
+    return {"drawn": summary(drawn), "preempted": preempted, "reported": engine.pop_preemptions()}
 
 
 def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, Any]:
@@ -247,7 +248,7 @@ def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, An
 
 def check_drafts(directory: str, models: Models) -> dict[str, Any]:
     """An engine that drafts what has followed the last token before: logprobs, seeds, passes, and how often it draws what."""
-    drafts = SpeculativeConfig("ngram", num_tokens=3, ngram_tokens=1)
+    drafts = SpeculativeConfig(method="ngram", num_tokens=3, ngram_tokens=1)
     cfg = RolloutConfig(kv_cache_gib=0.125, max_num_seqs=128, speculative=drafts)
     engine: Any = build_engine(cfg, EngineModel(directory, directory, "fp32", MAX_MODEL_LEN, seed=0))
     with torch.no_grad():
@@ -344,6 +345,22 @@ def check_streaming(engine: Any, models: Models) -> dict[str, Any]:
     return seen
 
 
+def check_other_rank(engine: Any, models: Models) -> dict[str, Any]:
+    """Responses of a token each, of which the second rank samples others for once."""
+    engine.load_weights(models.weights(models.a), version=35)
+    model, seen = engine._worker().model_runner.model, {}
+    requests = requests_to(long_prompts(2), Sampling(temperature=0.0, max_new_tokens=1))
+    logits = model.compute_logits
+    if dist.get_rank() == 1:
+        model.compute_logits = lambda *args: logits(*args).roll(1, -1)
+    seen["generate"] = error_of(engine.generate, requests)
+    engine.submit(requests)
+    seen["collect"] = error_of(engine.collect, 60)
+    model.compute_logits = logits
+    seen["again"] = error_of(engine.generate, requests)
+    return seen
+
+
 def check_publish(engine: Any, models: Models, mode: str) -> dict[str, Any]:
     """New weights while three responses are drawn, and a request with a prompt of theirs right after it."""
     engine.load_weights(models.weights(models.a), version=40)
@@ -412,6 +429,7 @@ def try_engine(tp: int, directory: Path) -> None:
     seen: dict[str, Any] = {
         "engine": [*astuple(engine.rank), engine.policy_version],
         "too early": error_of(generate, engine, prompts(1), Sampling(), step=0),
+        "kernels": engine.kernels(),
         "parity": check_parity(engine, models, directory_a),
         "norms": check_norms(engine.model),
         "process": {"before": before, "after": process_state()},
@@ -427,6 +445,7 @@ def try_engine(tp: int, directory: Path) -> None:
     if tp > 1:  # once: the ranks of one engine share this work
         seen["long"] = {"whole": check_long_prompts(engine, models)}
     seen["streaming"] = check_streaming(engine, models)
+    seen["other rank"] = check_other_rank(engine, models)
     seen["publish"] = {mode: check_publish(engine, models, mode) for mode in ("continue", "resubmit", "drain")}
     engine.close()
     seen["closed"] = error_of(generate, engine, prompts(1), Sampling(), step=0)

@@ -20,4 +20,4 @@ class _Served(EngineKind):
         return ServedEngine(cfg, model)
 
 
-KIND = _Served("served", runs_apart=False, has_live_weights=False)
+KIND = _Served("served", runs_apart=False, weights="full")

@@ -16,7 +16,7 @@ from rlhf_mcore.bridge.files.formats import convert as core
 from rlhf_mcore.bridge.files.formats import torch_dist
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.commands.convert.command import main
-from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.readers.model_files import read_geometry
 from tests.unit.bridge.formats.foreign import save_rank
 
 CONFIG = dict(

@@ -16,12 +16,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
-from rlhf_mcore.checkpoint.delta import choose_base, encode, readable, verify_chain
+from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.housekeeping import recover, tidy
+from rlhf_mcore.checkpoint.housekeeping import Retention, recover, tidy
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.manifest import DELTA, FULL, CheckpointInfo
-from rlhf_mcore.checkpoint.retention import Retention
+from rlhf_mcore_contrib.deltas.write import choose_base, encode
 from tests.unit.checkpoint.saving import KillingDisk, complete
 
 STEPS_PER_RUN = 12

@@ -15,9 +15,8 @@ import pytest
 
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.disk import Disk, SaveError
-from rlhf_mcore.checkpoint.housekeeping import recover, set_aside, steps_after
+from rlhf_mcore.checkpoint.housekeeping import BestRule, recover, set_aside, steps_after
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
-from rlhf_mcore.checkpoint.links import BestRule
 from rlhf_mcore.checkpoint.manifest import DELTA, Base, CheckpointInfo, read_manifest, verify
 from tests.messages import refused
 from tests.unit.checkpoint.saving import FailingDisk, RecordingDisk, contents, read, save

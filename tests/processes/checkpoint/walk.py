@@ -17,10 +17,9 @@ from typing import Any
 
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.housekeeping import recover
+from rlhf_mcore.checkpoint.housekeeping import Retention, prune, recover
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.manifest import DELTA, Base, CheckpointInfo, read_manifest
-from rlhf_mcore.checkpoint.retention import Retention, prune
 from tests.unit.checkpoint.saving import KillingDisk, contents, save
 
 Action = Callable[[Path, Disk], object]

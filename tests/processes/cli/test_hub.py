@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.config import hub as hub_module
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.hub_ids import data_id, id_of_snapshot, model_id
+from rlhf_mcore.readers import hub as hub_module
+from rlhf_mcore.readers.hub_ids import data_id, id_of_snapshot, model_id
 from tests.commands import ROOT
 from tests.hub import COMMIT, Hub, stand_in
 
@@ -21,7 +21,7 @@ CONFIG_JSON = b'{"architectures": ["Qwen3ForCausalLM"]}'
 CODE = """
 import json, sys
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.hub import localize
+from rlhf_mcore.readers.hub import localize
 from rlhf_mcore.config.schema import Config
 cfg = Config()
 for key, value in json.loads(sys.argv[1]).items():

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli import launch, torchrun
-from rlhf_mcore.cli.launch import child_environment, local_rendezvous, run_child, torchrun_command, with_restarts
-from rlhf_mcore.cli.report_listener import Failed, Rank, RankReports
+from rlhf_mcore.cli.launch import build_environment, list_rendezvous_options, run_child, torchrun_command, with_restarts
+from rlhf_mcore.cli.rank_files import RankFiles
 from rlhf_mcore.own_processes import STARTED_BY, has_ended
 from rlhf_mcore.parallel.addresses import interface_of, listener, source_address
 from tests.commands import descendants, wait_for
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_command_hands_the_arguments_on() -> None:
-    command = torchrun_command(local_rendezvous(), 4, ["a b.yaml", "x=${seed}"])
+    command = torchrun_command(list_rendezvous_options(), 4, ["a b.yaml", "x=${seed}"])
     assert command[:3] == [sys.executable, "-m", "rlhf_mcore.cli.torchrun"]
     assert command[-4:] == ["-m", "rlhf_mcore.cli.train", "a b.yaml", "x=${seed}"]
     assert "--nproc-per-node=4" in command
@@ -33,7 +33,7 @@ def test_the_command_hands_the_arguments_on() -> None:
 
 
 def test_the_environment_binds_to_the_loopback_unless_the_user_says_otherwise() -> None:
-    child = child_environment({"OMP_NUM_THREADS": "64", "GLOO_SOCKET_IFNAME": "eth7", "PATH": "/bin"}, 2)
+    child = build_environment({"OMP_NUM_THREADS": "64", "GLOO_SOCKET_IFNAME": "eth7", "PATH": "/bin"}, 2)
     assert child["OMP_NUM_THREADS"] == "2"
     assert child["GLOO_SOCKET_IFNAME"] == "eth7"
     assert child["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
@@ -72,7 +72,7 @@ def test_signals_reach_the_child(number: signal.Signals) -> None:
 
 def test_nodes_use_the_interface_that_they_meet_on_and_keep_the_users_choice() -> None:
     settings = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
-    child = child_environment(settings, 1, "10.0.0.7", "eth1")
+    child = build_environment(settings, 1, "10.0.0.7", "eth1")
     assert (child["GLOO_SOCKET_IFNAME"], child["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
     assert child["VLLM_HOST_IP"] == "10.0.0.7"
 
@@ -168,9 +168,9 @@ def failure(exitcode: int, timestamp: int, local_rank: int = 0) -> SimpleNamespa
 
 def test_the_exit_code_is_that_of_the_cause_not_of_those_that_were_ended_for_it() -> None:
     """torchrun ends the others by SIGTERM; in the same second their order says nothing."""
-    assert torchrun.first_failure({0: failure(-15, 100), 1: failure(75, 100)})[0] == 1
-    assert torchrun.first_failure({0: failure(-15, 99), 1: failure(-9, 100), 2: failure(1, 101)})[0] == 1
-    assert torchrun.first_failure({0: failure(-15, 101), 1: failure(-15, 100)})[0] == 1
+    assert torchrun.find_first_failure({0: failure(-15, 100), 1: failure(75, 100)})[0] == 1
+    assert torchrun.find_first_failure({0: failure(-15, 99), 1: failure(-9, 100), 2: failure(1, 101)})[0] == 1
+    assert torchrun.find_first_failure({0: failure(-15, 101), 1: failure(-15, 100)})[0] == 1
 
 
 def test_workers_are_found_whatever_their_name() -> None:
@@ -188,26 +188,37 @@ def test_signals_that_ask_for_a_save_end_nothing() -> None:
     assert set(torchrun.FORWARDED) <= set(launch.FORWARDED)
 
 
-def reports_of(*failed: Failed, ranks: int = 2, done: bool = False) -> RankReports:
-    reports = RankReports(has_ended=lambda pid: False)
-    reports.ranks = {rank: Rank(pid=1, local_rank=rank, phase="update", done=done) for rank in range(ranks)}
-    reports.failures = list(failed)
-    return reports
+class Files(RankFiles):
+    """Of ranks in phase update, some of which have told of an error."""
+
+    def __init__(self, *errors: dict[str, Any], ranks: int = 2, done: bool = False) -> None:
+        super().__init__(has_ended=lambda pid: False)
+        self.told = {rank: {"local_rank": rank, "phase": "update", "done": done} for rank in range(ranks)}
+        for time, error in enumerate(errors):
+            self.told[error["rank"]] |= {**error, "time": float(time)}
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        return self.told
 
 
-BAD = Failed(1, "failure", "KeyError: 'answer' (reward.py:3, in score)")
-MISTAKE = Failed(1, "user", "reward.function=... returned None; return a number")
-LOST = Failed(0, "consequence", "RuntimeError: Connection closed by peer")
+BAD = {"rank": 1, "kind": "failure", "message": "KeyError: 'answer' (reward.py:3, in score)"}
+MISTAKE = {"rank": 1, "kind": "user", "message": "reward.function=... returned None; return a number"}
+LOST = {"rank": 0, "kind": "consequence", "message": "RuntimeError: Connection closed by peer"}
 
 
 @pytest.mark.parametrize(
     ("told", "failures", "code", "words"),
     [
         # the first word is that of the rank that lost its peer, and torchrun's seconds are equal
-        ([LOST, BAD], {0: failure(1, 100), 1: failure(1, 100)}, 1, BAD.text),
-        ([MISTAKE, LOST], {0: failure(1, 100), 1: failure(2, 100)}, 2, MISTAKE.text),
-        ([BAD], {0: failure(-9, 130), 1: failure(1, 100)}, 1, BAD.text),  # torchrun had to kill the other one
-        ([MISTAKE], {0: failure(-9, 130), 1: failure(-15, 100)}, 2, MISTAKE.text),  # or ended both, for a third one
+        ([LOST, BAD], {0: failure(1, 100), 1: failure(1, 100)}, 1, BAD["message"]),
+        ([MISTAKE, LOST], {0: failure(1, 100), 1: failure(2, 100)}, 2, MISTAKE["message"]),
+        ([BAD], {0: failure(-9, 130), 1: failure(1, 100)}, 1, BAD["message"]),  # torchrun had to kill the other one
+        (
+            [MISTAKE],
+            {0: failure(-9, 130), 1: failure(-15, 100)},
+            2,
+            MISTAKE["message"],
+        ),  # or ended both, for a third one
         ([LOST], {0: failure(1, 100), 1: failure(-9, 101)}, 137, "rank 1 was ended by SIGKILL"),
         ([], {0: failure(-15, 100), 1: failure(-11, 100)}, 139, "rank 1 was ended by SIGSEGV"),
         ([LOST], {0: failure(1, 100)}, 1, "rank 1 ended with exit code 0 before the run was done"),
@@ -215,9 +226,9 @@ LOST = Failed(0, "consequence", "RuntimeError: Connection closed by peer")
     ],
 )
 def test_one_message_names_the_cause_and_its_rank(
-    told: list[Failed], failures: dict[int, Any], code: int, words: str, capsys: pytest.CaptureFixture[str]
+    told: list[dict[str, Any]], failures: dict[int, Any], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert torchrun.Agent(reports_of(*told)).report(failures) == code
+    assert torchrun.Agent(Files(*told)).report(failures) == code
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {words}") and printed.count("error: ") == 1
     rank = 0 if 7 in (found.exitcode for found in failures.values()) else 1
@@ -225,16 +236,16 @@ def test_one_message_names_the_cause_and_its_rank(
 
 
 def test_a_run_that_saved_and_asks_to_be_started_again_says_nothing_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert torchrun.Agent(reports_of()).report({0: failure(75, 100), 1: failure(-15, 100)}) == 75  # type: ignore[dict-item]
-    assert torchrun.Agent(reports_of()).report({0: failure(-15, 100), 1: failure(76, 100)}) == 76  # type: ignore[dict-item]
+    assert torchrun.Agent(Files()).report({0: failure(75, 100), 1: failure(-15, 100)}) == 75  # type: ignore[dict-item]
+    assert torchrun.Agent(Files()).report({0: failure(-15, 100), 1: failure(76, 100)}) == 76  # type: ignore[dict-item]
     assert capsys.readouterr().err == ""
 
 
 def test_exit_code_0_needs_the_word_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert torchrun.Agent(reports_of(done=True)).check_done() == 0
-    assert torchrun.Agent(reports_of(ranks=0)).check_done() == 0  # a module that tells nothing
+    assert torchrun.Agent(Files(done=True)).check_done() == 0
+    assert torchrun.Agent(Files(ranks=0)).check_done() == 0  # a module that tells nothing
     assert capsys.readouterr().err == ""
-    assert torchrun.Agent(reports_of()).check_done() == 1
+    assert torchrun.Agent(Files()).check_done() == 1
     assert "rank 0 ended with exit code 0 before the run was done" in capsys.readouterr().err
 
 
@@ -245,7 +256,7 @@ def test_the_log_of_a_killed_rank_is_named_and_its_end_is_shown(
     log = tmp_path / "logs" / "run_x" / "attempt_0" / "1" / "stderr.log"
     log.parent.mkdir(parents=True)
     log.write_text("\n".join(f"line {number}" for number in range(100)))
-    agent = torchrun.Agent(reports_of())
+    agent = torchrun.Agent(Files())
     agent.log_dir = tmp_path / "logs"
     agent.report({1: failure(-11, 100, local_rank=1)})  # type: ignore[dict-item]
     lines = capsys.readouterr().err.splitlines()
@@ -316,14 +327,14 @@ def test_only_a_training_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[Any] = []
     monkeypatch.setattr(launch, "run_child", lambda command, _: commands.append(command) or 0)
     launch.launch([], 1, 1)
-    launch.launch([], 1, 1, module="rlhf_mcore.cli.evaluate")
+    launch.launch([], 1, 1, module="rlhf_mcore.commands.evaluate.command")
     assert [launch.UNSAVED in command for command in commands] == [False, True]
 
 
 INTERRUPTED = """
-from rlhf_mcore.cli.report_listener import RankReports
+from rlhf_mcore.cli.rank_files import RankFiles
 from rlhf_mcore.cli.torchrun import Agent
-agent = Agent(RankReports(lambda pid: True))
+agent = Agent(RankFiles(lambda pid: True))
 agent.module = "rlhf_mcore.cli.train"
 agent._interrupt(2, None)
 """

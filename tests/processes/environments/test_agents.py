@@ -18,7 +18,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.environments.agents.endpoint import Endpoint
 from rlhf_mcore.environments.agents.program import UNGRADED
-from rlhf_mcore.environments.sessions import Answer, sessions_of
+from rlhf_mcore.environments.sessions import StepResult, sessions_of
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.sandbox.run import machine_level
 from tests.commands import wait_for
@@ -96,6 +96,7 @@ async def loses(task, base_url, api_key, container):
         file.write("x")
     if task["ground_truth"] == "always" or len(Path("tries").read_text()) == 1:
         os.kill(container._sandbox._process.pid, 9)
+        await asyncio.sleep(0.5)  # its child still answers before it notices
     try:
         await container.run("true")
     except Exception:
@@ -130,18 +131,6 @@ print("a warning at exit", file=sys.stderr)
 """
 )
 ROW = {"ground_truth": 3, "extra_info": {}}
-SHELL = """
-read -r task
-ask() {
-    curl -sS --fail-with-body -H "Authorization: Bearer $1" -H "Content-Type: application/json" -d "$2" "$3"
-}
-ask "$OPENAI_API_KEY" '{"messages": [{"role": "user", "content": "q"}]}' "$OPENAI_BASE_URL/chat/completions" > /dev/null || exit 5
-case "$task" in
-    *'"ground_truth": "hangs"'*) sleep 600;;
-    *'"ground_truth": "bye"'*) ask "$CONTAINER_KEY" '{"command": "echo bye > x.txt"}' "$CONTAINER_URL/run";;
-esac
-curl -sS -H "Authorization: Bearer $OPENAI_API_KEY" "$CONTAINER_URL/files?path=x.txt" | grep -q "does not have the key" || exit 6
-"""
 NAMESPACES = pytest.mark.skipif(not machine_level().reaches("namespaces"), reason="this machine gives no namespaces")
 
 
@@ -161,14 +150,14 @@ def endpoint() -> Iterator[Endpoint]:
     served.close_all()
 
 
-def play(endpoint: Endpoint, *truths: Any, **agent: Any) -> list[Answer]:
+def play(endpoint: Endpoint, *truths: Any, **agent: Any) -> list[StepResult]:
     """The ends of episodes, one for each ground truth. The policy says nothing."""
     own = EnvironmentConfig(function="agent", workers=1, timeout_s=agent.pop("reset_s", 5.0))
     own.container.kind = agent.pop("kind", None)
     extra = agent.pop("extra", {})
     for name, value in agent.items():
         setattr(own.agent, name, value)
-    sessions, answers = sessions_of(own, 1, str(Path.cwd())), dict[int, Answer]()
+    sessions, answers = sessions_of(own, 1, str(Path.cwd())), dict[int, StepResult]()
     sessions.wake = endpoint.wake
     try:
         for key, truth in enumerate(truths):
@@ -310,14 +299,6 @@ def test_tests_in_the_container_grade_what_a_function_has_not_graded(endpoint: E
     assert "extra_info.container has unknown fields: imag" in broken.error
     with pytest.raises(ConfigError, match=r"takes a container, and there are none; set environment\.container\.kind"):
         play(endpoint, "x", function="functions.py:codes")
-
-
-@NAMESPACES
-def test_a_program_works_in_its_container_with_nothing_but_curl(endpoint: Endpoint) -> None:
-    Path("agent.sh").write_text(SHELL)
-    bye, no, hangs = play(endpoint, "bye", "no", "hangs", command=["sh", "agent.sh"], timeout_s=6.0, **CODES)
-    assert (bye.reward, bye.error, no.reward, no.error) == (1.0, "", 0.0, "")
-    assert "took longer than environment.agent.timeout_s=6 s" in hangs.error
 
 
 @NAMESPACES

@@ -3,50 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.containers.container import Container, ContainerLost
-from rlhf_mcore.environments.containers.grading import grade
 from rlhf_mcore.environments.containers.kinds import Containers
 from rlhf_mcore.environments.containers.sandboxed import SandboxContainer
-from rlhf_mcore.environments.containers.service import Service
-from rlhf_mcore.environments.containers.task import Room, Task, TaskTests
-from rlhf_mcore.own_processes import has_ended
+from rlhf_mcore.environments.containers.task import ContainerLimits, Task, TaskTests
+from rlhf_mcore.environments.containers.workplace import grade
 from rlhf_mcore.sandbox.run import machine_level
 from tests.commands import wait_for
 
 IMAGE = "rlhf-mcore-tests:1"
-ROOM = Room(timeout_s=20.0, start_timeout_s=60.0, memory_bytes=2**29, lives_s=120.0)
+LIMITS = ContainerLimits(timeout_s=20.0, start_timeout_s=60.0, memory_bytes=2**29, lives_s=120.0)
 NO_NAMESPACES = pytest.mark.skipif(not machine_level().reaches("namespaces"), reason="this machine gives no namespaces")
 # A hierarchy of cgroups of both versions, and limits above our own, stop an older crun: neither is there inside of this.
-PODMAN = """#!/bin/sh
+WITHOUT_CGROUPS = """#!/bin/sh
 export CONTAINERS_CONF={folder}/containers.conf
 exec unshare -m sh -c 'umount /sys/fs/cgroup/unified 2>/dev/null; exec {program} "$@"' sh "$@"
 """
 
 
 @cache
-def real_program(folder: str) -> str | None:
-    """Return "podman" or "docker" if one runs a container of an image made here; a directory for PATH is made in ``folder``."""
+def runs_containers(name: str, folder: str) -> bool:
+    """Return whether a client runs a container of an image made here; ``folder`` is then a directory for PATH."""
     busybox = shutil.which("busybox")
     if busybox is None:
-        return None
+        return False
     root = Path(folder, "root")
     (root / "bin").mkdir(parents=True)
     (root / "app").mkdir()
@@ -59,64 +54,51 @@ def real_program(folder: str) -> str | None:
     Path(folder, "containers.conf").write_text(
         '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]\n'
     )
-    for name in ("podman", "docker"):
-        if (program := shutil.which(name)) is None:
-            continue
-        for text in (f'#!/bin/sh\nexec {program} "$@"\n', PODMAN.format(folder=folder, program=program)):
-            wrapper = Path(folder, name)
-            wrapper.write_text(text)
-            wrapper.chmod(0o755)
-            made = subprocess.run([wrapper, "import", Path(folder, "root.tar"), IMAGE], capture_output=True)
-            tried = [wrapper, "run", "--rm", "--network", "none", "--memory", "64m", IMAGE, "/bin/true"]
-            if not made.returncode and not subprocess.run(tried, capture_output=True, timeout=60).returncode:
-                return name
-    return None
+    if (program := shutil.which(name)) is None:
+        return False
+    for text in (f'#!/bin/sh\nexec {program} "$@"\n', WITHOUT_CGROUPS.format(folder=folder, program=program)):
+        wrapper = Path(folder, name)
+        wrapper.write_text(text)
+        wrapper.chmod(0o755)
+        made = subprocess.run([wrapper, "import", Path(folder, "root.tar"), IMAGE], capture_output=True)
+        tried = [wrapper, "run", "--rm", "--network", "none", "--memory", "64m", IMAGE, "/bin/true"]
+        if not made.returncode and not subprocess.run(tried, capture_output=True, timeout=60).returncode:
+            return True
+    return False
 
 
-@pytest.fixture(scope="session")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The real client of Docker or Podman, first in PATH."""
-    folder = tmp_path_factory.mktemp("docker")
-    if (name := real_program(str(folder))) is None:
-        pytest.skip("neither podman nor docker runs a container here, or there is no static busybox for its image")
+@contextmanager
+def real_client(name: str, folder: Path) -> Iterator[str]:
+    """Put the real client ``name`` of this machine first in PATH, or skip the test."""
+    if not runs_containers(name, str(folder)):
+        pytest.skip(f"{name} runs no container here, or there is no static busybox for its image")
     before, os.environ["PATH"] = os.environ["PATH"], f"{folder}:{os.environ['PATH']}"
     yield name
     os.environ["PATH"] = before
 
 
-Opened = Callable[[Task, Callable[[Container], Coroutine[Any, Any, Any]]], Any]
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The real client of Docker, first in PATH."""
+    with real_client("docker", tmp_path_factory.mktemp("docker")) as name:
+        yield name
 
 
-@pytest.fixture(
-    params=[pytest.param("sandbox", marks=NO_NAMESPACES), "real", pytest.param("remote", marks=NO_NAMESPACES)]
-)
+Use = Callable[[Container], Coroutine[Any, Any, Any]]
+Opened = Callable[[Task, Use], Any]
+
+
+async def use_local(kind: str, task: Task, use: Use) -> Any:
+    """Open a container of this machine for a task, use it, and close it."""
+    async with Containers(kind, LIMITS, image=IMAGE).opened(task) as container:
+        return await use(container)
+
+
+@pytest.fixture(params=[pytest.param("sandbox", marks=NO_NAMESPACES), "docker"])
 def opened(request: pytest.FixtureRequest) -> Opened:
     """Open a container of a kind for a task, use it, and close it."""
-
-    async def remote(task: Task, use: Callable[[Container], Coroutine[Any, Any, Any]], token: str) -> Any:
-        service = Service(Containers("sandbox", ROOM).open_in, token, ROOM)
-        runner = web.AppRunner(service.application())
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            async with Containers("remote", ROOM, url, "CONTAINER_TOKEN").opened(task) as container:
-                return await use(container)
-        finally:
-            await runner.cleanup()
-
-    async def local(kind: str, task: Task, use: Callable[[Container], Coroutine[Any, Any, Any]]) -> Any:
-        async with Containers(kind, ROOM, image=IMAGE).opened(task) as container:
-            return await use(container)
-
-    def opens(task: Task, use: Callable[[Container], Coroutine[Any, Any, Any]]) -> Any:
-        if request.param == "remote":
-            os.environ["CONTAINER_TOKEN"] = "token"
-            return asyncio.run(remote(task, use, "token"))
-        kind = request.getfixturevalue("program") if request.param == "real" else request.param
-        return asyncio.run(local(kind, task, use))
-
-    return opens
+    kind = request.getfixturevalue("program") if request.param == "docker" else request.param
+    return lambda task, use: asyncio.run(use_local(kind, task, use))
 
 
 TASK = Task(
@@ -178,6 +160,45 @@ def test_a_command_that_hangs_or_floods_is_stopped_and_the_container_goes_on(ope
     opened(TASK, use)
 
 
+def test_a_long_command_runs_and_what_no_shell_can_run_ends_with_126(opened: Opened) -> None:
+    async def use(box: Container) -> None:
+        for size in (66_000, 300_000, 10_000_000):
+            ran = await box.run(f"cat <<'EOF' | wc -c\n{'a' * size}\nEOF\nexit 3", timeout_s=10)
+            assert (ran.stdout.strip(), ran.stderr, ran.exit_code) == (str(size + 1), "", 3)
+        assert (await box.run("ls -A /tmp /scratch | grep command")).stdout == ""
+        assert (await box.run("echo $A | wc -c", env={"A": "x" * 70_000})).stdout.strip() == "70001"
+        for how in (
+            {"env": {"A": "x" * 140_000}},
+            {"env": {f"A{number}": "x" * 100_000 for number in range(9)}},
+            {"cwd": "/" + "x" * 140_000},
+            {"cwd": "/a\0b"},
+            {"env": {"A": "\0"}},
+        ):
+            begun, ran = time.monotonic(), await box.run("echo hi", **how)
+            assert ran.exit_code == 126 and ran.stderr.count("\n") == 1 and not ran.stdout
+            assert time.monotonic() - begun < 5 and "rlhf_mcore" not in ran.stderr
+        assert (await box.run("echo \0hi")).exit_code == 126
+        with pytest.raises(OSError, match="cannot be read"):
+            await box.read("/" + "x" * 140_000)
+        assert (await box.run("cat x.txt")).stdout == "hello\n"
+
+    opened(TASK, use)
+
+
+def test_a_command_that_nobody_waits_for_ends(opened: Opened) -> None:
+    async def use(box: Container) -> None:
+        begun = time.monotonic()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(box.run("echo > begun; sleep 19; echo > ended"), 1)
+        assert (await box.run("ls begun ended 2>/dev/null")).stdout == "begun\n"
+        await box.run("mkfifo fifo")
+        with pytest.raises(OSError, match="no regular file"):
+            await box.read("fifo")
+        assert time.monotonic() - begun < 10
+
+    opened(TASK, use)
+
+
 def test_nothing_of_the_host_is_in_it(opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret-of-the-host")
     (tmp_path / "file").write_text("of the host")
@@ -210,7 +231,7 @@ def test_what_is_closed_is_lost_and_gone(opened: Opened) -> None:
 @NO_NAMESPACES
 def test_a_sandbox_that_is_killed_is_lost() -> None:
     async def main() -> None:
-        async with Containers("sandbox", ROOM).opened(TASK) as box:
+        async with Containers("sandbox", LIMITS).opened(TASK) as box:
             assert isinstance(box, SandboxContainer)
             command = asyncio.ensure_future(box.run("sleep 60"))
             await asyncio.sleep(0.3)
@@ -228,13 +249,15 @@ def test_a_real_container_that_is_killed_is_lost_and_one_that_nobody_ends_ends(p
         return subprocess.check_output([program, "ps", "-aq", "--filter", "label=rlhf_mcore"], text=True).split()
 
     async def main() -> None:
-        async with Containers(program, ROOM, image=IMAGE).opened(TASK) as box:
+        async with Containers(program, LIMITS, image=IMAGE).opened(TASK) as box:
             command = asyncio.ensure_future(box.run("sleep 60"))
             await asyncio.sleep(0.5)
             assert subprocess.run([program, "kill", *there()], capture_output=True).returncode == 0
             with pytest.raises(ContainerLost):
                 await command
-        await Containers(program, Room(lives_s=3.0), image=IMAGE).open(Task())  # as by a process that is killed
+        await Containers(program, ContainerLimits(lives_s=3.0), image=IMAGE).open(
+            Task()
+        )  # as by a process that is killed
 
     asyncio.run(main())
     wait_for(lambda: not there(), 30)
@@ -244,7 +267,7 @@ def test_an_image_is_built_from_a_dockerfile_once(program: str) -> None:
     context = {"Dockerfile": f"FROM {IMAGE}\nWORKDIR /work\nCOPY note.txt .\n".encode(), "note.txt": b"built\n"}
 
     async def main() -> tuple[str, str]:
-        kind = Containers(program, ROOM)
+        kind = Containers(program, LIMITS)
         await kind.warm([Task(context=context)] * 3)
         async with kind.opened(Task(context=context)) as box:
             return (await box.run("cat note.txt; pwd")).stdout, (await box.run("id -u")).stdout.strip()
@@ -259,7 +282,7 @@ def test_an_image_is_built_from_a_dockerfile_once(program: str) -> None:
     assert images
     subprocess.run([program, "rmi", "-f", *images], capture_output=True, check=True)
     with pytest.raises(ConfigError, match=r"the image localhost/no-such:1 cannot be pulled"):
-        asyncio.run(Containers(program, ROOM, image="localhost/no-such:1").warm([Task()]))
+        asyncio.run(Containers(program, LIMITS, image="localhost/no-such:1").warm([Task()]))
 
 
 STAND_IN = """#!/bin/sh
@@ -272,7 +295,7 @@ esac
 """
 
 
-@pytest.mark.parametrize("name", ["docker", "podman"])
+@pytest.mark.parametrize("name", ["docker"])
 def test_the_command_lines_give_nothing_of_the_host(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, log = tmp_path / name, tmp_path / "log"
     client.write_text(STAND_IN.format(log=log))
@@ -280,9 +303,11 @@ def test_the_command_lines_give_nothing_of_the_host(name: str, tmp_path: Path, m
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     async def main() -> None:
-        room = Room(memory_bytes=2**30, cpus=1.5, lives_s=77.0)
-        async with Containers(name, room, image="img:1").opened(Task(env={"A": "b"}, workdir="/app")) as box:
+        limits = ContainerLimits(memory_bytes=2**30, cpus=1.5, lives_s=77.0)
+        async with Containers(name, limits, image="img:1").opened(Task(env={"A": "b"}, workdir="/app")) as box:
             assert (await box.run("echo said")).stdout == "said\n"
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(box.run("exec sleep 20"), 0.5)
 
     asyncio.run(main())
     lines = log.read_text().splitlines()
@@ -302,6 +327,9 @@ def test_the_command_lines_give_nothing_of_the_host(name: str, tmp_path: Path, m
     assert not {"-v", "--volume", "--mount", "--privileged", "--env-file"} & set(started.split())
     [said] = [line for line in lines if line.endswith("echo said")]
     assert "exec --interactive --workdir /app --env A=b" in said and "timeout -s KILL 60 /bin/sh -c echo said" in said
+    [left] = [line for line in lines if line.endswith("exec sleep 20")]
+    mark = next(word for word in left.split() if word.startswith("CONTAINER_RUN="))
+    assert any(f"grep -q {mark} $each/environ" in line for line in lines)  # it is killed in the container
 
 
 def test_a_client_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +342,7 @@ def test_a_client_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_sandbox_cannot_do_is_refused() -> None:
     def opens(task: Task) -> None:
         async def main() -> None:
-            async with Containers("sandbox", ROOM).opened(task):
+            async with Containers("sandbox", LIMITS).opened(task):
                 pass
 
         asyncio.run(main())
@@ -323,49 +351,3 @@ def test_what_a_sandbox_cannot_do_is_refused() -> None:
         opens(Task(image="ubuntu:24.04"))
     with pytest.raises(ConfigError, match=r"the setup of a task fails in its container, 'exit 4'"):
         opens(Task(setup=("exit 4",)))
-    with pytest.raises(ConfigError, match="a Dockerfile with VOLUME needs"):
-        opens(Task(context={"Dockerfile": b"FROM x\nVOLUME /data\n"}))
-
-
-@NO_NAMESPACES
-def test_the_service_lets_in_who_has_the_key(tmp_path: Path) -> None:
-    environment = {**os.environ, "LENT": "token", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "serve-containers", "--port", "0", "--token-env", "LENT"]
-    served = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert served.stdout is not None
-    line = served.stdout.readline()
-    url = line.split(" on ")[1].split()[0]
-
-    async def main() -> list[tuple[int, Any]]:
-        answers = []
-        async with aiohttp.ClientSession() as client:
-
-            async def ask(method: str, path: str, key: str, body: Any = None) -> Any:
-                headers = {"Authorization": f"Bearer {key}"}
-                async with client.request(method, f"{url}{path}", headers=headers, data=body) as answer:
-                    answers.append((answer.status, await answer.read()))
-                    return answers[-1][1]
-
-            task = {"image": None, "context": {}, "workdir": None, "env": {}, "files": {}, "setup": []}
-            order = json.dumps({"task": task, "room": {"lives_s": 60, "memory_bytes": 10**15}})
-            await ask("POST", "/containers", "other", order)
-            await ask("POST", "/containers", "token", "{")
-            await ask("POST", "/containers", "token", '{"task": {}}')
-            told = json.loads(await ask("POST", "/containers", "token", order))
-            path = f"/containers/{told['id']}"
-            await ask("POST", f"{path}/run", "token", '{"command": "id"}')
-            await ask("PUT", f"{path}/files?path=a.txt", told["key"], b"said")
-            await ask("POST", f"{path}/run", told["key"], '{"command": "cat a.txt"}')
-            await ask("DELETE", path, told["key"])
-            await ask("POST", f"{path}/run", told["key"], '{"command": "true"}')
-        return answers
-
-    try:
-        answers = asyncio.run(main())
-        assert [status for status, _ in answers] == [401, 400, 400, 200, 401, 200, 200, 200, 410]
-        assert json.loads(answers[6][1])["stdout"] == "said"
-        assert all("\n" not in json.loads(body)["error"] for status, body in answers if status != 200)
-    finally:
-        served.send_signal(signal.SIGINT)
-        assert served.wait(20) == 0
-    assert has_ended(served.pid)

@@ -10,9 +10,11 @@ import pytest
 
 from rlhf_mcore.commands.reward_test import command as reward_test
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.environments import sessions as sessions_module
-from rlhf_mcore.environments.sessions import Answer, Sessions
-from rlhf_mcore.rewards.items import WorkerLimits
+from rlhf_mcore.environments.sessions import Sessions, StepResult
+from rlhf_mcore.rewards.pool import WorkerLimits
+from rlhf_mcore.rewards.reward import build_reward
 from tests.messages import refused
 
 COUNTING = """
@@ -94,15 +96,15 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         sessions.close_all()
 
 
-def all_answers(sessions: Sessions) -> dict[int, Answer]:
+def all_answers(sessions: Sessions) -> dict[int, StepResult]:
     """To everything that was called."""
-    found: dict[int, Answer] = {}
+    found: dict[int, StepResult] = {}
     while sessions.num_calls:
         found |= dict(sessions.poll(None))
     return found
 
 
-def one(sessions: Sessions, key: int, action: str) -> Answer:
+def one(sessions: Sessions, key: int, action: str) -> StepResult:
     sessions.step(key, action)
     return all_answers(sessions)[key]
 
@@ -181,7 +183,9 @@ def test_asynchronous_steps_of_one_process_are_under_way_at_the_same_time(make: 
     all_answers(sessions)
     for key in range(256):
         sessions.step(key, "")
-    assert sessions.num_calls == 256 and all(answer == Answer(done=True) for answer in all_answers(sessions).values())
+    assert sessions.num_calls == 256 and all(
+        answer == StepResult(done=True) for answer in all_answers(sessions).values()
+    )
 
 
 def test_a_closed_session_is_not_answered(make: Make) -> None:
@@ -206,6 +210,45 @@ def test_what_cannot_be_loaded_is_found_at_the_start(
     with pytest.raises(ConfigError) as error:
         make(name, options).check()
     assert problem in str(error.value)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+
+loads = len(list(Path(".").glob("load*")))
+Path(f"load{loads}").touch()
+if loads < int(Path("kills").read_text()):
+    os.kill(os.getpid(), int(Path("signal").read_text()))
+
+class Fine:
+    def reset(self, row, seed): return "begun"
+    def step(self, action): return None, 1.0, True
+
+def grade(data_source, solution_str, ground_truth, extra_info): return 1.0
+"""
+
+
+@pytest.mark.parametrize("number", [9, 40])  # the second one has no name
+def test_a_process_that_is_killed_while_it_loads_is_started_again(make: Make, number: int) -> None:
+    make()
+    Path("killed.py").write_text(KILLED)
+    Path("kills").write_text("2")
+    Path("signal").write_text(str(number))
+    sessions = Sessions("killed.py:Fine", {}, WorkerLimits(workers=1))
+    try:
+        sessions.open(0, {"prompt": "go"}, seed=1)
+        assert all_answers(sessions)[0].messages == [{"role": "user", "content": "begun"}]
+    finally:
+        sessions.close_all()
+    for load in Path(".").glob("load*"):
+        load.unlink()
+    build_reward(RewardConfig(function="killed.py:grade")).close()
+    Path("kills").write_text("99")
+    reward = RewardConfig(function="killed.py:grade")
+    for load in (Sessions("killed.py:Fine", {}, WorkerLimits(workers=1)).check, lambda: build_reward(reward)):
+        with refused(ConfigError, field="killed.py", value=("3 times", "SIGKILL" if number == 9 else "signal 40")):
+            load()
 
 
 def test_a_class_that_always_ends_its_process_ends_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""launch/test.sh and the plug-ins of tests/conftest.py in a small checkout: tiers, shards, results."""
+"""launch/test.sh and the plug-ins of conftest.py in a small checkout: tiers, shards, results."""
 
 from __future__ import annotations
 
@@ -60,11 +60,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (programs / name).chmod(0o755)
     (folder / "launch" / "setup.sh").write_text("#!/bin/sh\n")
     (folder / "launch" / "setup.sh").chmod(0o755)
-    for name in ("conftest", "tiers", "costs", "one_failure", "machine_speed", "commands"):
+    shutil.copy(ROOT / "conftest.py", folder / "conftest.py")
+    for name in ("tiers", "costs", "one_failure", "machine_speed", "commands"):
         (folder / "tests").mkdir(exist_ok=True)
         shutil.copy(ROOT / "tests" / f"{name}.py", folder / "tests" / f"{name}.py")
     for tier in ("gpu", "unit", "oracles", "processes", "distributed", "e2e", "slurm"):
         (folder / "tests" / tier).mkdir()
+    (folder / "contrib").mkdir()
     for tier, text in {"unit": UNIT, "e2e": E2E, "slurm": SLURM}.items():
         (folder / "tests" / tier / f"test_{tier}.py").write_text(text)
     return folder

@@ -14,9 +14,9 @@ def computed_otherwise(model: Any) -> Iterator[str]:
     from megatron.core import fp8_utils
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    from rlhf_mcore.mcore.fp8 import copies_of_pass
     from rlhf_mcore.mcore.groups import use_groups
     from rlhf_mcore.mcore.kernels import live_kernels
+    from rlhf_mcore.mcore.overrides import copies_of_pass
 
     config = model.config
     if (config.fp8, config.fp8_recipe, config.fp8_param, config.first_last_layers_bf16) != (

@@ -29,6 +29,7 @@ METRICS = {
     "timing/tokens_per_s": 1234.0,
     "throughput/mfu": 0.41,
     "memory/update_allocated_bytes": 3 * 2.0**30,
+    "memory/update_outside_bytes": 1.5 * 2.0**30,
 }
 SHOW = f"""
 import sys, time
@@ -88,7 +89,7 @@ def test_a_terminal_shows_all_of_it_and_gets_no_command_of_the_models(tmp_path: 
         "engines are up",
         "34 finished · 30 waiting · longest 512 tokens",
         "generate 60%  update 30%  sync 10%",
-        "1,234 tokens/s · mfu 41 % · memory 3.0 GiB",
+        "1,234 tokens/s · mfu 41 % · memory 3.0 GiB · 1.5 GiB outside torch",
         "left 0:03:00 · 10.0 s/step",
         "0.250 → 0.500",
         "sample of step 2, reward 1",

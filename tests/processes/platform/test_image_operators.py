@@ -20,7 +20,7 @@ import torchvision
 print(torchvision.__version__)
 """
 DECLARES = """
-from rlhf_mcore.platform.image_operators import declare_image_operators
+from rlhf_mcore.platform.cpu_libraries import declare_image_operators
 print(declare_image_operators() is declare_image_operators())
 """
 

@@ -15,7 +15,7 @@ from tests.commands import ROOT, finished
 BRANCH_OFF, AUTO, COMPATIBLE = 1, 2, 3  # mkl_types.h
 MULTIPLY = "torch.ones(2, 2) @ torch.ones(2, 2)\n"
 RANK = f"""
-with rank.in_world(Config(deterministic=True), timedelta(seconds=60)):
+with rank.join_world(Config(deterministic=True), timedelta(seconds=60)):
     {MULTIPLY}"""
 PRELOADED = f"assert forked_ranks.preload('rlhf_mcore.cli.train', [{str(ROOT / 'configs/quickstart/grpo.yaml')!r}])\n"
 # The body of a Ray actor, in this process: nobody else is in its engine, whose model is not there.
@@ -23,7 +23,7 @@ ENGINE = f"""
 host = EngineHost()
 host._listening = listener("127.0.0.1")
 try:
-    host._build(EngineOrder(None, None, None), Meeting("127.0.0.1", host._listening.getsockname()[1], 0, 1), 1)
+    host._build(EngineSpec(None, None, None), RankRendezvous((Location("127.0.0.1", host._listening.getsockname()[1]),), 0), 1)
 except AttributeError:
     {MULTIPLY}"""
 # What a training computes, of operands at each place of a float in the alignment that kernels look at (64 bytes).
@@ -73,7 +73,7 @@ import torch
 from rlhf_mcore.cli import forked_ranks, rank
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.parallel.addresses import listener
-from rlhf_mcore.rollout.remote.host import EngineHost, EngineOrder, Meeting
+from rlhf_mcore.rollout.remote.host import EngineHost, EngineSpec, Location, RankRendezvous
 
 mkl = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
 for number, (code, variables) in enumerate(json.loads(sys.argv[1])):

@@ -19,11 +19,11 @@ from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rewards import code
 from rlhf_mcore.rewards.code import CodeGrader
-from rlhf_mcore.rewards.code_tests import CodeTest, code_of, read_tests, same_output, same_value
+from rlhf_mcore.rewards.code_tests import CodeTest, find_code, read_tests, same_output, same_value
 from rlhf_mcore.rewards.reward import build_reward
-from rlhf_mcore.rewards.trial import Row, try_reward
-from rlhf_mcore.sandbox.processes import descendants
+from rlhf_mcore.rewards.trial import TrialRow, try_reward
 from rlhf_mcore.sandbox.run import Level
+from rlhf_mcore.sandbox.usage import descendants
 from rlhf_mcore.types import Prompt
 from tests.commands import wait_for
 from tests.messages import refused
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[3]
     ],
 )
 def test_which_code_is_taken(response: str, text: str) -> None:
-    assert code_of(response) == text
+    assert find_code(response) == text
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def graders() -> Iterator[dict[str, CodeGrader]]:
     quick = {"test_s": 0.3, "total_s": 2.0}
     sandbox = SandboxConfig(memory_gib=0.5)
     made = {
-        "all": CodeGrader(RuleConfig("code", **quick), sandbox, workers=2).check(),
-        "share": CodeGrader(RuleConfig("code", partial=True, max_tests=3, **quick), sandbox, workers=1).check(),
+        "all": CodeGrader(RuleConfig(name="code", **quick), sandbox, workers=2).check(),
+        "share": CodeGrader(RuleConfig(name="code", partial=True, max_tests=3, **quick), sandbox, workers=1).check(),
     }
     yield made
     for grader in made.values():
@@ -252,7 +252,7 @@ def test_less_isolation_than_the_minimum_is_refused_before_anything_starts(monke
         "rlimits", ("rlimits",), ("namespaces: Operation not permitted", "filters: Landlock: not in this kernel")
     )
     monkeypatch.setattr(code, "machine_level", lambda: found)
-    cfg = RewardConfig(rules=[RuleConfig("code")])
+    cfg = RewardConfig(rules=[RuleConfig(name="code")])
     with pytest.raises(ConfigError) as refused:
         build_reward(cfg)
     assert str(refused.value).startswith(
@@ -262,7 +262,7 @@ def test_less_isolation_than_the_minimum_is_refused_before_anything_starts(monke
     assert "reward.sandbox.minimum=rlimits; with rlimits alone" in str(refused.value)
     cfg.sandbox.minimum = "rlimits"
     build_reward(cfg).close()
-    build_reward(RewardConfig(rules=[RuleConfig("math")])).close()  # runs nothing
+    build_reward(RewardConfig(rules=[RuleConfig(name="math")])).close()  # runs nothing
 
 
 @pytest.mark.parametrize("level", [pytest.param(None, id="strongest"), "rlimits"])
@@ -276,7 +276,7 @@ from rlhf_mcore.sandbox.run import Level
 if len(sys.argv) > 1:
     code.machine_level = lambda: Level(sys.argv[1], (sys.argv[1],))
 sleeper = "```python\\nimport os, time\\nopen('mine', 'w')\\ntry: os.fork()\\nexcept OSError: pass\\ntime.sleep(1000)\\n```"
-grader = code.CodeGrader(RuleConfig("code", test_s=100, total_s=100), SandboxConfig(minimum="rlimits"), workers=2)
+grader = code.CodeGrader(RuleConfig(name="code", test_s=100, total_s=100), SandboxConfig(minimum="rlimits"), workers=2)
 grader(sleeper, {"inputs": ["1"], "outputs": ["1"]})
 """
     command = [sys.executable, "-c", trainer, *([level] if level else [])]
@@ -293,7 +293,7 @@ grader(sleeper, {"inputs": ["1"], "outputs": ["1"]})
 
 def test_rows_whose_tests_cannot_be_read_are_named_before_a_run() -> None:
     rows = [
-        Row(f"rows.jsonl, line {n}", Prompt(str(n), n, [], "", "taco", truth))
+        TrialRow(f"rows.jsonl, line {n}", Prompt(str(n), n, [], "", "taco", truth))
         for n, truth in enumerate((SQUARES, "42"))
     ]
     with refused(ConfigError, field="data.train", value=("line 1", "'42'", "int")):
@@ -303,11 +303,11 @@ def test_rows_whose_tests_cannot_be_read_are_named_before_a_run() -> None:
 def test_a_trial_answers_with_the_solutions_of_rows_and_of_others() -> None:
     solution = {"solution": RIGHT}
     rows = [
-        Row("1", Prompt("1", 0, [], "", "taco", SQUARES, extra_info=solution)),
-        Row("2", Prompt("2", 1, [], "", "taco", {"inputs": ["2"], "outputs": ["8"]}, extra_info=solution)),
-        Row("3", Prompt("3", 2, [], "", "taco", SQUARES)),
+        TrialRow("1", Prompt("1", 0, [], "", "taco", SQUARES, extra_info=solution)),
+        TrialRow("2", Prompt("2", 1, [], "", "taco", {"inputs": ["2"], "outputs": ["8"]}, extra_info=solution)),
+        TrialRow("3", Prompt("3", 2, [], "", "taco", SQUARES)),
     ]
     report = try_reward(RewardConfig(sources={}), rows, "data.train", 3)
-    assert [row.place for row in report.tried] == ["1", "2"]
+    assert [row.place for row in report.tested_rows] == ["1", "2"]
     assert [row.place for row in report.wrong_truths] == ["2"]
     assert (report.paid_empty, [row.place for row in report.paid_others]) == ([], ["1", "3"])

@@ -14,7 +14,7 @@ from rlhf_mcore.config.choices import OwnFunction
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import FunctionConfig, RewardConfig, RuleConfig
-from rlhf_mcore.rewards.reward import build_reward, what_scores
+from rlhf_mcore.rewards.reward import build_reward, scoring_keys
 from rlhf_mcore.trainer.evaluation import is_correct
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
@@ -77,15 +77,18 @@ def scores(cfg: RewardConfig, *texts: str, **more: Any) -> list[Score]:
 
 
 def test_functions_are_added_to_rules_by_their_weights(file: str) -> None:
-    functions = [FunctionConfig(f"{file}:polite", 0.5), FunctionConfig(f"{file}:brief", -2.0, "brevity")]
-    cfg = RewardConfig(rules=[RuleConfig("exact_match", 3.0)], functions=functions, workers=1)
+    functions = [
+        FunctionConfig(path=f"{file}:polite", weight=0.5),
+        FunctionConfig(path=f"{file}:brief", weight=-2.0, name="brevity"),
+    ]
+    cfg = RewardConfig(rules=[RuleConfig(name="exact_match", weight=3.0)], functions=functions, workers=1)
     right, kind = scores(cfg, "42", "please")
     assert right.value == pytest.approx(3 + 0 - 2 / 3) and kind.value == pytest.approx(0 + 0.5 - 2 / 7)
     polite, brevity = "function.polite", "function.brevity"
     assert right.parts == {"exact_match": 1.0, polite: 0.0, f"{polite}.length": 2.0, brevity: pytest.approx(1 / 3)}
     assert is_correct(right.value, right.parts) and not is_correct(kind.value, kind.parts)  # the rule decides
     assert (
-        what_scores(cfg)
+        scoring_keys(cfg)
         == f"reward.rules=[exact_match * 3] and reward.functions=[{file}:polite * 0.5, {file}:brief * -2]"
     )
     alone = RewardConfig(rules=[], functions=functions, workers=1)
@@ -115,7 +118,7 @@ def test_a_function_of_a_batch_from_python_is_called_in_this_process(file: str) 
 
 
 def test_none_in_a_batch_adds_nothing_and_is_no_part(file: str) -> None:
-    cfg = RewardConfig(rules=[RuleConfig("length")], functions=[FunctionConfig(f"{file}:some")], workers=1)
+    cfg = RewardConfig(rules=[RuleConfig(name="length")], functions=[FunctionConfig(path=f"{file}:some")], workers=1)
     none, half = scores(cfg, "none", "half")
     assert (none.value, none.parts) == (1.0, {"length": 1.0})
     assert (half.value, half.parts) == (1.5, {"length": 1.0, "function.some": 0.5})
@@ -165,13 +168,15 @@ def test_the_function_of_the_page_scores_as_it_says(tmp_path: Path) -> None:
 def test_functions_come_from_a_file_and_from_python(tmp_path: Path, file: str) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: m}\nreward: {rules: [], functions: [a.py:f]}\n")
     cfg = load_config(tmp_path / "run.yaml", ["reward.functions=[{path: b.py:g, weight: 0.5}, c.py:h]"])
-    assert cfg.reward.functions == [FunctionConfig("b.py:g", 0.5), FunctionConfig("c.py:h")]
+    assert cfg.reward.functions == [FunctionConfig(path="b.py:g", weight=0.5), FunctionConfig(path="c.py:h")]
 
     def mine(solution_str: str, **_: Any) -> float:
         return 0.25
 
     from rlhf_mcore.api.inputs import run_config
 
+    alone = [run_config(rm.Config(model="m"), {}, reward=given).reward for given in ("math", f"{file}:brief")]
+    assert [rule.name for rule in alone[0].rules] == ["math"] and alone[1].functions[0].path == f"{file}:brief"
     made = run_config(rm.Config(model="m"), {}, reward=[mine, "exact_match", (f"{file}:brief", 2), ("format", 0.1)])
     assert [(rule.name, rule.weight) for rule in made.reward.rules] == [("exact_match", 1.0), ("format", 0.1)]
     assert [(one.path.rpartition(".")[2], one.weight) for one in made.reward.functions] == [

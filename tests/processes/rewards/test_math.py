@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlhf_mcore.config.schema import RuleConfig
-from rlhf_mcore.rewards import symbolic
+from rlhf_mcore.rewards import mathematics
 from rlhf_mcore.rewards.graders import answer_format, boxed
 from rlhf_mcore.rewards.mathematics import MathGrader
 from rlhf_mcore.rewards.reward import RuleReward
@@ -73,7 +73,7 @@ BOMBS = [
 @pytest.fixture(scope="module")
 def grader() -> Iterator[MathGrader]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symbolic, "CPU_S", 0.7)
+        patch.setattr(mathematics, "CPU_S", 0.7)
         made = MathGrader(workers=1)
         yield made
         made.close()
@@ -116,8 +116,8 @@ def test_a_bomb_is_no_answer(grader: MathGrader, bomb: str) -> None:
 
 
 def test_a_worker_that_is_stuck_is_replaced_and_only_its_answer_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symbolic, "TIMEOUT_S", 2.0)
-    monkeypatch.setattr(symbolic, "CPU_S", 1000.0)
+    monkeypatch.setattr(mathematics, "TIMEOUT_S", 2.0)
+    monkeypatch.setattr(mathematics, "CPU_S", 1000.0)
     grader = MathGrader(workers=1)
     pairs = [(r"\boxed{\frac{2x+2}{2}}", "x+1"), (f"\\boxed{{{BOMBS[-1]}}}", "x+1"), (r"\boxed{x+x}", "2x")]
     assert grader.grade(pairs) == [(1.0, None), (0.0, "timeout"), (1.0, None)]
@@ -131,8 +131,8 @@ def test_answers_are_judged_once_and_in_order(grader: MathGrader) -> None:
 
 def test_the_trainer_never_imports_sympy() -> None:
     program = (
-        "import sys\nfrom rlhf_mcore.rewards.graders import GRADERS\n"
-        r"assert GRADERS['math'](r'\boxed{\sqrt{8}}', r'2\sqrt{2}') == 1.0" + "\n"
+        "import sys\nfrom rlhf_mcore.rewards.mathematics import MathGrader\n"
+        r"assert MathGrader()(r'\boxed{\sqrt{8}}', r'2\sqrt{2}') == 1.0" + "\n"
         "assert not {'sympy', 'math_verify', 'numpy', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -144,7 +144,9 @@ def test_a_rule_counts_what_it_is_told_to(grader: MathGrader, monkeypatch: pytes
 
     rows = [trajectory(r"\boxed{2\sqrt{2}}"), trajectory(r"\boxed{3}"), trajectory("")]
     rows.append(trajectory(f"\\boxed{{{BOMBS[-1]}}}"))
-    reward = RuleReward([RuleConfig("math", correct=1.0, incorrect=-1.0), RuleConfig("format", weight=0.5)], workers=1)
+    reward = RuleReward(
+        [RuleConfig(name="math", correct=1.0, incorrect=-1.0), RuleConfig(name="format", weight=0.5)], workers=1
+    )
     monkeypatch.setattr(
         reward, "_grader", lambda rule: grader if rule.name == "math" else answer_format
     )  # has sympy already

@@ -9,11 +9,11 @@ import pytest
 
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import RewardConfig, RewardModelConfig, RuleConfig
+from rlhf_mcore.config.schema import Config, RewardConfig, RewardModelConfig, RuleConfig
 from rlhf_mcore.rewards import function
 from rlhf_mcore.rewards.function import PooledReward
-from rlhf_mcore.rewards.graders import GRADERS
 from rlhf_mcore.rewards.reward import RuleReward, build_reward
+from rlhf_mcore.trainer.evaluation import is_correct
 from rlhf_mcore.types import Prompt, Trajectory
 from tests.episodes import single_turn
 from tests.messages import refused
@@ -36,17 +36,16 @@ def write(tmp_path: Path):
     return write_file
 
 
-def function_reward(spec: str) -> PooledReward:
-    return function.function_reward(RewardConfig(function=spec, workers=1))
+def build_function_reward(spec: str) -> PooledReward:
+    return function.build_function_reward(RewardConfig(function=spec, workers=1))
 
 
 def test_the_configuration_knows_every_rule():
-    assert set(choices.GRADERS) == set(GRADERS)
     assert {name for name, told in choices.GRADERS.items() if not told.needs_answer} == {"format", "length", "language"}
 
 
 def test_rules_are_a_weighted_sum_with_unweighted_parts():
-    reward = RuleReward([RuleConfig("final_number", 2.0), RuleConfig("format", 0.25)])
+    reward = RuleReward([RuleConfig(name="final_number", weight=2.0), RuleConfig(name="format", weight=0.25)])
     scores = reward.score([trajectory("#### 42"), trajectory("#### 41"), trajectory("42")])
     # 2 * 1 + 0.25 * 1; 2 * 0 + 0.25 * 1; 0
     assert [score.value for score in scores] == [2.25, 0.25, 0.0]
@@ -54,13 +53,13 @@ def test_rules_are_a_weighted_sum_with_unweighted_parts():
 
 
 def test_wrong_rules_are_refused_all_at_once():
-    rules = [RuleConfig("finalnumber"), RuleConfig("format", float("nan")), RuleConfig("boxed"), RuleConfig("boxed")]
     with pytest.raises(ConfigError) as error:
-        build_reward(RewardConfig(rules=rules))
+        Config({"reward.rules": ["finalnumber", {"name": "format", "weight": float("nan")}]})
     message = str(error.value)
     assert "reward.rules[0].name='finalnumber' is not a choice; did you mean 'final_number'?" in message
     assert "reward.rules[1].weight=nan is out of range" in message
-    assert "reward.rules[3].name='boxed' is there for the second time" in message
+    with pytest.raises(ConfigError, match=r"reward\.rules\[1\]\.name='boxed' is there for the second time"):
+        build_reward(RewardConfig(rules=[RuleConfig(name="boxed"), RuleConfig(name="boxed")]))
     with pytest.raises(ConfigError, match=r"reward\.rules is empty"):
         build_reward(RewardConfig(rules=[]))
 
@@ -72,8 +71,10 @@ def test_a_reward_model_may_be_alone():
 
 def test_a_prompt_without_ground_truth_is_refused_unless_no_rule_needs_it():
     with refused(ValueError, field="data.answer_key", value=("train-7", "final_number")):
-        RuleReward([RuleConfig("format"), RuleConfig("final_number")]).score([trajectory("#### 42", truth=None)])
-    assert RuleReward([RuleConfig("format")]).score([trajectory("#### 42", truth=None)])[0].value == 1.0
+        RuleReward([RuleConfig(name="format"), RuleConfig(name="final_number")]).score(
+            [trajectory("#### 42", truth=None)]
+        )
+    assert RuleReward([RuleConfig(name="format")]).score([trajectory("#### 42", truth=None)])[0].value == 1.0
 
 
 def test_build_reward_prefers_the_function(write):
@@ -92,7 +93,7 @@ def test_a_function_gets_the_four_arguments_by_position(write):
         "    return 0.5\n"
     )
     sample = trajectory("hi", level=2)
-    assert function_reward(spec).score([sample, sample])[1].value == 0.5  # the prompt's own dict was not cleared
+    assert build_function_reward(spec).score([sample, sample])[1].value == 0.5  # the prompt's own dict was not cleared
 
 
 def test_parameters_of_the_known_names_may_come_in_any_order(write):
@@ -100,14 +101,15 @@ def test_parameters_of_the_known_names_may_come_in_any_order(write):
         "def grade(solution_str, ground_truth, extra_info=None, data_source=None, **kwargs):\n"
         "    return float((data_source, solution_str, ground_truth, extra_info) == ('sums', 'hi', '42', {}))\n"
     )
-    assert function_reward(spec).score([trajectory("hi")])[0].value == 1.0
+    assert build_function_reward(spec).score([trajectory("hi")])[0].value == 1.0
 
 
 def test_a_dict_carries_parts(write):
     spec = write("def grade(*a): return {'score': True, 'length': 12, 'accuracy': 0.5, 'prediction': '41', 'x': None}")
-    (score,) = function_reward(spec).score([trajectory("hi")])
+    (score,) = build_function_reward(spec).score([trajectory("hi")])
     assert score.value == 1.0
-    assert score.parts == {"length": 12.0, "accuracy": 0.5}
+    assert score.parts == {"function.length": 12.0, "accuracy": 0.5}  # no grade of the rule length
+    assert not is_correct(0.5, score.parts)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +132,14 @@ def test_a_dict_carries_parts(write):
     ],
 )
 def test_a_bad_result_names_function_prompt_and_value(write, returned: str, complaint: str):
-    reward = function_reward(write(f"def grade(*a): return {returned}"))
+    reward = build_function_reward(write(f"def grade(*a): return {returned}"))
     with pytest.raises(ValueError, match=r"my_reward\.py:grade on prompt 'train-7', sample 3, .*" + complaint):
         reward.score([trajectory("hi")])
 
 
 def test_a_huge_result_is_abridged(write):
     with pytest.raises(ValueError) as error:
-        function_reward(write("def grade(*a): return 'x' * 10 ** 6")).score([trajectory("hi")])
+        build_function_reward(write("def grade(*a): return 'x' * 10 ** 6")).score([trajectory("hi")])
     assert len(str(error.value)) < 500
 
 
@@ -152,21 +154,21 @@ def test_a_huge_result_is_abridged(write):
 )
 def test_a_broken_file_is_a_config_error(write, source: str, complaint: str):
     with pytest.raises(ConfigError, match=r"reward\.function is .*" + complaint):
-        function_reward(write(source))
+        build_function_reward(write(source))
 
 
 @pytest.mark.parametrize("spec", ["my_reward.py", ":grade", "my_reward.py:", ""])
 def test_a_spec_without_file_or_name_is_a_config_error(spec: str):
     with pytest.raises(ConfigError, match=r"reward\.function is .*path/to/file\.py:name"):
-        function_reward(spec)
+        build_function_reward(spec)
 
 
 def test_a_missing_file_and_a_file_of_another_kind_are_config_errors(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"reward\.function is .*there is no file .*absent\.py"):
-        function_reward(f"{tmp_path}/absent.py:grade")
+        build_function_reward(f"{tmp_path}/absent.py:grade")
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ConfigError, match=r"reward\.function is .*no Python file"):
-        function_reward(f"{tmp_path}/notes.txt:grade")
+        build_function_reward(f"{tmp_path}/notes.txt:grade")
 
 
 def test_a_file_with_a_dataclass_loads_and_shadows_nothing(tmp_path: Path):
@@ -182,5 +184,5 @@ def test_a_file_with_a_dataclass_loads_and_shadows_nothing(tmp_path: Path):
     )
     import json
 
-    assert function_reward(f"{path}:grade").score([trajectory("hi")])[0].value == 0.75
+    assert build_function_reward(f"{path}:grade").score([trajectory("hi")])[0].value == 0.75
     assert sys.modules["json"] is json

@@ -19,10 +19,9 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
-from rlhf_mcore.rewards.function import PooledReward, function_reward
-from rlhf_mcore.rewards.items import WorkerLimits
-from rlhf_mcore.rewards.pools import default_workers, local_pool
+from rlhf_mcore.own_processes import MAX_FRAME_BYTES, FrameError, decode, encode
+from rlhf_mcore.rewards.function import PooledReward, build_function_reward
+from rlhf_mcore.rewards.pool import WorkerLimits, default_workers, local_pool
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.commands import wait_for
@@ -46,7 +45,7 @@ def reward(tmp_path: Path):
         path = tmp_path / str(len(made)) / "my_reward.py"
         path.parent.mkdir()
         path.write_text(source or HEAD + body)
-        made.append(function_reward(RewardConfig(function=f"{path}:grade", **{"workers": 1, **settings})))
+        made.append(build_function_reward(RewardConfig(function=f"{path}:grade", **{"workers": 1, **settings})))
         return made[-1]
 
     yield make
@@ -337,10 +336,10 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     path.write_text(HEAD + body + "    while True: pass")
     program = (
         "from rlhf_mcore.config.schema import RewardConfig\n"
-        "from rlhf_mcore.rewards.function import function_reward\n"
+        "from rlhf_mcore.rewards.function import build_function_reward\n"
         "from tests.episodes import single_turn\n"
         "from rlhf_mcore.types import Prompt\n"
-        f"reward = function_reward(RewardConfig(function={f'{path}:grade'!r}, workers=2, env=['WORD']))\n"
+        f"reward = build_function_reward(RewardConfig(function={f'{path}:grade'!r}, workers=2, env=['WORD']))\n"
         "rows = [single_turn(Prompt(str(n), n, [1], ''), 0, [1], [0.0], '', 'stop', 0) for n in range(2)]\n"
         "reward.score(rows)\n"
     )

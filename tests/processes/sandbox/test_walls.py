@@ -19,8 +19,8 @@ import pytest
 
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.sandbox import run
-from rlhf_mcore.sandbox.processes import descendants
 from rlhf_mcore.sandbox.run import LEVELS, Limits, Program, Reason, Result, Sandbox, machine_level, run_python
+from rlhf_mcore.sandbox.usage import descendants
 from tests.commands import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from rlhf_mcore.algorithms.correction import (
     rollout_ratio_statistics,
     takes_part,
 )
-from rlhf_mcore.algorithms.divergence import find_divergent
+from rlhf_mcore.algorithms.policy_loss import find_divergent
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.config.schema import RolloutCorrectionConfig
 from tests.rows import everything
@@ -298,6 +298,7 @@ ratios = st.lists(st.lists(st.floats(-3, 3, width=32), max_size=4), min_size=1, 
 
 @settings(max_examples=25, deadline=None)
 @given(rows=ratios, mode=st.sampled_from(RATIO_MODES), cap=st.sampled_from([0.5, 2.0, 1e9]))
+@example(rows=[[0.5], []], mode="geometric", cap=2.0)  # a row of one token is its own mean
 def test_correction_against_a_loop(rows: list[list[float]], mode: str, cap: float):
     mask = torch.tensor([[t < len(row) for t in range(5)] for row in rows])
     difference = torch.tensor([row + [NAN] * (5 - len(row)) for row in rows])

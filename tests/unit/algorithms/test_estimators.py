@@ -13,9 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rlhf_mcore.algorithms.baselines  # noqa: F401  # its estimators are in the table
-from rlhf_mcore.algorithms.advantages import group_relative, grpo, rloo, whiten
-from rlhf_mcore.algorithms.decoupled import gdpo
+import rlhf_mcore.algorithms.advantages  # noqa: F401  # its estimators are in the table
+from rlhf_mcore.algorithms.advantages import gdpo, group_relative, grpo, rloo, whiten
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rlhf_mcore.algorithms.returns import gae, reinforce, reinforce_plus_plus
 from rlhf_mcore.algorithms.rows import OwnedRows
@@ -405,7 +404,10 @@ configs = st.builds(
 )
 
 turn_configs = st.builds(
-    replace, configs, turn_gamma=st.sampled_from([0.0, 0.5, 1.0]), turn_credit=st.booleans()
+    lambda cfg, **keys: cfg.model_copy(update=keys),
+    configs,
+    turn_gamma=st.sampled_from([0.0, 0.5, 1.0]),
+    turn_credit=st.booleans(),
 )  # where every token is a turn
 
 
@@ -473,7 +475,7 @@ def test_permuting_responses_permutes_advantages(
 def test_who_owns_a_row_changes_no_bit(
     name: str, responses: list[Response], cfg: AlgorithmConfig, whitened: bool, data: st.DataObject
 ):
-    cfg = replace(cfg, whiten_advantages=whitened)
+    cfg = cfg.model_copy(update={"whiten_advantages": whitened})
     whole = inputs(responses)
     expected = ADVANTAGE_ESTIMATORS[name](whole, cfg)
     owners = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=len(responses), max_size=len(responses))))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_mcore.algorithms.muon import orthogonalized, update_scale
+from rlhf_mcore.mcore.momentum import orthogonalized, update_scale
 
 SHAPES = [(24, 16), (16, 24), (8, 8), (1, 12)]
 

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rlhf_mcore.algorithms.divergence  # noqa: F401  # its losses are in the table
-from rlhf_mcore.algorithms.bounds import cispo, gspo
+import rlhf_mcore.algorithms.policy_loss  # noqa: F401  # its losses are in the table
 from rlhf_mcore.algorithms.interfaces import POLICY_LOSSES, LossInputs
-from rlhf_mcore.algorithms.policy_loss import ppo_clip
+from rlhf_mcore.algorithms.policy_loss import cispo, gspo, ppo_clip
 from rlhf_mcore.config.schema import AlgorithmConfig
 from tests.rows import token_weights
 from tests.unit.algorithms.tokens import loss_inputs

@@ -8,15 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_mcore.algorithms import (  # noqa: F401  # which add to the tables
-    baselines,
-    bounds,
-    covariance,
-    decoupled,
-    distillation,
-    divergence,
-    returns,
-)
 from rlhf_mcore.algorithms.interfaces import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,

@@ -12,13 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import rlhf_mcore.algorithms.baselines  # noqa: F401  # its estimators are in the table
-from rlhf_mcore.algorithms.advantages import grpo, rloo
+import rlhf_mcore.algorithms.advantages  # noqa: F401  # its estimators are in the table
+from rlhf_mcore.algorithms.advantages import OwnedTurns, grpo, rloo
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.algorithms.returns import gae, reinforce
 from rlhf_mcore.algorithms.rows import OwnedRows
-from rlhf_mcore.algorithms.turns import OwnedTurns
 from rlhf_mcore.algorithms.value_loss import value_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from rlhf_mcore.parallel.logprobs import TokenLogprobs
@@ -310,9 +309,9 @@ def test_against_the_slow_version(name: str, episodes: list[Episode], cfg: Algor
 @given(episodes=steps(max_turns=1), cfg=configs)
 def test_one_turn_changes_no_bit(name: str, episodes: list[Episode], cfg: AlgorithmConfig) -> None:
     """Of what is relative to a group, whatever the credit; of the others, whatever the discount by turns."""
-    made, plain = inputs(episodes), replace(cfg, turn_gamma=1.0, turn_credit=False)
+    made, plain = inputs(episodes), cfg.model_copy(update={"turn_gamma": 1.0, "turn_credit": False})
     if name in ("gae", "reinforce", "reinforce_plus_plus"):
-        cfg = replace(cfg, turn_credit=False)
+        cfg = cfg.model_copy(update={"turn_credit": False})
     found, expected = (ADVANTAGE_ESTIMATORS[name](made, each) for each in (cfg, plain))
     assert torch.equal(found.advantages, expected.advantages)
     assert found.returns is None or torch.equal(found.returns, expected.returns)
@@ -409,14 +408,15 @@ def test_what_the_environment_wrote_teaches_nothing(
     name: str, policy_loss: str, episodes: list[Episode], cfg: AlgorithmConfig, seed: int, environment: float
 ) -> None:
     """Other values, logprobs, rewards and versions there: no bit of an advantage, loss or gradient changes, and none is there."""
-    cfg = replace(
-        cfg,
-        advantage=name,
-        policy_loss=policy_loss,
-        whiten_advantages=name == "gae",
-        entropy_coef=0.1,
-        kl=KLConfig(coef=0.1, placement="reward", estimator="k3"),
-        rollout_correction=RolloutCorrectionConfig(mode="token", max_token_staleness=2, mask_low=0.1),
+    cfg = cfg.model_copy(
+        update={
+            "advantage": name,
+            "policy_loss": policy_loss,
+            "whiten_advantages": name == "gae",
+            "entropy_coef": 0.1,
+            "kl": KLConfig(coef=0.1, placement="reward", estimator="k3"),
+            "rollout_correction": RolloutCorrectionConfig(mode="token", max_token_staleness=2, mask_low=0.1),
+        }
     )
     clean = learned(batch_of(inputs(episodes, 0.0), seed, 0.0), cfg, seed, 0.0)
     made = inputs(episodes, environment)

@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
+from rlhf_mcore.bridge.files.hf_files import open_adapters
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, state_file
 from rlhf_mcore.bridge.files.state_reader import StateReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, base_model, holds_adapter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.foreign import MAX_INTEGER
 from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, LocalParameter, ModelGeometry, Shard, StateShard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, base_model, holds_adapter
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -98,9 +98,11 @@ def test_what_is_written_is_read_again_and_has_one_file_of_tensors(tmp_path: Pat
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(CONTENT | {"target_modules": sorted(targets)[0]}))
     parameters = held(geometry, Shard(0, 1))
     load(parameters, geometry, open_adapters(tmp_path, GEOMETRY)[0])
+    (latest := tmp_path / "latest").symlink_to(base)
     made = Exporter(
-        parameters, geometry, [str(base)], world_group(), bucket_bytes=100, adapters_of=str(base), dropout=0.25
+        parameters, geometry, [str(base)], world_group(), bucket_bytes=100, adapters_of=str(latest), dropout=0.25
     )
+    latest.unlink()  # more training of the base moves the link
     paths = made.write(out := tmp_path / "out")
     assert sorted(path.name for path in paths) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json"]
     assert sorted(path.name for path in out.iterdir()) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json"]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rlhf_mcore.bridge.files.state_files import regions
-from rlhf_mcore.bridge.map.adapters import Block, adapter_names, blocks
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
+from rlhf_mcore.bridge.map.rules import Block, adapter_names, blocks, hf_shapes, layer_names, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.adapters import base_name, check_targets, hf_module, hf_names

@@ -21,10 +21,10 @@ from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
 from rlhf_mcore.bridge.files.tensor_files import cut_into_shards
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import LocalParameter, Shard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.platform import current_platform
+from rlhf_mcore.readers.model_files import read_geometry
 from tests.commands import ROOT
 from tests.difference import first_difference
 from tests.late_device import LateCuda

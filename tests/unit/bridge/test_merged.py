@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.adapters import adapter_names, blocks
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.rules import hf_shapes, layer_names, pieces
-from rlhf_mcore.bridge.run.merged import AdaptersAside, MergedSources, adapted_weights
+from rlhf_mcore.bridge.map.rules import adapter_names, blocks, hf_shapes, layer_names, pieces
+from rlhf_mcore.bridge.run.merged import MergedSources, SeparateAdapterSources, adapted_weights
 from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, GroupedSizes, LocalParameter, ModelGeometry, Shard
 from tests.unit.pairs import pairwise
 
@@ -203,7 +202,7 @@ def test_adapters_travel_beside_the_weights_with_the_scale_in_b() -> None:
     )
     parameter = held(name, MODEL, shard, random_tensors(MODEL, torch.float32))
     a, b = (held(n, geometry, shard, random_tensors(geometry, torch.float32)) for n in adapter_names(name))
-    opened = AdaptersAside([parameter], [a, b], geometry).open(bucket(name, a.name, b.name))
+    opened = SeparateAdapterSources([parameter], [a, b], geometry).open(bucket(name, a.name, b.name))
     assert torch.equal(opened[name], parameter.tensor.view(-1))
     assert torch.equal(opened[a.name], a.tensor.view(-1))
     assert torch.equal(opened[b.name], 1.5 * b.tensor.view(-1))

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.formats.adapted import AdaptedSource
+from rlhf_mcore.bridge.files.hf_files import open_adapters
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
+from rlhf_mcore.readers.model_files import read_geometry
 from tests import beside
 from tests.distributed import models
 from tests.distributed.setting import load_hf

@@ -11,8 +11,9 @@ from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_or
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
 from rlhf_mcore.geometry import GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.sync import PlannedTensor, engine_places
+from tests.engine_layout import PlannedTensor, engine_places
 from tests.messages import refused
+from tests.plan_bytes import count_bytes
 from tests.unit.bridge.geometry import bucket_names
 
 
@@ -49,7 +50,7 @@ def test_tp2_to_tp1() -> None:
         sends=[Message(0, 8, [Copy(*bottom, "s", 0, (2, 1), 2, 0)])],
         receives=[Message(0, 8, [Copy(*top, "d", 0, (2, 1), 2, 0)])],
     )
-    counted = plan.bytes()
+    counted = count_bytes(plan)
     assert counted.received.tolist() == counted.sent.tolist() == counted.lower_bound.tolist() == [8, 8]
     assert counted.local.tolist() == [8, 8]
     assert counted.peak(depth=2) == 32
@@ -158,7 +159,7 @@ def test_a_holder_on_the_same_node_is_preferred() -> None:
     plan = plan_of(sources, destinations, nodes=even_nodes(12, 4))
     peers = {rank: plan.rank_view(rank).buckets[0].phases[0].receives[0].peer for rank in (5, 9, 10)}
     assert peers == {5: 4, 9: 8, 10: 8}
-    assert plan.bytes().imported.sum() == 0
+    assert count_bytes(plan).imported.sum() == 0
 
 
 def test_a_node_imports_once_and_hands_on() -> None:
@@ -175,21 +176,21 @@ def test_a_node_imports_once_and_hands_on() -> None:
         assert [(message.peer, message.nbytes) for message in forwards.sends] == [
             (peer, 32) for peer in range(4, 8) if peer != rank
         ]
-    flat = plan_of(sources, destinations).bytes()
+    flat = count_bytes(plan_of(sources, destinations))
     assert flat.sent[0] == 4 * 8 * 16
-    assert plan.bytes().imported.tolist() == [0, 0, 0, 0, 32, 32, 32, 32]
+    assert count_bytes(plan).imported.tolist() == [0, 0, 0, 0, 32, 32, 32, 32]
 
 
 def test_a_subset_travels_alone() -> None:
     sources, destinations = two_by_two()
     plan = plan_of(sources, destinations, only=["b"])
     assert bucket_names(plan) == [["b"]]
-    assert plan.bytes().received.tolist() == [8, 8, 4, 4]
+    assert count_bytes(plan).received.tolist() == [8, 8, 4, 4]
 
 
 def test_a_plan_over_nothing_is_empty() -> None:
     plan = plan_of([Place("s", (whole_rows("w", 0, 4),), (0,))], [])
-    assert (plan.num_buckets, plan.rank_view(0).buckets, plan.bytes().received.tolist()) == (0, [], [0])
+    assert (plan.num_buckets, plan.rank_view(0).buckets, count_bytes(plan).received.tolist()) == (0, [], [0])
 
 
 def test_refusals_name_the_field_and_the_tensor() -> None:

@@ -15,11 +15,12 @@ from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes, spread_order
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import EngineGrid
-from rlhf_mcore.planning.sync import destinations as engine_destinations
+from rlhf_mcore.readers.model_files import read_geometry
 from tests.commands import ROOT
+from tests.engine_layout import destinations as engine_destinations
+from tests.plan_bytes import count_bytes
 from tests.unit.bridge.geometry import bucket_names
 
 BUCKET = 256 * 2**20
@@ -128,7 +129,7 @@ def test_engines_of_their_own_get_what_they_need_and_their_machines_import_it_on
     machines = even_nodes(first, 8)
     machines += [machines[-1] + 1 + number for number in even_nodes(engines * engine_tp, engine_tp * engines_per_node)]
     check_bound(model, first + engines * engine_tp, held, needed, machines)
-    counted = plan_of(model, held, needed, machines).bytes()
+    counted = count_bytes(plan_of(model, held, needed, machines))
     assert counted.received[:first].sum() == counted.local.sum() == 0
     distinct = 2 * sum(prod(shape) for shape in shapes(model).values())  # every machine has whole engines
     by_machine = np.bincount(np.array(machines[first:]) - machines[first], counted.imported[first:])
@@ -143,7 +144,7 @@ def check_bound(
     """Everything is covered, nothing is received that need not be, and what the parts say adds up."""
     check_coverage(held, needed, shapes(model))
     plan = plan_of(model, held, needed, nodes)
-    counted = plan.bytes()
+    counted = count_bytes(plan)
     np.testing.assert_array_equal(counted.received, counted.lower_bound)
     assert counted.sent.sum() == counted.received.sum()
     assert max(counted.peak_sent.max(), counted.peak_received.max()) <= BUCKET
@@ -196,7 +197,7 @@ def test_replicas_share_the_sending(
 ) -> None:
     """The busiest of the ranks that hold the same sends at most a tenth more than their mean."""
     held, needed = described(model, ranks, tp, pp, ep, engine_tp)
-    counted = plan_of(model, held, needed, ranks_per_node).bytes()
+    counted = count_bytes(plan_of(model, held, needed, ranks_per_node))
     sent = counted.sent.reshape(pp, -1, max(tp, ep))  # stage, replica, shard
     assert (sent.max(axis=1) <= 1.1 * sent.mean(axis=1)).all()
 
@@ -204,7 +205,7 @@ def test_replicas_share_the_sending(
 def test_regular_layouts_send_evenly_over_all_ranks() -> None:
     """Stages are even but for the embedding and the output layer, which are a sixteenth of the first and last of eight here."""
     for model, layout in ((LLAMA_70B, (64, 4, 4, 1, 8)), (MOE, (512, 8, 1, 8, 4))):
-        counted = plan_of(model, *described(model, *layout)).bytes()
+        counted = count_bytes(plan_of(model, *described(model, *layout)))
         assert counted.sent.max() <= 1.1 * counted.sent.mean()
 
 

@@ -18,6 +18,7 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
+from tests.plan_bytes import count_bytes
 from tests.unit.bridge.geometry import bucket_names
 
 MOST_RANKS = 12
@@ -201,7 +202,7 @@ def check(world: World, plan: Plan, nodes: list[int] | None) -> None:
     execute(world, views)
     for key, expected in world.wanted.items():
         np.testing.assert_array_equal(world.filled[key], expected, err_msg=str(key))
-    counted = plan.bytes()
+    counted = count_bytes(plan)
     for rank, view in views.items():
         assert view.received_bytes == world.lower_bound([rank]) == counted.received[rank] == counted.lower_bound[rank]
         assert view.sent_bytes == counted.sent[rank]

@@ -22,8 +22,9 @@ from rlhf_mcore.families.quantised import FP8_OF_TRAINING, QUANTISATIONS, Quanti
 from rlhf_mcore.geometry import GroupedSizes, LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.planning.inputs import EngineGrid
-from rlhf_mcore.planning.sync import engine_tensors
 from rlhf_mcore.protocols import SyncMismatch
+from tests.engine_layout import engine_tensors
+from tests.planned_bridge import planned_bridge
 from tests.unit.bridge.eight_bits import amax_of_blocks, of_training, slow, slow_values
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import BLOCKS, hf_tensors, mcore_tensors
@@ -153,7 +154,7 @@ def test_parts_of_a_tensor_have_the_bits_of_the_whole(kind: Quantisation, cuts: 
 
 def test_an_engine_has_the_weights_that_the_policy_computes_with(trainer: Trainer) -> None:
     engine = engine_of(trainer)
-    bridge = trainer.bridge(engine, OF_TRAINING, verify="digest")
+    bridge = trainer.bridge(engine, OF_TRAINING, verify=True)
     for version in (0, 1):
         bridge.sync(version)
         for name, tensor in trainer.hf.items():
@@ -208,7 +209,7 @@ class Trainer:
             parameter.tensor.copy_(held[parameter.name])
 
     def bridge(self, engine: Engine, kind: Quantisation, **options: Any) -> PlannedBridge:
-        return PlannedBridge(
+        return planned_bridge(
             self.parameters,
             BLOCKS,
             engine,
@@ -239,9 +240,9 @@ def engine_of(trainer: Trainer) -> Engine:
 
 @each_value(
     ("kind", list(KINDS)),
-    ("verify", ["off", "sample", "digest"]),
+    ("verify", [False, True]),
 )
-def test_an_engine_has_the_values_of_8_bits(trainer: Trainer, kind: Quantisation, verify: str) -> None:
+def test_an_engine_has_the_values_of_8_bits(trainer: Trainer, kind: Quantisation, verify: bool) -> None:
     engine = engine_of(trainer)
     bridge = trainer.bridge(engine, kind, verify=verify)
     for version in (0, 1):
@@ -259,7 +260,7 @@ def test_an_engine_has_the_values_of_8_bits(trainer: Trainer, kind: Quantisation
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_scales_travel_with_a_tensor_of_a_sync_of_some(trainer: Trainer, kind: Quantisation) -> None:
     engine = engine_of(trainer)
-    bridge = trainer.bridge(engine, kind, verify="digest")
+    bridge = trainer.bridge(engine, kind, verify=True)
     bridge.sync(0)
     old = trainer.values(kind)
     trainer.update(1)
@@ -282,7 +283,7 @@ def test_a_sync_of_some_tensors_leaves_the_others_of_a_fused_one(trainer: Traine
     for tensor in engine.model.parameters():
         tensor.fill_(7)
     mapped = dequantised_map(EngineMap(tuple(live)), kind)
-    bridge = trainer.bridge(engine, kind, verify="digest", traced=mapped)
+    bridge = trainer.bridge(engine, kind, verify=True, traced=mapped)
     bridge.sync(0)
     old, brought = trainer.values(kind), "model.layers.0.self_attn.k_proj.weight"
     trainer.update(1)
@@ -295,15 +296,12 @@ def test_a_sync_of_some_tensors_leaves_the_others_of_a_fused_one(trainer: Traine
             assert torch.equal(found, expected[piece.hf_name][piece.slices]), piece.hf_name
 
 
-@each_value(
-    ("kind", list(KINDS)),
-    ("verify", ["digest", "sample"]),
-)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_changed_bit_of_8_bits_or_of_a_scale_is_noticed(
-    trainer: Trainer, kind: Quantisation, verify: str, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, kind: Quantisation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(trainer)
-    bridge = trainer.bridge(engine, kind, verify=verify)
+    bridge = trainer.bridge(engine, kind, verify=True)
     close = EngineDestinations.close
     for name, named in (("q_proj.weight", "q_proj.weight"), ("q_proj.weight::scales", f"q_proj.weight{kind.suffix}")):
         buffer = f"model.layers.1.self_attn.{name}"

@@ -82,7 +82,7 @@ class End:
 
 BUCKET: Any = SimpleNamespace(source_buffers=["w"])
 JOB = BridgeJob(
-    replace(GEOMETRY, experts=ExpertSizes(4, 8, 2, dense_layers=(0, 3))), 1 << 20, "digest", live_cpu_weights=True
+    replace(GEOMETRY, experts=ExpertSizes(4, 8, 2, dense_layers=(0, 3))), 1 << 20, verify=True, live_cpu_weights=True
 )
 
 

@@ -1,4 +1,4 @@
-"""Syncs into an engine in a world of one: of all tensors and of some, and the two ways to verify them. Ranks are in tests/e2e."""
+"""Syncs into an engine in a world of one: of all tensors and of some, and how they are verified. Ranks are in tests/e2e."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.gather import Gatherer
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run import sync
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.stand_ins import ChangedOnlyBridge
-from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.bridge.run.sync import EngineWeights, PlannedBridge, SentWeights, SyncOptions
 from rlhf_mcore.geometry import LocalParameter, ModelGeometry, Shard
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
@@ -34,9 +31,6 @@ class Trainer:
     def __init__(self, geometry: ModelGeometry):
         self.geometry, self.hf = geometry, hf_tensors(geometry)
         self.parameters = [LocalParameter(n, t, Shard(0, 1)) for n, t in self._cut().items()]
-        group = dist.group.WORLD
-        assert group is not None
-        self.gatherer = Gatherer(self.parameters, geometry, group, group)
 
     def _cut(self) -> dict[str, Tensor]:
         held = mcore_tensors(self.geometry, self.hf, 0, 1)
@@ -51,9 +45,9 @@ class Trainer:
             parameter.tensor.copy_(tensor)
 
     def bridge(self, engine: Engine, **options: Any) -> PlannedBridge:
-        return PlannedBridge(
-            self.parameters, self.geometry, engine, world_group(), bucket_bytes=256, poison=True, **options
-        )  # type: ignore[arg-type]
+        sent = SentWeights(self.parameters, self.geometry)
+        weights = EngineWeights(engine, poison=True)  # type: ignore[arg-type]
+        return PlannedBridge(sent, weights, world_group(), SyncOptions(256, **options))
 
 
 @pytest.fixture(params=[GEOMETRY, TIED], ids=["untied", "tied"])
@@ -65,10 +59,10 @@ def engine_of(trainer: Trainer) -> Engine:
     return Engine({name: tensor.shape for name, tensor in trainer.hf.items()})
 
 
-@pytest.mark.parametrize("verify", ["off", "sample", "digest", "full"])
-def test_a_whole_sync_replaces_everything(trainer: Trainer, verify: str) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_whole_sync_replaces_everything(trainer: Trainer, verify: bool) -> None:
     engine = engine_of(trainer)
-    bridge = trainer.bridge(engine, verify=verify, gatherer=trainer.gatherer)
+    bridge = trainer.bridge(engine, verify=verify)
     for version in (0, 1):
         bridge.sync(version)
         assert engine.policy_version == version
@@ -77,7 +71,7 @@ def test_a_whole_sync_replaces_everything(trainer: Trainer, verify: str) -> None
 
 
 @each_value(
-    ("verify", ["off", "sample", "digest"]),
+    ("verify", [False, True]),
     (
         "only, brought",
         [
@@ -91,7 +85,7 @@ def test_a_whole_sync_replaces_everything(trainer: Trainer, verify: str) -> None
     ),
 )
 def test_a_sync_of_some_tensors_leaves_the_others(
-    trainer: Trainer, only: list[str], brought: set[str], verify: str
+    trainer: Trainer, only: list[str], brought: set[str], verify: bool
 ) -> None:
     engine = engine_of(trainer)
     bridge = trainer.bridge(engine, verify=verify)
@@ -167,14 +161,11 @@ def tamper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(EngineDestinations, "close", tampered)
 
 
-@pytest.mark.parametrize(("verify", "named"), [("digest", "tensors differ"), ("full", "differ from a plain load")])
-def test_a_changed_bit_is_noticed_and_nothing_is_generated(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, verify: str, named: str
-) -> None:
+def test_a_changed_bit_is_noticed_and_nothing_is_generated(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(trainer)
-    bridge = trainer.bridge(engine, verify=verify, gatherer=trainer.gatherer)
+    bridge = trainer.bridge(engine, verify=True)
     tamper(monkeypatch, "model.layers.1.input_layernorm.weight")
-    with pytest.raises(SyncMismatch, match=rf"{named}.*layers\.1\.input_layernorm"):
+    with pytest.raises(SyncMismatch, match=r"tensors differ.*layers\.1\.input_layernorm"):
         bridge.sync(0)
     assert engine.policy_version == -1
     with pytest.raises(RuntimeError, match="cannot generate"):
@@ -182,26 +173,3 @@ def test_a_changed_bit_is_noticed_and_nothing_is_generated(
     monkeypatch.undo()
     bridge.sync(1)
     engine.require_weights()
-
-
-def test_samples_are_compared_between_two_syncs_that_are_hashed(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed: list[int] = []
-    monkeypatch.setattr(sync, "compare", lambda sent, received: hashed.append(version))
-    engine = engine_of(trainer)
-    bridge = trainer.bridge(engine, verify="sample", digest_every=3)
-    for version in range(5):
-        bridge.sync(version)
-    assert hashed == [0, 3]
-    tamper(monkeypatch, "model.layers.1.input_layernorm.weight")
-    with refused(SyncMismatch, field="model.layers.1.input_layernorm.weight", value="1 tensors"):
-        bridge.sync(5)
-    assert engine.policy_version == -1
-
-
-def test_full_verification_is_of_whole_syncs(trainer: Trainer) -> None:
-    bridge = trainer.bridge(engine_of(trainer), verify="full", gatherer=trainer.gatherer)
-    bridge.sync(0)
-    with pytest.raises(ValueError, match="compares all weights"):
-        bridge.sync(1, only=["model.norm.weight"])

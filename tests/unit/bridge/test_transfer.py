@@ -81,6 +81,21 @@ def test_values_are_cast_to_the_dtype_of_the_parameter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "dtype", "remedy"),
+    [
+        (float("nan"), torch.float32, "again"),
+        (float("inf"), torch.bfloat16, "again"),
+        (1e30, torch.float16, "choose bf16"),  # beyond the range of fp16
+    ],
+)
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float, dtype: torch.dtype, remedy: str) -> None:
+    reader = write(tmp_path, {"model.norm.weight": torch.tensor([1.0] * 7 + [value])})
+    parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8, dtype=dtype), Shard(0, 1))
+    with refused(ConfigError, field="model.norm.weight", value=(tmp_path, "not finite"), remedy=remedy):
+        load([parameter], GEOMETRY, reader)
+
+
+@pytest.mark.parametrize(
     ("dtype", "named"),
     [
         (torch.int8, "I8"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -10,11 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_mcore.bridge.map.pieces import Piece, Place
+from benchmarks.models import QWEN_235B, destinations
+from rlhf_mcore.bridge.map.pieces import Piece, Place, view
+from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run import verify
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
+from tests.machine_speed import scaled
 from tests.messages import refused
 
 SHAPE = (3, 4)
@@ -26,6 +32,32 @@ LEFT, RIGHT = Piece("w", (0, 0), (3, 2), 5, (1, 3)), Piece("w", (0, 2), (3, 2), 
 
 def digest(values: torch.Tensor) -> int:
     return int(piece_digest(values.contiguous().view(-1), ALL, SHAPE, values.dtype))
+
+
+def test_a_digest_leaves_weights_that_can_leave_memory() -> None:
+    """numpy's view of a tensor marks its storage as one that cannot be resized."""
+    values = torch.randn(64)
+    digest(values)
+    values.untyped_storage().resize_(0)
+    assert values.untyped_storage().nbytes() == 0
+
+
+def on_device(flat: torch.Tensor, piece: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """As a GPU hashes it."""
+    return int(verify._digest_on_device(view(flat, piece), piece.start, shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (4, 3, 5), (2, 3, 2, 5)], ids=len)
+def test_a_host_and_a_device_have_the_same_digest(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "HOST_ELEMENTS", 12)
+    shape = shape or (40,)
+    flat = torch.randn(prod(shape) + 3, generator=torch.Generator().manual_seed(1)).mul(99).to(dtype)
+    strides = contiguous_strides(shape[::-1])[::-1]  # stored otherwise than row by row
+    piece, whole = Piece("w", tuple(range(len(shape))), shape, 0, strides), tuple(size + 9 for size in shape)
+    assert int(piece_digest(flat, piece, whole, dtype)) == on_device(flat, piece, whole, dtype)
 
 
 def slow_digest(values: torch.Tensor) -> int:
@@ -49,7 +81,8 @@ def test_a_large_piece_is_hashed_some_rows_at_a_time(monkeypatch: pytest.MonkeyP
     expected, whole = slow_digest(VALUES), piece_digest(VALUES[:, 2:].reshape(-1), RIGHT, SHAPE, torch.float32)
     for elements in (1, 4, 8):  # one row, one row, two rows of the three
         monkeypatch.setattr(verify, "CHUNK_ELEMENTS", elements)
-        assert digest(VALUES) == expected
+        monkeypatch.setattr(verify, "HOST_ELEMENTS", elements)
+        assert digest(VALUES) == on_device(VALUES.view(-1), ALL, SHAPE, torch.float32) == expected
         assert piece_digest(VALUES[:, 2:].reshape(-1), RIGHT, SHAPE, torch.float32) == whole
 
 
@@ -94,7 +127,10 @@ def test_all_hashes_of_a_rank_come_to_the_host_in_one_transfer(monkeypatch: pyte
     parts = VALUES[:, :2].reshape(-1), VALUES[:, 2:].reshape(-1)
     pieces = [replace(RIGHT, start=(0, 0)), RIGHT]
     with Record():
-        found = [piece_digest(flat, piece, SHAPE, torch.float32) for flat, piece in zip(parts, pieces, strict=True)]
+        found = [
+            verify._digest_on_device(view(flat, piece), piece.start, SHAPE, torch.float32)
+            for flat, piece in zip(parts, pieces, strict=True)
+        ]
     assert tensor_digests(found, places(*pieces), {"w": SHAPE}, world_group()) == {"w": slow_digest(VALUES)}
     assert transfers == [(2,)]
 
@@ -110,6 +146,27 @@ def test_digests_of_tensors_are_sums_of_those_of_rectangles_each_counted_once() 
         tensor_digests(hashes(5, -2, -3), held, {"w": SHAPE}, group)
     with refused(SyncMismatch, field="w", value=(6, 12)):
         tensor_digests(hashes(5), places(LEFT), {"w": SHAPE}, group)
+
+
+@pytest.mark.usefixtures("world")
+def test_digests_of_256_ranks_with_37_000_pieces_each_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of 235B-A22B with tensor parallelism 8, of which each rank holds a part of every expert."""
+    held, shapes = destinations(QWEN_235B, tp=8, num_engines=32), hf_shapes(QWEN_235B.geometry)
+    own = [piece for place in held if 0 in place.ranks for piece in place.pieces]
+    assert len(own) > 36_000
+    rows = torch.tensor([[value, 1] for value in range(len(own))]).repeat(256, 1)
+    monkeypatch.setattr(verify, "all_gather_json", lambda length, group: [length] * 256)
+    monkeypatch.setattr(verify, "all_gather_rows", lambda mine, group: rows)
+    begun = time.process_time()
+    found = tensor_digests([None] * len(own), held, shapes, world_group())
+    assert time.process_time() - begun < scaled(3)
+    assert found.keys() == shapes.keys()
+    name = "model.layers.93.mlp.experts.127.up_proj.weight"
+    places_of_name = [place for place, piece in enumerate(own) if piece.hf_name == name]
+    assert found[name] == 8 * sum(places_of_name), "8 parts, each held by 32 ranks"
+    rows[200 * len(own) + 20_000, 0] += 1
+    with refused(SyncMismatch, field=("rank 200", own[20_000].hf_name)):
+        tensor_digests([None] * len(own), held, shapes, world_group())
 
 
 def test_tensors_that_differ_are_named() -> None:

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.collective import CheckpointWriter, TransientSaveError, decide_together
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk, SaveError
-from rlhf_mcore.checkpoint.housekeeping import tidy
+from rlhf_mcore.checkpoint.housekeeping import Retention, best_rule, tidy
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
-from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, read_manifest
-from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.triggers import SignalRequests, Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
+from rlhf_mcore_contrib.archive.archiver import Archiver
+from rlhf_mcore_contrib.deltas import write as write_deltas
 from tests.unit.checkpoint.saving import FailingDisk, complete
 from tests.unit.parallel.world import world
 
@@ -47,7 +46,7 @@ def test_a_save_and_what_the_manifest_says_of_it(tmp_path: Path) -> None:
 
 
 def test_deltas_between_full_saves_are_read_back_and_outlive_retention(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, full_every=3)
+    writer = CheckpointWriter(tmp_path, deltas=write_deltas, full_every=3)
     kinds = []
     for step in range(1, 6):
         info = writer.next_info(step, {})
@@ -110,7 +109,7 @@ def test_fault_07_the_link_moves_whatever_is_switched_on(
     config = CheckpointConfig(save_steps=1, metric_for_best_model=metric, save_total_limit=1, keep_every=keep_every)
     triggers = Triggers(config, 4, tmp_path)
     triggers.begin()
-    writer = CheckpointWriter(tmp_path, full_every=2 if delta else 1)
+    writer = CheckpointWriter(tmp_path, deltas=write_deltas if delta else None, full_every=2)
     archiver = Archiver(tmp_path) if archive else None
     for step, reward in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
         metrics = {"evaluate/reward": reward}
@@ -125,7 +124,7 @@ def test_fault_07_the_link_moves_whatever_is_switched_on(
             writer.finish(info, partial, entries, error)
         else:
             writer.save(info, write)
-        triggers.saved(step, 0.1)
+        triggers.record_save(step, 0.1)
         notes = tidy(tmp_path, Retention(1, keep_every), best_rule(triggers.config), Disk(), archiver)
         assert not any("could not" in note for note in notes)
         assert linked_step(tmp_path, "latest") == step

@@ -1,3 +1,5 @@
+"""Reading deltas, which the plug-in writes. Its own tests are in contrib/deltas/tests."""
+
 from __future__ import annotations
 
 import json
@@ -7,16 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlhf_mcore.checkpoint import delta_files
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
-from rlhf_mcore.checkpoint.delta import choose_base, encode, is_weight_file, readable, verify_chain
-from rlhf_mcore.checkpoint.delta_files import restore_file
+from rlhf_mcore.checkpoint.delta import readable, restore_file, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import recover
 from rlhf_mcore.checkpoint.layout import scan_transitional
 from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo, base_of, files_below
-from rlhf_mcore.checkpoint.retention import Retention, prune
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore_contrib.deltas.write import choose_base, encode
 from tests.unit.checkpoint.saving import complete
 
 Weights = dict[str, np.ndarray]
@@ -131,40 +131,6 @@ def test_tensors_may_be_new_or_gone_or_of_another_shape_or_in_other_files(tmp_pa
         loaded |= load_file(path)
     assert loaded.keys() == after.keys()
     assert all(loaded[name].tobytes() == value.tobytes() for name, value in after.items())
-
-
-def test_long_tensors_are_cut_into_chunks_that_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_files, "CHUNK_BYTES", 1024)
-    before = weights()
-    save(tmp_path, 10, before)
-    delta = save(tmp_path, 20, updated(before), choose_base(tmp_path, 10))
-    loaded = load_file(readable(delta) / "model-0.safetensors")
-    assert all(loaded[name].tobytes() == value.tobytes() for name, value in updated(before).items())
-
-
-def test_unchanged_weights_take_next_to_nothing(tmp_path: Path) -> None:
-    same = {"w": np.random.default_rng(0).normal(size=2**18).astype(np.float32)}
-    save(tmp_path, 10, same)
-    delta = save(tmp_path, 20, same, choose_base(tmp_path, 10))
-    assert (delta / "actor" / "model-0.safetensors.delta").stat().st_size < 2**20 / 1000
-
-
-@pytest.mark.parametrize("limit", [None, 1])
-def test_every_so_many_saves_is_a_full_one_whatever_retention_removes(tmp_path: Path, limit: int | None) -> None:
-    kinds = []
-    for step in range(1, 8):
-        base = choose_base(tmp_path, 3)
-        save(tmp_path, step, weights(step), base)
-        prune(tmp_path, Retention(limit), Disk())
-        kinds.append(base.name if base else "full")
-    one, four = "checkpoint-1", "checkpoint-4"
-    assert kinds == ["full", one, one, "full", four, four, "full"]
-    assert choose_base(tmp_path, 1) is None
-
-
-def test_training_state_and_other_files_are_not_weights() -> None:
-    names = ["actor/model.safetensors", "critic/model-1.safetensors", "actor/training/m.safetensors", "rng.safetensors"]
-    assert [is_weight_file(name) for name in names] == [True, True, False, False]
 
 
 def test_a_base_that_is_missing_or_changed_is_named(pair: tuple[Path, Path, dict[str, bytes]], tmp_path: Path) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.checkpoint import formats
+from rlhf_mcore.checkpoint import manifest
 from rlhf_mcore.checkpoint.layout import TRAINER_STATE
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.trainer.saved_state import check_counts, read_inputs, read_step
+from rlhf_mcore.trainer.run_state import check_counts, read_inputs, read_step
 from tests.messages import refused
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2"
 
 
 def test_every_version_has_a_way_to_the_newest() -> None:
-    assert sorted(formats.MIGRATIONS) == list(range(1, formats.VERSION))
+    assert sorted(manifest.MIGRATIONS) == list(range(1, manifest.VERSION))
 
 
 def test_a_checkpoint_of_version_1_is_read_as_one_of_today() -> None:
@@ -34,18 +34,18 @@ def test_migrations_are_applied_one_after_the_other(monkeypatch: pytest.MonkeyPa
         assert content["inputs"] is None  # what the step before has added
         return {**content, "document": document}
 
-    monkeypatch.setattr(formats, "VERSION", 3)
-    monkeypatch.setitem(formats.MIGRATIONS, 2, third)
-    found = formats.migrate(Path("checkpoint-1", TRAINER_STATE), {"step": 1}, 1)
+    monkeypatch.setattr(manifest, "VERSION", 3)
+    monkeypatch.setitem(manifest.MIGRATIONS, 2, third)
+    found = manifest.migrate(Path("checkpoint-1", TRAINER_STATE), {"step": 1}, 1)
     assert found == {"step": 1, "inputs": None, "recent": [], "document": TRAINER_STATE}
-    assert formats.migrate(Path(TRAINER_STATE), {"inputs": None}, 2)["document"] == TRAINER_STATE
-    assert formats.migrate(Path(TRAINER_STATE), {"step": 1}, 3) == {"step": 1}
+    assert manifest.migrate(Path(TRAINER_STATE), {"inputs": None}, 2)["document"] == TRAINER_STATE
+    assert manifest.migrate(Path(TRAINER_STATE), {"step": 1}, 3) == {"step": 1}
 
 
 @pytest.mark.parametrize("version", [0, 3, -1, 1.0, True, "1", None, [1]])
 def test_a_version_of_the_future_or_of_no_release_is_refused(version: object) -> None:
     with refused(ConfigError, field="manifest.json", value=(1, 2), remedy="release"):
-        formats.migrate(Path("manifest.json"), {}, version)
+        manifest.migrate(Path("manifest.json"), {}, version)
 
 
 @pytest.mark.parametrize(

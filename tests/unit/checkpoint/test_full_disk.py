@@ -162,7 +162,7 @@ def test_fault_12_slow_storage_ends_a_run_before_its_time_limit(tmp_path: Path) 
         decision = triggers.decide(step, {})
         began = now[0]
         writer.save(CheckpointInfo(step), writes(1), KIB)
-        triggers.saved(step, now[0] - began)
+        triggers.record_save(step, now[0] - began)
         if decision.stop:
             break
     assert decision.stop and step > 1

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.checkpoint.archive import pack
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.commit import Permissions
-from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, verify
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -63,8 +61,3 @@ def test_the_modes_of_files_and_directories(
     assert verify(checkpoint) == []
     assert {name: mode(checkpoint / name) for name in FILES} == dict(zip(FILES, files, strict=True))
     assert {name: mode(checkpoint / name) for name in FOLDERS} == dict(zip(FOLDERS, folders, strict=True))
-
-
-@pytest.mark.parametrize(("setting", "expected"), [(None, 0o644), ("private", 0o600), ("0640", 0o640)])
-def test_an_archive_is_as_private_as_its_most_private_file(tmp_path: Path, setting: str | None, expected: int) -> None:
-    assert mode(pack(save(tmp_path, setting), tmp_path / "archive", Disk())) == expected

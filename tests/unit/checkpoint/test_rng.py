@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_mcore.checkpoint import rng, saved_rng
+from rlhf_mcore.checkpoint import rng
 from rlhf_mcore.checkpoint.layout import RNG_FILE
 from rlhf_mcore.config.errors import ConfigError
 from tests.messages import refused
@@ -35,9 +35,9 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     np.random.seed(1)
     torch.manual_seed(1)
     assert draw() != expected[0]
-    found = saved_rng.read_states(tmp_path, rank=0, world_size=1)
+    found = rng.read_states(tmp_path, rank=0, world_size=1)
     assert found is not None
-    saved_rng.restore(found)
+    rng.restore(found)
     assert [draw(), draw()] == expected
 
 
@@ -46,7 +46,7 @@ def test_further_generators_are_kept_beside(tmp_path: Path) -> None:
     states = rng.gather_states({**rng.capture(), "tracker/model": torch.arange(5, dtype=torch.uint8)})
     assert states is not None and "rank-0/tracker/model" in states
     (tmp_path / RNG_FILE).write_bytes(rng.encode(states))
-    found = saved_rng.read_states(tmp_path, 0, 1)
+    found = rng.read_states(tmp_path, 0, 1)
     assert found is not None and found["tracker/model"].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -64,18 +64,18 @@ def test_each_rank_gets_its_own_and_another_number_of_ranks_none(tmp_path: Path)
     states = {f"rank-{r}/{name}": state.clone() for r in range(12) for name, state in mine.items()}
     states["rank-1/numpy.gauss"] = torch.tensor([0.5], dtype=torch.float64)
     (tmp_path / RNG_FILE).write_bytes(rng.encode(states))
-    found = saved_rng.read_states(tmp_path, rank=1, world_size=12)
+    found = rng.read_states(tmp_path, rank=1, world_size=12)
     assert found is not None and found["numpy.gauss"].tolist() == [0.5]
-    assert saved_rng.read_states(tmp_path, rank=1, world_size=4) is None
-    assert saved_rng.read_states(tmp_path, rank=1, world_size=16) is None
+    assert rng.read_states(tmp_path, rank=1, world_size=4) is None
+    assert rng.read_states(tmp_path, rank=1, world_size=16) is None
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     with refused(ConfigError, field="rng.safetensors"):
-        saved_rng.read_states(tmp_path, 0, 1)
+        rng.read_states(tmp_path, 0, 1)
     (tmp_path / RNG_FILE).write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
-        saved_rng.read_states(tmp_path, 0, 1)
+        rng.read_states(tmp_path, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_a_state_that_no_generator_can_have_is_named(tmp_path: Path, name: str, 
         states[f"rank-0/{name}"] = state
     (tmp_path / RNG_FILE).write_bytes(rng.encode(states))
     with refused(ConfigError, field="rng.safetensors", value="rank-0"):
-        saved_rng.read_states(tmp_path, 0, 1)
+        rng.read_states(tmp_path, 0, 1)

@@ -50,7 +50,7 @@ def reasons(triggers: Triggers, steps: range) -> dict[int, tuple[str, ...]]:
     for step in steps:
         decision = triggers.decide(step, {})
         if decision.save:
-            triggers.saved(step, 0.0)
+            triggers.record_save(step, 0.0)
             out[step] = decision.reasons
     return out
 
@@ -74,7 +74,7 @@ def test_every_n_minutes_since_the_last_save_whatever_its_reason(make: Make, clo
         if decision.save:
             saved[step] = decision.reasons
             clock.now += 100  # the save itself does not count
-            triggers.saved(step, 100)
+            triggers.record_save(step, 100)
     assert saved == {3: ("minutes",), 4: ("steps",), 7: ("minutes",), 8: ("steps",)}
 
 
@@ -118,7 +118,7 @@ def test_smaller_may_be_better(make: Make) -> None:
 def test_a_best_model_that_could_not_be_saved_is_not_the_best(make: Make) -> None:
     triggers = make(metric_for_best_model=ACCURACY)
     triggers.decide(1, {ACCURACY: 0.5})
-    triggers.saved(1, 1.0)
+    triggers.record_save(1, 1.0)
     decision = triggers.decide(2, {ACCURACY: 0.9})
     triggers.not_saved(decision)
     assert (triggers.best_value, triggers.best_step) == (0.5, 1)
@@ -136,7 +136,7 @@ def test_a_file_asks_once(make: Make, tmp_path: Path) -> None:
     (tmp_path / "SAVE").touch()
     assert triggers.decide(1, {}).reasons == ("request",)
     assert (tmp_path / "SAVE").exists()  # until it is served: the save may fail
-    triggers.saved(1, 0.0)
+    triggers.record_save(1, 0.0)
     assert not (tmp_path / "SAVE").exists()
     assert not triggers.decide(2, {}).save
 
@@ -146,7 +146,7 @@ def test_a_file_that_was_touched_while_saving_asks_again(make: Make, tmp_path: P
     (tmp_path / "SAVE").touch()
     triggers.decide(1, {})
     os.utime(tmp_path / "SAVE", ns=(1, 1))
-    triggers.saved(1, 0.0)
+    triggers.record_save(1, 0.0)
     assert triggers.decide(2, {}).reasons == ("request",)
 
 
@@ -161,7 +161,7 @@ def test_signals_ask_for_a_save_or_an_end(make: Make) -> None:
 def test_a_saved_step_is_not_saved_twice(make: Make) -> None:
     triggers = make(save_steps=1)
     assert triggers.decide(1, {}).save
-    triggers.saved(1, 0.0)
+    triggers.record_save(1, 0.0)
     assert triggers.decide(1, {}, stop_requested=True) == Decision(stop=True)
 
 
@@ -173,7 +173,7 @@ def test_fault_17_the_run_saves_while_a_step_and_a_save_still_fit(make: Make, cl
         decision = triggers.decide(step, {})
         if decision.save:
             clock.now += 60
-            triggers.saved(step, 60)
+            triggers.record_save(step, 60)
         if decision.stop:
             break
     # Saves end at 260, 520 and 780 s, step 7 at 880: one more step and a save, times 1.25, would end at 1080.
@@ -234,7 +234,7 @@ def test_fault_17_a_save_is_measured_while_there_is_time(make: Make, clock: Cloc
         if decision.save:
             saved[step] = decision.reasons
             clock.now += 200
-            triggers.saved(step, 200)
+            triggers.record_save(step, 200)
         if decision.stop:
             break
     assert saved == {6: ("measure",), 7: ("deadline",)}
@@ -248,7 +248,7 @@ def test_fault_17_a_save_that_is_due_now_counts_too(make: Make, clock: Clock) ->
         clock.now += 10
         decision = triggers.decide(step, {})
         clock.now += 300
-        triggers.saved(step, 300)
+        triggers.record_save(step, 300)
         if decision.stop:
             break
     # At 630 s a save, a step and a save, times 1.25, would end at 1392: the second save is the last one, not the third.
@@ -267,7 +267,7 @@ def test_the_state_is_plain_json_and_goes_on_where_it_was(make: Make, clock: Clo
     clock.now += 20
     first.decide(4, {ACCURACY: 0.7})
     state = json.loads(json.dumps(first.state_dict()))  # as it goes into the very checkpoint
-    first.saved(4, 8.0)
+    first.record_save(4, 8.0)
     second = make(metric_for_best_model=ACCURACY)
     second.load_state_dict(state)
     assert (second.best_value, second.best_step, second.step_s.seconds) == (0.7, 4, 20)

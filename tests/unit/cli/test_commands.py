@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from rlhf_mcore.cli import main as main_module
-from rlhf_mcore.cli import train
+from rlhf_mcore.cli import saved_checkpoint, train
 from rlhf_mcore.config.document import receive
+from tests.messages import assert_names
+from tests.unit.checkpoint.saving import save
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -95,8 +97,10 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
         "forward_tokens": None,
         "logit_chunk_tokens": None,
         "packing": True,
+        "share_prefixes": True,
         "world_size": None,
         "threads_per_rank": 1,
+        "bind_numa": "auto",
         "max_bad_updates": 5,
         "collective_timeout_s": 1800,
         "watchdog_s": 3600,
@@ -108,10 +112,10 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
 
 
 def test_print_config_shows_a_wrong_tree_too(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["run.yaml", "trainer.num_steps=0", "--print-config"]) == 2
+    assert train.main(["run.yaml", "rollout.sampling.n=1", "--print-config"]) == 2
     shown = capsys.readouterr()
-    assert yaml.safe_load(shown.out)["trainer"]["num_steps"] == 0
-    assert shown.err == "error: trainer.num_steps=0 is out of range; it must be at least 1\n"
+    assert yaml.safe_load(shown.out)["rollout"]["sampling"]["n"] == 1
+    assert_names(shown.err, field="rollout.sampling.n", value=1, remedy="2 or more")
 
 
 def test_a_good_config_is_launched_with_its_own_arguments(
@@ -214,7 +218,7 @@ def test_ctrl_c_before_anything_was_made_leaves_nothing(
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlhf_mcore.rewards.trial.check_reward", interrupted)
+    monkeypatch.setattr("rlhf_mcore.rewards.start_trial.check_reward", interrupted)
     assert main_module.main(["train", "run.yaml", "trainer.prompts_per_step=1"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n" and not Path("outputs").exists()
 
@@ -227,7 +231,7 @@ def test_a_reward_that_is_slow_is_told_of_before_anything_starts(
         say(f"trying it on rows of {name}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlhf_mcore.rewards.trial.check_reward", slow)
+    monkeypatch.setattr("rlhf_mcore.rewards.start_trial.check_reward", slow)
     arguments = [
         "trainer.prompts_per_step=1",
         "data.eval=${data.train}",
@@ -240,9 +244,10 @@ def test_a_reward_that_is_slow_is_told_of_before_anything_starts(
 
 def test_a_path_that_is_no_text_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run\udcff"  # how Python holds the byte 0xff
-    run.mkdir()
+    save(run, 20)
+    monkeypatch.setattr(saved_checkpoint, "check_saved", lambda checkpoint, weights: None)  # the files are texts
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr("sys.stdout", output)
-    assert main_module.main(["pin", str(run)]) == 0
+    assert main_module.main(["verify-checkpoint", str(run)]) == 0
     output.flush()
-    assert output.buffer.getvalue().endswith(rb"/run\udcff has no pins" + b"\n")  # type: ignore[attr-defined]
+    assert rb"/run\udcff/checkpoint-20: intact" in output.buffer.getvalue()  # type: ignore[attr-defined]

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rich.console
+import torch
+import torch.distributed as dist
 
-from rlhf_mcore.cli.compose import OpenRun
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.compose import OpenRun, explain_out_of_memory
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory
-from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.throughput import Timers
+from rlhf_mcore.residency.ledger import OutOfDeviceMemory
+from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.record import RunRecord
+from tests.late_device import LateCuda, LatePlatform
 
 
 def test_a_number_that_was_not_finite_before_is_left_out_of_the_table(tmp_path: Path) -> None:
@@ -55,3 +64,30 @@ def test_a_run_whose_rewards_were_all_zero_says_what_to_do(
     assert (
         "every reward was 0, so nothing was learned" in printed and "rlhf-mcore reward-test" in printed
     ) is is_hinted
+
+
+def test_a_device_out_of_memory_is_compared_with_the_plan(
+    monkeypatch: pytest.MonkeyPatch, late_cuda: LateCuda, tmp_path: Path
+) -> None:
+    """Of 24 GiB 16.5 are used, and torch has reserved 10. AdamW has 8 bytes for each of 494 million weights: 3.7 GiB."""
+    configs = Path(__file__).resolve().parents[3] / "configs"
+    own = [f"model.path={configs}/models/Qwen2.5-0.5B-Instruct", "data.train=x.jsonl", "algorithm.kl.coef=0"]
+    cfg = resolve(load_config(configs / "base.yaml", own))
+    late_cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=24 * 2**30)
+    late_cuda.mem_get_info = lambda: (15 * 2**29, 24 * 2**30)
+    late_cuda.memory_reserved = lambda: 10 * 2**30
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    sharing = DeviceSharing(LatePlatform())
+    record = RunRecord(Timers(), 0, memory=sharing)
+    with (
+        pytest.raises(OutOfDeviceMemory) as caught,
+        explain_out_of_memory(cfg, record, sharing),
+        record.phase("update"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    told = exit_codes.cause(caught.value)
+    assert "out of memory in phase update: CUDA out of memory. Tried to allocate 2.00 GiB." in told
+    assert "outside torch (CUDA, NCCL, other processes): 6.5 GiB" in told
+    rows = {line[:13].rstrip(): line for line in told.splitlines()}
+    assert "22.6" in rows["actor update"], "94 % of the device"
+    assert "moments 3.7" in told and "generate" in rows and "docs/faq.md" in told

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.cli import agent, exit_codes
-from rlhf_mcore.cli.report_listener import RankReports
+from rlhf_mcore.cli.rank_files import RankFiles
+from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.files import full_disks
 from tests.small_disk import small_disk
 
@@ -49,14 +50,13 @@ def test_fault_37_torchruns_file_is_whole_or_not_there(
 
 
 def test_fault_37_the_launcher_is_told_where_no_file_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = RankReports(lambda _pid: False)
-    for name, value in {**reports.environment, "RANK": "1", "LOCAL_RANK": "1"}.items():
+    files = RankFiles(lambda _pid: False)
+    for name, value in {rank_file.VARIABLE: files.make(1), "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    exit_codes.Reporter().announce_process(os.getpid(), 1)
+    rank_file.note_start()
     monkeypatch.setattr("sys.stderr", FullLog())
     assert exit_codes.report(RuntimeError("the cause")) == 1
-    reports.read(1.0)
-    assert [(entry.rank, entry.text) for entry in reports.failures] == [(1, "RuntimeError: the cause")]
+    assert {rank: told["message"] for rank, told in files.read().items()} == {1: "RuntimeError: the cause"}
 
 
 def test_fault_37_a_librarys_error_names_the_full_temporary_folder(

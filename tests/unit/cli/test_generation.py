@@ -47,6 +47,7 @@ class Sleeping:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.warnings = ("no FlashInfer",)
         self.rank, self.parts, self.engine_bytes, self.sleep_level = None, [object()], 0, 2
 
     @property
@@ -54,6 +55,12 @@ class Sleeping:
         return torch.nn.Linear(2, 2)
 
     def settle(self) -> None: ...
+
+    def kernels(self) -> dict[str, str]:
+        return {"engine attention": "CPU_ATTN"}
+
+    def pop_preemptions(self) -> int:
+        return 0
 
     def close(self) -> None: ...
 
@@ -74,23 +81,23 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
     shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = Sleeping()
-    engine.parts, engine.trained = engine.parts if shares else [], None
+    engine.parts, engine.trained, engine.adapter_geometry = engine.parts if shares else [], None, None
     engine.spec = SimpleNamespace(geometry=SimpleNamespace(trunk=None))
     engine_map = object()
 
-    def trace(model: Any, shapes: Any, quantisation: None) -> Any:
+    def trace(model: Any, shapes: Any, weights: str, **options: Any) -> Any:
         engine.told.append("traced")
         return engine_map
 
-    def plan(*_: Any, traced: Any, **options: Any) -> Any:
-        assert traced is engine_map
+    def plan(sent: Any, weights: Any, *_: Any) -> Any:
+        assert weights.traced is engine_map
         engine.told.append("planned")
         return SimpleNamespace()
 
-    cfg = Config()
+    cfg, notes = Config(), list[str]()
     run: Any = SimpleNamespace(
         cfg=cfg,
-        record=SimpleNamespace(memory=engine, progress=lambda text: None),
+        record=SimpleNamespace(memory=engine, progress=lambda text: None, beat=None, note=notes.append),
         stack=ExitStack(),
         platform=None,
         dtype="fp32",
@@ -100,10 +107,12 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
         "EngineModel": SimpleNamespace(of=lambda *_: None),
         "hf_shapes": lambda _: {},
         "part_of": lambda *_: [],
-        "engine_map": trace,
+        "map_engine": trace,
         "PlannedBridge": plan,
         "world_group": lambda: None,
-        "nodes": lambda: None,
+        "all_gather_json": lambda own: [own, own],
+        "find_machines": lambda: None,
+        "SharedProgress": lambda limit_s, beat: SimpleNamespace(note=("notes", limit_s), wait="waits"),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(generation, name, fake)
@@ -111,5 +120,7 @@ def test_an_engine_is_traced_with_its_first_weights_and_the_bridge_planned_while
     rewards: Any = SimpleNamespace(graders=None, add_model=None)
     data: Any = SimpleNamespace(decode=None, train=None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    generation.build_colocated(run, actor, rewards, None, data)  # type: ignore[arg-type]
+    built = generation.build_colocated(run, actor, rewards, None, data)  # type: ignore[arg-type]
+    assert engine.on_progress == ("notes", cfg.trainer.collective_timeout_s) and built.worker.wait == "waits"  # type: ignore[comparison-overlap]
+    assert notes == ["vllm: no FlashInfer"] and built.kernels == {"engine attention": "CPU_ATTN"}
     assert engine.told == ["traced", *["sleeps"] * shares, "models come", "planned"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import rlhf_mcore.trainer.earlier_checkpoint  # noqa: F401  # else it is first imported here, and keeps a replaced verify_chain
+import rlhf_mcore.trainer.resume  # noqa: F401  # else it is first imported here, and keeps a replaced verify_chain
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.cli.preflight import logs_directory
@@ -70,10 +70,11 @@ def test_a_finished_run_says_so_and_nothing_is_started(
         ("data.train=[train.jsonl,train.jsonl]", "data.train[1] was not there and is train.jsonl"),
     ],
 )
-def test_a_finished_run_from_something_else_is_refused(
-    launched: list[Path], capsys: pytest.CaptureFixture[str], change: str, problem: str
+@pytest.mark.parametrize("step", [12, 100])
+def test_a_run_from_something_else_is_refused_whether_it_is_finished_or_not(
+    launched: list[Path], capsys: pytest.CaptureFixture[str], step: int, change: str, problem: str
 ) -> None:
-    make_checkpoint(100)
+    make_checkpoint(step)
     assert train(change) == 2 and launched == []
     told = capsys.readouterr()
     assert problem in told.err and "start a new experiment" in told.err and told.out == ""
@@ -114,6 +115,15 @@ def test_a_directory_in_use_is_found(launched: list[Path], capsys: pytest.Captur
     assert train() == 0 and len(launched) == 1
 
 
+def test_a_directory_is_in_use_from_the_first_check_of_a_launcher_on(
+    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *_, **__: codes.append(train()) or 0)
+    assert train() == 0 and codes == [2]
+    assert f"in use by another run (process {os.getpid()}" in capsys.readouterr().err
+
+
 def test_a_directory_that_cannot_be_written_is_found(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     Path("outputs").mkdir()
     Path("outputs/rlhf_mcore").write_text("")
@@ -149,7 +159,7 @@ def test_a_run_that_was_killed_before_its_best_model_was_evaluated_is_not_finish
 ) -> None:
     make_checkpoint(60)
     make_checkpoint(100)
-    monkeypatch.setattr("rlhf_mcore.cli.continuing.find_best", lambda checkpoints, rule: checkpoints[0])
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.find_best", lambda checkpoints, rule: checkpoints[0])
     ends_with_best = ["checkpoint.load_best_model_at_end=true", "checkpoint.metric_for_best_model=evaluate/reward"]
     ends_with_best += ["data.eval=[train.jsonl]"]
     lines = ['{"step": 60, "final/step": 40}', '{"step": 100, "evaluate/reward": 1.0}', '{"step": 100, "fin']
@@ -295,6 +305,23 @@ def test_an_environment_is_loaded_and_a_short_episode_warned_of_before_anything_
     for quiet in ("environment.max_tokens=256", "environment.max_turns=1"):
         assert train(*changes, quiet) == 0
         assert "warning" not in capsys.readouterr().out
+
+
+def test_rules_that_score_nothing_are_one_line(
+    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text("def grade(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    monkeypatch.setattr("rlhf_mcore.rewards.start_trial.check_reward", lambda *given: None)
+    for changes, line in [
+        (["reward.function=mine.py:grade", "reward.rules=math"], "reward.rules has no effect, because reward.function"),
+        (["reward.remote.url=http://127.0.0.1:9", "reward.rules=math"], "because reward.remote.url replaces it"),
+        (["reward.sources={a: [{name: math}]}", "reward.rules=boxed"], "because reward.sources replaces it"),
+        (["reward.function=mine.py:grade"], None),
+        (["reward.rules=math"], None),
+    ]:
+        assert train(*changes) == 0
+        warnings = [text for text in capsys.readouterr().out.splitlines() if text.startswith("warning: ")]
+        assert len(warnings) == (line is not None) and all(str(line) in text for text in warnings), warnings
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,26 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.bridge.files import saved_model
+from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import scan
-from rlhf_mcore.checkpoint.manifest import files_below, hash_files, read_manifest, write_manifest
+from rlhf_mcore.checkpoint.manifest import (
+    DELTA,
+    Base,
+    CheckpointInfo,
+    files_below,
+    hash_files,
+    read_manifest,
+    write_manifest,
+)
+from rlhf_mcore.cli import saved_checkpoint
 from rlhf_mcore.cli.main import main
-from rlhf_mcore.cli.saved_checkpoint import check_saved
+from rlhf_mcore.cli.saved_checkpoint import SharedChecker, answer, check_saved
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.trainer.resume import find_start
 from rlhf_mcore.trainer.run_state import Start
+from rlhf_mcore_contrib.deltas.write import encode
 from tests.messages import refused
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
@@ -135,7 +146,14 @@ def seal_again(checkpoint: Path, step: int = 2) -> None:
 
 def start(run: Path, **settings: Any) -> Start:
     config = (SAMPLE / "checkpoint-2" / "config.yaml").read_text()
-    return find_start(run, CheckpointConfig(**settings), config, check_saved=check_saved)
+
+    def ask(request: Any) -> list[Any]:
+        return [json.loads(json.dumps(answer(json.loads(json.dumps(request)), rank, 3))) for rank in range(3)]
+
+    def checker() -> SharedChecker:
+        return SharedChecker(ask, values=settings.get("verify", True))
+
+    return find_start(run, CheckpointConfig(**settings), config, checker=checker)
 
 
 def test_what_a_run_has_saved_is_fine(run: Path) -> None:
@@ -152,8 +170,11 @@ def test_fault_11_and_23_a_resume_falls_back_says_why_and_keeps_it_aside(
     seal_again(run / "checkpoint-2")
     assert main(["verify-checkpoint", str(run / "checkpoint-2")]) == 2
     capsys.readouterr()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as of_all_ranks:
         start(run, resume=str(run / "checkpoint-2"))
+    with pytest.raises(ConfigError) as of_one:
+        check_saved(run / "checkpoint-2", {model: run / "checkpoint-2" / model for model in ("actor", "critic")})
+    assert str(of_all_ranks.value) == f"{run / 'checkpoint-2'} is damaged: {of_one.value}"
     with pytest.raises(ConfigError, match=message):
         start(run, on_damaged="error")
     assert [checkpoint.step for checkpoint in scan(run)] == [1, 2], "nothing was touched"
@@ -242,7 +263,7 @@ def test_links_that_lead_to_themselves_are_damage(run: Path) -> None:
 def test_an_index_that_was_added_is_neither_resumed_from_nor_evaluated(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *arguments, **options: 7)
+    monkeypatch.setattr("rlhf_mcore.commands.evaluate.command.launch", lambda *arguments, **options: 7)
     arguments = ["evaluate", "run.yaml", "data.eval=[train.jsonl]", f"evaluate.checkpoint={run / 'checkpoint-2'}"]
     index = run / "checkpoint-2" / "actor" / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"model.norm.weight": "../../../model.safetensors"}}')
@@ -254,8 +275,47 @@ def test_an_index_that_was_added_is_neither_resumed_from_nor_evaluated(
     assert "a path outside the directory" in capsys.readouterr().err
 
 
-def test_master_weights_are_what_the_weights_were_rounded_from(run: Path) -> None:
+def nothing_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the first rank fail if it reads or restores what the ranks have read or restored together."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("this was read already")
+
+    monkeypatch.setattr(HFReader, "read", fail)
+    monkeypatch.setattr(saved_checkpoint, "hash_file", fail)
+    monkeypatch.setattr(saved_model, "value_problem", fail)
+
+
+def test_ranks_restore_a_delta_and_look_at_it_together(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = run / "checkpoint-2"
+    whole = (checkpoint / "actor/model.safetensors").read_bytes()
+
+    def save_as_delta() -> None:
+        names = [name for name in files_below(checkpoint) if name != "manifest.json"]
+        base = Base("checkpoint-1", read_manifest(run / "checkpoint-1").digest)
+        paths = encode(checkpoint, names, run / "checkpoint-1")
+        write_manifest(checkpoint, hash_files(checkpoint, paths), CheckpointInfo(2, DELTA, base), Disk())
+
+    save_as_delta()
+    with monkeypatch.context() as patches:
+        nothing_is_read_again(patches)
+        found = start(run)
+    assert found.step == 2 and found.weights["actor"] != checkpoint / "actor"
+    assert (found.weights["actor"] / "model.safetensors").read_bytes() == whole
+    for path in checkpoint.glob("*/*.delta*"):
+        path.unlink()
+    for model in ("actor", "critic"):
+        shutil.copy(SAMPLE / "checkpoint-2" / model / "model.safetensors", checkpoint / model)
+    DAMAGES["NaN in the weights"][0](checkpoint)
+    save_as_delta()
+    found = start(run)
+    assert found.step == 1
+    assert f"tensor {NORM} has values that are not finite" in " ".join(found.notes)
+
+
+def test_master_weights_are_what_the_weights_were_rounded_from(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sample as a run with 16-bit parameters would have saved it."""
+    nothing_is_read_again(monkeypatch)
     checkpoint = run / "checkpoint-2"
     weights = load_file(checkpoint / "actor" / "model.safetensors")
     save_file(

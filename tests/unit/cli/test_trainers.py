@@ -13,7 +13,7 @@ from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config, RewardConfig
-from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.throughput import Timers
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.run_state import Start
@@ -27,7 +27,7 @@ def test_a_bad_reward_function_is_found_before_data_and_models(tmp_path: Path, m
     def built(*given: Any, **more: Any) -> Any:
         raise AssertionError("a model was built, or data read")
 
-    for name in ("ModelBuilder", "load_tokenizer", "load_prompts"):
+    for name in ("ModelBuilder", "load_prompt_data"):
         monkeypatch.setattr(trainers, name, built)
     (tmp_path / "mine.py").write_text("def grade(text):\n    return 1.0\n")
     cfg = resolve(Config(reward=RewardConfig(function=f"{tmp_path / 'mine.py'}:grade")))
@@ -50,10 +50,10 @@ def test_machines_are_told_apart(
 ) -> None:
     monkeypatch.setenv("GROUP_RANK", str(numbers[0]))
     monkeypatch.setattr(generation, "all_gather_json", lambda mine: numbers if mine == 0 else [])
-    assert generation.nodes() == expected
+    assert generation.find_machines() == expected
 
 
 def test_without_torchrun_there_is_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GROUP_RANK", raising=False)
     monkeypatch.setattr(generation, "all_gather_json", lambda mine: [mine] * 4)
-    assert generation.nodes() is None
+    assert generation.find_machines() is None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,12 +23,12 @@ from rlhf_mcore.cli.main import main
 from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.commands.evaluate.weights import open_weights, weight_sketches
 from rlhf_mcore.commands.push.command import collect
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.evaluation import ShardedModel, find_sharded
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.families.adapters import hf_names
 from rlhf_mcore.geometry import AdapterSizes, Shard, StateShard
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
+from rlhf_mcore.readers.model_files import read_geometry
 from tests.messages import refused
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2"
@@ -162,13 +163,28 @@ def test_evaluation_reads_the_model_with_its_adapters(checkpoint: Path, tmp_path
 
 
 def test_what_is_pushed_names_no_path_of_this_machine(checkpoint: Path, tmp_path: Path) -> None:
-    upload = collect(checkpoint, "org/name", tmp_path / "scratch")
-    assert sorted(upload.files) == ["README.md", ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json"]
-    content = upload.files[ADAPTER_CONFIG]
-    assert isinstance(content, bytes) and json.loads(content)["base_model_name_or_path"] == "base"
-    assert "library_name: peft" in upload.card and "--enable-lora" in upload.card and str(tmp_path) not in upload.card
+    card = collect(checkpoint, "org/name", folder := tmp_path / "upload")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        ADAPTER_CONFIG,
+        ADAPTER_WEIGHTS,
+        "tokenizer.json",
+    ]
+    assert json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] == "base"
+    assert (folder / ADAPTER_WEIGHTS).read_bytes() == (checkpoint / "actor" / ADAPTER_WEIGHTS).read_bytes()
+    assert "library_name: peft" in card and "--enable-lora" in card and str(tmp_path) not in card
     saved = checkpoint / "actor" / ADAPTER_CONFIG
     saved.write_text(json.dumps(json.loads(saved.read_text()) | {"use_dora": True}))
     seal(checkpoint)
-    card = collect(checkpoint, "org/name", tmp_path / "again").card
+    card = collect(checkpoint, "org/name", tmp_path / "again")
     assert "--enable-lora" not in card and "--from hf --to hf name merged --merge" in card, "vLLM adds no magnitudes"
+
+
+def test_rules_that_a_function_replaced_are_not_in_the_card(checkpoint: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load((checkpoint / "config.yaml").read_text())
+    settings["reward"]["rules"] = [{"name": "math"}]
+    for function, expected in ((None, True), ("mine.py:grade", False)):
+        settings["reward"]["function"] = function
+        (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
+        seal(checkpoint)
+        assert ("reward.rules" in collect(checkpoint, "org/name", tmp_path / str(function))) == expected

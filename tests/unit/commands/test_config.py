@@ -80,4 +80,4 @@ def test_a_misspelt_key_or_command_is_told_what_was_meant(capsys: pytest.Capture
     assert command(["trian", "x.yaml"]) == 2
     assert "there is no command trian; did you mean train?" in capsys.readouterr().err
     assert command(["xyz"]) == 2
-    assert "there is no command xyz; there are: train, certify" in capsys.readouterr().err
+    assert "there is no command xyz; there are: train, completion" in capsys.readouterr().err

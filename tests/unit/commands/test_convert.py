@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from rlhf_mcore.bridge.files.formats import convert as core
-from rlhf_mcore.checkpoint import delta, manifest
+from rlhf_mcore.checkpoint import manifest
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.commands.convert import conversion
 from rlhf_mcore.commands.convert.command import main
+from rlhf_mcore_contrib.deltas.write import encode
 from tests.distributed.models import make
 from tests.unit.checkpoint.saving import complete
 
@@ -161,7 +162,7 @@ def test_a_delta_is_made_whole_and_its_base_must_be_what_it_was(
     save_file(tensors, newer / "actor" / "model.safetensors")
     files = [path for path in newer.rglob("*") if path.is_file()]
     base = manifest.Base("checkpoint-5", manifest.read_manifest(checkpoint).digest)
-    delta.encode(newer, files, checkpoint)
+    encode(newer, files, checkpoint)
     seal(newer, manifest.CheckpointInfo(6, manifest.DELTA, base))
     assert not (newer / "actor" / "model.safetensors").exists()
     arguments = ["--from", "checkpoint", "--to", "megatron", str(newer), str(tmp_path / "m"), "--verify"]

@@ -32,6 +32,6 @@ def test_ranks_that_do_not_start_are_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *args, **kwargs: 134)
+    monkeypatch.setattr("rlhf_mcore.commands.doctor.command.launch", lambda *args, **kwargs: 134)
     assert doctor.main(["--ranks", "2"], lambda args, num_ranks: []) == 1
     assert "2 ranks ended with code 134" in capsys.readouterr().out

@@ -9,25 +9,29 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore import machine
-from rlhf_mcore.commands.doctor import storage
+from rlhf_mcore.commands.doctor import hardware
 from rlhf_mcore.commands.doctor.findings import Finding, as_json, as_text, worst
 from rlhf_mcore.commands.doctor.hardware import (
+    DiskProbe,
     check_cores,
     check_gpus,
     check_isolation,
     check_memory,
+    check_numa,
     check_products,
     check_shared_memory,
+    check_storage,
+    judge_disk,
     locked_memory,
     open_files,
 )
-from rlhf_mcore.commands.doctor.storage import DiskProbe, check_storage, judge_disk
 from rlhf_mcore.machine import processor
 from rlhf_mcore.sandbox.run import Level
+from tests.sysfs import make_sysfs
 
 SMI = """\
-NVIDIA H100 80GB HBM3, 81559, 4, 575.57.08, 0
-NVIDIA H100 80GB HBM3, 81559, 60000, 575.57.08, 3
+NVIDIA H100 80GB HBM3, 81559, 4, 575.57.08, 0, 00000000:1B:00.0
+NVIDIA H100 80GB HBM3, 81559, 60000, 575.57.08, 3, 00000000:CA:00.0
 """
 
 
@@ -37,20 +41,20 @@ def by_check(findings: object) -> dict[str, Finding]:
 
 def test_gpus_with_foreign_memory_and_errors_are_named() -> None:
     gpus = machine.parse_gpus(SMI)
-    assert gpus[1] == machine.Gpu("NVIDIA H100 80GB HBM3", 81559, 60000, "575.57.08", 3)
+    assert gpus[1] == machine.Gpu("NVIDIA H100 80GB HBM3", 81559, 60000, "575.57.08", 3, "0000:ca:00.0")
     found = list(check_gpus(gpus))
     assert [(f.check, f.severity) for f in found] == [("gpu", "ok"), ("gpu 1", "warning"), ("gpu 1", "error")]
     assert "60000 of 81559 MiB" in found[1].found and "3 uncorrected" in found[2].found
 
 
 def test_a_gpu_without_error_counters_has_none() -> None:
-    assert machine.parse_gpus("A10, 23028, 0, 550.1, [N/A]\n")[0].uncorrected_errors == 0
+    assert machine.parse_gpus("A10, 23028, 0, 550.1, [N/A], 00000000:00:1E.0\n")[0].uncorrected_errors == 0
 
 
 def test_no_gpu_is_a_note_and_a_broken_driver_an_error() -> None:
     assert [f.severity for f in check_gpus([])] == ["note"]
     assert [f.severity for f in check_gpus("NVML: Driver/library version mismatch")] == ["error"]
-    mixed = machine.parse_gpus("A100, 40960, 0, 1, 0\nH100, 81559, 0, 1, 0\n")
+    mixed = machine.parse_gpus("A100, 40960, 0, 1, 0, 00000000:1B:00.0\nH100, 81559, 0, 1, 0, 00000000:CA:00.0\n")
     assert [f.severity for f in check_gpus(mixed)] == ["warning"]
 
 
@@ -60,6 +64,16 @@ def test_a_failing_nvidia_smi_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
     assert machine.query_gpus() == "Failed to initialize NVML: Unknown Error"
+
+
+def test_numa_nodes_of_gpus_are_shown(tmp_path: Path) -> None:
+    gpus = machine.parse_gpus(SMI)
+    assert check_numa(gpus, {0, 1}, str(tmp_path)).severity == "note"
+    sysfs = make_sysfs(tmp_path, {"0000:1b:00.0": 0, "0000:ca:00.0": 1}, {0: "0-3,8-11", 1: "4-7,12-15"})
+    shown = check_numa(gpus, set(range(16)), sysfs)
+    assert shown.severity == "ok" and "GPU 0 on node 0, GPU 1 on node 1" in shown.found
+    far = check_numa(gpus, {8, 9}, sysfs)
+    assert far.severity == "warning" and far.found.endswith("node of GPU 1") and "taskset" in far.remedy
 
 
 def test_threads_beyond_the_cores_are_a_warning_with_a_number_that_fits() -> None:
@@ -157,7 +171,7 @@ def test_slow_full_and_skewed_disks() -> None:
     good = DiskProbe(free_bytes=5 << 40, bytes_per_s=1e9, commit_s=0.001, skew_s=0.01)
     assert {f.severity for f in judge_disk(Path("/scratch"), good)} == {"ok"}
     assert by_check(judge_disk(Path("/s"), bad, judge_speed=False))["disk speed"].severity == "ok"
-    assert storage.GIB == 1 << 30
+    assert hardware.GIB == 1 << 30
 
 
 def test_text_and_json_say_the_same() -> None:

@@ -9,14 +9,13 @@ import pytest
 from packaging.requirements import Requirement
 
 from rlhf_mcore.commands.doctor import software
-from rlhf_mcore.commands.doctor.findings import Finding
+from rlhf_mcore.commands.doctor.findings import TROUBLES, Finding
 from rlhf_mcore.commands.doctor.software import (
     check_imports,
     check_kernels,
     check_transformer_engine,
     check_versions,
 )
-from rlhf_mcore.commands.doctor.troubles import TROUBLES
 
 WANTED = [
     Requirement(line)

@@ -35,7 +35,7 @@ def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypa
         calls.append((arguments, *others, console))
         return 7
 
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", launch)
+    monkeypatch.setattr("rlhf_mcore.commands.evaluate.command.launch", launch)
     overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "actor.layout.tp=2"]
     assert main_module.main(["evaluate", "run.yaml", *overrides]) == 7
     assert calls == [(["run.yaml", *overrides], 2, 1, "rlhf_mcore.commands.evaluate.command", "auto")]
@@ -52,7 +52,7 @@ def test_a_run_or_checkpoint_is_evaluated_with_its_own_configuration(
         seen.append(receive(arguments.pop().removeprefix("--resolved=")).evaluate)
         return 7
 
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", launch)
+    monkeypatch.setattr("rlhf_mcore.commands.evaluate.command.launch", launch)
     given = ["checkpoint-7", "data.eval=[train.jsonl]", "evaluate.temperature=0.5"]
     assert main_module.main(["evaluate", *given]) == 7
     assert (seen[0].checkpoint, seen[0].temperature) == ("checkpoint-7", 0.5)

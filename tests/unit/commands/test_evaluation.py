@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from rlhf_mcore.checkpoint.delta import choose_base
 from rlhf_mcore.commands.evaluate.evaluation import _settings, _subject, _Task, checked_folder
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.generator_files import inspect_generator
 from rlhf_mcore.config.schema import Config, ModelConfig, RewardConfig, RuleConfig
+from rlhf_mcore.readers.model_files import inspect_generator
+from rlhf_mcore_contrib.deltas.write import choose_base
 from tests.unit.checkpoint.test_delta import save, updated, weights
 
 
@@ -65,4 +65,4 @@ def test_how_rewards_are_computed_starts_no_evaluation_anew(tmp_path: Path, monk
         return _settings(_Task(cfg, "model", tmp_path, [], None), "fp32")
 
     how = settings(workers=3, timeout_s=5.0, memory_gib=1.0, env=["HOME"], on_error="zero")
-    assert how == settings() != settings(rules=[RuleConfig("boxed")])
+    assert how == settings() != settings(rules=[RuleConfig(name="boxed")])

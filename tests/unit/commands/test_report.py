@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.commands.report.command import main
-from rlhf_mcore.commands.report.health import verdicts
-from rlhf_mcore.commands.report.page import content, page
+from rlhf_mcore.commands.report.page import content, page, verdicts
 from rlhf_mcore.commands.report.run_data import different_keys, find_runs, read_run, same_but_for_seeds
 from rlhf_mcore.commands.report.server import ReportServer
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import DESCRIPTIONS
-from rlhf_mcore.config.metric_rules import RULES, Series
+from rlhf_mcore.metrics.rules import RULES, Series
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{ @@DATA@@"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rlhf_mcore.commands.report import images
+from rlhf_mcore.commands.report import run_data
 from rlhf_mcore.commands.report.page import page
 from rlhf_mcore.commands.report.run_data import read_run
 
@@ -88,8 +88,8 @@ def test_of_too_many_images_the_newest_are_kept(bound: str, tmp_path: Path, monk
     files = {digest(number): png(40, 40, (number, 0, 0)) for number in range(4)}
     directory = write_run(tmp_path / "run", files, *([name] for name in files))
     if bound == "number":
-        monkeypatch.setattr(images, "MAX_IMAGES", 2)
+        monkeypatch.setattr(run_data, "MAX_IMAGES", 2)
     else:
         size = len(b64decode(read_run(directory, 100).images[digest(3)].split(",")[1]))
-        monkeypatch.setattr(images, "MAX_BYTES", 2 * size + size // 2)
+        monkeypatch.setattr(run_data, "MAX_BYTES", 2 * size + size // 2)
     assert list(read_run(directory, 100).images) == [digest(3), digest(2)]

@@ -52,6 +52,19 @@ def test_every_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [problem["kind"] for problem in report["problems"]] == ["missing", "size", "extra"]  # no content was read
 
 
+def test_pins_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (20, 30):
+        save(tmp_path, step)
+    (tmp_path / "pins").mkdir()
+    for name in ("good", "better"):
+        (tmp_path / "pins" / name).symlink_to("../checkpoint-20")
+    assert run(tmp_path) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"{tmp_path / 'checkpoint-20'}: intact, pinned as better, good",
+        f"{tmp_path / 'checkpoint-30'}: intact",
+    ]
+
+
 def test_extra_files_alone_do_no_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = save(tmp_path, 20)
     (checkpoint / "notes.txt").write_text("mine")

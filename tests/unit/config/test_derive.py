@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pyarrow
@@ -12,6 +11,7 @@ import pytest
 from rlhf_mcore.config.derive import default_world_size, epochs_text, resolve
 from rlhf_mcore.config.implied import needs_critic
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema.group import to_dict
 
 PPO = "algorithm=ppo"
 SCORER = "reward.model.path=scorer"
@@ -149,4 +149,4 @@ def test_resolve_keeps_what_is_set_and_makes_room_for_evaluation(workspace: Any)
     done = resolve(load_config("run.yaml", ["evaluate.max_new_tokens=300", "algorithm.constant_length=7"]))
     assert (done.trainer.minibatch_size, done.algorithm.constant_length) == (32, 7)
     assert done.rollout.max_model_len == 512 + 300
-    assert dataclasses.asdict(done)["actor"]["optimizer"]["schedule"]["total_updates"] == 100
+    assert to_dict(done)["actor"]["optimizer"]["schedule"]["total_updates"] == 100

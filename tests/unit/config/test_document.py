@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,13 +11,14 @@ import pytest
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.document import offer, receive
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema.group import to_dict
 from rlhf_mcore.config.show import to_yaml
 from tests.commands import ROOT
 
 SETTINGS = [
     "algorithm=dr_grpo",
     "reward.rules=[math, {name: format, weight: 0.25}]",
-    "reward.sources={gsm8k: [{name: final_number, weight: 2}], other: [exact]}",
+    "reward.sources={gsm8k: [{name: final_number, weight: 2}], other: [exact_match]}",
     "actor.megatron={bucket_size: 7, nested: {list: [1, 2.5, x]}}",
     "data.eval=[a.jsonl, '${oc.env:PLACE}/b.jsonl']",
     "experiment=${oc.env:SECRET}",
@@ -42,7 +42,7 @@ def test_a_document_is_the_configuration(workspace: Any, monkeypatch: pytest.Mon
     with offer(cfg) as path:
         copy = receive(path)
     assert copy == cfg
-    assert asdict(copy) == asdict(cfg)
+    assert to_dict(copy) == to_dict(cfg)
     assert type(copy.reward.sources["gsm8k"][0]) is type(cfg.reward.rules[0])
     assert (copy.experiment, copy.data.eval[1]) == ("s3cret-value", "/scratch/place/b.jsonl")
     assert copy.environment.options == {"levels": {1: 0.5}, "odd": "1.10"}

@@ -16,7 +16,7 @@ from rlhf_mcore.config.evaluation import (
     validate_evaluation,
 )
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.tokenizer_match import token_problems, tokenizer_size
+from rlhf_mcore.readers.tokenizer_match import token_problems, tokenizer_size
 
 GOOD = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model"]
 

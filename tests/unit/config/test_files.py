@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def test_every_config_loads() -> None:
 def test_the_base_holds_the_defaults() -> None:
     loaded = load_config(CONFIGS / "base.yaml", ["model.path=somewhere"])
     default = Config()
-    default.model = replace(default.model, path="somewhere")
+    default.model = default.model.model_copy(update={"path": "somewhere"})
     assert loaded == default
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
+import warnings
 from typing import Any
+
+import pytest
 
 from rlhf_mcore.config.function_digest import function_digest
 
@@ -49,7 +53,9 @@ def score(text, *, most=4):
 
 def digest(cells: str, calls: int = 0) -> str:
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(cells, "<cell>", "exec"), names)
+    file = f"<cell {len(linecache.cache)}>"  # as a notebook remembers it
+    linecache.cache[file] = len(cells), None, cells.splitlines(keepends=True), file
+    exec(compile(cells, file, "exec"), names)
     for _ in range(calls):
         names["score"]("x")
     return function_digest(names["score"])
@@ -79,6 +85,16 @@ def test_the_same_cells_have_the_same_digest_whatever_was_called() -> None:
     assert digest(CELLS) == digest(CELLS, calls=3)
     assert digest(CELLS.replace("log, count, table = [], 0, {}", "log, count, table = [1], 7, {2: 3}")) == digest(CELLS)
     assert digest("\n\n" + CELLS + "\nunrelated = 1\n") == digest(CELLS)
+
+
+def test_code_without_source_is_warned_of() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("def score(text):\n    return 1.0", names)
+    with pytest.warns(UserWarning, match="score: no source is known"):
+        function_digest(names["score"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        digest(CELLS)
 
 
 def test_functions_of_libraries_count_by_their_name() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf_mcore.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.implied import adapter_sizes, sends_adapters
 from rlhf_mcore.config.rules.lora import lora_problems, target_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import hf_shapes
 from rlhf_mcore.geometry import AdapterSizes, ExpertSizes, GroupedSizes, ModelGeometry
+from rlhf_mcore.readers.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 def configured(**changes: object) -> Config:
@@ -108,6 +108,13 @@ def test_what_does_not_go_together_is_one_message() -> None:
     ]:
         assert len(problems(**changes)) == 1
         assert named in problems(**changes)[0]
+
+
+@pytest.mark.parametrize(("change", "name"), [("use_dora", "dora"), ("init", "pissa")])
+def test_a_missing_plugin_is_named(monkeypatch: pytest.MonkeyPatch, change: str, name: str) -> None:
+    monkeypatch.setattr("rlhf_mcore.plugins.entry_points", lambda group: [])
+    (problem,) = problems(**{f"actor__lora__{change}": True if change == "use_dora" else "pissa"})
+    assert f"actor.lora.{change}=" in problem and f"needs rlhf_mcore_contrib.{name}" in problem
 
 
 DENSE = ModelGeometry("qwen3", 1, 8, GroupedSizes(4, 2, 2), 16, 13, True)

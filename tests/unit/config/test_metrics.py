@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_mcore.commands.metrics.command import main
 from rlhf_mcore.config.keys import DESCRIPTIONS
-from rlhf_mcore.config.metric_rules import RULES
-from rlhf_mcore.config.metrics import METRICS, find_metric
+from rlhf_mcore.metrics.catalogue import METRICS, find_metric
+from rlhf_mcore.metrics.rules import RULES
 from tools import document_metrics
 
 PACKAGE = Path(__file__).resolve().parents[3] / "rlhf_mcore"

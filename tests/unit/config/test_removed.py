@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.differences import compare_configs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.removed import REMOVED
 from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.config.validate import validate
 from tests.messages import refused
 
 
@@ -49,3 +51,15 @@ def test_a_checkpoint_of_the_release_before_is_no_other_run(workspace: Any) -> N
     assert compare_configs(saved, text) == ([], [])
     _, changed = compare_configs(text.replace("alarms:\n", "alarms:\n  timeout_s: 5.0\n"), text)
     assert [line.split()[0] for line in changed] == ["alarms.timeout_s"]
+
+
+@pytest.mark.parametrize("former", ["sample", "full"])
+def test_a_former_choice_is_replaced_with_a_warning(
+    workspace: Any, former: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = load_config("run.yaml", [f"bridge.verify={former}"])
+    validate(cfg, check_files=False)
+    assert resolve(cfg).bridge.verify == "digest"
+    assert capsys.readouterr().err.startswith(f"warning: bridge.verify={former} is gone; digest is used")
+    with refused(ConfigError, field="bridge.verify='sampled'", remedy="off, digest"):
+        validate(load_config("run.yaml", ["bridge.verify=sampled"]), check_files=False)

@@ -136,7 +136,7 @@ def this_command_of(arguments: list[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["x.py", *arguments])
         patch.setattr("sys.orig_argv", ["python", "x.py", *arguments])
-        return launch.this_command()
+        return launch.format_command()
 
 
 def test_a_command_to_be_typed_again_tells_of_what_it_leaves_out(

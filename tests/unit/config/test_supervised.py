@@ -44,9 +44,9 @@ def test_good_configurations_pass(kind: str) -> None:
         (["trainer.minibatch_size=32"], None),  # what null is resolved to
         (["data.max_tokens=1024"], None),
         # Nothing of this is looked at.
-        (["rollout.layout.tp=3", "rollout.engine=none", "rollout.sampling.temperature=0"], 2),
+        (["rollout.layout.tp=3", "rollout.engine=hf", "rollout.sampling.temperature=0.001"], 2),
         (["reward.rules=[]", "reward.model.path=nowhere", "reward.model.layout.tp=7"], None),
-        (["bridge.method=none", "critic.path=nowhere", "critic.layout.tp=5"], None),
+        (["bridge.method=gather", "critic.path=nowhere", "critic.layout.tp=5"], None),
         (["algorithm.advantage=gae"], None),
         (["data.max_prompt_tokens=100000"], None),
         (["evaluate.samples=4"], None),

@@ -96,6 +96,14 @@ def test_another_tokenizer_is_refused_with_its_first_difference(workspace: Any) 
     )
 
 
+def test_a_tokenizer_that_cannot_be_read_is_refused(workspace: Any) -> None:
+    workspace.write("teacher/tokenizer.json", '{"a":')
+    (problem,) = check(*TAUGHT)
+    assert_names(
+        problem, field="teacher.path=teacher", value="tokenizer.json", remedy="download or export the model again"
+    )
+
+
 def test_a_choice_that_is_misspelt_makes_no_other_key_a_problem() -> None:
     (problem,) = check(*TAUGHT, "teacher.weights=averge")
     assert_names(problem, field="teacher.weights", value="'averge'", remedy=("path", "actor", "average"))

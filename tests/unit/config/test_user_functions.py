@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from rlhf_mcore.config.choices import OwnFunction, is_file_spec
+from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.user_functions import function_problems, load_function
 from tests.messages import refused
@@ -42,25 +42,3 @@ def test_loading_shadows_nothing_and_names_the_key(workspace: Any) -> None:
     with refused(ConfigError, field="some.key", value=("'broken.py:f'", "ZeroDivisionError"), remedy="correct"):
         load_function("broken.py:f", "some.key")
     assert set(sys.modules) == loaded
-
-
-def test_a_function_given_from_python_is_known_by_its_code() -> None:
-    def fingerprint(source: str) -> str:
-        names: dict[str, Any] = {}
-        exec(source, names)
-        return OwnFunction(names["f"]).fingerprint()
-
-    sources = [
-        "def f(text): return len(text)",
-        "def f(text): return float(text in ('7', '8'))",
-        "def f(text): return float(text in ('7', '9'))",
-        "def f(text): return float(text in {'7', '8', 'nine'})",
-        "def f(text): return sum(1 for letter in text if letter == 'a')",
-        "def f(text): return sum(1 for letter in text if letter == 'b')",
-        "def f(text, wanted='a'): return text.count(wanted)",
-        "def f(text, wanted='b'): return text.count(wanted)",
-        "class F:\n    def __call__(self, text): return 1.0\nf = F()",
-        "class F:\n    def __call__(self, text): return 2.0\nf = F()",
-    ]
-    found = [fingerprint(source) for source in sources]
-    assert len(set(found)) == len(sources) and found == [fingerprint(source) for source in sources]

@@ -18,7 +18,7 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.rules.data import check_fills_a_step
 from rlhf_mcore.config.schema import Config, DataConfig
 from rlhf_mcore.config.schema.key import Choices, Range
-from rlhf_mcore.config.validate import choice_problems, range_problems, unused_problems
+from rlhf_mcore.config.validate import unused_problems
 from tests.messages import assert_names, refused
 from tests.unit.config.checking import check, only
 
@@ -222,7 +222,11 @@ def test_good_variants_pass(workspace: Any) -> None:
         ),
         (["algorithm=gdpo", "algorithm.reward_weights={}"], None, ["algorithm.reward_weights={}", "advantage=gdpo"]),
         ([*GDPO[:1], "algorithm.reward_weights={boxed: 0}"], None, ["reward_weights.boxed=0", "not 0", "remove it"]),
-        ([*GDPO[:1], "algorithm.reward_weights={boxed: .nan}"], None, ["reward_weights.boxed=nan", "finite"]),
+        (
+            [*GDPO[:1], "algorithm.reward_weights={boxed: .nan}"],
+            None,
+            ["reward_weights.boxed=nan is not valid", "float"],
+        ),
         (["algorithm.reward_weights={boxed: 1}"], None, ["reward_weights", "advantage=grpo", "gdpo"]),
         ([*GDPO, "algorithm.overlong.enabled=true"], None, ["overlong.enabled=True", "length"]),
         ([*GDPO, "algorithm.turn_gamma=0.5"], None, ["turn_gamma=0.5", "gdpo"]),
@@ -294,9 +298,9 @@ def config_with(key: str, value: Any, cfg: Config | None = None) -> Config:
 def test_every_choice_is_checked_and_listed(workspace: Any) -> None:
     for key in CHOICES:
         assert value_of(Config(), key) in (None, *choices_of(key))
-        problem = only(list(choice_problems(config_with(key, "nonsense"))))
         functions = ("path/to/file.py:name",) if key in ("algorithm.advantage", "algorithm.policy_loss") else ()
         null = ("null",) if NoneType in get_args(KEYS[key]) else ()
+        problem = only(check(f"{key}=nonsense"))
         assert_names(problem, field=key, value="'nonsense'", remedy=(*choices_of(key), *functions, *null))
 
 
@@ -313,19 +317,20 @@ def outside(allowed: Range) -> list[float]:
 def test_every_number_out_of_range_is_named_with_its_range(workspace: Any) -> None:
     cfg = load_config("run.yaml")
 
-    def found(key: str, value: float) -> list[str]:
-        return [problem for problem in range_problems(config_with(key, value, cfg)) if problem.startswith(f"{key}=")]
-
     for key in RANGES:
         allowed, is_whole, before = DESCRIPTIONS[key].allowed, KEYS[key] in (int, int | None), value_of(cfg, key)
         assert isinstance(allowed, Range)
         for value in outside(allowed):
             if math.isfinite(value) or not is_whole:
                 given = int(value) if is_whole else float(value)
-                assert_names(only(found(key, given)), field=key, value=given, remedy=str(allowed))
+                with pytest.raises(ConfigError) as caught:
+                    config_with(key, given, cfg)
+                assert str(caught.value).endswith(
+                    f"{key.rpartition('.')[2]}={given} is out of range; it must be {allowed}"
+                )
         for bound in (allowed.low, allowed.high):
             if allowed.holds(bound) and not (is_whole and bound % 1):
-                assert found(key, int(bound) if is_whole else bound) == []
+                config_with(key, int(bound) if is_whole else bound, cfg)
         config_with(key, before, cfg)
 
 
@@ -338,7 +343,12 @@ def other_value(key: str) -> Any:
         return not default
     if isinstance(default, list):
         return ["a"]
-    return 7 if KEYS[key] in (int, int | None) else 0.25 if KEYS[key] in (float, float | None) else "a"
+    if dict[str, Any] in get_args(KEYS[key]):
+        return {"a": 1}
+    if isinstance(allowed := DESCRIPTIONS[key].allowed, Range):
+        numbers = (7, 2, 1, 3) if KEYS[key] in (int, int | None) else (0.25, 1.5)
+        return next(number for number in numbers if allowed.holds(number) and number != default)
+    return "a"
 
 
 def test_every_key_without_effect_names_the_key_that_it_needs(workspace: Any) -> None:
@@ -382,7 +392,7 @@ def test_functions_of_a_users_file_are_accepted_where_they_are_defined(workspace
 
 def test_a_misspelled_placement_is_not_taken_for_the_other_one(workspace: Any) -> None:
     problem = only(check("rollout.placement=disagregated", "trainer.max_staleness=1", "rollout.num_engines=2"))
-    assert problem == "rollout.placement='disagregated' is not a choice; choose one of: colocated, disaggregated"
+    assert problem.startswith("rollout.placement='disagregated' is not a choice; did you mean 'disaggregated'?")
 
 
 def test_all_problems_come_at_once(workspace: Any) -> None:
@@ -493,6 +503,15 @@ def test_a_directory_without_config_weights_and_tokenizer(workspace: Any) -> Non
     assert "tokenizer.json" in found[2]
 
 
+def test_a_run_directory_is_one_problem_that_names_its_model(workspace: Any) -> None:
+    workspace.write_hf_config("out/run/checkpoint-3/actor")
+    workspace.write("out/run/config.yaml", "")
+    (workspace.root / "out/run/latest").symlink_to("checkpoint-3")
+    assert "out/run/latest/actor" in only(check("model.path=out/run"))
+    assert "out/run/checkpoint-3/actor" in only(check("model.path=out/run/checkpoint-3"))
+    assert "none of tokenizer.json" in only(check("model.tokenizer_path=out/run"))
+
+
 def test_the_index_of_shards(workspace: Any) -> None:
     for weight_map, word in [
         ({"a": "model.safetensors"}, None),
@@ -585,7 +604,7 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     short = check(both, "data.prompt_key=[prompt]", "data.answer_key=[null, gold]")
     assert "names 1 columns for the 2 files of data.train" in only(short)
     wrong = check(both, "data.prompt_key=[prompt, 3]", "data.answer_key=[null, gold]")
-    assert "data.prompt_key=['prompt', 3] is not valid" in only(wrong)
+    assert "q.jsonl has no prompt column '3'" in only(wrong)
     # of eval: those of train, unless it has its own
     evaluated = ["data.eval=[q.jsonl]", "data.train=[train.jsonl]"]
     (prompt, answer) = check(*evaluated)
@@ -594,7 +613,7 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     assert check(*evaluated, "data.eval_prompt_key=question", "data.eval_answer_key=gold") == []
     workspace.write("n.jsonl", '{"prompt": "1+1=", "meta": {"gold": "2"}}\n')
     assert check("data.train=[n.jsonl]", "data.answer_key=meta.gold") == []
-    assert "column 'meta': no column 'silver'; there are: gold" in only(
+    assert "no column 'meta.silver'; there are: meta.gold. Set data.answer_key" in only(
         check("data.train=[n.jsonl]", "data.answer_key=meta.silver")
     )
     lists = [both, "data.prompt_key=[prompt, question]", "data.answer_key=[null, gold]", "data.eval=[q.jsonl]"]

@@ -109,6 +109,16 @@ def test_long_examples_are_counted_or_dropped(tmp_path: Path, tokenizer: PreTrai
         read(tokenizer, file, PAIRS, max_tokens=2, drop_longer=True)
 
 
+def test_pairs_of_equal_responses_are_left_out_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    same, other = ({"prompt": "1+1=", "chosen": "2", "rejected": rejected} for rejected in ("2", "3"))
+    notes: list[str] = []
+    (example,) = read(tokenizer, write_jsonl(tmp_path / "a.jsonl", other, same), PAIRS, note=notes.append)
+    assert [text(tokenizer, ids) for ids in example.response_ids] == ["2<eos>", "3<eos>"]
+    assert "1 of 2 pairs have equal responses and are left out" in notes[0] and "a.jsonl, line 2" in notes[0]
+    with pytest.raises(ConfigError, match=r"data\.train: .*equal in all 2 pairs"):
+        read(tokenizer, write_jsonl(tmp_path / "b.jsonl", same, same), PAIRS)
+
+
 @pytest.mark.usefixtures("world")
 def test_rows_of_a_batch_follow_each_other_by_example() -> None:
     batch = example_batch([tokenized([5, 6], [7], [8, 9]), tokenized([4], [3, 2], [1])])

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from rlhf_mcore.commands.prepare_data.command import main
-from rlhf_mcore.commands.prepare_data.prepare import Options, Report, prepare, read_source, write_splits
+from rlhf_mcore.commands.prepare_data.prepare import Options, PreparationReport, prepare, read_source, write_splits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.examples import load_examples
@@ -19,7 +19,7 @@ from rlhf_mcore.data.source import load_prompts
 Splits = dict[str, list[dict[str, Any]]]
 
 
-def made(rows: list[dict[str, Any]], **options: Any) -> tuple[Splits, Report]:
+def made(rows: list[dict[str, Any]], **options: Any) -> tuple[Splits, PreparationReport]:
     return prepare(((f"row {i}", row) for i, row in enumerate(rows)), Options(**{"eval_share": 0.0, **options}))
 
 
@@ -108,6 +108,8 @@ def test_unusable_rows_stop_it_with_their_places_or_are_counted() -> None:
     [
         ([], {}, "the data has no rows"),
         ([{"x": 1, "y": 2}], {}, "row 0: rows with the columns x, y are of no known shape; name one with --format"),
+        ([{"x": 1}], {}, "data.prompt_key and data.answer_key"),
+        ([{"x": 1}], {"task": "preference"}, "data.prompt_key, data.chosen_key and data.rejected_key"),
         ([{"messages": [{"role": "user", "content": "a"}]}], {"task": "sft"}, "no row is left"),
         ([{"messages": [{"role": "user", "content": " "}]}], {}, "row 0: the prompt is empty"),
         ([{"prompt": [{"role": "system", "content": "a"}]}], {}, "does not end with a turn of the user"),

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.commands.prepare_data.recipes import RECIPES, PreparedExample, RowError, recognise
-from rlhf_mcore.config.reward_sources import rules_of
-from rlhf_mcore.rewards.code import CodeGrader
-from rlhf_mcore.rewards.code_tests import CodeTest, read_tests
+from tests.commands import ROOT
 
 GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
@@ -26,25 +24,6 @@ DAPO = {
     "ability": "MATH",
     "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "9a9b6eb4", "split": "x"},
-}
-TREE = {
-    "message_tree_id": "t",
-    "prompt": {
-        "message_id": "1",
-        "text": "Hi?",
-        "role": "prompter",
-        "lang": "en",
-        "replies": [
-            {"text": "worst", "role": "assistant", "rank": 2, "replies": []},
-            {
-                "text": "best",
-                "role": "assistant",
-                "rank": 0,
-                "replies": [{"text": "And?", "role": "prompter", "lang": "en", "replies": []}],
-            },
-            {"text": "gone", "role": "assistant", "rank": 1, "deleted": True, "replies": []},
-        ],
-    },
 }
 
 
@@ -137,25 +116,6 @@ def test_a_transcript_of_several_turns() -> None:
     assert (example.chosen, example.rejected) == ("d\n\ne", "f")
 
 
-FLAT = [
-    {"message_id": "2", "parent_id": "1", "text": "worst", "role": "assistant", "rank": 2},
-    {"message_id": "1", "parent_id": None, "text": "Hi?", "role": "prompter", "lang": "en"},
-    {"message_id": "3", "parent_id": "1", "text": "best", "role": "assistant", "rank": 0.0},
-    {"message_id": "4", "parent_id": "3", "text": "And?", "role": "prompter", "lang": "en"},
-    {"message_id": "5", "parent_id": "1", "text": "gone", "role": "assistant", "rank": 1, "deleted": True},
-]
-
-
-@pytest.mark.parametrize("rows", [[TREE], FLAT], ids=["trees", "messages"])
-def test_open_assistant(rows: list[dict[str, Any]]) -> None:
-    first, second = RECIPES["open_assistant"]([("here", row) for row in rows])
-    assert isinstance(first, PreparedExample) and isinstance(second, PreparedExample)
-    assert first.prompt == [{"role": "user", "content": "Hi?"}]
-    assert (first.response, first.chosen, first.rejected) == ("best", "best", "worst")
-    assert [message["content"] for message in second.prompt] == ["Hi?", "best", "And?"]
-    assert (second.response, second.chosen) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("recipe", "row", "message"),
     [
@@ -177,7 +137,6 @@ def test_open_assistant(rows: list[dict[str, Any]]) -> None:
             "answer different prompts",
         ),
         ("preference", {"chosen": "\n\nHuman: a", "rejected": "c"}, "does not end with an answer of the assistant"),
-        ("open_assistant", {"text": "x"}, "neither a message tree nor a message"),
     ],
 )
 def test_unusable_rows_name_place_and_reason(recipe: str, row: dict[str, Any], message: str) -> None:
@@ -191,8 +150,9 @@ def test_unusable_rows_name_place_and_reason(recipe: str, row: dict[str, Any], m
         (GSM8K, "gsm8k"),
         (MATH, "math"),
         (DAPO, "dapo"),
-        (TREE, "open_assistant"),
-        (FLAT[0], "open_assistant"),
+        ({"prompt": {"text": "a"}}, "open_assistant"),
+        ({"message_id": "1"}, "open_assistant"),
+        ({"test_list": []}, "code"),
         ({"question": "a", "answer": "b"}, None),
         ({"messages": []}, "chat"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
@@ -201,94 +161,6 @@ def test_unusable_rows_name_place_and_reason(recipe: str, row: dict[str, Any], m
 )
 def test_shapes_are_recognised_by_their_columns(row: dict[str, Any], expected: str | None) -> None:
     assert recognise(row) == expected
-
-
-HUMANEVAL = {
-    "task_id": "HumanEval/0",
-    "prompt": 'def add(a, b):\n    """The sum."""\n',
-    "canonical_solution": "    return a + b\n",
-    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
-    "entry_point": "add",
-}
-MBPP = {
-    "task_id": 2,
-    "text": "Write a function add.",
-    "code": "def add(a, b):\r\n    return a + b",
-    "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
-    "test_setup_code": "",
-    "challenge_test_list": [],
-}
-APPS = {
-    "question": "Add two numbers.",
-    "solutions": '["a, b = map(int, input().split())\\nprint(a + b)"]',
-    "input_output": '{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}',
-    "difficulty": "interview",
-    "starter_code": "",
-}
-TACO = {
-    "question": "Add two numbers.",
-    "solutions": '["class Solution:\\n    def add(self, a, b):\\n        return a + b"]',
-    "input_output": '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}',
-    "starter_code": "class Solution:\n    def add(self, a, b):\n",
-    "skill_types": "[]",
-}
-CODE_CONTESTS = {
-    "description": "Add two numbers.",
-    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
-    "private_tests": {"input": ["2 2\n"], "output": ["4\n"]},
-    "generated_tests": {"input": [], "output": []},
-    "solutions": {"language": [2, 3], "solution": ["int main", "print(sum(map(int, input().split())))"]},
-}
-LIVE_CODE_BENCH = {
-    "question_content": "Add two numbers.",
-    "public_test_cases": '[{"input": "1\\n2", "output": "3", "testtype": "functional"}]',
-    "private_test_cases": "eJxr",  # pickled
-    "metadata": '{"func_name": "add"}',
-    "starter_code": "class Solution:\n    def add(self, a: int, b: int) -> int:\n        ",
-    "question_id": "1",
-}
-
-
-@pytest.mark.parametrize(
-    ("row", "source", "tests", "in_prompt"),
-    [
-        (HUMANEVAL, "openai_humaneval", [CodeTest("asserts", HUMANEVAL["test"] + "\ncheck(add)\n")], "Complete this function."),
-        (MBPP, "mbpp", [CodeTest("asserts", f"\n{text}") for text in MBPP["test_list"]], "assert add(1, 2) == 3"),
-        (APPS, "apps", [CodeTest("program", "1 2\n", "3\n")], "standard input"),
-        (TACO, "taco", [CodeTest("function", [1, 2], [3], "add")], "Begin with\n```python\nclass Solution:"),
-        (CODE_CONTESTS, "codecontests", [CodeTest("program", "1 2\n", "3\n"), CodeTest("program", "2 2\n", "4\n")], "standard input"),
-        (LIVE_CODE_BENCH, "livecodebench", [CodeTest("function", [1, 2], 3, "add")], "Begin with"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)  # fmt: skip
-def test_code(row: dict[str, Any], source: str, tests: list[CodeTest], in_prompt: str) -> None:
-    assert recognise(row) == "code"
-    made = one("code", row)
-    assert (made.data_source, made.ability) == (source, "code")
-    assert in_prompt in made.prompt[0]["content"]
-    assert read_tests(made.ground_truth) == tests
-    rules = rules_of(source, {})
-    assert rules is not None
-    if made.response is not None:  # the solution of the data set passes its tests
-        grader = CodeGrader(rules[0])
-        assert grader(made.extra["solution"], made.ground_truth) == 1.0
-        assert grader("```python\ndef add(a, b): return 7\nprint(7)\n```", made.ground_truth) == 0.0
-        grader.close()
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({**APPS, "input_output": "{"}, "the tests cannot be read: Expecting property name"),
-        ({**APPS, "input_output": '{"inputs": [], "outputs": []}'}, "the tests cannot be read: there are no tests"),
-        ({**MBPP, "test_list": ["print(1)"]}, r"the tests cannot be read: '\\nprint\(1\)' asserts nothing"),
-        ({**HUMANEVAL, "test": ""}, "'test' must be a text that is not empty"),
-    ],
-)
-def test_code_whose_tests_cannot_be_read(row: dict[str, Any], problem: str) -> None:
-    (found,) = RECIPES["code"]([("here", row)])
-    assert isinstance(found, RowError)
-    assert re.search(problem, str(found)), found
 
 
 def test_pairs_of_a_runs_own_responses() -> None:
@@ -329,3 +201,8 @@ def test_rollouts_that_make_no_pairs(change: dict[str, Any], message: str) -> No
     row = {"prompt_id": "p", "sample": 0, "prompt": "<|user|>a", "response": "b", "score": 1.0} | change
     assert recognise(row) == "rollouts"
     assert message in problem("rollouts", row)
+
+
+def test_the_page_lists_every_format() -> None:
+    table = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").split("| format |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(RECIPES)

@@ -116,7 +116,7 @@ def test_overlong_prompts_are_counted_and_the_remedy_is_named(
     assert "2 of 3 prompts" in message and "'a#1'" in message and "with 5 tokens" in message
     assert "data.max_prompt_tokens=7" in message and "data.overlong_prompts=drop" in message
     with refused(ConfigError, field="data.max_prompt_tokens", value=3):
-        load_prompts([file], tokenizer, DataConfig(max_prompt_tokens=0, overlong_prompts="drop"))
+        load_prompts([file], tokenizer, DataConfig(overlong_prompts="drop").model_copy(update={"max_prompt_tokens": 0}))
 
 
 @pytest.mark.parametrize(

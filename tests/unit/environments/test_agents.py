@@ -25,10 +25,11 @@ from rlhf_mcore.environments.agents import endpoint as serving
 from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
-from rlhf_mcore.environments.agents.program import Agent
+from rlhf_mcore.environments.agents.program import AgentEnvironment
+from rlhf_mcore.environments.control_tokens import ControlTokens
 from rlhf_mcore.environments.episodes import EpisodeLimits
 from rlhf_mcore.environments.generator import EpisodeGenerator
-from rlhf_mcore.environments.sessions import Answer
+from rlhf_mcore.environments.sessions import StepResult
 from rlhf_mcore.trainer.rollouts import episode_request
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.messages import refused
@@ -55,21 +56,21 @@ class Clients:
 
     def open(self, key: int, row: Any, seed: int) -> None:
         self.row = row
-        self.answers[key] = self.pool.submit(Answer)
+        self.answers[key] = self.pool.submit(StepResult)
 
     def step(self, key: int, action: Any) -> None:
-        def run() -> Answer:
+        def run() -> StepResult:
             try:
-                return Answer(reward=float(self.play(action["base_url"], action["api_key"])), done=True)
+                return StepResult(reward=float(self.play(action["base_url"], action["api_key"])), done=True)
             except Exception as error:
-                return Answer(error=f"raised {error}", done=True)
+                return StepResult(error=f"raised {error}", done=True)
 
         self.answers[key] = self.pool.submit(run)
 
     def close(self, key: int) -> None:
         self.answers.pop(key, None)
 
-    def poll(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+    def poll(self, timeout_s: float | None) -> list[tuple[int, StepResult]]:
         time.sleep(0 if timeout_s == 0.0 else 0.002)
         done = [(key, self.answers.pop(key).result()) for key in list(self.answers) if self.answers[key].done()]
         return done
@@ -77,6 +78,8 @@ class Clients:
 
 def parse(text: str, tools: Any) -> dict[str, Any]:
     """As a parser of vLLM: "call:NAME:{...}" is a call."""
+    if any(tool["function"]["name"] == "junk" for tool in tools):
+        raise ValueError("junk")
     if not text.startswith("call:"):
         return {"role": "assistant", "content": text, "tool_calls": []}
     _, name, arguments = text.split(":", 2)
@@ -260,33 +263,6 @@ def test_anthropic_messages_with_a_tool(run: Any, tokenizer: PreTrainedTokenizer
     assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_openai_responses_with_a_tool(run: Any, tokenizer: PreTrainedTokenizerBase, streams: bool) -> None:
-    tools: Any = [
-        {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
-    ]
-
-    def play(base_url: str, api_key: str) -> float:
-        client, items = chat(base_url, api_key), [{"role": "user", "content": "q"}]
-        if not streams:
-            said = client.responses.create(model="m", input=items, tools=tools, instructions="be brief")
-        else:
-            with client.responses.stream(model="m", input=items, tools=tools, instructions="be brief") as events:
-                for _ in events:
-                    pass
-                said = events.get_final_response()
-        [call] = said.output
-        assert call.type == "function_call" and json.loads(call.arguments) == {"a": 1}
-        call = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
-        items += [call, {"type": "function_call_output", "call_id": "call_0", "output": "3"}]
-        last = client.responses.create(model="m", input=items, tools=tools, instructions="be brief")
-        assert last.output_text == "done" and last.status == "completed"
-        return 1
-
-    [whole] = run(['call:add:{ "a":1}', "done"], play)
-    assert whole.sequences == () and sampled(whole, tokenizer) == ['call:add:{ "a":1}<end>', "done<end>"]
-
-
 class Slow(Scripted):
     """Draws a letter of all requests at a time. ``stands``: at so many letters it waits until ``go`` is set."""
 
@@ -310,10 +286,11 @@ class Slow(Scripted):
         return {number: self.now[number] for number in request_ids if number in self.now}
 
 
-@pytest.mark.parametrize("api", ["chat", "completions", "messages", "responses"])
-def test_words_of_a_stream_come_while_they_are_drawn(run: Any, tokenizer: PreTrainedTokenizerBase, api: str) -> None:
-    said = "a long answer in many words"
+LONG = "a long answer in many words"
 
+
+@pytest.mark.parametrize("api", ["chat", "completions", "messages"])
+def test_words_of_a_stream_come_while_they_are_drawn(run: Any, tokenizer: PreTrainedTokenizerBase, api: str) -> None:
     def ask(base_url: str, api_key: str) -> Iterator[str]:
         client = chat(base_url, api_key)
         if api == "chat":
@@ -322,10 +299,6 @@ def test_words_of_a_stream_come_while_they_are_drawn(run: Any, tokenizer: PreTra
         elif api == "completions":
             for text in client.completions.create(model="m", prompt="<user>q<end>", stream=True):
                 yield text.choices[0].text
-        elif api == "responses":
-            with client.responses.stream(model="m", input="q") as events:
-                yield from (event.delta for event in events if event.type == "response.output_text.delta")
-                assert events.get_final_response().output_text == said
         else:
             import anthropic
 
@@ -334,20 +307,26 @@ def test_words_of_a_stream_come_while_they_are_drawn(run: Any, tokenizer: PreTra
             )
             with other.messages.stream(model="m", max_tokens=40, messages=HI) as stream:
                 yield from stream.text_stream
-                assert stream.get_final_message().content[0].text == said
-                assert stream.get_final_message().usage.output_tokens == len(said) + 1
+                assert stream.get_final_message().content[0].text == LONG
+                assert stream.get_final_message().usage.output_tokens == len(LONG) + 1
+
+    check_stream(run, tokenizer, ask)
+
+
+def check_stream(run: Any, tokenizer: PreTrainedTokenizerBase, ask: Callable[[str, str], Iterator[str]]) -> None:
+    """Check that words of a turn come before the engine continues, and the others after that."""
 
     def play(base_url: str, api_key: str) -> float:
         words, parts = ask(base_url, api_key), [""]
         while len("".join(parts)) < 10:  # while the engine stands
             parts.append(next(words))
-        assert "".join(parts) == said[:10] and not run.engine.go.is_set()
+        assert "".join(parts) == LONG[:10] and not run.engine.go.is_set()
         run.engine.go.set()
-        assert "".join([*parts, *words]) == said
+        assert "".join([*parts, *words]) == LONG
         return 1
 
-    [whole] = run(lambda text, seed: said, play, make=lambda says: Slow(tokenizer, says, 10))
-    assert sampled(whole, tokenizer) == [said + "<end>"] and whole.sequences == ()
+    [whole] = run(lambda text, seed: LONG, play, make=lambda says: Slow(tokenizer, says, 10))
+    assert sampled(whole, tokenizer) == [LONG + "<end>"] and whole.sequences == ()
 
 
 def test_a_stream_has_nothing_that_is_cut_at_its_end(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -468,6 +447,8 @@ def post(base_url: str, path: str, content: bytes, api_key: str | None, **header
 
 
 HI = [{"role": "user", "content": "q"}]
+DEEP = '{"a":' * 960 + "1" + "}" * 960
+NESTED = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": DEEP}}]}
 HOSTILE = [
     ("chat/completions", b"{", 400, "no JSON"),
     ("chat/completions", b"[" * 100_000, 400, "no JSON"),
@@ -490,10 +471,18 @@ HOSTILE = [
     ("completions", {"prompt": []}, 400, "prompt is empty"),
     ("completions", {"prompt": [-1]}, 400, "prompt"),
     ("completions", {"prompt": "x", "echo": True}, 400, "echo"),
+    ("completions", {"prompt": [5, 105]}, 400, "token 105"),  # the tokenizer has 105
+    ("completions", {"prompt": [5, 2**31 - 1]}, 400, "token 2147483647"),
+    ("completions", {"prompt": "\ue0ff"}, 400, "no token"),
+    ("completions", {"prompt": "x", "stream": True, "stream_options": "usage"}, 400, "stream_options"),
+    ("chat/completions", {"messages": HI, "stream": True, "stream_options": [1]}, 400, "stream_options"),
+    ("chat/completions", {"messages": [*HI, NESTED], "tools": TOOLS}, 400, "nested deeper than 64"),
+    ("chat/completions", {"messages": HI, "metadata": json.loads("[" * 99 + "]" * 99)}, 400, "nested deeper than 64"),
+    ("chat/completions", b'{"x": [' + b"1," * 2**20 + b"1]}", 413, "values"),
+    ("chat/completions", {"messages": HI, "tools": [{"function": {"name": "junk"}}]}, 400, "tools cannot be used"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "'image'"),
     ("messages", {"messages": HI, "tool_choice": {"type": "any"}}, 400, "tool_choice"),
-    ("responses", {"input": "x", "previous_response_id": "r"}, 400, "previous_response_id"),
-    ("responses", {"input": [{"type": "item_reference"}]}, 400, "item_reference"),
+    ("messages", {"messages": HI, "tool_choice": "none"}, 400, "tool_choice"),
 ]
 
 
@@ -520,6 +509,163 @@ def test_junk_is_refused_in_one_line_and_harms_nobody(run: Any, tokenizer: PreTr
     assert sampled(whole, tokenizer) == ["ok<end>"]
 
 
+TEXT = {"type": "text", "text": "q"}
+CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+VALID: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": [
+            {"role": "user", "content": [TEXT]},
+            {"role": "assistant", "content": "c", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "i", "content": "r"},
+        ],
+        "tools": TOOLS,
+        "stop": ["x"],
+        "stream_options": {"include_usage": True},
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+        "logprobs": True,
+        "n": 1,
+    },
+    "completions": {"prompt": "x", "n": 1, "stop": "x", "stream_options": {}, "logprobs": 1, "max_tokens": 4},
+    "messages": {
+        "system": [TEXT],
+        "messages": [
+            {"role": "user", "content": [TEXT, {"type": "tool_result", "tool_use_id": "t", "content": "x"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": {}}],
+        "tool_choice": {"type": "auto"},
+        "stop_sequences": ["a"],
+    },
+}
+JUNK = [None, True, -1, 1e308, "none", "\ud800", [1], [[]], {"type": ["x"]}, [{"role": ["user"]}]]
+
+
+def replaced(value: Any, junk: Any) -> Iterator[Any]:
+    """Yield copies of a JSON value in which one of its parts is ``junk``."""
+    yield junk
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        for other in replaced(child, junk):
+            copied = value.copy()
+            copied[key] = other
+            yield copied
+
+
+@pytest.mark.parametrize(("path", "valid"), VALID.items())
+def test_no_value_of_another_type_is_an_internal_error_or_cuts_a_stream(
+    endpoint: Endpoint, path: str, valid: dict[str, Any]
+) -> None:
+    api_key, ended = endpoint.open(1), Event()
+
+    def answer() -> None:
+        while not ended.is_set():
+            endpoint.answer_nothing()
+            time.sleep(0.001)
+
+    with ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(answer)
+        try:
+            where = urlsplit(endpoint.url)
+            connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)
+            for body in [body for junk in JUNK for body in replaced(valid | {"stream": True}, junk)]:
+                connection.request("POST", f"/v1/{path}", json.dumps(body), {"Authorization": f"Bearer {api_key}"})
+                response = connection.getresponse()
+                content = response.read()  # IncompleteRead if it is cut
+                assert response.status in (200, 400) and b"internal_error" not in content, (body, content)
+        finally:
+            ended.set()
+            answering.result()
+            endpoint.close(1)
+
+
+def test_a_call_of_the_policy_that_is_nested_too_deep_is_text(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        client = chat(base_url, api_key)
+        said = client.chat.completions.create(model="m", messages=HI, tools=TOOLS).choices[0].message
+        assert said.tool_calls is None and said.content.startswith("call:add:{")
+        kept = [*HI, {"role": "assistant", "content": said.content}, {"role": "user", "content": "r"}]
+        client.chat.completions.create(model="m", messages=kept, tools=TOOLS)
+        return 1
+
+    [whole] = run(["call:add:" + DEEP, "done"], play, new=9999, max_total=20_000)
+    assert whole.sequences == () and sampled(whole, tokenizer)[1] == "done<end>"
+
+
+def test_an_exception_is_the_answer_of_its_request(run: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def play(base_url: str, api_key: str) -> float:
+        asked = json.dumps({"messages": HI}).encode()
+        status, answer = post(base_url, "chat/completions", asked, api_key)
+        assert status == 500 and "KeyError: 'oops'" in answer["error"]["message"]
+        return float(post(base_url, "chat/completions", asked, api_key)[0] == 200)
+
+    read, first = Conversation.read, [True]
+
+    def broken(self: Conversation, *arguments: Any) -> Any:
+        if first.pop() if first else False:
+            raise KeyError("oops")
+        return read(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Conversation, "read", broken)
+        [whole] = run(["ok"], play)
+    assert whole.score.value == 1 and sampled(whole, tokenizer) == ["ok<end>"]  # it is not learned from
+
+
+def test_a_request_that_cannot_fit_is_refused_before_it_is_tokenised(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = ControlTokens.encode_cut
+
+    def short(self: ControlTokens, text: str) -> list[int]:
+        assert len(text) < 70_000, "it is tokenised"
+        return encode(self, text)
+
+    monkeypatch.setattr(ControlTokens, "encode_cut", short)
+
+    def play(base_url: str, api_key: str) -> float:
+        assert post(base_url, "chat/completions", json.dumps({"messages": HI}).encode(), api_key)[0] == 200
+        bodies = [
+            ("chat/completions", {"messages": [{"role": "user", "content": "1" * 15_000_000}]}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "1"}] * 300_000}),
+            ("completions", {"prompt": [1] * 70_000}),
+        ]
+        for path, body in bodies:
+            began = time.monotonic()
+            status, answer = post(base_url, path, json.dumps(body).encode(), api_key)
+            assert status in (400, 413) and answer["error"]["code"] == "context_length_exceeded", (path, answer)
+            assert time.monotonic() - began < 10
+        raise ValueError("too long")
+
+    [whole] = run(["ok"], play)
+    assert whole.finish_reason == "length" and whole.score.value == 0  # as any episode that meets a limit
+
+
+def test_an_engine_draws_while_a_request_is_tokenised(
+    run: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, find = Event(), Conversation.find
+
+    def slow(self: Conversation, requests: Any) -> Any:
+        if any("slow" in str(asked.messages) for _, asked in requests):
+            assert drawn.wait(20), "the engine waits for the tokenizer"
+        return find(self, requests)
+
+    monkeypatch.setattr(Conversation, "find", slow)
+
+    def play(base_url: str, api_key: str) -> float:
+        client, heard = chat(base_url, api_key), ""
+        with ThreadPoolExecutor(1) as pool:
+            for chunk in client.chat.completions.create(model="m", messages=HI, stream=True):
+                if not heard:
+                    slow = [{"role": "user", "content": "slow"}]
+                    asked = pool.submit(client.chat.completions.create, model="m", messages=slow)
+                heard += chunk.choices[0].delta.content or ""
+            assert heard == "a long answer in many words"
+            drawn.set()
+            return float(asked.result().choices[0].message.content == heard)
+
+    [whole] = run(lambda text, seed: "a long answer in many words", play, make=lambda says: Slow(tokenizer, says, 99))
+    assert whole.score.value == 1
+
+
 def test_a_prompt_that_is_a_text_is_a_message_of_the_user(tokenizer: PreTrainedTokenizerBase) -> None:
     rendered = Prompt("p", 0, [1], "<user>q<end><assistant>", question="q")
     assert Conversation(tokenizer).messages_of(rendered) == HI and Conversation(tokenizer).messages_of(PROMPT) == HI
@@ -531,7 +677,7 @@ def test_the_key_of_an_episode_that_has_ended_is_refused(run: Any, tokenizer: Pr
 
     def play(base_url: str, api_key: str) -> float:
         asked = json.dumps({"messages": HI, "prompt": "q", "input": "q", "max_tokens": 5}).encode()
-        for path in ("chat/completions", "completions", "messages", "responses", "begin"):
+        for path in ("chat/completions", "completions", "messages", "begin"):
             assert [post(base_url, path, asked, key)[0] for key in keys] == [401] * len(keys)
         keys.append(api_key)
         chat(base_url, api_key).chat.completions.create(model="m", messages=HI)
@@ -628,9 +774,9 @@ def test_a_script_that_is_not_there_is_found_where_the_agent_is_made(
         Path(name).touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     if not missing:
-        Agent(command=command)
+        AgentEnvironment(command=command)
         return
     with refused(
         ConfigError, field="environment.agent.command", value=(repr(missing), str(tmp_path)), remedy="give its path"
     ):
-        Agent(command=command)
+        AgentEnvironment(command=command)

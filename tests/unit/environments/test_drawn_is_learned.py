@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen2Config
 
 from rlhf_mcore.config.schema import RolloutConfig
-from rlhf_mcore.data.token_fields import token_versions
-from rlhf_mcore.environments.agents.calls import Call, Refused, Said
-from rlhf_mcore.environments.agents.conversation import Asked, Conversation
+from rlhf_mcore.data.episodes import token_versions
+from rlhf_mcore.environments.agents.calls import Call, RequestError, TurnInput, TurnOutput
+from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.episodes import EpisodeLimits
 from rlhf_mcore.environments.generator import TURNS
-from rlhf_mcore.environments.sessions import Answer
+from rlhf_mcore.environments.sessions import StepResult
 from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.hf.engine import HFEngine
 from rlhf_mcore.trainer.rollouts import episode_request
@@ -35,17 +35,17 @@ class Desk:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.answers: list[tuple[int, Answer]] = []
+        self.answers: list[tuple[int, StepResult]] = []
 
     def open(self, key: int, *row: Any) -> str:
-        self.answers += [(key, Answer())] if row else []
+        self.answers += [(key, StepResult())] if row else []
         return "key"
 
     def step(self, key: int, action: Any) -> None: ...
 
     def close(self, key: int) -> None: ...
 
-    def poll(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+    def poll(self, timeout_s: float | None) -> list[tuple[int, StepResult]]:
         found, self.answers = self.answers, []
         return found
 
@@ -64,6 +64,7 @@ class Episode:
         self.driver = AgentEpisodes(desk, desk, Conversation(tokenizer), rules)
         self.driver.begin([episode_request(0, PROMPT, 0, Sampling(max_new_tokens=6, seed=5), 3)])
         self.histories: list[list[dict[str, Any]]] = [[user("q")]]
+        self.asked: list[Call] = []
         self.heard: list[tuple[str, float]] = []
         self.drawn: dict[float, int] = {}  # every token of the engine, by its logprob
         engine.cancel(list(range(TURNS, 99 * TURNS, TURNS)))  # what an example that has failed has left
@@ -73,23 +74,25 @@ class Episode:
         self.engine.load_weights(self.weights[version].items(), version=version)
 
     def ask(self, history: list[dict[str, Any]], **how: Any) -> Call:
-        def answer(given: list[Said] | Refused) -> None:
+        def answer(given: list[TurnOutput] | RequestError) -> None:
+            call.gone = True  # nothing more is waited for
             for said in given if isinstance(given, list) else ():
                 self.heard += said.tokens
                 self.histories.append([*history, dict(said.message), user("next")])
 
-        self.desk.calls.append(call := Call(0, Asked(history), answer, **how))
+        self.desk.calls.append(call := Call(0, TurnInput(history), answer, **how))
+        self.asked.append(call)
         return call
 
     def begin_again(self) -> None:
         self.step()  # calls before it are taken before it
         self.desk.calls.append(Call(0, None, lambda _: None))
         self.step()
-        self.heard = []
+        self.heard, self.asked = [], []
 
     def step(self) -> list[Trajectory]:
         requests = self.driver.due(self.engine.num_in_flight > 0, 0.0)
-        self.engine.cancel(self.driver.unheard())
+        self.engine.cancel(self.driver.abandoned_turns())
         self.engine.submit(requests or [])
         finished = self.engine.step() if self.engine.num_in_flight else []
         for each in finished:
@@ -97,9 +100,9 @@ class Episode:
         return [each.trajectory for each in self.driver.take(finished) if each.trajectory is not None]
 
     def end(self) -> Trajectory:
-        while self.engine.num_in_flight or self.desk.calls:
+        while self.engine.num_in_flight or not all(call.gone for call in self.asked):
             self.step()
-        self.desk.answers.append((0, Answer(reward=1.0, done=True)))
+        self.desk.answers.append((0, StepResult(reward=1.0, done=True)))
         [whole] = self.step()
         return whole
 

@@ -1,4 +1,4 @@
-"""The times of an episode: by hand, and as metrics and traces."""
+"""The times of an episode: by hand, as metrics, and as a file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.environments.episode_log import CallTimes, EpisodeLog, TurnTimes, split_time
-from rlhf_mcore.observability.episode_files import EpisodeFiles
-from rlhf_mcore.observability.run_directory import write_rollouts
-from rlhf_mcore.trainer.episode_metrics import episode_metrics, sums_of_episodes
+from rlhf_mcore.observability.run_directory import episode_files, write_rollouts
+from rlhf_mcore.trainer.metrics import episode_metrics, sums_of_episodes
 
 
 @pytest.mark.parametrize(
@@ -87,44 +86,16 @@ def test_calls_have_their_results_once_and_unknown_ones_do_not_matter() -> None:
     assert (record["asked_s"], record["begun_s"], record["ended_s"]) == (0.0, 1.0, 2.0)
 
 
-def test_episodes_and_traces_are_files_beside_the_rollouts(tmp_path: Path) -> None:
+RECORD = {"step": 2, "prompt_id": "../p", "sample": 1, "score": 0.5, "failure": None, "finish_reason": "stop"}
+
+
+def test_episodes_are_a_file_beside_the_rollouts(tmp_path: Path) -> None:
     nodes = node(calls=[call("add", 2.0, 3.5)]), node(parent=0, num_context=3, num_cached=None)
-    record = {"step": 2, "prompt_id": "../p", "sample": 1, "score": 0.5, "failure": None, "finish_reason": "stop"}
-    records = [{**record, "episode": episode(100.0, 4.0, *nodes)}, {**record, "sample": 2, "episode": None}]
+    records = [{**RECORD, "episode": episode(100.0, 4.0, *nodes)}, {**RECORD, "sample": 2, "episode": None}]
     path = tmp_path / "step-000002.jsonl"
-    EpisodeFiles(8)(path, records)
+    episode_files(0)(path, records)
     write_rollouts(path, records)
     assert all("episode" not in each for each in map(json.loads, path.read_text().splitlines()))
     [line] = [json.loads(line) for line in (tmp_path / "episodes-000002.jsonl").read_text().splitlines()]
     assert (line["prompt_id"], line["sample"], len(line["nodes"])) == ("../p", 1, 2)
-    assert [found.name for found in (tmp_path / "traces-000002").iterdir()] == ["0000.json"]
-    trace = json.loads((tmp_path / "traces-000002" / "0000.json").read_text())
-    [scope] = trace["resourceSpans"][0]["scopeSpans"]
-    whole, first, tool, second = scope["spans"]
-    assert [span["name"] for span in scope["spans"]] == ["episode", "chat policy", "execute_tool add", "chat policy"]
-    assert {len(span["traceId"]) for span in scope["spans"]} == {32} and {
-        len(span["spanId"]) for span in scope["spans"]
-    } == {16}
-    assert len({span["spanId"] for span in scope["spans"]}) == 4 and "parentSpanId" not in whole
-    assert {span["parentSpanId"] for span in (first, tool, second)} == {whole["spanId"]}
-    assert (whole["startTimeUnixNano"], whole["endTimeUnixNano"]) == ("100000000000", "104000000000")
-    assert (tool["startTimeUnixNano"], tool["endTimeUnixNano"]) == ("102000000000", "103500000000")
-    attributes = {each["key"]: each["value"] for each in second["attributes"]}
-    assert attributes["gen_ai.usage.input_tokens"] == {"intValue": "10"}  # 5 and 2 of the turn before, 3 since
-    assert attributes["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": [{"stringValue": "stop"}]}}
-    assert {"key": "rlhf_mcore.reward", "value": {"doubleValue": 0.5}} in whole["attributes"] and whole["status"] == {
-        "code": 1
-    }
-
-
-def test_a_run_that_wants_no_traces_writes_none(tmp_path: Path) -> None:
-    record: dict[str, Any] = {
-        "step": 1,
-        "prompt_id": "p",
-        "sample": 0,
-        "score": 1.0,
-        "failure": None,
-        "finish_reason": "stop",
-    }
-    EpisodeFiles(0)(tmp_path / "step-000001.jsonl", [{**record, "episode": episode(0.0, 1.0, node())}])
-    assert [found.name for found in tmp_path.iterdir()] == ["episodes-000001.jsonl"]
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["episodes-000002.jsonl", path.name]

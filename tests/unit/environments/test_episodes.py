@@ -17,13 +17,12 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.environments import generator
 from rlhf_mcore.environments.control_tokens import UnreadableText
-from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
+from rlhf_mcore.environments.episodes import EnvironmentReward, EpisodeLimits, Episodes
 from rlhf_mcore.environments.generator import EpisodeGenerator
-from rlhf_mcore.environments.reward import EnvironmentReward
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.rewards.items import WorkerLimits
+from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_seed
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted
@@ -242,3 +241,11 @@ def test_fault_42_an_observation_that_cannot_be_encoded_goes_by_policy(
     assert found.finish_reason == "environment" and found.score is not None and found.score.failure == "error"
     with pytest.raises(ConfigError, match=r"cannot be encoded: too long\. Correct it, or set reward.on_error=zero"):
         run(["abc", "bye"], prompt(tokenizer), fails=True)
+    monkeypatch.setattr(TurnText, "after", lambda *_, **__: [][0])
+    [found] = run(["abc", "bye"], prompt(tokenizer), fails=False)
+    assert found.score is not None and "IndexError" in found.score.cause
+
+
+def test_an_observation_that_cannot_fit_is_not_tokenised(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+    [found] = run(["abc", "bye"], prompt(tokenizer, "x" * 70_000), fails=False)
+    assert found.score is not None and "70,000 characters" in found.score.cause

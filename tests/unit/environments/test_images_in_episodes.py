@@ -19,8 +19,8 @@ from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.image_rows import ImageReader
 from rlhf_mcore.data.images import ImageStore
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
-from rlhf_mcore.environments.agents.calls import Refused
-from rlhf_mcore.environments.agents.contents import message_of
+from rlhf_mcore.environments.agents.calls import RequestError
+from rlhf_mcore.environments.agents.client_values import message_of
 from rlhf_mcore.environments.agents.conversation import Conversation
 from rlhf_mcore.environments.agents.driver import AgentEpisodes, AgentRules
 from rlhf_mcore.environments.agents.endpoint import Endpoint
@@ -32,7 +32,7 @@ from rlhf_mcore.environments.tools import Tools
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.environments.worker import messages_of_observation
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.rewards.items import WorkerLimits
+from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import SPECIAL, Scripted, character_tokenizer
@@ -329,7 +329,7 @@ def test_the_same_words_of_another_image_are_a_branch_with_images_of_its_own(
     assert again.sequence_images == ((small,), (second,))
 
 
-def test_anthropics_parts_and_those_of_responses_are_images_too(
+def test_anthropics_parts_are_images_too(
     endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, reader: ImageReader
 ) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(WIDE).decode()}
@@ -338,15 +338,11 @@ def test_anthropics_parts_and_those_of_responses_are_images_too(
 
     def play(ask: Callable[..., Any], task: Any) -> None:
         ask(path="messages", messages=[{"role": "user", "content": [result, image, {"type": "text", "text": "?"}]}])
-        ask(
-            path="responses",
-            input=[{"role": "user", "content": [{"type": "input_image", "image_url": data_url(WIDE)}]}],
-        )
 
     played = Asking(endpoint, tokenizer, reader, play)
     [wide] = reader.take([WIDE], Path(), "here")
-    assert [status for status, _ in played.answers] == [200, 200]
-    assert [request.images for request in played.engine.requests] == [(wide, wide), (wide,)]
+    assert [status for status, _ in played.answers] == [200]
+    assert [request.images for request in played.engine.requests] == [(wide, wide)]
     first = tokenizer.decode(played.engine.requests[0].prompt_ids)
     assert first == "<tool>(<pad><pad><pad>)<end>\n<user>(<pad><pad><pad>)?<end>\n<assistant>"
 
@@ -448,6 +444,6 @@ def test_without_a_template_messages_are_refused_and_texts_are_continued(endpoin
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_an_image_in_another_message_is_refused_by_where_images_may_be(role: str) -> None:
     with pytest.raises(
-        Refused, match=r"messages\[0\] has a part of type 'image_url': .* images in messages of users and tools"
+        RequestError, match=r"messages\[0\] has a part of type 'image_url': .* images in messages of users and tools"
     ):
         message_of(role, [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}], "messages[0]")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.environments.agents.conversation import Asked, Conversation, Place, comparable
+from rlhf_mcore.environments.agents.calls import TurnInput
+from rlhf_mcore.environments.agents.conversation import Continuation, Conversation, comparable
 from rlhf_mcore.environments.agents.tree import TokenTree
 from rlhf_mcore.types import Prompt
 from tests.unit.environments.model_templates import FAMILIES, Family, completion, parse, wide
@@ -26,11 +27,11 @@ class Talk:
         self.history: list[dict[str, Any]] = []
         self.drawn: list[int] = []
 
-    def ask(self, text: str, said: str, role: str = "user") -> Place:
+    def ask(self, text: str, said: str, role: str = "user") -> Continuation:
         """Ask with a new message, and sample ``said``."""
         self.history.append({"role": role, "content": text})
-        [place] = self.talk.find([(self.tree, Asked(self.history, TOOLS))])
-        assert isinstance(place, Place), place
+        [place] = self.talk.find([(self.tree, TurnInput(self.history, TOOLS))])
+        assert isinstance(place, Continuation), place
         turn = completion(self.tokenizer, said, len(self.drawn))
         self.drawn += turn.token_ids.tolist()
         text, end, message = self.talk.read(turn, TOOLS)

@@ -12,7 +12,7 @@ from rlhf_mcore.config.rules.environment import environment_problems
 from rlhf_mcore.config.rules.reward import reward_problems
 from rlhf_mcore.environments.episodes import row_of
 from rlhf_mcore.environments.sessions import Sessions
-from rlhf_mcore.rewards.items import WorkerLimits
+from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.types import LIMITS, Prompt
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.data.token_fields import token_versions
+from rlhf_mcore.data.episodes import token_versions
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
 from rlhf_mcore.environments.agents import conversation
-from rlhf_mcore.environments.agents.conversation import Asked, Conversation, Place, comparable
+from rlhf_mcore.environments.agents.calls import TurnInput
+from rlhf_mcore.environments.agents.conversation import Continuation, Conversation, comparable
 from rlhf_mcore.environments.agents.tree import TokenTree
 from rlhf_mcore.types import Completion, Prompt, Ragged, Score, Trajectory
 
@@ -51,12 +52,12 @@ class Agent:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.engine, self.tree, self.talk = Engine(tokenizer), TokenTree(), Conversation(tokenizer)
 
-    def place(self, messages: list[dict[str, Any]]) -> Place:
-        [place] = self.talk.find([(self.tree, Asked(messages))])
-        assert isinstance(place, Place), place
+    def place(self, messages: list[dict[str, Any]]) -> Continuation:
+        [place] = self.talk.find([(self.tree, TurnInput(messages))])
+        assert isinstance(place, Continuation), place
         return place
 
-    def answer(self, place: Place, said: str, reason: str = "stop", version: int = 0) -> dict[str, Any]:
+    def answer(self, place: Continuation, said: str, reason: str = "stop", version: int = 0) -> dict[str, Any]:
         turn = self.engine.draw(said, reason, version)
         text, end, message = self.talk.read(turn, ())
         self.tree.add(
@@ -151,9 +152,9 @@ def test_the_names_of_control_tokens_in_what_others_write_are_text(
 
 
 def test_texts_and_tokens_without_messages_continue_too(agent: Agent, tokenizer: PreTrainedTokenizerBase) -> None:
-    def place(prompt: Any) -> Place:
-        [found] = agent.talk.find([(agent.tree, Asked(prompt=prompt))])
-        assert isinstance(found, Place)
+    def place(prompt: Any) -> Continuation:
+        [found] = agent.talk.find([(agent.tree, TurnInput(prompt=prompt))])
+        assert isinstance(found, Continuation)
         return found
 
     agent.answer(place("once"), " upon", "length")
@@ -223,7 +224,7 @@ def render_here(apply: Callable[[Any], str], inputs: Sequence[Any]) -> Iterator[
 
 def play(agent: Agent, data: st.DataObject) -> None:
     histories: list[list[dict[str, Any]]] = [[user("q")]]
-    waiting: list[tuple[list[dict[str, Any]], Place]] = []
+    waiting: list[tuple[list[dict[str, Any]], Continuation]] = []
     for step in range(data.draw(st.integers(1, 10))):
         history = histories[data.draw(st.integers(0, len(histories) - 1))]
         move = data.draw(st.sampled_from(["ask", "ask", "answer", "edit", "drop", "fork", "system"]))

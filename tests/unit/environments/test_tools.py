@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.environments.tools import Index, Tools
+from rlhf_mcore.readers.tool_schemas import read_tools
 
 
 def test_each_call_has_a_message_and_a_turn_without_one_ends_the_episode(tmp_path: Path) -> None:

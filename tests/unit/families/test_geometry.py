@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from rlhf_mcore.bridge.run.remote import geometry_of
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import inspect_model, read_geometry
 from rlhf_mcore.geometry import ExpertSizes
+from rlhf_mcore.readers.model_files import inspect_model, read_geometry
 from tests.messages import refused
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_mcore import families
-from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, HEADS
+from rlhf_mcore.readers.model_files import inspect_model
 
 PACKAGE = Path(families.__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {
@@ -47,13 +46,10 @@ WINDOW = {"sliding_window": 16}
 
 
 def test_no_module_but_a_familys_own_names_it() -> None:
-    # The certificate measures a small model of each: a table of data, of which tests/unit/commands says that none is missing.
-    measured = PACKAGE / "commands" / "certify" / "models.py"
-    for path in PACKAGE.rglob("*.py"):
+    """Except the table of packages that vLLM's modules of some families import."""
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "rollout" / "vllm" / "limits.py"}:
         source = path.read_text()
-        if (
-            path.parent.name != "families" and path != measured and any(name in source for name in FAMILIES)
-        ):  # to parse takes longer
+        if path.parent.name != "families" and any(name in source for name in FAMILIES):  # to parse takes longer
             texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
             assert not texts & set(FAMILIES), path
 
@@ -92,15 +88,8 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         assert (PACKAGE / "families" / f"{name}.py").is_file() and family.name == name
 
 
-def test_lines_of_a_familys_module_are_those_that_contributors_are_told() -> None:
-    page = (
-        (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("Lines of a family's module:")[2].partition(".")[0]
-    )
-    told = {
-        name: int(n) for names, n in re.findall(r"((?:`\w+`,?\s+)+)(\d+)", page) for name in re.findall(r"\w+", names)
-    }
-    counted = {name: len((PACKAGE / "families" / f"{name}.py").read_text().splitlines()) for name in FAMILIES}
-    assert told == counted and max(counted.values()) < 30
+def test_a_familys_module_has_less_than_30_lines() -> None:
+    assert max(len((PACKAGE / "families" / f"{name}.py").read_text().splitlines()) for name in FAMILIES) < 30
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

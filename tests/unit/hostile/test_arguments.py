@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.cli import agent, multinode
+from rlhf_mcore.cli import agent
 from rlhf_mcore.cli.main import main
-from rlhf_mcore.rewards.pools import default_workers
+from rlhf_mcore.rewards.pool import default_workers
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
 LONG = "x" * 5000
@@ -88,21 +88,6 @@ def test_a_working_directory_that_is_gone_is_told(place: Path, capsys: pytest.Ca
     os.chdir(place)
 
 
-def test_hosts_that_cannot_be(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in [
-        (["--hosts=-oProxyCommand=touch pwned,b"], "'-oProxyCommand=touch pwned' is no name of a host"),
-        (["--hosts=a,,b"], "'' is no name of a host"),
-        (["--hosts=a", "--ranks-per-node=0"], "a host has at least one process"),
-        (["--hosts=a", "--ssh=no-such-program"], "no-such-program: No such file or directory"),
-        (["--hosts=a", "--ssh=echo x y z w"], "gave no address to meet at"),
-        (["--hosts=a", "--ssh=false"], "gave no address to meet at (exit code 1)"),
-    ]:
-        assert multinode.main(["run.yaml", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
-        assert not (place / "pwned").exists()
-
-
 @pytest.mark.parametrize(
     "arguments", [["--run-id=../../../x"], ["--run-id=.."], ["--run-id=x", "experiment=../../../x"], ["--run-id=x"]]
 )
@@ -116,17 +101,6 @@ def test_an_agent_writes_into_the_run_directory_only(
     error = capsys.readouterr().err
     assert ("use plain names" if len(arguments) > 1 or ".." in arguments[0] else "is a link") in error
     assert sorted(place.parent.rglob("*")) == before
-
-
-def test_ctrl_c_while_nodes_meet_is_one_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("subprocess.run", interrupted)
-    assert multinode.main(["--hosts", "a,b", "run.yaml"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted before any process was started\n"
 
 
 def test_a_share_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.generator_files import inspect_generator
-from rlhf_mcore.config.model_files import inspect_model, read_geometry
-from rlhf_mcore.config.tokenizer_match import token_problems, tokenizer_size
+from rlhf_mcore.readers.model_files import inspect_generator, inspect_model, read_geometry
+from rlhf_mcore.readers.tokenizer_match import token_problems, tokenizer_size
 from tests.unit.hostile.refusals import refusal
 
 SIZES = {

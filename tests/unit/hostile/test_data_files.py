@@ -13,8 +13,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlhf_mcore.config.data_rows import RowLimits, checked_prompt, mapping, read_rows
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.readers.data_rows import RowLimits, checked_prompt, mapping, read_rows
 from tests.messages import refused
 
 SMALL = RowLimits(max_row_bytes=1000, max_rows=50, max_bytes=20_000)

@@ -25,7 +25,7 @@ from rlhf_mcore.bridge.files.formats.foreign_pickle import read_pickle
 from rlhf_mcore.bridge.files.formats.located import locate, locate_one, read
 from rlhf_mcore.bridge.files.formats.torch_dist import find_checkpoint
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.readers.model_files import read_geometry
 from tests.unit.hostile.refusals import refusal
 from tests.unit.hostile.test_config_json import LLAMA, write
 

@@ -6,7 +6,6 @@ import json
 import os
 import struct
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from safetensors.torch import save_file
 from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions
 from rlhf_mcore.cli import preflight
 from rlhf_mcore.commands.evaluate.results import EvaluationDirectory, PartFile
-from rlhf_mcore.commands.migrate.sources import read_tree
 from rlhf_mcore.commands.prepare_data.prepare import read_source
-from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.data.rendering import _render_one
 from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.readers.model_files import inspect_model
 from tests.messages import assert_names
 from tests.unit.hostile.refusals import refusal
 from tests.unit.hostile.test_config_json import LLAMA, QWEN_MOE
@@ -247,24 +245,6 @@ def test_a_fifo_among_the_files_of_a_data_set(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- rest
-def test_references_of_a_foreign_file_that_multiply_stay_as_they_are() -> None:
-    data = {"a0": "x" * 10, **{f"a{n}": f"${{data.a{n - 1}}}" * 8 for n in range(1, 20)}, "b": "${data.a0}/y"}
-    found = read_tree({"data": data})
-    assert found["data.b"] == "x" * 10 + "/y"
-    assert found["data.a19"] == "${data.a18}" * 8
-
-
-def test_values_that_verl_does_not_have() -> None:
-    for data in [{None: 1}, {"train_files": date(2001, 1, 1)}, {"train_files": "${" * 800 + "}" * 800}, {"x": {"a"}}]:
-        assert "what verl itself cannot read" in refusal(read_tree, {"data": data})
-
-
-def test_the_environment_is_not_written_into_a_migrated_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", "hunter2")
-    found = read_tree({"data": {"root": "${oc.env:SECRET}", "path": "${data.root}/x", "beside": "${.root}"}})
-    assert found == {"data.root": "${oc.env:SECRET}", "data.path": "${data.root}/x", "data.beside": "${.root}"}
-
-
 def test_more_processes_than_a_machine_can_start() -> None:
     preflight.check_world(1)
     text = refusal(preflight.check_world, 100_000)

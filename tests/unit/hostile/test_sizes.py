@@ -31,7 +31,6 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
         (["rollout.layout.tp=9999999"], "rollout.layout.tp=9999999 is out of range"),
         ([f"actor.layout.layers_per_stage={[1] * 2000}"], "layers_per_stage=[1, 1, 1, 1, 1, 1, ...] has 2000 numbers"),
         (["--set", "reserve_bytes=nan"], "is not of the form NAME=NUMBER"),
-        (["trainer.num_steps=" + "9" * 30], "an integer beyond 64 bits"),
         (["actor.optimizer.lr=.nan"], "actor.optimizer.lr=nan is out of range"),
     ]:
         model = ROOT / "configs" / "models" / "Qwen2.5-0.5B-Instruct"

@@ -18,10 +18,10 @@ from torch import Tensor
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families.base import Family
 from rlhf_mcore.families.gemma3_text import FAMILY as GEMMA
+from rlhf_mcore.mcore.attention import set_window_frequencies
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.layers import layer_spec
 from rlhf_mcore.mcore.model_spec import load_spec, transformer_config
-from rlhf_mcore.mcore.rotation import set_window_frequencies
 from rlhf_mcore.platform import current_platform
 from tests.distributed.models import make
 from tests.unit.mcore.test_model import groups

@@ -55,7 +55,7 @@ def test_sequences_back_to_back_are_the_recurrence_in_value_and_gradient() -> No
         ]
     )
     narrow = [x.detach().float().requires_grad_() for x in inputs]
-    found = gated_delta_rule(*narrow, np.array(LENGTHS))
+    found, _ = gated_delta_rule(*narrow, np.array(LENGTHS))
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
     weights = random(5)
     (expected * weights).sum().backward()
@@ -86,7 +86,7 @@ def test_heads_are_shared_among_ranks(keys: int, values: int, ranks: int, expect
 def test_a_rank_without_heads_has_a_gradient_of_nothing() -> None:
     q, k, v = (torch.randn(7, 0, width, requires_grad=True) for width in (6, 6, 5))
     decay, beta = (torch.randn(7, 0, requires_grad=True) for _ in range(2))
-    out = gated_delta_rule(q, k, v, decay, beta, np.array([3, 4]))
+    out, _ = gated_delta_rule(q, k, v, decay, beta, np.array([3, 4]))
     assert out.shape == (7, 0, 5)
     out.sum().backward()
     assert all(x.grad is not None for x in (q, k, v, decay, beta))

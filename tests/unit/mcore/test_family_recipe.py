@@ -17,16 +17,16 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.commands.convert.command import main as convert
-from rlhf_mcore.config.model_files import inspect_model, read_geometry
 from rlhf_mcore.data.collate import restore_tokens
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.counts import num_parameters
 from rlhf_mcore.planning.inputs import EngineGrid, PlannedRole
-from rlhf_mcore.planning.sync import destinations
-from rlhf_mcore.planning.weights import state_bytes
+from rlhf_mcore.planning.memory import state_bytes
+from rlhf_mcore.readers.model_files import inspect_model, read_geometry
 from rlhf_mcore.types import Microbatch
 from tests.distributed import models
+from tests.engine_layout import destinations
 from tests.unit.mcore.test_model import LENGTHS, TEMPERATURE, build, expected_logprobs, groups, microbatches
 
 __all__ = ["groups"]

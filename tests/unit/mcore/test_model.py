@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file
 
-from rlhf_mcore.algorithms.muon import orthogonalized, update_scale
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
@@ -31,16 +30,16 @@ from rlhf_mcore.mcore.build import BuildOptions, build_model
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups, use_groups
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, rng_tracker_states, scalar_outputs, set_rng_tracker_states
 from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.mcore.momentum import orthogonalized, update_scale
 from rlhf_mcore.mcore.weights import _global_name, unwrap
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.residency.ledger import KINDS, OPTIMIZER
 from rlhf_mcore.residency.sharing import DeviceSharing
-from rlhf_mcore.roles.freezing import freeze
-from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
+from rlhf_mcore.roles.trained_weights import freeze, matrices_of
 from rlhf_mcore.types import Microbatch
 from tests.distributed.models import make
 
@@ -234,7 +233,8 @@ def test_muon_steps_the_fp32_masters_of_matrices_and_adamw_the_rest(tmp_path: Pa
     make("qwen3", tmp_path)
     model = build(tmp_path, groups, trainable=True, dtype="bf16")
     model.add_optimizer(
-        OptimizerConfig("muon", lr=0.1, clip_grad=0.0, weight_decay=0.5), matrices_of(geometry := model.spec.geometry)
+        OptimizerConfig(name="muon", lr=0.1, clip_grad=0.0, weight_decay=0.5),
+        matrices_of(geometry := model.spec.geometry),
     )
     assert model.optimizer is not None
     held = {shard.name: shard for shard in model.optimizer.shards()}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.commands.evaluate.weights import open_weights
@@ -15,8 +16,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.expected_kernels import expected_kernels, kernels_text
 from rlhf_mcore.mcore.build import BuildOptions, build_model
-from rlhf_mcore.mcore.groups import ModelGroups, build_groups
-from rlhf_mcore.mcore.kernels import live_kernels
+from rlhf_mcore.mcore.groups import ModelGroups, build_groups, use_groups
+from rlhf_mcore.mcore.kernels import live_kernels, use_fast_kernels
 from rlhf_mcore.mcore.mixture import Router, routers
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.model_spec import load_spec
@@ -139,3 +140,40 @@ def test_router_settings(tmp_path: Path, groups: ModelGroups, name: str, pre_sof
     assert (config.num_moe_experts, config.moe_router_topk, config.moe_router_dtype) == (4, 2, "fp32")
     assert config.moe_ffn_hidden_size == (96 if name == "mixtral" else 48)
     assert (config.moe_router_load_balancing_type, config.moe_grouped_gemm) == ("none", False)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # the latter with biases, and gate and linear part in turn
+@pytest.mark.parametrize("num_tokens", [37, 1])  # of one token most experts get none
+def test_experts_at_once_are_the_loop_within_rounding(
+    tmp_path: Path, groups: ModelGroups, name: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In value and in every gradient, by torch's grouped product on a CPU."""
+    make(name, tmp_path)
+    settings = BuildOptions("bf16", "local", RecomputeConfig(), True, False, 0)
+    model = build_model(load_spec(tmp_path), groups, current_platform(), settings)
+    layer = unwrap(model.chunks[0]).decoder.layers[0].mlp
+    draw = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+    hidden = torch.randn(num_tokens, 1, 64, generator=draw).bfloat16()
+
+    def run() -> dict[str, Tensor]:
+        layer.zero_grad()
+        x = hidden.clone().requires_grad_()
+        with use_groups(groups, current_platform()):
+            output = layer(x)[0]
+        output.backward(torch.ones_like(output))
+        gradients = {key: p.grad if p.grad is not None else p.main_grad.clone() for key, p in layer.named_parameters()}
+        for parameter in layer.parameters():
+            parameter.main_grad.zero_()
+        return {"output": output.detach(), "x": x.grad, **gradients}
+
+    loop = run()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    use_fast_kernels(model.chunks[0].modules(), model.config)
+    assert live_kernels(model)["experts"] == "torch, grouped"
+    grouped = run()
+    assert grouped.keys() == loop.keys()
+    for key, expected in loop.items():
+        error = (grouped[key].float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-9)
+        assert error < 2**-7, key  # the spacing of bf16

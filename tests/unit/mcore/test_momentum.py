@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.algorithms.muon import orthogonalized, update_scale
 from rlhf_mcore.mcore import momentum
-from rlhf_mcore.mcore.momentum import MatrixExchange, MatrixPart, MomentumSteps, Stepped
+from rlhf_mcore.mcore.momentum import MatrixExchange, MatrixPart, MomentumSteps, MuonRange, orthogonalized, update_scale
 from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
 
 __all__ = ["rank_threads"]
@@ -60,7 +59,7 @@ def test_every_rank_gets_its_parts_of_whole_matrices(
     def rank(group: ThreadGroup) -> None:
         held = [parts_of(described) for described in HELD[group.rank()]]
         flats = [cut(before, parts) for parts in held]
-        stepped = [Stepped(flat, {}, {}, parts) for flat, parts in zip(flats, held, strict=True)]
+        stepped = [MuonRange(flat, {}, {}, parts) for flat, parts in zip(flats, held, strict=True)]
         MatrixExchange(stepped, group, dtype, torch.device("cpu"))(flats)  # type: ignore[arg-type]
         for flat, parts in zip(flats, held, strict=True):
             assert torch.equal(flat, cut(after, parts))
@@ -70,7 +69,7 @@ def test_every_rank_gets_its_parts_of_whole_matrices(
 
 def test_sgd_adds_up_what_it_has_seen() -> None:
     weight = torch.tensor([1.0, 2.0])
-    one = Stepped(weight, state := {}, {"lr": 0.1, "weight_decay": 0.5}, [])
+    one = MuonRange(weight, state := {}, {"lr": 0.1, "weight_decay": 0.5}, [])
     steps = MomentumSteps([one], 0.5, None)
     for gradient in ([4.0, 0.0], [1.0, 2.0]):
         weight.grad = torch.tensor(gradient)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from rlhf_mcore.mcore.stages import StageMessages
+from rlhf_mcore.mcore.groups import StageMessages
 from rlhf_mcore.parallel.layout import ParallelLayout
 
 HIDDEN = 6
@@ -21,7 +21,7 @@ def messages(layout: ParallelLayout, rank: int, lengths: list[int], together: in
     config = SimpleNamespace(
         sequence_parallel=layout.sequence_parallel, hidden_size=HIDDEN, microbatch_group_size_per_vp_stage=together
     )
-    microbatches = [SimpleNamespace(token_ids=torch.zeros(2, length)) for length in lengths]
+    microbatches = [SimpleNamespace(token_ids=torch.zeros(2, length), width=length) for length in lengths]
     groups = SimpleNamespace(collection=SimpleNamespace(pp=None), layout=layout, pp_rank=rank)
     return StageMessages(groups, config, microbatches)  # type: ignore[arg-type]
 

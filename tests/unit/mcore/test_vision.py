@@ -12,7 +12,7 @@ import torch
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.vision import VisionSizes
 from rlhf_mcore.mcore.image_features import StepFeatures, mask_with_images
-from rlhf_mcore.mcore.vision import Vision, image_positions
+from rlhf_mcore.mcore.vision import ModelVision, image_positions
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.types import Microbatch
 
@@ -48,7 +48,7 @@ def test_channels_rotate_in_blocks_or_in_turns() -> None:
 def test_a_token_of_images_that_a_policy_draws_is_a_word() -> None:
     """Packed: a row with an image of two tokens and a drawn one, padded to 8, and a row of text that has drawn one."""
     groups: Any = SimpleNamespace()
-    vision = Vision(SIZES, Grids({"a": (1, 2, 4)}), groups, False, current_platform(), 32, StepFeatures())
+    vision = ModelVision(SIZES, Grids({"a": (1, 2, 4)}), groups, False, current_platform(), 32, StepFeatures())
     ids = [5, IMAGE, IMAGE, 6, IMAGE, 7, 0, 0, 8, IMAGE, 9]
     microbatch = Microbatch(
         token_ids=torch.tensor([ids]),

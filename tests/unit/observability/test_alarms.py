@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.checkpoint.triggers import SignalRequests
-from rlhf_mcore.config.rules.alarms import alarm_problems
+from rlhf_mcore.config.rules.run import alarm_problems
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
 from rlhf_mcore.observability.alarms import AlarmBell, Alarms
-from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.throughput import Timers
 from rlhf_mcore.own_processes import has_ended
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.record import RunRecord
 from tests.commands import wait_for
 from tests.unit.parallel.world import world
@@ -66,7 +66,7 @@ def test_the_default_rules(steps: list[dict[str, float]], expected: list[tuple[i
 
 def test_a_rule_of_ones_own_replaces_the_default_one_of_its_metric() -> None:
     own = AlarmsConfig(
-        rules=[AlarmRuleConfig("kl/mean", above=0.5, steps=2), AlarmRuleConfig("reward/mean", below=0.0)]
+        rules=[AlarmRuleConfig(metric="kl/mean", above=0.5, steps=2), AlarmRuleConfig(metric="reward/mean", below=0.0)]
     )
     steps = [{"kl/mean": 20.0, "reward/mean": 0.0}, {"kl/mean": 20.0, "reward/mean": -0.5}, {"kl/mean": 20.0}]
     assert alarmed(steps, own) == [(2, "kl/mean"), (2, "reward/mean")]
@@ -82,8 +82,8 @@ def bell(cfg: AlarmsConfig, notes: list[str]) -> tuple[AlarmBell, SignalRequests
 def test_an_alarm_is_one_line_with_the_remedy_and_asks_for_what_its_rule_names() -> None:
     notes: list[str] = []
     rules = [
-        AlarmRuleConfig("reward/mean", below=0.1, actions=["save"]),
-        AlarmRuleConfig("kl/mean", above=1, actions=["stop"]),
+        AlarmRuleConfig(metric="reward/mean", below=0.1, actions=["save"]),
+        AlarmRuleConfig(metric="kl/mean", above=1, actions=["stop"]),
     ]
     rung, requests = bell(AlarmsConfig(rules=rules), notes)
     rung.recall({"reward/mean": 0.0})  # before a restart: known
@@ -141,12 +141,12 @@ class Parts:
 def test_in_the_loop_the_step_of_the_alarm_is_saved_and_is_the_last() -> None:
     notes: list[str] = []
     rules = [
-        AlarmRuleConfig("reward/mean", above=1, actions=["save"]),
-        AlarmRuleConfig("reward/mean", below=0, steps=2, actions=["stop"]),
+        AlarmRuleConfig(metric="reward/mean", above=1, actions=["save"]),
+        AlarmRuleConfig(metric="reward/mean", below=0, steps=2, actions=["stop"]),
     ]
     rung, requests = bell(AlarmsConfig(rules=rules), notes)
     parts: Any = Parts(requests, [0.5, 2.0, 0.5, -1.0, -1.0, 0.5])
-    trainer = Trainer(parts, parts, parts, parts, parts, RunRecord(Timers(), 0, bell=rung), counters=parts)
+    trainer = TrainingLoop(parts, parts, parts, parts, parts, RunRecord(Timers(), 0, bell=rung), counters=parts)
     assert not trainer.run(6) and parts.saved == [2, 5] and len(notes) == 2
 
 
@@ -202,8 +202,8 @@ def test_a_command_that_hangs_is_ended_with_what_it_has_started(
     script = "sleep 60 & echo $! > pids; wait"
     monkeypatch.chdir(tmp_path)
     for seconds, close_s in ((0.2, 10.0), (60.0, 0.2)):  # beyond its own time, and at the end of the run
-        monkeypatch.setattr("rlhf_mcore.observability.alarm_messages.CLOSE_S", close_s)
-        monkeypatch.setattr("rlhf_mcore.observability.alarm_messages.TIMEOUT_S", seconds)
+        monkeypatch.setattr("rlhf_mcore.observability.alarms.CLOSE_S", close_s)
+        monkeypatch.setattr("rlhf_mcore.observability.alarms.TIMEOUT_S", seconds)
         Path("pids").unlink(missing_ok=True)
         cfg = AlarmsConfig(actions=["command"], command=["sh", "-c", script])
         rung, _ = bell(cfg, notes)
@@ -246,16 +246,14 @@ def test_mistakes_are_named_with_what_was_meant() -> None:
         actions=["wern"],
         webhook="ftp://x",
         rules=[
-            AlarmRuleConfig("kl/men", above=1.0, actions=["command"]),
-            AlarmRuleConfig("reward/mean", steps=0, measure="max"),
+            AlarmRuleConfig(metric="kl/men", above=1.0, actions=["command"]),
+            AlarmRuleConfig(metric="reward/mean"),
         ],
     )
     assert list(alarm_problems(wrong)) == [
         "alarms.actions has 'wern', which is no action; did you mean warn?",
         "alarms.rules[0].metric='kl/men' is no metric; did you mean kl/mean?",
         "alarms.rules[1].above and below are null; give reward/mean a bound",
-        "alarms.rules[1].steps=0 is out of range; it must be at least 1",
-        "alarms.rules[1].measure='max' is not a choice; choose one of: value, mean, growth, spike",
         "alarms.webhook is no address; write it as https://host/path, or as ${oc.env:NAME} (it is not shown here)",
         "alarms.command=[] is empty, and an action of alarms is command; set it to a program and its arguments",
     ]

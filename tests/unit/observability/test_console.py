@@ -98,6 +98,16 @@ def test_a_log_has_steps_notes_and_the_summary_but_no_phases() -> None:
     assert lines[-1] == f"Run directory {path}"
 
 
+@pytest.mark.parametrize("mode", ["plain", "json"])
+def test_step_lines_are_thinned_but_for_evaluations_and_the_last_step(mode: str) -> None:
+    output = log_file()
+    with Console(mode, 30, "grpo", every=10, output=output) as console:
+        for step in range(31):
+            console.step(step, {"reward/mean": 0.5} | ({"evaluate/reward": 1.0} if step in (0, 15) else {}))
+    numbers = re.findall(r'step"?[: ]\s*(\d+)', printed(output))
+    assert numbers == ["0", "1", "11", "15", "21", "30"]
+
+
 def test_the_live_display_shows_progress_phase_and_figures() -> None:
     clock = Clock()
     console = Console("rich", 40, "quickstart", output=terminal(), clock=clock)

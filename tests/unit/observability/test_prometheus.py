@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.prometheus import Exporter
+from rlhf_mcore.observability.prometheus import PrometheusExporter
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def port() -> int:
 
 
 @pytest.fixture(scope="module")
-def exporter(port: int) -> Iterator[Exporter]:
-    with closing(Exporter(str(port), "math", 'a "b"\n')) as made:
+def exporter(port: int) -> Iterator[PrometheusExporter]:
+    with closing(PrometheusExporter(str(port), "math", 'a "b"\n')) as made:
         yield made
 
 
@@ -53,7 +53,7 @@ def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-def test_the_last_step_and_the_engines_of_this_moment_are_read(exporter: Exporter, port: int) -> None:
+def test_the_last_step_and_the_engines_of_this_moment_are_read(exporter: PrometheusExporter, port: int) -> None:
     assert scrape(port) == {}
     exporter.log(3, {"reward/mean": 0.5, "reward/share_zero/gsm8k-easy": 0.25, "note": "text", "evaluate/reward": 1})
     exporter.log(4, {"reward/mean": 0.75})
@@ -77,14 +77,14 @@ def test_the_last_step_and_the_engines_of_this_moment_are_read(exporter: Exporte
     assert scrape(port)["rlhf_mcore_engine_up"] == {("e0",): 1}
 
 
-def test_a_port_that_is_taken_is_told_with_its_key(exporter: Exporter, port: int) -> None:
+def test_a_port_that_is_taken_is_told_with_its_key(exporter: PrometheusExporter, port: int) -> None:
     with pytest.raises(ConfigError, match=f"logging.prometheus={port}: Address already in use; choose another"):
-        Exporter(str(port), "math", "other")
+        PrometheusExporter(str(port), "math", "other")
 
 
 def test_the_port_is_free_after_the_run() -> None:
     port = free_port()
-    Exporter(f"127.0.0.1:{port}", "math", "again").close()
+    PrometheusExporter(f"127.0.0.1:{port}", "math", "again").close()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry, WindowSizes
 from rlhf_mcore.observability.throughput import ModelFlops, Throughput, peak_tflops
 from rlhf_mcore.planning.counts import active_parameters, model_flops, mtp_flops
+from rlhf_mcore.readers.model_files import read_geometry
 from rlhf_mcore.trainer.work import StepWork, TrainedWork, counts
 from tests.unit.parallel.world import world
 from tests.unit.roles import lookup

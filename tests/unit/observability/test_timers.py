@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.throughput import Timers
 
 
 def test_seconds_add_up_by_name_until_popped() -> None:

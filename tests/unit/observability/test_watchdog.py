@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.observability import rank_file
 from rlhf_mcore.observability.watchdog import Watchdog
 
 
@@ -18,15 +19,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-class Listener:
-    def __init__(self) -> None:
-        self.told: list[object] = []
-
-    def watch(self, limit_s: int) -> None:
-        self.told.append(limit_s)
-
-    def phase(self, name: str) -> None:
-        self.told.append(name)
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is written into the file of a rank that a command of ours has started."""
+    found: list[object] = []
+    monkeypatch.setattr(rank_file, "is_read", lambda: True)
+    monkeypatch.setattr(rank_file, "watch", found.append)
+    monkeypatch.setattr(rank_file, "note_phase", found.append)
+    monkeypatch.setattr(rank_file, "beat", lambda: found.append("beat"))
+    return found
 
 
 def test_progress_sets_the_clock_anew_and_the_end_stops_it(calls: list[Any]) -> None:
@@ -36,17 +37,25 @@ def test_progress_sets_the_clock_anew_and_the_end_stops_it(calls: list[Any]) -> 
     assert calls == [(30, True), (30, True), "cancel"]
 
 
+def test_progress_within_a_phase_sets_the_clock_anew_unless_it_is_paused(calls: list[Any]) -> None:
+    with Watchdog(30) as watchdog:
+        watchdog.beat()
+        watchdog.pause()
+        watchdog.beat()
+    assert calls == [(30, True), (30, True), "cancel", "cancel"]
+
+
 def test_zero_switches_it_off(calls: list[Any]) -> None:
     with Watchdog(0) as watchdog:
         watchdog.progress("update")
     assert calls == ["cancel"]
 
 
-def test_a_watcher_is_told_and_no_clock_of_our_own_blames_this_rank(calls: list[Any]) -> None:
-    listener = Listener()
-    with Watchdog(30, watcher=listener) as watchdog:
+def test_the_launcher_is_told_and_no_clock_of_our_own_blames_this_rank(calls: list[Any], told: list[object]) -> None:
+    with Watchdog(30) as watchdog:
         watchdog.progress("update")
+        watchdog.beat()
         watchdog.pause()
         watchdog.progress("generate")
-    assert listener.told == [30, "start", "update", 0, 30, "generate", 0]
+    assert told == [30, "start", "update", "beat", 0, 30, "generate", 0]
     assert calls == []

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from rlhf_mcore.parallel import claims
-from rlhf_mcore.parallel.claims import StoreClaims
+from rlhf_mcore.parallel import shared_store
+from rlhf_mcore.parallel.shared_store import StoreClaims
 from rlhf_mcore.protocols import EngineRank
 from tests.unit.parallel.world import ThreadGroup, rank_threads, run_ranks
 
@@ -14,7 +14,7 @@ __all__ = ["rank_threads"]
 @pytest.mark.usefixtures("rank_threads")
 def test_claims_are_each_engines_own_and_leave_a_counter_a_round_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(claims, "broadcast_json", lambda value, source: "name")
+    monkeypatch.setattr(shared_store, "broadcast_json", lambda value, source: "name")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
 
     def body(group: ThreadGroup) -> list[list[int]]:

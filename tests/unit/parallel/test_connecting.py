@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mcore.parallel.addresses import LOOPBACK, listener
-from rlhf_mcore.parallel.connecting import connect_device
-from rlhf_mcore.parallel.joint_group import JointGroup
+from rlhf_mcore.parallel.joint_group import JointGroup, connect_device
 from rlhf_mcore.protocols import GroupSpec, PeersLost
 from tests.messages import refused
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_mcore.parallel.logprobs import linear_logprobs
-from rlhf_mcore.parallel.ragged import move_ragged, split_tokens, take_tokens
-from rlhf_mcore.parallel.rows import move_rows
+from rlhf_mcore.parallel.rows import move_ragged, move_rows, split_tokens, take_tokens
 from rlhf_mcore.parallel.subsets import Subsets
 from rlhf_mcore.types import Ragged
 from tests.unit.pairs import pairwise

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_mcore.algorithms.distillation import Divergence
 from rlhf_mcore.parallel.logprobs import linear_logprobs
 from rlhf_mcore.parallel.subsets import Subsets
-from rlhf_mcore.parallel.top_tokens import Compared, top_tokens
+from rlhf_mcore.parallel.top_tokens import TeacherTopTokens, top_tokens
 from rlhf_mcore.types import Ragged
 from tests.unit.pairs import pairwise
 from tests.unit.parallel.world import Meeting, ThreadGroup, rank_threads, run_ranks  # noqa: F401
@@ -77,7 +77,7 @@ def test_value_and_gradients_are_those_of_the_definition(
 
     def of_student(group: ThreadGroup) -> list[Tensor]:
         a, b = hidden.clone().requires_grad_(), weight.chunk(size)[group.rank()].clone().requires_grad_()
-        compared = Compared.of(top, Divergence(kind, beta))
+        compared = TeacherTopTokens.of(top, Divergence(kind, beta))
         options: Any = {"vocab_size": VOCAB, "temperature": TEMPERATURE, "group": group, "chunk_tokens": chunk}
         found = linear_logprobs(a, b, labels, with_entropy=False, compared=compared, **options).divergence
         assert found is not None
@@ -101,7 +101,7 @@ def test_the_other_results_and_gradients_are_there_beside_it(chunk: int | None) 
     options: Any = {"vocab_size": VOCAB, "temperature": TEMPERATURE, "group": alone, "chunk_tokens": chunk}
     top = top_tokens(teacher, other, 4, **options)
     support = Ragged(torch.full((TOKENS,), 3, dtype=torch.int32), torch.arange(3, dtype=torch.int32).repeat(TOKENS))
-    given: Any = {"support": Subsets.of(support), "compared": Compared.of(top, Divergence("jsd", 0.3))}
+    given: Any = {"support": Subsets.of(support), "compared": TeacherTopTokens.of(top, Divergence("jsd", 0.3))}
 
     def gradient(*names: str) -> Tensor:
         w = weight.clone().requires_grad_()
@@ -138,7 +138,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
     with Largest() as largest:
         with torch.no_grad():
             top = top_tokens(torch.randn(tokens, width), torch.randn(vocab, width), count, **options)
-        compared = Compared.of(top, Divergence("jsd"))
+        compared = TeacherTopTokens.of(top, Divergence("jsd"))
         found = linear_logprobs(hidden, weight, torch.zeros(tokens, dtype=torch.int64), compared=compared, **options)
         assert found.divergence is not None
         found.divergence.sum().backward()
@@ -156,7 +156,7 @@ def test_a_student_that_is_certain_has_finite_gradients(logits: tuple[float, ...
     top = top_tokens(torch.eye(1), torch.tensor([[0.0], [9.0], [8.0], [-300.0]]), 2, **options)
     for kind, beta in KINDS:
         weight = torch.tensor(logits)[:, None].requires_grad_()
-        compared = Compared.of(top, Divergence(kind, beta))
+        compared = TeacherTopTokens.of(top, Divergence(kind, beta))
         found = linear_logprobs(torch.eye(1), weight, torch.tensor([0]), compared=compared, **options).divergence
         assert found is not None and found.isfinite().all() and found > 0
         found.sum().backward()
@@ -171,7 +171,7 @@ def test_who_agrees_with_the_teacher_has_no_divergence_and_no_gradient() -> None
     for kind, beta in KINDS:
         with torch.no_grad():
             top = top_tokens(hidden, weight, 4, **options)
-        compared = Compared.of(top, Divergence(kind, beta))
+        compared = TeacherTopTokens.of(top, Divergence(kind, beta))
         found = linear_logprobs(hidden, weight, torch.zeros(TOKENS, dtype=torch.int64), compared=compared, **options)
         assert found.divergence is not None and found.divergence.abs().max() < 1e-6
         (gradient,) = torch.autograd.grad(found.divergence.sum(), weight)

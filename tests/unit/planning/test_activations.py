@@ -10,12 +10,11 @@ import pytest
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.geometry import ExpertSizes, GroupedSizes, ModelGeometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.activations import forward_activations, head_bytes, training_activations
-from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
+from rlhf_mcore.planning.inputs import PlannedRole, Workload
+from rlhf_mcore.planning.memory import Pass, forward_activations, head_bytes, training_activations
 
 DENSE = ModelGeometry("llama", 8, 64, GroupedSizes(4, 2, 16), 192, 1000, False)
 EXPERTS = replace(DENSE, family="mixtral", experts=ExpertSizes(8, 96, per_token=2))
-EVEN = Assumptions(expert_imbalance=1.0)
 ROTATION = 2 * 4 * 16  # cosines and sines of queries and of keys, on every tensor-parallel rank
 # A token of a layer in bf16: norms 4 h; q, k, v (64 + 2 * 32), rotated q and k (96), output 64; a fused MLP; 4 fp32 numbers.
 LAYER = 2 * (4 * 64) + 2 * (128 + 96 + 64) + 2 * 3 * 192 + 4 * 4 + ROTATION
@@ -33,7 +32,7 @@ def role(layout: ParallelLayout, geometry: ModelGeometry = DENSE, **changes: Any
 
 def layers(made: PlannedRole, pp: int, num_microbatches: int, tokens: int = MANY) -> Any:
     """Bytes a token of all that training keeps in layers."""
-    found = training_activations(made, pp, tokens, num_microbatches, 2, EVEN)
+    found = training_activations(Pass(made, tokens), pp, num_microbatches)
     assert found.logits == 0
     return pytest.approx(found.layers / tokens, rel=1e-5)
 
@@ -55,10 +54,6 @@ def test_inputs_of_products_in_8_bits_are_kept_in_8_bits() -> None:
     # Both norms' outputs and the MLP's product lose 2 bytes for these; attention keeps its output beside them.
     kept = LAYER + (element - 2) * (2 * 64 + 192) + element * 64
     assert layers(role(ParallelLayout(1), fp8=True), 0, 5) == 8 * kept + INPUT + BACKWARD
-    mlp = role(ParallelLayout(1), fp8=True, recompute=RecomputeConfig("selective", modules=["mlp"]))
-    plain = role(ParallelLayout(1), recompute=RecomputeConfig("selective", modules=["mlp"]))
-    less = 8 * ((element - 2) * 2 * 64 + element * 64)  # of the MLP nothing is kept, in 8 bits or more
-    assert layers(mlp, 0, 5) == pytest.approx(layers(plain, 0, 5).expected + less, rel=1e-5)
 
 
 @pytest.mark.parametrize(("pp", "expected"), [(0, 4), (1, 3), (3, 1)])
@@ -76,32 +71,41 @@ def test_interleaving_keeps_a_little_more() -> None:
 
 
 def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
-    full = role(ParallelLayout(1), recompute=RecomputeConfig("full", "uniform", 1))
+    full = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="full", method="uniform", num_layers=1))
     assert layers(full, 0, 1) == 9 * 2 * 64 + LAYER + BACKWARD
-    pairs = role(ParallelLayout(1), recompute=RecomputeConfig("full", "uniform", 2))
+    pairs = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="full", method="uniform", num_layers=2))
     assert layers(pairs, 0, 1) == 5 * 2 * 64 + 2 * LAYER + BACKWARD
-    block = role(ParallelLayout(1), recompute=RecomputeConfig("full", "block", 3))
+    block = role(ParallelLayout(1), recompute=RecomputeConfig(granularity="full", method="block", num_layers=3))
     assert layers(block, 0, 1) == 4 * 2 * 64 + 5 * LAYER + LAYER + BACKWARD
 
 
+def test_fields_of_megatron_change_what_is_kept() -> None:
+    one, full = ParallelLayout(1), RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+    unfused = role(one, megatron={"bias_activation_fusion": False})
+    assert layers(unfused, 0, 1) == 8 * (LAYER + 2 * 192) + INPUT + BACKWARD
+    on_host = role(one, megatron={"cpu_offloading": True, "cpu_offloading_num_layers": 3})
+    assert layers(on_host, 0, 1) == (8 - 3 + 1) * LAYER + INPUT + BACKWARD  # one of the three is being copied
+    tp, fields = ParallelLayout(4, tp=4), {"distribute_saved_activations": True}
+    saved = (
+        layers(role(tp, recompute=full), 0, 1).expected
+        - layers(role(tp, recompute=full, megatron=fields), 0, 1).expected
+    )
+    assert saved == pytest.approx(9 * 2 * 64 * 3 / 4, rel=1e-5)
+    interleaved = role(ParallelLayout(4, pp=4, vpp=2), megatron={"microbatch_group_size_per_vp_stage": 6})
+    assert layers(interleaved, 0, 16) == (6 + 6 + 1) / 2 * (2 * LAYER + 2 * INPUT) + BACKWARD + PASSED_ON
+    jitter = {"moe_input_jitter_eps": 0.1, "moe_router_dtype": "fp64"}
+    more = layers(role(one, EXPERTS, megatron=jitter), 0, 1).expected - layers(role(one, EXPERTS), 0, 1).expected
+    assert more == pytest.approx(8 * (2 * 64 + 4 * (2 + 2 * 8)), rel=1e-4)
+
+
 def test_selective_recomputation_keeps_the_named_parts_of_one_layer() -> None:
-    selective = RecomputeConfig("selective", modules=["mlp", "core_attn"])
+    selective = RecomputeConfig(granularity="selective", modules=["mlp", "core_attn"])
     assert (
         layers(role(ParallelLayout(1), recompute=selective), 0, 1)
         == 8 * LAYER - 7 * (2 * 3 * 192 + 4 * 4) + INPUT + BACKWARD
     )
-    experts = role(ParallelLayout(1), EXPERTS, recompute=RecomputeConfig("selective", modules=["moe"]))
+    experts = role(ParallelLayout(1), EXPERTS, recompute=RecomputeConfig(granularity="selective", modules=["moe"]))
     assert layers(experts, 0, 1) == 8 * (LAYER - 2 * 3 * 192) + MIXTURE + INPUT + SENT
-
-
-def test_with_few_tokens_it_is_the_gradients_of_weights_that_take_room() -> None:
-    one = training_activations(role(ParallelLayout(4, pp=4)), 1, 1, 1, 2, EVEN)
-    # Of both halves' weight, and of one token the input's; the halves have become their gradient and their product is free.
-    assert one.layers == 2 * LAYER + INPUT + PASSED_ON + 2 * (2 * 64 * 192 + 64 - 192)
-    first = training_activations(role(ParallelLayout(4, pp=4)), 0, 1, 1, 2, EVEN)
-    assert first.layers == PASSED_ON + 2 * 64 * (1000 + 1)  # of the embedding, when the layers are done
-    recomputed = role(ParallelLayout(4, pp=4), recompute=RecomputeConfig("full"))
-    assert training_activations(recomputed, 0, 1, 1, 2, EVEN).layers == first.layers + 3 * 2 * 64
 
 
 # Two copies in and through the gated MLP, each with a probability; the router in fp32.
@@ -130,23 +134,47 @@ def test_a_shared_expert_is_a_gated_mlp_whose_output_is_gated() -> None:
 
 
 def test_a_forward_pass_keeps_one_layer() -> None:
-    assert forward_activations(role(ParallelLayout(1)), 0, 100, 2, EVEN).layers == 100 * LAYER
-    assert forward_activations(role(ParallelLayout(1), EXPERTS), 0, 100, 2, EVEN).layers == 100 * (
-        LAYER - 2 * 3 * 192 + MIXTURE + SENT
-    )
+    assert forward_activations(Pass(role(ParallelLayout(1)), 100), 0).layers == 100 * LAYER
 
 
 def test_logits_are_the_last_stages_and_come_when_no_layer_computes() -> None:
     made = replace(role(ParallelLayout(4, tp=2, pp=2)), geometry=DENSE)
-    assert head_bytes(made, 0, 100, 2, training=True) == 0
+    assert head_bytes(Pass(made, 100), 0, training=True) == 0
     # The final norm, hidden states in fp32 and bf16, four times fp32 logits (of 100 rows, fewer than a chunk has).
     expected = 2 * 2 * 100 * 64 + (4 + 2) * 100 * 64 + 4 * 4 * 100 * 500
-    assert head_bytes(made, 1, 100, 2, training=True) == expected
-    found = training_activations(made, 1, 100, 1, 2, EVEN)
+    assert head_bytes(Pass(made, 100), 1, training=True) == expected
+    found = training_activations(Pass(made, 100), 1, 1)
     kept = 4 * ((LAYER - ROTATION - 2 * 4 * 64) / 2 + ROTATION + 2 * 4 * 64) + INPUT + PASSED_ON
     assert (found.layers, found.logits) == (100 * kept, expected)
     # Of one token the gradient of the weight is larger: beside it fp32 and bf16 logits, and that of the hidden state.
     one = 2 * 2 * 64 + (4 + 2) * 64 + (4 + 2) * 500 + 2 * 64 * (500 + 1)
-    assert head_bytes(made, 1, 1, 2, training=True) == one
+    assert head_bytes(Pass(made, 1), 1, training=True) == one
     value = role(ParallelLayout(4, tp=2, pp=2))
-    assert head_bytes(value, 1, 100, 2, training=True) == 2 * 2 * 100 * 64 + 2 * 4 * 100
+    assert head_bytes(Pass(value, 100), 1, training=True) == 2 * 2 * 100 * 64 + 2 * 4 * 100
+
+
+def test_keys_of_shared_prefixes_are_copied_for_every_response() -> None:
+    """Eight responses of 128 tokens to a prompt of 1024: 2048 computed tokens, whose paths have 1024 + 8 * 1152 keys."""
+    made, work = role(ParallelLayout(1)), Workload(64, 1024, 128, 8192, responses_per_prompt=8)
+    assert work.copied_keys(made) == 10240 / 2048 == 5
+    assert Workload(64, 1024, 128, 8192).copied_keys(made) == 0, "prefixes are not shared"
+    plain, copied = (training_activations(Pass(made, MANY, copied_keys=keys), 0, 1).layers for keys in (0, 5))
+    assert (copied - plain) / MANY == 8 * 2 * 5 * 2 * 32, "keys and values of two heads, in eight layers"
+    llama = ModelGeometry("llama", 32, 4096, GroupedSizes(32, 8, 128), 14336, 128256, False)
+    large = PlannedRole("actor", llama, ParallelLayout(1), True)
+    plain, copied = (training_activations(Pass(large, 8192, copied_keys=keys), 0, 1).layers for keys in (0, 5))
+    assert copied / plain == pytest.approx(1.13, abs=0.02)
+
+
+def test_a_grouped_product_of_experts_reads_a_copy_of_their_weights() -> None:
+    """In bf16: the first matrices of all experts of a rank, and as much of gradients; none of a single expert."""
+    tokens = 10
+    for ep, count in ((1, 8), (4, 2), (8, 0)):
+        layout = ParallelLayout(8, ep=ep, etp=1 if ep > 1 else None)
+        found, in_fp32 = (
+            forward_activations(Pass(role(layout, EXPERTS, dtype=dtype), tokens), 0).layers
+            for dtype in ("bf16", "fp32")
+        )
+        without = tokens * (LAYER - 2 * 3 * 192 + MIXTURE + (SENT if ep < 8 else SENT - 2 * 64 * 2))
+        assert found == without + 2 * count * 2 * 96 * 64
+        assert in_fp32 < 2 * without

@@ -18,7 +18,7 @@ from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.planning.inputs import GPUS
-from rlhf_mcore.planning.known_models import described
+from rlhf_mcore.planning.known_models import with_known_configs
 from rlhf_mcore.planning.plan import RunPlan, make_plan
 from rlhf_mcore.planning.report import refusal
 
@@ -31,9 +31,9 @@ TOLERANCE = 0.05
 
 def plan_of(stem: str) -> RunPlan:
     cfg = load_config(EXPERIMENTS[stem])
-    with described(cfg):
+    with with_known_configs(cfg):
         validate(cfg, check_files=False)
-        return make_plan(resolve(cfg), default_world_size(cfg), GPUS["H100"], exact_sync=False)
+        return make_plan(resolve(cfg), default_world_size(cfg), GPUS["H100"])
 
 
 def items_of(plan: RunPlan) -> dict[str, Any]:

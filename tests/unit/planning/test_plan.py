@@ -14,10 +14,10 @@ from rlhf_mcore.config.schema import Config, RolloutLayoutConfig
 from rlhf_mcore.config.validate import validate
 from rlhf_mcore.geometry import ExpertSizes
 from rlhf_mcore.planning.inputs import GIB, GPUS, Assumptions, PlanInputs, roles_of, workload
-from rlhf_mcore.planning.memory import GENERATE
+from rlhf_mcore.planning.phases import GENERATE
 from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
 from rlhf_mcore.planning.report import as_text, refusal
-from rlhf_mcore.planning.timing import FORWARD, TRAIN, TRAIN_RECOMPUTED, _pass, most_running
+from rlhf_mcore.planning.timing import FORWARD, TRAIN, TRAIN_RECOMPUTED, SyncEstimate, _pass, most_running
 
 ROOT = Path(__file__).resolve().parents[3]
 H100 = GPUS["H100"]
@@ -37,7 +37,7 @@ def config(model: str, *overrides: str) -> Config:
 
 
 def planned(model: str, world_size: int, *overrides: str, gpu: str = "H100") -> RunPlan:
-    return make_plan(config(model, *overrides), world_size, GPUS[gpu], exact_sync=False)
+    return make_plan(config(model, *overrides), world_size, GPUS[gpu])
 
 
 def test_routes_take_two_bytes_an_expert_of_every_layer_with_experts() -> None:
@@ -46,6 +46,27 @@ def test_routes_take_two_bytes_an_expert_of_every_layer_with_experts() -> None:
     plan = planned("DeepSeek-V3", 256, "actor.layout.ep=64", "actor.router_replay=rollout")
     assert plan.route_bytes == 58 * 8 * 2, "three of 61 layers are dense"
     assert planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8").route_bytes == 0
+
+
+def test_gradients_of_16_bits_take_half_and_are_copied_while_they_are_stepped() -> None:
+    """The optimizer steps in fp32. On one rank the copy of all gradients takes more than activations, which are free by then."""
+    for ranks in (1, 8):
+        usual, halved = (
+            planned("Qwen2.5-0.5B-Instruct", ranks, "trainer.max_tokens_per_microbatch=512", *more)
+            for more in ([], ["actor.megatron={grad_reduce_in_fp32: false}"])
+        )
+        gradients, masters = halved.roles[0].state.gradients, halved.roles[0].state.masters
+        assert gradients * 2 == usual.roles[0].state.gradients
+        copied = halved.phases[-1].parts.get("actor gradients in fp32")
+        assert copied == (masters if ranks == 1 else None), "on eight ranks activations take more"
+        assert halved.phases[-1].total < usual.phases[-1].total
+
+
+def test_fields_of_megatron_whose_memory_is_not_counted_are_named() -> None:
+    fields = "actor.megatron={moe_z_loss_coeff: 0.1, nccl_ub: true, moe_shared_expert_overlap: false}"
+    (warning,) = planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8", fields).warnings
+    assert warning == "actor: the memory that megatron.moe_z_loss_coeff, megatron.nccl_ub saves or takes is not counted"
+    assert not planned("Qwen3-30B-A3B", 8, "actor.layout.ep=8").warnings
 
 
 def test_every_model_of_a_ppo_run_is_planned() -> None:
@@ -103,7 +124,7 @@ def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     assert there == {"reference forward": 2 * (1_089_998_336 + 2 * 233_057_792)}
     assert "reference: weights layer by layer" in as_text(by_layer)
     # All weights for each of three microbatches, at 0.7 of 64 GB/s, where there is less to compute.
-    tokens = by_layer.work.tokens / 8
+    tokens = by_layer.work.tokens * by_layer.roles[0].computed_share / 8
     slow = planned("Qwen2.5-7B", 8, *keys, f"trainer.forward_tokens={int(tokens / 2.5)}")
     assert slow.seconds["reference forward"] == pytest.approx(3 * 2 * 7_615_616_512 / (0.7 * 64e9))
     assert slow.seconds["actor forward"] == by_layer.seconds["actor forward"] < slow.seconds["reference forward"]
@@ -134,12 +155,12 @@ def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
 def test_a_frozen_model_leaves_the_device_where_a_phase_would_not_fit_otherwise() -> None:
     """Qwen2.5-7B on eight, all of it on every device, with its reference: 2 + 2 bytes a parameter beside 0.75 of a device."""
     auto = (*AUTO, "algorithm.kl.coef=0.01", "reference.offload=null")
-    roomy = planned("Qwen2.5-7B", 8, *auto)
+    roomy = planned("Qwen2.5-7B", 16, *auto, "trainer.max_tokens_per_microbatch=2048")
     assert roomy.fits and {role.name: role.offload for role in roomy.roles} == {
         "actor": ("gradients", "optimizer"),
         "reference": (),
     }
-    tight = planned("Qwen2.5-7B", 8, *auto, "rollout.gpu_memory_utilization=0.7")
+    tight = planned("Qwen2.5-7B", 8, *auto, "rollout.gpu_memory_utilization=0.69")
     assert tight.fits and {role.name: role.offload for role in tight.roles} == {
         "actor": ("gradients", "optimizer"),
         "reference": ("weights",),
@@ -260,12 +281,18 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused() -> None:
 
 def test_microbatches_and_bubble() -> None:
     # 64 * 8 sequences of (512 + 256) / 2 tokens on two data-parallel ranks are 98304 tokens: 12 microbatches of 8192.
-    plan = planned("Qwen2.5-7B", 8, "actor.layout.pp=4")
+    plan = planned("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.share_prefixes=false")
     cut = plan.roles[0].cut
-    assert (cut.dp, cut.sequences, cut.num_microbatches) == (2, 256, 12)
+    assert cut.num_microbatches == 12
     assert cut.bubble == pytest.approx(3 / 15)
-    halves = planned("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.minibatch_size=32").roles[0].cut
-    assert halves.num_microbatches == 6
+    halves = planned("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.share_prefixes=false", "trainer.minibatch_size=32")
+    assert halves.roles[0].cut.num_microbatches == 6
+    # With each prompt once they are (64 * 256 + 512 * 128) / 2 = 40960 tokens.
+    shared = planned("Qwen2.5-7B", 8, "actor.layout.pp=4")
+    assert shared.roles[0].cut.num_microbatches == 5
+    assert shared.roles[0].computed_share == pytest.approx(81920 / 196608)
+    assert "computed once: 42% of the tokens" in as_text(shared) and "computed once" not in as_text(plan)
+    assert shared.seconds["actor update"] < 0.6 * plan.seconds["actor update"]
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("sft", 1), ("reward_model", 2)])
@@ -302,14 +329,14 @@ def test_pairs_are_compared_by_a_reference_that_is_planned() -> None:
 
 def test_suggestions_fit_and_the_fastest_comes_first() -> None:
     cfg = config("Qwen2.5-7B", "rollout.gpu_memory_utilization=0.9")
-    assert not make_plan(cfg, 8, H100, exact_sync=False).fits
+    assert not make_plan(cfg, 8, H100).fits
     found = suggest(cfg, 8, H100)
     assert len(found) == 5
     assert [made.plan.step_s for made in found] == sorted(made.plan.step_s for made in found)
     for made in found:
         again = config("Qwen2.5-7B", "rollout.gpu_memory_utilization=0.9", *made.overrides)
         validate(again, 8, check_files=False)
-        assert make_plan(again, 8, H100, exact_sync=False).fits
+        assert make_plan(again, 8, H100).fits
 
 
 def test_layouts_of_engines_that_are_tried() -> None:
@@ -330,7 +357,7 @@ def test_layouts_of_engines_that_are_tried() -> None:
 
 def test_suggestions_change_the_critic_too() -> None:
     cfg = config("Qwen2.5-7B", "algorithm=ppo", "trainer.max_tokens_per_microbatch=16384")
-    assert not make_plan(cfg, 8, H100, exact_sync=False).fits  # an uncut critic beside the actor
+    assert not make_plan(cfg, 8, H100).fits  # an uncut critic beside the actor
     best = suggest(cfg, 8, H100)[0]
     assert any(override.startswith("critic.layout.") for override in best.overrides)
     assert make_plan(
@@ -341,18 +368,16 @@ def test_suggestions_change_the_critic_too() -> None:
 def test_where_nothing_fits_a_larger_world_is_proposed() -> None:
     cfg = config("Llama-3-70B")
     assert suggest(cfg, 4, H100) == []  # 18 bytes a parameter are 1183 GiB
-    found = smallest_world(cfg, 4, H100)
-    assert found is not None
-    world, made = found
-    assert world >= 32 and made.plan.fits
+    (found,) = smallest_world(cfg, 4, H100)
+    assert found.plan.world_size >= 32 and found.plan.fits
 
 
 def test_assumptions_change_what_is_left() -> None:
     cfg = config("Qwen2.5-7B")
-    plain = make_plan(cfg, 8, H100, exact_sync=False)
-    tight = make_plan(cfg, 8, H100, Assumptions(reserve_bytes=10 * GIB), exact_sync=False)
+    plain = make_plan(cfg, 8, H100)
+    tight = make_plan(cfg, 8, H100, Assumptions(reserve_bytes=10 * GIB))
     assert tight.phases[0].total - plain.phases[0].total == 10 * GIB - Assumptions().reserve_bytes
-    half = make_plan(cfg, 8, replace(H100, memory_bytes=H100.memory_bytes // 2), exact_sync=False)
+    half = make_plan(cfg, 8, replace(H100, memory_bytes=H100.memory_bytes // 2))
     assert half.phases[0].available == pytest.approx(plain.phases[0].available / 2, abs=1)
 
 
@@ -383,6 +408,35 @@ def test_a_sync_of_engines_apart_is_planned_for_its_worse_side() -> None:
     assert sync.rank == 0 and "engine weights" not in sync.parts and "actor moments" in sync.parts
 
 
+def test_a_sync_takes_as_long_as_all_weights_of_an_engine_rank_over_its_slowest_link() -> None:
+    """Llama-3-8B: 8,030,261,248 parameters in bf16."""
+    whole, at_once = 2 * 8_030_261_248, Assumptions(link_efficiency=1.0)
+
+    def sync(world_size: int, *overrides: str) -> SyncEstimate:
+        found = make_plan(config("Llama-3-8B", *overrides), world_size, H100, at_once).sync
+        assert found is not None
+        return found
+
+    assert sync(8, "actor.layout.tp=8") == SyncEstimate(whole, False, pytest.approx(whole / 450e9))
+    nodes = sync(16, "actor.layout.tp=8", "actor.layout.pp=2", "rollout.layout.tp=2")
+    assert nodes.crosses_nodes and nodes.seconds == pytest.approx(whole / 2 / 50e9, rel=0.01)
+    # Six ranks of engines on one machine with two ranks of the trainer: each sends three copies of a half.
+    assert sync(2, *APART).seconds == pytest.approx(3 * whole / 2 / 450e9, rel=0.01)
+    assert "at most 15.0 GiB" in as_text(planned("Llama-3-8B", 8, "actor.layout.tp=2"))
+    narrow = sync(8, "rollout.quantization=fp8", "actor.layout.tp=2").received
+    assert narrow == pytest.approx(6_979_321_856 + 2 * (8_030_261_248 - 6_979_321_856), rel=0.01)
+
+
+def test_engines_need_at_later_syncs_what_adapters_change() -> None:
+    """Of Llama-3-8B: A and B alone if an engine adds them itself; else the whole matrices of the layers."""
+    lora = ("actor.lora.rank=8", "actor.layout.tp=2")
+    added, merged = (planned("Llama-3-8B", 8, *lora, *more) for more in ([], ["actor.lora.sync=merge"]))
+    inputs_and_outputs = 4096 + 4096 + 2 * (4096 + 1024) + 4096 + 4096 + 3 * (4096 + 14336)
+    assert added.later_sync_bytes == 2 * 32 * 8 * inputs_and_outputs
+    assert merged.later_sync_bytes == 2 * 6_979_321_856
+    assert planned("Llama-3-8B", 8, "actor.layout.tp=2").later_sync_bytes is None
+
+
 def test_time_of_a_step_that_generates_meanwhile_is_that_of_the_longer_side() -> None:
     waiting, ahead = (planned("Qwen2.5-7B", 4, *APART, f"trainer.max_staleness={bound}") for bound in (0, 1))
     assert waiting.seconds == ahead.seconds
@@ -393,7 +447,9 @@ def test_time_of_a_step_that_generates_meanwhile_is_that_of_the_longer_side() ->
 
 
 def test_ranks_that_share_long_sequences_keep_a_part_of_the_activations() -> None:
-    long = ("trainer.max_tokens_per_microbatch=524288", "trainer.forward_tokens=524288")
+    long = (
+        "trainer.max_tokens_per_microbatch=524288", "trainer.forward_tokens=524288", "trainer.share_prefixes=false",
+    )  # fmt: skip
     whole, shared = (
         next(
             phase
@@ -437,11 +493,37 @@ def test_each_group_of_an_engine_decodes_as_many_responses(layout: tuple[str, ..
     assert most_running(inputs) == running
 
 
-def test_an_engine_under_ray_is_on_one_node_and_suggestions_keep_its_devices() -> None:
+@pytest.mark.parametrize(
+    ("gpu", "more", "running"),
+    [
+        ("H100", [], 1024),
+        ("H200", [], 1024),
+        ("B200", [], 1024),
+        ("A100", [], 256),
+        ("A100-40", [], 256),
+        ("H100", ["rollout.max_num_seqs=64"], 64),
+        ("H100", ["rollout.engine=hf"], 256),
+    ],
+)
+def test_the_default_of_decoded_responses_is_vllms_own(gpu: str, more: list[str], running: int) -> None:
+    """``EngineArgs.get_batch_defaults`` of vLLM 0.32 for ``UsageContext.LLM_CLASS``; its devices are of those names and sizes."""
+    cfg, assumed = config("Qwen2.5-0.5B-Instruct", "rollout.sampling.n=16", *more), Assumptions()
+    work = workload(cfg, assumed)
+    inputs = PlanInputs(cfg, roles_of(cfg, 1, "bf16"), "bf16", GPUS[gpu], assumed, work, 1)
+    assert most_running(inputs) == running
+
+
+def test_keys_and_values_in_8_bits_take_half_the_cache() -> None:
+    plain, half = (planned("Llama-3-8B", 8, *more) for more in ([], ["rollout.vllm.kv_cache_dtype=fp8"]))
+    assert half.kv_tokens in (2 * plain.kv_tokens, 2 * plain.kv_tokens + 1)
+
+
+def test_an_engine_under_ray_may_span_nodes_and_suggestions_keep_its_devices() -> None:
     apart = ["rollout.placement=disaggregated", "rollout.num_engines=4", "trainer.max_staleness=1"]
     wide = config("Qwen3-30B-A3B", *apart, "rollout.layout.dp=16", "rollout.layout.ep=16")
-    refused = make_plan(wide, 32, H100, exact_sync=False)
-    assert not refused.fits and "rollout.layout.tp*dp=16: under Ray an engine is on one node" in refusal(refused)
+    spanning = make_plan(wide, 32, H100)
+    assert as_text(spanning).startswith("32 and 64 of engines (each on 2 nodes) x H100")
+    assert make_plan(wide, 32, replace(H100, per_node=6)).engine_nodes == 4
     tried = list(_engines(config("Qwen3-30B-A3B", *apart, "rollout.layout.tp=4"), 32, H100))  # 16 devices
     layouts = {tuple(vars(each.rollout.layout).values()): each.rollout.num_engines for each in tried}
     assert layouts == {(4, 1, 1, 1): 4, (1, 1, 1, 1): 16, (2, 1, 1, 1): 8, (8, 1, 1, 1): 2, (16, 1, 1, 1): 1} | {
@@ -454,12 +536,25 @@ def test_products_in_8_bits_are_counted_of_the_policy_and_its_reference() -> Non
     overrides = ["algorithm=ppo", "algorithm.kl.coef=0.01", "actor.layout.tp=2"]
     plain, plan = (planned("Llama-3-8B", 8, *overrides, *more) for more in ([], ["actor.fp8=blockwise"]))
     before, after = ({phase.phase: phase.parts for phase in made.phases} for made in (plain, plan))
-    matrices = 32 * (3072 * 4096 + 4096 * 2048 + 14336 * 4096 + 4096 * 7168)  # of one of two ranks
-    with_scales = matrices + 4 * matrices // 128**2
-    assert after["actor update"]["actor weights in 8 bits"] == 2 * with_scales
-    assert after["actor forward"]["actor weights in 8 bits"] == with_scales
-    assert after["reference forward"]["reference weights in 8 bits"] == with_scales
+    copies = [after[f"{name} {phase}"][f"{name} weights in 8 bits"] for name, phase in
+              (("actor", "update"), ("actor", "forward"), ("reference", "forward"))]  # fmt: skip
+    assert copies[0] == 2 * copies[1] == 2 * copies[2] > 0
     assert after["actor update"]["actor activations"] < before["actor update"]["actor activations"]
     for phase in ("generate", "sync", "critic update"):
         assert after[phase] == before[phase]
     assert after["actor update"]["actor weights"] == before["actor update"]["actor weights"]
+
+
+def test_a_phase_that_may_outlive_a_limit_of_the_run_is_named_but_not_generation() -> None:
+    """Of 8 ranks the critic is on 4, for which the others wait in a collective. Sampled tokens are progress, whatever they take."""
+    partial = ("algorithm=ppo", "critic.ranks=[4,8]", "actor.ranks=[0,4]", "trainer.prompts_per_step=8192")
+    plan = planned("Qwen2.5-7B", 8, *partial, "trainer.watchdog_s=0", "trainer.collective_timeout_s=20")
+    assert plan.seconds[GENERATE] > 20
+    assert {text.partition(" is estimated")[0] for text in plan.warnings} == {
+        name for name, seconds in plan.seconds.items() if name.startswith(("actor", "critic")) and seconds > 20
+    }
+    assert "trainer.collective_timeout_s=20" in plan.warnings[0] and "warning     " in as_text(plan)
+    limit = int(plan.seconds["critic update"]) - 1
+    slow = planned("Qwen2.5-7B", 8, *partial, f"trainer.watchdog_s={limit}", "trainer.collective_timeout_s=100000")
+    assert any(text.startswith("critic update") and f"trainer.watchdog_s={limit}" in text for text in slow.warnings)
+    assert not planned("Qwen2.5-7B", 8, *partial).warnings

@@ -189,9 +189,7 @@ ROWS = [
 def test_the_verdict_is_what_is_known(row: Row) -> None:
     own = [f"model.path={ROOT / 'configs' / 'models' / row.model}", f"trainer.max_tokens_per_microbatch={row.tokens}"]
     own += [f"algorithm.kl.coef={row.kl}", "trainer.prompts_per_step=1024", *row.overrides.split()]
-    plan = make_plan(
-        resolve(load_config(ROOT / "configs" / "base.yaml", own)), row.world_size, GPUS[row.gpu], exact_sync=False
-    )
+    plan = make_plan(resolve(load_config(ROOT / "configs" / "base.yaml", own)), row.world_size, GPUS[row.gpu])
     phases = [phase for phase in plan.phases if row.phases == ALL or phase.phase == "actor update"]
     worst = max(phase.total / phase.available for phase in phases)
     assert all(phase.fits for phase in phases) == row.fits, f"{worst:.0%} of what is there"

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+from rlhf_mcore import machine
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.platform import Platform
+from rlhf_mcore.platform import Platform, cuda
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.cuda import CudaPlatform
 from rlhf_mcore.platform.megatron_versions import PERMUTE_WAITS
+from rlhf_mcore.rewards.pool import default_workers
 from tests.messages import refused
+from tests.sysfs import make_sysfs
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +137,36 @@ def test_without_it_nothing_is_asked(claimed: list[int]) -> None:
     assert not set(VARIABLES) & set(os.environ)
     with platform.megatron_region():
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_process_runs_on_the_cores_of_the_numa_node_of_its_device(
+    claimed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every thread does. Its share of the machine's cores, for reward workers, stays what it was."""
+    sysfs = make_sysfs(tmp_path, {"0000:1b:00.0": 0, "0001:ca:00.0": 1, "0000:cb:00.0": -1}, {0: "0-3", 1: "4-7,12"})
+    bound: dict[int, set[int]] = {}
+    monkeypatch.setattr(machine, "_cores_before", None)
+    monkeypatch.setattr(cuda, "numa_node", partial(machine.numa_node, sysfs=sysfs))
+    monkeypatch.setattr(os, "sched_setaffinity", bound.__setitem__)
+    monkeypatch.setattr(CudaPlatform, "device", lambda self: torch.device("cuda", 2))
+
+    def bind(domain: int, bus: int, allowed: Iterable[int]) -> set[frozenset[int]]:
+        found = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(allowed))
+        bound.clear()
+        CudaPlatform().bind_to_node()
+        return set(map(frozenset, bound.values()))
+
+    assert bind(0, 0xCB, range(16)) == set()  # as virtual machines report it
+    assert bind(0, 0x1B, range(8, 16)) == set()  # bound elsewhere by another program
+    assert bind(1, 0xCA, range(16)) == {frozenset({4, 5, 6, 7, 12})}
+    assert {int(thread) for thread in os.listdir("/proc/self/task")} <= bound.keys()
+    assert bind(1, 0xCA, {4, 5}) == {frozenset({4, 5})}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_workers() == 16 // 4
+    (tmp_path / "devices/system/node/online").write_text("0\n")
+    assert bind(1, 0xCA, range(16)) == set()
 
 
 def test_a_process_without_a_device_of_its_own_is_refused(claimed: list[int]) -> None:

@@ -1,8 +1,7 @@
-"""HTTP servers in threads of the test: one that answers what a test makes it answer, down to the bytes, and a reward server."""
+"""An HTTP server in a thread of the test, which answers what the test makes it answer, down to the bytes; and responses to score."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socketserver
 import threading
@@ -11,12 +10,10 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
-
-from rlhf_mcore.commands.serve_reward.server import RewardServer
-from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
 from rlhf_mcore.rewards.reward import build_reward
-from rlhf_mcore.types import Score, Trajectory
+from rlhf_mcore.types import Prompt, Score, Trajectory
+from tests.episodes import single_turn
 
 
 @dataclass
@@ -84,35 +81,24 @@ def scripted(reply: Callable[[Request], bytes | None]) -> Iterator[Scripted]:
             server.shutdown()
 
 
-@contextmanager
-def reward_server(server: RewardServer) -> Iterator[str]:
-    """A reward server at a free port of the loopback; yields its address."""
-    loop, started = asyncio.new_event_loop(), threading.Event()
-    runner = web.AppRunner(server.application(), access_log=None)
-
-    async def start() -> None:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        started.set()
-
-    def run() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert started.wait(60)
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
-
-
 def scores_of(cfg: RewardConfig, given: list[Trajectory]) -> list[Score]:
     """What a reward gives, which is closed afterwards."""
     with closing(build_reward(cfg)) as reward:
         return reward.score(given)
+
+
+def trajectory(text: str, index: int = 0, truth: Any = "42", **extra: Any) -> Trajectory:
+    prompt = Prompt(f"train-{index}", index, [1], "What?", data_source="sums", ground_truth=truth, extra_info=extra)
+    return single_turn(prompt, 3, [5], [-0.1], text, "stop", 0)
+
+
+def rows(count: int) -> list[Trajectory]:
+    return [trajectory(str(number), number) for number in range(count)]
+
+
+def scored(
+    given: list[Trajectory], url: str, *, on_error: str = "zero", token_env: str | None = None, **limits: Any
+) -> list[Score]:
+    settings = {"timeout_s": 20.0, "deadline_s": 60.0, "retries": 3, **limits}
+    remote = RemoteRewardConfig(url=f"{url}/score", token_env=token_env, **settings)
+    return scores_of(RewardConfig(remote=remote, on_error=on_error), given)

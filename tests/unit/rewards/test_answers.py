@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_mcore.rewards.comparison import is_same
 from rlhf_mcore.rewards.forms import read_answer
-from rlhf_mcore.rewards.graders import GRADERS
+from rlhf_mcore.rewards.mathematics import is_same
 from tests.answers import PAIRS
+from tests.graders import GRADERS
 
 
 def test_the_table_is_long() -> None:

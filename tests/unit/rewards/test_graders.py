@@ -6,18 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_mcore.rewards.answers import MAX_RESPONSE_CHARS, last_boxed
 from rlhf_mcore.rewards.graders import (
-    GRADERS,
-    MAX_RESPONSE_CHARS,
     answer_format,
     answer_line,
     answer_of,
     boxed,
     exact_match,
     final_number,
-    last_boxed,
-    parse_number,
 )
+from rlhf_mcore.rewards.latex import parse_number
+from tests.graders import GRADERS
 
 MEGABYTE = 2**20
 

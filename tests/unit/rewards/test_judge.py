@@ -42,7 +42,7 @@ def test_its_weighted_grade_is_added_to_the_rules() -> None:
 
     with scripted(reply) as server:
         found = judged(
-            [trajectory("#### 42"), trajectory("#### 41", 1)], server.url, [RuleConfig("final_number")], weight=2.0
+            [trajectory("#### 42"), trajectory("#### 41", 1)], server.url, [RuleConfig(name="final_number")], weight=2.0
         )
     assert found == [Score(2.5, {"final_number": 1.0, "judge": 0.75}), Score(0.4, {"final_number": 0.0, "judge": 0.2})]
     assert [is_correct(score.value, score.parts) for score in found] == [True, False]  # the rule decides
@@ -99,7 +99,7 @@ def test_a_rubric_of_our_own_shows_everything_and_the_scale() -> None:
 def test_an_answer_without_a_score_is_no_zero(content: Any, cause: str) -> None:
     """The response has no score, which is not the worst score. It is not asked again: at temperature 0 it would answer alike."""
     with scripted(lambda request: says(content)) as server:
-        (score,) = judged([trajectory("x")], server.url, [RuleConfig("exact_match")])
+        (score,) = judged([trajectory("x")], server.url, [RuleConfig(name="exact_match")])
         assert len(server.seen) == 1
     assert (score.value, score.failure, score.parts) == (0.0, "error", {"exact_match": 0.0})
     assert cause in score.cause and "reward.judge.url=" in score.cause and "prompt 'train-0'" in score.cause

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_mcore.rewards.items import Outcome, WorkerLimits
-from rlhf_mcore.rewards.pool import WorkerLost, WorkerPool
+from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, WorkerLost, WorkerPool
 
 
 class Dying:

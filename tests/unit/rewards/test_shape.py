@@ -6,8 +6,9 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RuleConfig
-from rlhf_mcore.rewards.choice_letters import multiple_choice
-from rlhf_mcore.rewards.graders import GRADERS, MAX_RESPONSE_CHARS, build_grader
+from rlhf_mcore.rewards.answers import MAX_RESPONSE_CHARS
+from rlhf_mcore.rewards.graders import build_grader, multiple_choice
+from tests.graders import GRADERS
 
 CHOSEN = {
     "B": "B",
@@ -66,7 +67,7 @@ def test_a_truth_may_have_its_text() -> None:
 
 
 def test_an_expression_is_found_anywhere_and_sees_newlines() -> None:
-    think = build_grader(RuleConfig("regex", pattern=r"^<think>.*</think>\s*<answer>.*</answer>$"))
+    think = build_grader(RuleConfig(name="regex", pattern=r"^<think>.*</think>\s*<answer>.*</answer>$"))
     assert think("<think>a\nb</think>\n<answer>1</answer>", None) == 1.0
     assert think("so <think>a</think><answer>1</answer>", None) == 0.0
     assert think("", None) == 0.0
@@ -77,7 +78,7 @@ def test_an_expression_is_found_anywhere_and_sees_newlines() -> None:
 @pytest.mark.parametrize("pattern", [r"^(a+)+$", r"^(a|aa)+$", r"(.*a){20}$", r"(x+x+)+y"])
 @pytest.mark.timeout(10)  # a backtracking engine needs more than the age of the universe
 def test_an_expression_takes_linear_time(pattern: str) -> None:
-    grade = build_grader(RuleConfig("regex", pattern=pattern))
+    grade = build_grader(RuleConfig(name="regex", pattern=pattern))
     assert [grade(letter * (MAX_RESPONSE_CHARS - 1) + "!", None) for letter in "ax"] == [0.0, 0.0]
 
 
@@ -86,13 +87,13 @@ def test_an_expression_takes_linear_time(pattern: str) -> None:
 )
 def test_what_is_no_expression_is_refused(pattern: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"RE2.*{reason}"):
-        build_grader(RuleConfig("regex", pattern=pattern))
+        build_grader(RuleConfig(name="regex", pattern=pattern))
 
 
 def test_length_falls_outside_of_its_bounds() -> None:
-    grade = build_grader(RuleConfig("length", min_chars=10, max_chars=20, margin_chars=5))
+    grade = build_grader(RuleConfig(name="length", min_chars=10, max_chars=20, margin_chars=5))
     assert [grade("x" * n, None) for n in (4, 5, 8, 10, 20, 21, 25, 26)] == [0.0, 0.0, 0.6, 1.0, 1.0, 0.8, 0.0, 0.0]
-    hard = build_grader(RuleConfig("length", max_chars=3))
+    hard = build_grader(RuleConfig(name="length", max_chars=3))
     assert [hard("x" * n, None) for n in (0, 3, 4)] == [1.0, 1.0, 0.0]
 
 
@@ -113,10 +114,10 @@ def test_length_falls_outside_of_its_bounds() -> None:
     ],
 )
 def test_language_is_a_share_of_letters(scripts: list[str], text: str, share: float) -> None:
-    assert build_grader(RuleConfig("language", scripts=scripts))(text, None) == pytest.approx(share)
+    assert build_grader(RuleConfig(name="language", scripts=scripts))(text, None) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("name", ["Klingon", "]", "Latin}"])
 def test_an_unknown_script_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"script|RE2"):
-        build_grader(RuleConfig("language", scripts=[name]))
+        build_grader(RuleConfig(name="language", scripts=[name]))

@@ -7,10 +7,11 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_sources import SOURCES, any_needs_truth, rules_of
 from rlhf_mcore.config.rules.reward import rule_problems
-from rlhf_mcore.config.schema import RewardConfig, RuleConfig
+from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.types import Prompt, Trajectory
 from tests.episodes import single_turn
+from tests.messages import refused
 
 
 def prompt(source: str, truth: object = "42") -> Prompt:
@@ -22,7 +23,7 @@ def trajectory(source: str, text: str, truth: object = "42") -> Trajectory:
 
 
 def test_every_source_is_graded_by_its_own_rules() -> None:
-    table = {"mine": [RuleConfig("exact_match", weight=3.0), RuleConfig("length", weight=0.5, max_chars=1)]}
+    table = {"mine": [RuleConfig(name="exact_match", weight=3.0), RuleConfig(name="length", weight=0.5, max_chars=1)]}
     rows = [
         trajectory("openai/gsm8k", "#### 42"),
         trajectory("mine", "42"),
@@ -39,11 +40,15 @@ def test_every_source_is_graded_by_its_own_rules() -> None:
 
 
 def test_the_table_of_the_user_wins_and_the_longest_beginning() -> None:
-    own = {"aime*": [RuleConfig("boxed")], "aime24*": [RuleConfig("math")], "gsm8k": [RuleConfig("boxed")]}
+    own = {
+        "aime*": [RuleConfig(name="boxed")],
+        "aime24*": [RuleConfig(name="math")],
+        "gsm8k": [RuleConfig(name="boxed")],
+    }
     assert [rules_of(source, own)[0].name for source in ("aime25", "aime24_x", "gsm8k")] == ["boxed", "math", "boxed"]
     assert rules_of("gsm8k", {})[0].name == "final_number"
     assert rules_of("gsm8", {}) is None
-    assert rules_of("gsm8", {"*": [RuleConfig("math")]})[0].name == "math"
+    assert rules_of("gsm8", {"*": [RuleConfig(name="math")]})[0].name == "math"
 
 
 def test_a_source_without_rules_is_named_with_its_rows_and_the_key() -> None:
@@ -55,19 +60,19 @@ def test_a_source_without_rules_is_named_with_its_rows_and_the_key() -> None:
     assert "'mystery' (2 rows), 'riddle' (1 rows)" in message
     assert "{'mystery': [{name: math}]}" in message
     check_sources(prompts, None, "data.train")
-    check_sources(prompts, {"*": [RuleConfig("math")]}, "data.train")
+    check_sources(prompts, {"*": [RuleConfig(name="math")]}, "data.train")
     with pytest.raises(ConfigError, match="'mystery'"):
         build_reward(RewardConfig(sources={})).score([trajectory("mystery", "42")])
 
 
 def test_a_wrong_table_is_refused_by_its_key() -> None:
     table = {
-        "a": [RuleConfig("mat")],
         "b": [],
-        "c": [RuleConfig("math", max_chars=3), RuleConfig("length", min_chars=5, max_chars=3)],
+        "c": [RuleConfig(name="math", max_chars=3), RuleConfig(name="length", min_chars=5, max_chars=3)],
     }
     problems = "\n".join(rule_problems(RewardConfig(sources=table)))
-    assert "reward.sources[a][0].name='mat' is not a choice; did you mean 'math'?" in problems
+    with refused(ConfigError, field="reward.sources.a[0].name", value="'mat'", remedy="did you mean 'math'?"):
+        Config({"reward.sources": {"a": "mat"}})
     assert "reward.sources[b] is empty" in problems
     assert "reward.sources[c][0].max_chars=3 is an option of the rule 'length', not of 'math'" in problems
     assert "reward.sources[c][1].max_chars=3 is below min_chars=5" in problems
@@ -76,8 +81,8 @@ def test_a_wrong_table_is_refused_by_its_key() -> None:
 def test_the_built_in_rules_are_sound() -> None:
     assert list(rule_problems(RewardConfig(sources=SOURCES))) == []
     assert any_needs_truth(RewardConfig(sources={}))
-    assert not any_needs_truth(RewardConfig(rules=[RuleConfig("regex", pattern="x"), RuleConfig("format")]))
-    assert any_needs_truth(RewardConfig(rules=[RuleConfig("regex")]))
+    assert not any_needs_truth(RewardConfig(rules=[RuleConfig(name="regex", pattern="x"), RuleConfig(name="format")]))
+    assert any_needs_truth(RewardConfig(rules=[RuleConfig(name="regex")]))
 
 
 VERL = [

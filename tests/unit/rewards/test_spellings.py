@@ -8,7 +8,8 @@ from __future__ import annotations
 from itertools import combinations
 
 from rlhf_mcore.rewards.forms import canonical
-from rlhf_mcore.rewards.graders import GRADERS, boxed
+from rlhf_mcore.rewards.graders import boxed
+from tests.graders import GRADERS
 
 # The answer first, then what means the same.
 ANSWERS: list[list[str]] = [

@@ -69,7 +69,7 @@ class Lookup:
 
     @property
     def spec(self) -> Any:
-        return SimpleNamespace(geometry=SimpleNamespace(vocab_size=VOCAB))
+        return SimpleNamespace(geometry=SimpleNamespace(vocab_size=VOCAB, vision=None, mtp_layers=0, delta=None))
 
     @property
     def optimizer(self) -> Lookup:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, parameter_names, pieces
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import Shard
 from rlhf_mcore.parallel.layout import is_expert
-from rlhf_mcore.roles.matrices import matrices_of
+from rlhf_mcore.readers.model_files import read_geometry
+from rlhf_mcore.roles.trained_weights import matrices_of
 from tests.distributed import models
 
 APART = ("norm.weight", "bias", "sinks", "embed_tokens.weight", "lm_head.weight")  # which AdamW steps

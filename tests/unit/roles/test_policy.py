@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,7 @@ from rlhf_mcore.residency.sharing import Movable
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.reinforcement import PolicyLearner, Roles
 from rlhf_mcore.types import Ragged, TrainBatch
 from tests.rows import flat, padded_batch
 from tests.unit.pairs import pairwise
@@ -214,6 +215,31 @@ def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram:
         (-whole.advantages[row, at[0]].double() * sum(values) / len(at) / 6).backward(retain_graph=True)
     assert bigram.table.grad is not None and table.grad is not None
     torch.testing.assert_close(bigram.table.grad.double(), table.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token"])
+def test_truncated_responses_are_compared_with_and_not_learned_from(bigram: Lookup, aggregation: str) -> None:
+    """TRL's mask_truncated_completions: the loss mask of such a row is 0, its score is in its group's mean."""
+    cfg = AlgorithmConfig(mask_truncated=True, normalize_std=False, loss_aggregation=aggregation)
+    made = lookup.batch()
+    made.scores = torch.tensor([1.0, 0.0, 0.0, 3.0, 2.0, 0.0], dtype=torch.float64)
+    made.truncated[[1, 4]] = True
+    advantages = {0: 0.5, 2: -1.5, 3: 1.5, 5: -1.0}  # from the mean of the pair
+    recorder: Any = SimpleNamespace(phase=lambda name: nullcontext())
+    results, _ = PolicyLearner(Roles(actor(bigram, cfg)), AdvantageComputer(cfg), recorder).learn(1, made)
+    table = bigram.table.detach().double().requires_grad_()
+    log_p = torch.log_softmax(table / TEMPERATURE, dim=-1)
+    whole = padded_batch(made)
+    at = {row: whole.loss_mask[row].nonzero().flatten().tolist() for row in advantages}
+    num_tokens = sum(len(places) for places in at.values())
+    for row, places in at.items():
+        values = [log_p[whole.token_ids[row, t - 1], whole.token_ids[row, t]] for t in places]
+        weight = 1 / num_tokens if aggregation == "token" else 1 / len(places) / 6
+        (-advantages[row] * weight * sum(values)).backward(retain_graph=True)
+    assert bigram.table.grad is not None and table.grad is not None
+    torch.testing.assert_close(bigram.table.grad.double(), table.grad, rtol=1e-4, atol=1e-6)
+    assert results[0].metrics["actor/importance_ratio"] == pytest.approx(1.0, abs=ROUNDED)
+    assert made.old_logprobs is not None and (made.old_logprobs[made.loss_mask] < 0).all(), "of all sampled tokens"
 
 
 @pytest.mark.usefixtures("rank_threads")

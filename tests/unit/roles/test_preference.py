@@ -15,7 +15,7 @@ from rlhf_mcore.data.examples import TokenizedExample, example_batch
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.policy import Reference
 from rlhf_mcore.roles.preference import PreferenceActor
-from rlhf_mcore.trainer.precomputed import add_reference
+from rlhf_mcore.trainer.example_learner import add_reference
 from tests.episodes import tokenized
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles.lookup import Lookup
@@ -120,7 +120,7 @@ def test_what_is_held_out_is_measured_alike() -> None:
 def test_shares_of_the_ranks_add_up_and_hold_whole_pairs() -> None:
     def body(group: ThreadGroup) -> tuple[Tensor, list[Any], dict[str, float]]:
         mine = Lookup(layout=ParallelLayout(group.size()))
-        which, batch = actor(mine, cfg=DpoConfig("kto", beta=BETA)), example_batch(PAIRS, with_mismatched=True)
+        which, batch = actor(mine, cfg=DpoConfig(loss="kto", beta=BETA)), example_batch(PAIRS, with_mismatched=True)
         which.compute_reference(batch)
         result = which.deliver_update(batch)()
         assert mine.table.grad is not None and result is not None
@@ -153,7 +153,7 @@ def test_mismatched_rows_are_prompts_with_the_responses_to_the_one_before() -> N
 
 def test_without_a_reference_the_update_reads_none() -> None:
     bigram = Lookup()
-    which = PreferenceActor(trained(bigram, "actor", 64, True), DpoConfig("simpo", beta=2.0))
+    which = PreferenceActor(trained(bigram, "actor", 64, True), DpoConfig(loss="simpo", beta=2.0))
     metrics = which.deliver_update(example_batch(PAIRS))().metrics
     means = [
         [2 * response_logprob(bigram.table.detach(), p.prompt_ids, r).item() / len(r) for r in p.response_ids]

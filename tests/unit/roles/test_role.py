@@ -5,6 +5,7 @@ Layouts of several ranks run as threads; the processes are in tests/distributed.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,7 +268,8 @@ def test_rows_are_dealt_by_what_they_cost_attention_included() -> None:
 
     def shares(flops: ModelFlops | None) -> list[list[int]]:
         held = RoleModel(ParallelLayout(2), None, Lookup().spec, TrainerConfig(), flops)
-        return held._deal(torch.tensor([8, 6, 2, 2, 2, 2]), range(6), 1)
+        batch: Any = SimpleNamespace(lengths=torch.tensor([8, 6, 2, 2, 2, 2]), computed=None, group_ids=torch.arange(6))
+        return held._deal(batch, range(6), 1)
 
     assert shares(ModelFlops(token=0.6, pair=1.0, logits=0.4)) == [[0], [1, 2, 3, 4, 5]]
     tokens = [8, 6, 2, 2, 2, 2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,12 +44,14 @@ def test_each_drafted_token_has_the_temperature_of_its_request() -> None:
 
 
 def test_what_vllm_is_told(tmp_path: Path) -> None:
-    found = told(tmp_path, SpeculativeConfig("ngram", num_tokens=4, ngram_tokens=2))
+    found = told(tmp_path, SpeculativeConfig(method="ngram", num_tokens=4, ngram_tokens=2))
     assert found == {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
     of_files = {"load_format": "safetensors"}  # the model itself starts with dummy weights
     for shapes in (None, {"model.norm.weight": (4,)}):
-        assert told(tmp_path, SpeculativeConfig("mtp"), shapes)["draft_load_config"] == of_files
-    assert told(tmp_path, SpeculativeConfig("mtp"), SHAPES) == {"method": "mtp", "num_speculative_tokens": 1}, "sent"
+        assert told(tmp_path, SpeculativeConfig(method="mtp"), shapes)["draft_load_config"] == of_files
+    assert told(tmp_path, SpeculativeConfig(method="mtp"), SHAPES) == {"method": "mtp", "num_speculative_tokens": 1}, (
+        "sent"
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_what_vllm_is_told(tmp_path: Path) -> None:
 def test_a_sleep_on_cuda_does_not_discard_what_no_sync_brings_back(
     tmp_path: Path, shapes: Any, rollout: dict[str, Any], is_refused: bool
 ) -> None:
-    cfg, model = RolloutConfig(speculative=SpeculativeConfig("mtp"), **rollout), engine_model(tmp_path, shapes)
+    cfg, model = RolloutConfig(speculative=SpeculativeConfig(method="mtp"), **rollout), engine_model(tmp_path, shapes)
     if is_refused:
         with refused(ConfigError, field="rollout.speculative.method", value="mtp", remedy="rollout.sleep_level=1"):
             Drafts(cfg, model, on_cuda=True)
@@ -78,10 +79,10 @@ def test_a_sleep_on_cuda_does_not_discard_what_no_sync_brings_back(
 def test_scales_of_a_draft_go_where_its_weights_of_8_bits_go(tmp_path: Path, quantization: str, suffix: str) -> None:
     matrices = {f"model.layers.{layer}.self_attn.o_proj.weight": (256, 256) for layer in (1, 2)}
     model = engine_model(tmp_path, SHAPES | matrices)
-    cfg = RolloutConfig(speculative=SpeculativeConfig("mtp"), quantization=quantization)
+    cfg = RolloutConfig(speculative=SpeculativeConfig(method="mtp"), quantization=quantization)
     weight = "model.layers.2.self_attn.o_proj.weight"
     assert learned_names(cfg, model) == {OF_DRAFT, weight, weight + suffix}
-    assert learned_names(replace(cfg, quantization=None), model) == {OF_DRAFT, weight}
+    assert learned_names(cfg.model_copy(update={"quantization": None}), model) == {OF_DRAFT, weight}
 
 
 class Loader(nn.Module):
@@ -122,7 +123,7 @@ def test_what_is_loaded_is_the_draft_too_where_one_is_and_learns(
     tmp_path: Path, pp: int, shapes: Any, draft: Loader | None
 ) -> None:
     """A stage before the last has none. Of several all are told what is drafted."""
-    layout, drafts = RolloutLayoutConfig(pp=pp), SpeculativeConfig("mtp")
+    layout, drafts = RolloutLayoutConfig(pp=pp), SpeculativeConfig(method="mtp")
     cfg = RolloutConfig(layout=layout, speculative=drafts, sleep_level=1)
     made, model = Drafts(cfg, engine_model(tmp_path, shapes), on_cuda=True), Loader()
     runner, core = object(), SimpleNamespace(scheduler=SimpleNamespace(make_spec_decoding_stats=None))

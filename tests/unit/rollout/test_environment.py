@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -12,10 +14,10 @@ import torch
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.rollout.engine import EngineModel
-from rlhf_mcore.rollout.process import preserved_rng
+from rlhf_mcore.rollout.engine import EngineModel, preserved_rng
 from rlhf_mcore.rollout.vllm.environment import (
     ask_for_batch_invariance,
+    caches_by_engine_rank,
     engine_start,
     prepare_environment,
     unpinned_nccl,
@@ -90,6 +92,28 @@ def test_communicators_with_the_trainer_are_made_without_vllms_settings_of_nccl(
     assert seen == [("Simple", "1"), ("LL", None), ("Simple", "1")]
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "rank_in_engine", "folder"),
+    [(2, 1, "/cache/vllm/engine-2"), (8, 5, "/cache/vllm"), (16, 13, "/cache/vllm")],
+)
+def test_caches_are_named_by_the_rank_within_an_engine(
+    num_ranks: int, rank_in_engine: int, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 13 of the world is the sixth of its machine. vLLM's folder is rank_{parallel_config.rank}_{data_parallel_index}."""
+    from vllm import envs
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for name, value in {"XDG_CACHE_HOME": "/cache", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    with caches_by_engine_rank(num_ranks):
+        worker = WorkerBase(MagicMock(), 5, 13, "env://", False)
+        assert (worker.rank, worker.parallel_config.rank) == (13, rank_in_engine)
+        assert folder == envs.VLLM_CACHE_ROOT
+    assert WorkerBase(MagicMock(), 5, 13, "env://", False).parallel_config.rank == 13
+    assert envs.VLLM_CACHE_ROOT == "/cache/vllm"
+
+
 def test_an_engine_on_cuda_starts_without_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.device_allocator import alloc_conf
 
@@ -136,6 +160,18 @@ def test_what_vllm_does_to_the_process_is_undone_even_if_it_fails(monkeypatch: p
     assert torch.set_num_threads is set_num_threads
 
 
+def test_warnings_about_kernels_are_kept_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    with engine_start(0, 1, eager=True) as kept:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # as vLLM does while it starts
+        for name, text in (("vllm.v1.attention.selector", "no\nFlashInfer"), ("vllm.renderers", "x"), ("torch", "x")):
+            logging.getLogger(name).warning("%s: falling back", text)
+        logging.getLogger("vllm.distributed").info("started")
+    logging.getLogger("vllm.distributed").warning("in a step")
+    logging.getLogger("vllm").setLevel(logging.NOTSET)
+    assert kept == ["no FlashInfer: falling back"]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_an_unknown_engine_is_named() -> None:
     with refused(ConfigError, field="rollout.engine", value="'sglang'", remedy="choose"):
-        build_engine(RolloutConfig(engine="sglang"), EngineModel("model", "tokenizer", "fp32", 8, seed=0))
+        build_engine(RolloutConfig.model_construct(engine="sglang"), EngineModel("model", "tokenizer", "fp32", 8, seed=0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,11 +13,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
 
 from rlhf_mcore.config.rules.rollout import engine_keys
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.rollout.vllm import cpu_grids, groups
+from rlhf_mcore.rollout.vllm import cpu, groups
 from rlhf_mcore.types import DRAFTS, Completion, Request, Sampling
 from tests.unit.rollout.test_vllm_states import LLM, engine
 
@@ -26,7 +30,14 @@ class Drawing(LLM):
     def __init__(self) -> None:
         super().__init__()
         self.engine_core = self
-        self.scheduler = SimpleNamespace(requests={})
+        self.scheduler: Any = SimpleNamespace(requests={})
+        self.batch_queue: deque[Any] | None = None
+        self.model_executor = SimpleNamespace(execute_model=self._execute)
+
+    def _execute(self, scheduled: Any, non_block: bool = False) -> Any:
+        if scheduled.total_num_scheduled_tokens:
+            self.told.append("pass")
+        return done("nothing to sample")
 
     def enqueue(self, prompts: Any, params: Any, use_tqdm: bool) -> list[str]:
         first = self.request_counter.counter
@@ -38,9 +49,13 @@ class Drawing(LLM):
         return handles
 
     def step(self) -> list[Any]:
-        self.told.append("pass")
+        self.model_executor.execute_model(SimpleNamespace(total_num_scheduled_tokens=len(self.scheduler.requests)))
+        return self.draw(list(self.scheduler.requests))
+
+    def draw(self, handles: list[str]) -> list[Any]:
         ended = []
-        for handle, state in list(self.scheduler.requests.items()):
+        for handle in handles:
+            state = self.scheduler.requests[handle]
             state.output_token_ids.append(state.ids[0])
             state.num_output_tokens += 1
             if state.num_output_tokens == len(state.ids):
@@ -62,13 +77,54 @@ class Drawing(LLM):
         self.told.append("dummy")
 
 
+class DrawingAhead(Drawing):
+    """Begins a pass before the result of the one before is there: vLLM's own step, with a scheduler that plans ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_queue, self.paused = deque(), False
+        self.scheduler = SimpleNamespace(
+            requests={},
+            has_requests=lambda: not self.paused and bool(self.scheduler.requests),
+            schedule=self._schedule,
+            get_grammar_bitmask=lambda _: None,
+            update_from_output=lambda scheduled, _: self.draw(scheduled.handles),
+            set_pause_state=lambda state: setattr(self, "paused", state == PauseState.PAUSED_ALL),
+        )
+        self.model_executor.sample_tokens = lambda *_, **__: done("tokens")
+        self.core = mock.MagicMock(batch_queue=self.batch_queue, batch_queue_size=2, scheduler=self.scheduler)
+        self.core.is_mm_encoder_only = self.core.is_pooling_model = False
+        self.core.model_executor, self.core.use_spec_decode = self.model_executor, False
+
+    def _schedule(self, _throttles: Any) -> Any:
+        states = self.scheduler.requests
+        handles = [name for name, state in states.items() if getattr(state, "planned", 0) < len(state.ids)]
+        for handle in handles:
+            states[handle].planned = getattr(states[handle], "planned", 0) + 1
+        return SimpleNamespace(
+            total_num_scheduled_tokens=len(handles), handles=handles, pending_structured_output_tokens=False
+        )
+
+    def step(self) -> list[Any]:
+        ended, _ = EngineCore.step_with_batch_queue(self.core)
+        return ended or []
+
+
+def done(value: Any) -> Future[Any]:
+    future = Future[Any]()
+    future.set_result(value)
+    return future
+
+
 class Meeting:
-    """all_gather_json of threads."""
+    """A gather among threads."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._values = threading.Barrier(size, timeout=10), [None] * size
+        self.num_calls = 0
 
     def __call__(self, value: Any, rank: int) -> list[Any]:
+        self.num_calls += rank == 0
         self._values[rank] = value
         self._barrier.wait()
         values = list(self._values)
@@ -76,11 +132,12 @@ class Meeting:
         return values
 
 
-def grouped(rank: int, size: int) -> Any:
+def grouped(rank: int, size: int, kind: type[Drawing] = Drawing) -> Any:
     made = object.__new__(groups.GroupedVLLMEngine)
-    made.__dict__ |= engine(Drawing()).__dict__
+    made.__dict__ |= engine(kind()).__dict__
     made._size, made._own, made._peers, made._num_ranks = size, rank, rank, size
-    made._group_of, made._elsewhere, made._routes = {}, {}, None
+    made._group_of, made._tokens_drawn, made._num_passes, made._routes = {}, 0, 0, None
+    made._count_passes(empty_too=False)
     made.rank = EngineRank(0, 1, is_lead=rank == 0)
     made.commit_load(3)
     return made
@@ -100,7 +157,7 @@ def test_requests_go_to_the_group_with_the_fewest_and_those_of_a_prompt_stay_tog
 
 
 def test_every_rank_sees_every_completion_and_how_far_the_others_are() -> None:
-    engines, meeting = [grouped(rank, 2) for rank in range(2)], Meeting(2)
+    engines, completions, numbers = [grouped(rank, 2) for rank in range(2)], Meeting(2), Meeting(2)
     drawn: dict[int, list[Completion]] = {}
     counts: dict[int, list[int]] = {0: [], 1: []}
 
@@ -112,17 +169,50 @@ def test_every_rank_sees_every_completion_and_how_far_the_others_are() -> None:
 
     for which in engines:
         which.submit(requests([[5], [6, 6, 6]]))
-    with mock.patch.object(groups, "all_gather_json", meeting):
+    with mock.patch.multiple(groups, all_gather_json=completions, _gather_counts=numbers):
         threads = [threading.Thread(target=draw, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
     assert counts == {0: [2, 3, 4], 1: [2, 3, 4]}
+    assert (numbers.num_calls, completions.num_calls) == (3, 2)  # nothing finishes in the second step
     assert engines[0]._llm.told == ["pass", "dummy", "dummy"] and engines[1]._llm.told == ["pass"] * 3
     for rank in range(2):
         found = {c.request_id: (c.token_ids.tolist(), c.logprobs.tolist(), c.versions) for c in drawn[rank]}
         assert found == {0: ([5], [-0.5], ((0, 3),)), 1: ([6, 6, 6], [-0.5] * 3, ((0, 3),))}
+
+
+def test_groups_make_every_pass_together_if_they_begin_it_ahead() -> None:
+    """The responses of one group end earlier; weights come while both have a pass that was begun ahead."""
+    engines, meetings = [grouped(rank, 2, DrawingAhead) for rank in range(2)], (Meeting(2), Meeting(2))
+    drawn: dict[int, list[int]] = {0: [], 1: []}
+    passes: dict[int, list[int]] = {0: [], 1: []}
+    left: dict[int, int] = {}
+
+    def step(rank: int) -> None:
+        drawn[rank] += [completion.request_id for completion in engines[rank].step()]
+        passes[rank].append(sum(told in ("pass", "dummy") for told in engines[rank]._llm.told))
+
+    def draw(rank: int) -> None:
+        for _ in range(3):
+            step(rank)
+        engines[rank]._settle()
+        left[rank] = len(engines[rank]._llm.batch_queue)
+        while engines[rank].num_in_flight:
+            step(rank)
+
+    for which in engines:
+        which.submit(requests([[5, 5], [6] * 7]))
+    with mock.patch.multiple(groups, all_gather_json=meetings[0], _gather_counts=meetings[1]):
+        threads = [threading.Thread(target=draw, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert drawn == {0: [0, 1], 1: [0, 1]} and left == {0: 0, 1: 0}
+    assert passes[0] == passes[1] and passes[0][:3] == [1, 2, 3]
+    assert [which.tokens_drawn for which in engines] == [9, 9]
 
 
 def test_the_drafts_of_a_response_are_known_in_all_groups() -> None:
@@ -146,7 +236,7 @@ def test_a_cancelled_request_is_dropped_by_its_group() -> None:
 
 def test_experts_of_other_ranks_get_no_weight() -> None:
     kernel = mock.Mock()
-    cpu_grids._apply_own(
+    cpu._apply_own(
         kernel,
         topk_weights=torch.tensor([[0.75, 0.25], [0.5, 0.5]]),
         topk_ids=torch.tensor([[3, 0], [1, 2]], dtype=torch.int32),
@@ -169,16 +259,16 @@ def test_rows_of_unequal_parts_are_gathered_and_summed_up(sizes: Any, rank: int)
             other.copy_(rows[:2])
 
     with mock.patch("torch.distributed.all_gather", all_gather):
-        gathered = cpu_grids._all_gather_rows(communicator, [mine], sizes=sizes)[0]
+        gathered = cpu._all_gather_rows(communicator, [mine], sizes=sizes)[0]
     assert gathered.tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]][: sum(sizes or (2, 2))]
     summed = torch.cat([rows, rows[:1]]) if sizes is None else rows
     with mock.patch("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2)):
-        part = cpu_grids._reduce_scatter_rows(communicator, summed, sizes=sizes)
+        part = cpu._reduce_scatter_rows(communicator, summed, sizes=sizes)
     expected = {(0, True): [[0, 2], [4, 6]], (1, True): [[8, 10]], (0, False): [[0, 2], [4, 6]]}
     assert part.tolist() == expected[rank, sizes is not None]
 
 
 def test_keys_of_a_layout() -> None:
-    assert engine_keys(RolloutLayoutConfig(2)) == "rollout.layout.tp"
-    assert engine_keys(RolloutLayoutConfig(2, 2, 3)) == "rollout.layout.tp*pp*dp"
-    assert RolloutLayoutConfig(2, 2, 3).num_ranks == 12
+    assert engine_keys(RolloutLayoutConfig(tp=2)) == "rollout.layout.tp"
+    assert engine_keys(RolloutLayoutConfig(tp=2, pp=2, dp=3)) == "rollout.layout.tp*pp*dp"
+    assert RolloutLayoutConfig(tp=2, pp=2, dp=3).num_ranks == 12

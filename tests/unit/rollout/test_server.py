@@ -43,6 +43,8 @@ class Server:
     label: str = "default"
     forced_label: str | None = None
     finish_reason: str = "stop"
+    lie: Any = None  # takes the answer to a request, and returns another one
+    info: Any = None  # the answer to /server_info
     asked: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class Server:
         if path == self.fails_at:
             return web.json_response({"error": "no memory"}, status=500)
         body = json.loads(await request.text() or "{}")
+        if path == "/server_info" and self.info is not None:
+            return web.Response(body=self.info)
         if path == "/server_info":
             return web.json_response({"vllm_config": {"model_config": self.declared}})
         if path == "/collective_rpc":
@@ -67,7 +71,8 @@ class Server:
             self.label = body["new_version"]
         if path == "/inference/v1/generate":
             self.bodies.append(body)
-            return web.json_response({"choices": [self.choice(body["token_ids"][-1])]})
+            answer = {"choices": [self.choice(body["token_ids"][-1])]}
+            return web.json_response(answer) if self.lie is None else web.Response(body=self.lie(answer))
         return web.json_response({})
 
     def choice(self, last: int) -> dict[str, Any]:
@@ -125,7 +130,12 @@ def build(tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     with ExitStack() as stack:
 
         def made(*servers: Server, token_env: str | None = None) -> ServerEngine:
-            served = ServerConfig([f"{server.url}/" for server in servers], str(tmp_path / "weights"), token_env, 30.0)
+            served = ServerConfig(
+                urls=[f"{server.url}/" for server in servers],
+                weights_dir=str(tmp_path / "weights"),
+                token_env=token_env,
+                timeout_s=30.0,
+            )
             model = EngineModel(str(tmp_path), str(tmp_path), "fp32", 64, 0, SHAPES)
             engine = ServerEngine(RolloutConfig(engine="server", server=served), model)
             stack.callback(engine.close)
@@ -178,6 +188,98 @@ def test_a_server_that_fails_is_left_out_until_the_next_weights(build: Any, serv
     engine.load_weights(weights(1.0), version=1)
     engine.generate(requests(4))
     assert servers[0].bodies  # how many depends on how soon each of the two answers
+
+
+def changed(**values: Any) -> Any:
+    """Return a lie that replaces fields of a choice."""
+    return lambda answer: json.dumps({"choices": [answer["choices"][0] | values]}).encode()
+
+
+def logprobs(*values: Any) -> Any:
+    return changed(logprobs={"content": [{"token_id": 5, "logprob": value} for value in values]})
+
+
+LIES = {
+    "id -1": changed(token_ids=[21, -1, 23]),
+    "id beyond the vocabulary": changed(token_ids=[21, 40, 23]),
+    "id of 40 bits": changed(token_ids=[21, 2**40, 23]),
+    "id 5.7": changed(token_ids=[21, 5.7, 23]),
+    "id true": changed(token_ids=[21, True, 23]),
+    "id null": changed(token_ids=[21, None, 23]),
+    "id as text": changed(token_ids=[21, "5", 23]),
+    "no ids": changed(token_ids=None),
+    "more than asked": changed(token_ids=[5] * 6, logprobs={"content": [{"logprob": -1.0}] * 6}),
+    "logprob as text": logprobs("x", -1, -1),
+    "logprob as list": logprobs([1], -1, -1),
+    "logprob NaN": logprobs(float("nan"), -1, -1),
+    "logprob -inf": logprobs(float("-inf"), -1, -1),
+    "logprob above 0": logprobs(0.5, -1, -1),
+    "version 5": changed(weight_versions=[{"version": 5}]),
+    "versions null": changed(weight_versions=None),
+    "versions as text": changed(weight_versions="a"),
+    "a reason that is none": changed(finish_reason=["stop"]),
+    "no choice": lambda _: b"[]",
+    "two choices": lambda answer: json.dumps({"choices": answer["choices"] * 2}).encode(),
+    "no JSON": lambda _: b"\xff",
+    "nested": lambda _: b"[" * 100_000,
+    "2 MB": lambda _: b'"' + b"x" * 2**21 + b'"',
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_server_that_lies_is_left_out(build: Any, servers: list[Server], tmp_path: Path, lie: Any) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 40}')
+    engine = build(*servers)
+    engine.load_weights(weights(1.0), version=0)
+    servers[0].lie = lie
+    drawn = engine.generate(requests(4))
+    assert [completion.token_ids.tolist() for completion in drawn] == [[21 + n, 22 + n, 23 + n] for n in range(4)]
+    assert len(servers[1].bodies) == 4
+    servers[1].lie = lie
+    with pytest.raises(RuntimeError, match=f"draw no more: {servers[1].url}") as raised:
+        engine.generate(requests(1))
+    assert len(str(raised.value)) < 1200
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b'{"vllm_config": []}',
+        b'{"vllm_config": {"model_config": []}}',
+        json.dumps({"vllm_config": {"model_config": {**DECLARED, "max_model_len": None}}}).encode(),
+        json.dumps({"vllm_config": {"model_config": {**DECLARED, "max_model_len": "big"}}}).encode(),
+        json.dumps({"vllm_config": {"model_config": {**DECLARED, "dtype": ["a" * 999]}}}).encode(),
+        json.dumps({"vllm_config": {"model_config": {**DECLARED, "model": 5}}}).encode(),
+        b"[" * 100_000,
+        b'"' + b"x" * 2**21 + b'"',
+    ],
+    ids=lambda info: info[:60].decode(),
+)
+def test_a_server_info_of_another_form_is_refused(build: Any, servers: list[Server], info: bytes) -> None:
+    servers[0].info = info
+    with refused(ConfigError, field="rollout.server.urls", value=servers[0].url, remedy="start") as raised:
+        build(servers[0])
+    assert len(str(raised.value)) < 600
+
+
+def test_a_login_in_an_address_is_not_shown(build: Any, servers: list[Server]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build(Server(url="http://user:secretpw@127.0.0.1:9"))
+    assert "secretpw" not in str(raised.value) and "127.0.0.1:9" in str(raised.value)
+    servers[0].url = servers[0].url.replace("//", "//user:secretpw@")
+    for change in ({"max_model_len": 63}, {"max_model_len": "big"}):
+        servers[0].declared |= change
+        with pytest.raises(ConfigError) as raised:
+            build(servers[0])
+        assert "secretpw" not in str(raised.value)
+    cfg = Config()
+    cfg.rollout.server.urls = ["http://user:secretpw@a:1"] * 2 + ["ftp://user:secretpw@a", "http://user:secretpw@[a"]
+    problems = " ".join(engine_kind("server").model_problems(cfg, None))  # type: ignore[arg-type]
+    assert "secretpw" not in problems and "more than once" in problems and "no address" in problems
 
 
 def test_a_server_that_does_not_take_weights_draws_nothing(build: Any, servers: list[Server]) -> None:

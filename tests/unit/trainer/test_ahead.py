@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.trajectory_files import decode_trajectories, encode_trajectories
-from rlhf_mcore.trainer.ahead import Group, SamplingAhead, Schedule
+from rlhf_mcore.trainer.ahead import PromptGroup, SamplingAhead, SamplingSchedule
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Ragged, Request, Sampling, Score, Trajectory
 from tests.messages import refused
@@ -68,7 +68,7 @@ def scores_of(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
 
 
 def ahead_of(
-    engines: Engines, schedule: Schedule, sampling: Sampling | None = None
+    engines: Engines, schedule: SamplingSchedule, sampling: Sampling | None = None
 ) -> tuple[SamplingAhead, PromptSampler]:
     sampler = PromptSampler(len(PROMPTS), schedule.prompts_per_step, seed=5, shuffle=True)
     sampling = sampling or Sampling(n=SAMPLES, seed=9)
@@ -77,7 +77,7 @@ def ahead_of(
     ), sampler
 
 
-def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[Group]:
+def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[PromptGroup]:
     """What the loop does: fill, wait, take; learn; drain if the schedule says so; publish."""
     ahead.fill(step)
     assert ahead.num_in_flight <= ahead.schedule.limit(step) * SAMPLES
@@ -93,7 +93,7 @@ def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[Group]:
     return taken
 
 
-def told(taken: Sequence[Group]) -> list[tuple[int, str, int, list[list[int]]]]:
+def told(taken: Sequence[PromptGroup]) -> list[tuple[int, str, int, list[list[int]]]]:
     return [
         (
             group.number,
@@ -106,7 +106,7 @@ def told(taken: Sequence[Group]) -> list[tuple[int, str, int, list[list[int]]]]:
 
 
 schedules = st.builds(
-    Schedule,
+    SamplingSchedule,
     prompts_per_step=st.integers(1, 5),
     max_staleness=st.integers(0, 3),
     oversample=st.sampled_from([1.0, 1.25, 2.0]),
@@ -115,7 +115,7 @@ schedules = st.builds(
 
 @settings(max_examples=30, deadline=None)
 @given(schedules, st.integers(0, 2**32), st.integers(1, 9))
-def test_every_prompt_is_learned_from_once_and_soon(schedule: Schedule, seed: int, at_once: int) -> None:
+def test_every_prompt_is_learned_from_once_and_soon(schedule: SamplingSchedule, seed: int, at_once: int) -> None:
     engines = Engines(random.Random(seed), at_once)
     ahead, sampler = ahead_of(engines, schedule)
     learned: list[int] = []
@@ -135,7 +135,7 @@ def test_every_prompt_is_learned_from_once_and_soon(schedule: Schedule, seed: in
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_in_order_and_drained_the_engines_order_does_not_matter(max_staleness: int) -> None:
     """As the synchronous trainer with the policies of ``max_staleness`` versions before: seeds and prompts are its own."""
-    schedule = Schedule(3, max_staleness, in_order=True, drain=True)
+    schedule = SamplingSchedule(3, max_staleness, in_order=True, drain=True)
     runs = []
     for seed in range(4):
         engines = Engines(random.Random(seed), at_once=seed + 1)
@@ -149,7 +149,7 @@ def test_in_order_and_drained_the_engines_order_does_not_matter(max_staleness: i
 
 def test_one_step_off_submits_a_batch_while_the_one_before_is_learned_from() -> None:
     engines = Engines(random.Random(0))
-    ahead, _ = ahead_of(engines, Schedule(2, 1, in_order=True, drain=True))
+    ahead, _ = ahead_of(engines, SamplingSchedule(2, 1, in_order=True, drain=True))
     step_with(ahead, engines, 1)
     assert engines.submitted == [list(range(8))]  # two batches of two prompts
     assert ahead.progress() == "4 finished · 0 waiting · longest 2 tokens"  # of the second: a seed, and a version
@@ -160,7 +160,7 @@ def test_one_step_off_submits_a_batch_while_the_one_before_is_learned_from() -> 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_nothing_is_sampled_for_steps_that_the_run_does_not_have(in_order: bool) -> None:
     """In order it is, as in a run that had more steps from the beginning."""
-    schedule = Schedule(2, 2, in_order=in_order, drain=True, last_step=4)
+    schedule = SamplingSchedule(2, 2, in_order=in_order, drain=True, last_step=4)
     engines = Engines(random.Random(0))
     ahead, sampler = ahead_of(engines, schedule)
     for step in range(1, 5):
@@ -171,7 +171,7 @@ def test_nothing_is_sampled_for_steps_that_the_run_does_not_have(in_order: bool)
 def test_what_waits_longest_is_learned_from_first() -> None:
     """Groups 0, 1 and 2 begin together. 3 begins a version later and finishes before 0 and 2, which would be too old behind it."""
     engines = Engines(random.Random(0), at_once=0)
-    ahead, _ = ahead_of(engines, Schedule(1, 2))
+    ahead, _ = ahead_of(engines, SamplingSchedule(1, 2))
     taken = []
     for step, finish in enumerate(([1], [3, 0, 2], [], []), 1):
         ahead.fill(step)
@@ -186,7 +186,7 @@ def test_what_waits_longest_is_learned_from_first() -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) -> None:
-    schedule = Schedule(3, 2, in_order=in_order, drain=True)
+    schedule = SamplingSchedule(3, 2, in_order=in_order, drain=True)
     engines = Engines(random.Random(1))
     ahead, sampler = ahead_of(engines, schedule)
     for step in (1, 2, 3):
@@ -211,7 +211,7 @@ def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) ->
 
 def test_greedy_responses_are_drawn_ahead_and_wait_in_a_checkpoint_with_the_samples() -> None:
     sampling = Sampling(n=1, top_k=3, seed=9, records_support=True, baseline=True)
-    ahead, _ = ahead_of(engines := Engines(random.Random(1), at_once=99), Schedule(2, 1), sampling)
+    ahead, _ = ahead_of(engines := Engines(random.Random(1), at_once=99), SamplingSchedule(2, 1), sampling)
 
     def with_support(request: Request, versions: list[int]) -> Completion:
         made = completion(request, versions)
@@ -226,7 +226,7 @@ def test_greedy_responses_are_drawn_ahead_and_wait_in_a_checkpoint_with_the_samp
     waiting = told(ahead.take(2))
     assert [len(samples) for *_, samples in waiting] == [2, 2]
     state, data = ahead.state_dict(), encode_trajectories(ahead.finished())
-    resumed, _ = ahead_of(Engines(random.Random(2)), Schedule(2, 1), sampling)
+    resumed, _ = ahead_of(Engines(random.Random(2)), SamplingSchedule(2, 1), sampling)
     resumed.load_state_dict(state)
     resumed.load_finished(decode_trajectories(data, resumed.prompts_by_number()))
     assert resumed.is_ready(2) and told(resumed.take(2)) == told(ahead.take(2))
@@ -234,7 +234,7 @@ def test_greedy_responses_are_drawn_ahead_and_wait_in_a_checkpoint_with_the_samp
 
 def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:
     engines = Engines(random.Random(0), at_once=0)  # nothing finishes
-    ahead, _ = ahead_of(engines, Schedule(1, 1))
+    ahead, _ = ahead_of(engines, SamplingSchedule(1, 1))
     ahead.fill(1)
     first = {request_id: request.seed for request_id, (request, _) in engines.begun.items()}
     for version in (1, 2):
@@ -251,7 +251,7 @@ def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:
 
 def test_a_thread_takes_what_finishes_while_the_trainer_learns() -> None:
     engines = Engines(random.Random(0))
-    ahead, _ = ahead_of(engines, Schedule(2, 1, drain=True))
+    ahead, _ = ahead_of(engines, SamplingSchedule(2, 1, drain=True))
     with ahead.run():
         ahead.fill(1)
         ahead.wait(lambda: not ahead.num_in_flight, 30.0)
@@ -269,7 +269,7 @@ def test_a_thread_takes_what_finishes_while_the_trainer_learns() -> None:
 
 def test_an_answer_to_nothing_ends_the_run() -> None:
     engines = Engines(random.Random(0))
-    ahead, _ = ahead_of(engines, Schedule(1, 0))
+    ahead, _ = ahead_of(engines, SamplingSchedule(1, 0))
     ahead.fill(1)
     [(request, versions), *_] = engines.begun.values()
     engines.collect = lambda timeout_s: [completion(request, versions)] * 2  # type: ignore[method-assign]
@@ -279,7 +279,7 @@ def test_an_answer_to_nothing_ends_the_run() -> None:
 
 def test_fault_36_in_order_a_response_of_another_version_ends_the_run() -> None:
     engines = Engines(random.Random(0))
-    ahead, _ = ahead_of(engines, Schedule(1, 1, in_order=True, drain=True))
+    ahead, _ = ahead_of(engines, SamplingSchedule(1, 1, in_order=True, drain=True))
     ahead.fill(1)
     engines.publish(1)  # while it is drawn
     with refused(RuntimeError, field=("version 0", "versions"), value="((0, 0), (2, 1))"):
@@ -288,7 +288,7 @@ def test_fault_36_in_order_a_response_of_another_version_ends_the_run() -> None:
 
 def test_damaged_rollouts_are_refused() -> None:
     engines = Engines(random.Random(0))
-    ahead, _ = ahead_of(engines, Schedule(2, 1, drain=True))
+    ahead, _ = ahead_of(engines, SamplingSchedule(2, 1, drain=True))
     step_with(ahead, engines, 1)
     content, prompts = encode_trajectories(ahead.finished()), ahead.prompts_by_number()
     for wrong in (b"", content[:-8], content.replace(b'"records"', b'"recordz"')):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_mcore.trainer.draft_metrics import draft_metrics
+from rlhf_mcore.trainer.metrics import draft_metrics
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 
 

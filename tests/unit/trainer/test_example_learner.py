@@ -22,7 +22,7 @@ from rlhf_mcore.trainer.example_learner import (
     preference,
     preference_metrics,
 )
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.types import TrainBatch, UpdateResult
 from tests.episodes import tokenized
@@ -88,9 +88,9 @@ def held_out(every: int, examples: list[TokenizedExample] = EXAMPLES) -> Example
     return ExampleEvaluator(examples, every, 2, lambda batch: {"rows": float(len(batch.lengths))}, dict)
 
 
-def trainer(all_parts: Everything, which: ExampleEvaluator) -> Trainer:
+def trainer(all_parts: Everything, which: ExampleEvaluator) -> TrainingLoop:
     learner = ExampleLearner(all_parts, all_parts)
-    return Trainer(all_parts, learner, NoPublisher(), which, all_parts, all_parts, max_bad_updates=2)
+    return TrainingLoop(all_parts, learner, NoPublisher(), which, all_parts, all_parts, max_bad_updates=2)
 
 
 def test_the_order_of_a_run() -> None:

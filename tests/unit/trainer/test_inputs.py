@@ -17,9 +17,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config, RuleConfig
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.trainer import inputs as module
-from rlhf_mcore.trainer.earlier_checkpoint import changed_inputs, keys_of
 from rlhf_mcore.trainer.inputs import fingerprints
-from rlhf_mcore.trainer.resume import find_start
+from rlhf_mcore.trainer.resume import changed_inputs, find_start, keys_of
 from tests.messages import refused
 from tests.unit.trainer.test_resume import save
 
@@ -268,7 +267,7 @@ REWARDS: dict[str, Callable[[Config], object]] = {
     "a function in the place of the rules": lambda cfg: setattr(cfg.reward, "function", OwnFunction(seven)),
     "another rule": lambda cfg: setattr(cfg.reward, "rules", ["math"]),
     "another weight": lambda cfg: setattr(cfg.reward.rules[0], "weight", 0.5),
-    "a further rule": lambda cfg: cfg.reward.rules.append(RuleConfig("format")),
+    "a further rule": lambda cfg: cfg.reward.rules.append(RuleConfig(name="format")),
     "another penalty": lambda cfg: setattr(cfg.reward.rules[0], "incorrect", -1.0),
     "rules by source": lambda cfg: setattr(cfg.reward, "sources", {}),
     "a judge": lambda cfg: setattr(cfg.reward.judge, "url", "http://127.0.0.1:1/v1"),

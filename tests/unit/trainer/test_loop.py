@@ -24,7 +24,7 @@ from rlhf_mcore.trainer.collecting import collect_next
 from rlhf_mcore.trainer.divergence import DivergedError
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.loop import TrainingLoop
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, Roles, SampledBatches
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory, UpdateResult
@@ -157,6 +157,8 @@ class Watch:
 
     def progress(self, text: str) -> None: ...
 
+    def beat(self) -> None: ...
+
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         self.log.append(("rollouts", step, len(trajectories), len(scores)))
 
@@ -200,7 +202,7 @@ SAYS = {"actor": -2.0, "reference": -3.0, "critic": 0.25}
 class Run:
     """A trainer, its fakes and what they have written down."""
 
-    trainer: Trainer
+    trainer: TrainingLoop
     log: Log
     watch: Watch
     models: dict[str, Model]
@@ -223,7 +225,7 @@ def make(
     by = worker(Generating(log, lose))
     roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
     source = SampledBatches(prompts, by, Sampling(n=2), reward, collect_next, RowExchange(2), watch)
-    made = Trainer(
+    made = TrainingLoop(
         source=source,
         learner=PolicyLearner(roles, AdvantageComputer(algorithm), watch),
         publisher=EnginePublisher(Memory(log), Bridge(log), watch, DeviceSharing(Platform())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import SyncStats
-from rlhf_mcore.trainer.ahead import Group, Schedule
+from rlhf_mcore.trainer.ahead import PromptGroup, SamplingSchedule
 from rlhf_mcore.trainer.collecting import Collect, collect_next
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling
 from rlhf_mcore.trainer.exchange import RowExchange
@@ -32,7 +33,12 @@ class Record:
     def phase(self, name: str) -> Iterator[None]:
         yield
 
+    beats = 0
+
     def progress(self, text: str) -> None: ...
+
+    def beat(self) -> None:
+        self.beats += 1
 
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         assert len(trajectories) == len(scores)
@@ -60,7 +66,7 @@ class Bridge:
 
 @contextmanager
 def pipeline(
-    schedule: Schedule, collect: Collect | None = None
+    schedule: SamplingSchedule, collect: Collect | None = None
 ) -> Iterator[tuple[PipelinedBatches, RemotePublisher, Bridge]]:
     engines = Engines(random.Random(3))
     bridge, record = Bridge(engines), Record()
@@ -69,7 +75,8 @@ def pipeline(
         ahead,
         lambda: bridge.is_lost,
         lambda requests: lambda _: None if bridge.is_lost else drawn(requests),
-        lambda: (EngineWork(3, 40, 0.5), 2),
+        lambda: (EngineWork(3, 40, 0.5, preemptions=7), 2),
+        lambda: 0,
     )
     exchange, own = RowExchange(SAMPLES, asynchronous=True), collect or collect_next
 
@@ -88,7 +95,7 @@ def drawn(requests: Sequence[Request]) -> list[Completion]:
 
 
 def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
-    with pipeline(Schedule(2, 1, in_order=True, drain=True)) as (source, publisher, bridge):
+    with pipeline(SamplingSchedule(2, 1, in_order=True, drain=True)) as (source, publisher, bridge):
         publisher.publish(0)
         versions: list[Any] = []
         for step in (1, 2, 3):
@@ -97,6 +104,7 @@ def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
             versions.append(sorted(set(batch.versions[batch.loss_mask].tolist())))
             assert [metrics[f"throughput/engine_{name}"] for name in ("steps", "tokens", "busy_s")] == [3, 40, 0.5]
             assert metrics["rollout/other_version"] == 2
+            assert metrics["rollout/preemptions"] == 7
             assert metrics["rollout/redrawn"] == 0 and metrics["reward/mean"] == pytest.approx(
                 float(batch.scores.mean())
             )
@@ -107,7 +115,7 @@ def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
 @pytest.mark.parametrize("in_order", [True, False])
 def test_fault_18_and_36_engines_that_replace_all_others_get_weights_again(in_order: bool) -> None:
     """Before the update those of the step before; after it the trainer's, or in order those that requests in flight belong to."""
-    with pipeline(Schedule(2, 1, in_order=in_order, drain=True)) as (source, publisher, bridge):
+    with pipeline(SamplingSchedule(2, 1, in_order=in_order, drain=True)) as (source, publisher, bridge):
         publisher.publish(0)
         bridge.lose_all()
         source.next_batch(1)
@@ -123,13 +131,29 @@ def test_fault_18_and_36_engines_that_replace_all_others_get_weights_again(in_or
 
 
 def test_fault_18_all_engines_are_lost_in_the_middle_of_an_evaluation() -> None:
-    with pipeline(Schedule(2, 1)) as (source, publisher, bridge):
+    with pipeline(SamplingSchedule(2, 1)) as (source, publisher, bridge):
         publisher.publish(4)
         bridge.lose_all()
-        engines = SharedEngines(source.first, lambda: bridge.sync(4))
+        engines = SharedEngines(source.first, lambda: bridge.sync(4), lambda: None)
         requests = [request_of(number, PROMPTS[number], 0, Sampling(), 1) for number in range(3)]
         assert [found.request_id for found in engines.generate(requests)] == [0, 1, 2]
     assert bridge.synced == [4, 4]
+
+
+def test_tokens_of_engines_are_progress_of_every_rank() -> None:
+    """Three turns pass before the responses are there, and tokens are drawn in the first two."""
+    with pipeline(SamplingSchedule(2, 1)) as (source, *_):
+        assert source.first is not None
+        tokens, beats = iter([5, 9, 9, 9]), list[int]()
+        answers = iter([None, None, None])
+
+        def begin(requests: Sequence[Request]) -> Callable[[float], list[Completion] | None]:
+            return lambda _: next(answers, drawn(requests))
+
+        first = replace(source.first, begin=begin, tokens_drawn=lambda: next(tokens))
+        engines = SharedEngines(first, lambda: None, lambda: beats.append(1))
+        assert len(engines.generate([request_of(0, PROMPTS[0], 0, Sampling(), 1)])) == 1
+    assert len(beats) == 2
 
 
 def half_teach(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
@@ -137,15 +161,17 @@ def half_teach(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
     return lambda: [Score(0.5 if t.prompt.index % 2 else float(t.sample)) for t in trajectories]
 
 
-@pytest.mark.parametrize("schedule", [Schedule(2, 1, in_order=True, drain=True), Schedule(2, 2), Schedule(2, 0, 1.5)])
-def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones(schedule: Schedule) -> None:
+@pytest.mark.parametrize(
+    "schedule", [SamplingSchedule(2, 1, in_order=True, drain=True), SamplingSchedule(2, 2), SamplingSchedule(2, 0, 1.5)]
+)
+def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones(schedule: SamplingSchedule) -> None:
     """Each prompt is learned from once, or was dropped."""
     with pipeline(schedule, DynamicSampling(10).collect) as (source, publisher, _):
         assert source.first is not None
         ahead, taken, draws = source.first.ahead, list[int](), 0
         ahead._begin_scores, take = half_teach, ahead.take
 
-        def recorded(wanted: int) -> list[Group]:
+        def recorded(wanted: int) -> list[PromptGroup]:
             groups = take(wanted)
             taken.extend(group.number for group in groups)
             return groups
@@ -170,7 +196,7 @@ def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() ->
             asked["beside"].append([(list(request.prompt_ids), request.seed) for request in requests])
             return drawn(requests)
 
-    with pipeline(Schedule(2, 0), DynamicSampling(10).collect) as (source, publisher, bridge):
+    with pipeline(SamplingSchedule(2, 0), DynamicSampling(10).collect) as (source, publisher, bridge):
         assert source.first is not None
         source.first.ahead._begin_scores, submit = half_teach, bridge.engines.submit
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_mcore.observability.alarms import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
-from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.throughput import Timers
 from rlhf_mcore.trainer.record import MAX_WARNINGS, RunRecord
 from rlhf_mcore.types import Score
 from tests.unit.parallel.world import ThreadGroup, run_ranks

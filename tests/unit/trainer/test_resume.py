@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint import manifest
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
-from rlhf_mcore.checkpoint.delta import choose_base, encode
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import LATEST, scan
 from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo
@@ -23,6 +22,7 @@ from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.trainer.inputs import Inputs
 from rlhf_mcore.trainer.resume import find_start
 from rlhf_mcore.trainer.run_state import Start
+from rlhf_mcore_contrib.deltas.write import choose_base, encode
 from tests.messages import refused
 from tests.unit.checkpoint.saving import complete
 

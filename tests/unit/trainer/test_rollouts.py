@@ -12,8 +12,8 @@ import pytest
 from rlhf_mcore.data.sampler import WeightedSampler
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.trainer.rollouts import (
+    ExpectedCompletions,
     LostTrajectory,
-    OpenRequests,
     RolloutWorker,
     check_completion,
     request_of,
@@ -178,7 +178,7 @@ REQUEST = Request(3, "prompt 'sum-17', sample 3", [5, 6, 7], Sampling(), 0)
     ],
 )
 def test_what_must_not_be_trained_on_is_refused_by_name(drawn: Completion, message: str) -> None:
-    expected = OpenRequests()
+    expected = ExpectedCompletions()
     expected.add([REQUEST])
     for refused in (lambda: check_completion(REQUEST, drawn), lambda: expected.match(drawn)):
         with pytest.raises(RuntimeError, match=message) as raised:

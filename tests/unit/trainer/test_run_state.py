@@ -15,8 +15,7 @@ from rlhf_mcore.checkpoint.layout import RNG_FILE
 from rlhf_mcore.checkpoint.registry import Registry
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.sampler import PromptSampler
-from rlhf_mcore.trainer.run_state import DATALOADER, TRAINER_STATE, RunState
-from rlhf_mcore.trainer.saved_state import read_step, restore_state
+from rlhf_mcore.trainer.run_state import DATALOADER, TRAINER_STATE, RunState, read_step, restore_state
 
 RECENT = [{"step": 5, "time": 1.7e9, "loss": 0.5, "reward": None}]
 pytestmark = pytest.mark.usefixtures("world")

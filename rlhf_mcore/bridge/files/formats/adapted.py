@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.adapter_files import open_adapters
 from rlhf_mcore.bridge.files.formats.source import HFSource
-from rlhf_mcore.config.adapter_files import adapted_modules
+from rlhf_mcore.bridge.files.hf_files import open_adapters
 from rlhf_mcore.families import embedding_name, hf_shapes
 from rlhf_mcore.families.adapters import EMBEDDING, M, hf_name, hf_names, whole_tensors
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.adapter_files import adapted_modules
 
 
 class AdaptedSource:
@@ -85,7 +85,7 @@ class AdaptedSource:
 def _with_magnitudes(rows: Tensor, product: Tensor, m: Tensor) -> Tensor:
     """Return rows of W + scale * B A with the norms m, as PEFT merges DoRA.
 
-    A 16-bit m is read as in training: see ``mcore/dora.py``.
+    A 16-bit m is read as in training: see ``contrib/dora``.
     """
     merged = rows + product
     gain = m.float() / torch.linalg.norm(merged, dim=1)

@@ -12,10 +12,10 @@ from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.tensor_files import CODES, TensorTypes
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError, shortened
-from rlhf_mcore.config.model_files import read_config
 from rlhf_mcore.families import embedding_name
 from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.model_files import read_config
 
 BUFFERS = ".rotary_emb.inv_freq"  # computed from the config; old checkpoints hold them all the same
 _COMPARED_ELEMENTS = 2**22

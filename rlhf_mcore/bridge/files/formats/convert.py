@@ -23,10 +23,10 @@ from rlhf_mcore.bridge.files.formats.torch_dist_writer import TorchDistWriter, w
 from rlhf_mcore.bridge.files.hf_files import copy_companions
 from rlhf_mcore.bridge.files.tensor_files import ShardFiles, TensorTypes, bytes_of, cut_into_shards, write_index
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_config
 from rlhf_mcore.families.mtp import MTP_KEY, mtp_tensors, num_mtp_layers
 from rlhf_mcore.geometry import ModelGeometry
 from rlhf_mcore.own_files import own_directory
+from rlhf_mcore.readers.model_files import read_config
 
 BLOCK_BYTES = 16 * 2**20
 RELEASE_BYTES = 96 * 2**20

@@ -19,7 +19,7 @@ _METADATA = Name("torch.distributed.checkpoint.metadata", "Metadata")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ForeignPart:
     """A rectangle of a tensor, and the bytes of a file that hold it as ``torch.save`` wrote it."""
 
     start: tuple[int, ...]
@@ -35,7 +35,7 @@ class IndexedTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: list[Part]
+    parts: list[ForeignPart]
 
 
 def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, IndexedTensor]:
@@ -102,7 +102,7 @@ def _tensor(name: str, entry: Shell, stored: dict[tuple[str, tuple[int, ...]], S
     return IndexedTensor(dtype, sizes_of(state.get("size")), [_part(shown, name, chunk, stored) for chunk in chunks])
 
 
-def _part(shown: str, name: str, chunk: Any, stored: dict[tuple[str, tuple[int, ...]], Shell]) -> Part:
+def _part(shown: str, name: str, chunk: Any, stored: dict[tuple[str, tuple[int, ...]], Shell]) -> ForeignPart:
     place = chunk.state if isinstance(chunk, Shell) else None
     if not isinstance(place, dict):
         raise ValueError(f"a part of {shown} is odd")
@@ -117,4 +117,4 @@ def _part(shown: str, name: str, chunk: Any, stored: dict[tuple[str, tuple[int, 
         raise ValueError(f"part {start} of {shown} starts before its file")
     if info.state.get("transform_descriptors"):
         raise ValueError(f"{shown} is compressed ({shorten(info.state['transform_descriptors'])}), which is not read")
-    return Part(start, shape, file, offset, length)
+    return ForeignPart(start, shape, file, offset, length)

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.formats.foreign_index import Part, read_index
+from rlhf_mcore.bridge.files.formats.foreign_index import ForeignPart, read_index
 from rlhf_mcore.bridge.files.formats.located import locate_one, read
-from rlhf_mcore.bridge.files.formats.stacked import expert_form
-from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles
+from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles, expert_form
 from rlhf_mcore.bridge.files.hf_files import inside
 from rlhf_mcore.bridge.map.rules import hf_shapes, is_padded, row_runs
 from rlhf_mcore.config.errors import ConfigError
@@ -101,7 +100,7 @@ class _Chunks:
         self._limit, self._cached_bytes, self._check = limit_bytes, 0, check
         self._cached: OrderedDict[tuple[Path, int], Tensor] = OrderedDict()
 
-    def load(self, path: Path, part: Part, dtype: torch.dtype, inside: tuple[slice, ...]) -> Tensor:
+    def load(self, path: Path, part: ForeignPart, dtype: torch.dtype, inside: tuple[slice, ...]) -> Tensor:
         """Read a rectangle of a part."""
         offset = part.offset
         if (path, offset) not in self._cached:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlhf_mcore.bridge.files.formats.foreign_pickle import save_chunk, save_index, save_values
-from rlhf_mcore.bridge.files.formats.stacked import expert_form
+from rlhf_mcore.bridge.files.formats.tiles import expert_form
 from rlhf_mcore.bridge.files.formats.torch_dist import BACKEND, INDEX
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import is_padded, parameter_names, row_runs

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlhf_mcore.bridge.files.formats.fsdp import open_fsdp
 from rlhf_mcore.bridge.files.formats.located import locate, read
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.readers.model_files import read_geometry
 from tests.unit.bridge.formats.conftest import HFModel
 from tests.unit.bridge.formats.foreign import save_rank
 

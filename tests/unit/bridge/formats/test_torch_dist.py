@@ -18,8 +18,8 @@ from rlhf_mcore.bridge.files.formats.torch_dist import open_torch_dist
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import TorchDistWriter, targets
 from rlhf_mcore.bridge.map.rules import parameter_names
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.model_files import read_geometry
 from tests.messages import refused
 from tests.unit.bridge.formats.conftest import HFModel
 from tests.unit.bridge.geometry import mcore_tensors

@@ -54,6 +54,15 @@ def test_fault_07_what_cannot_work_is_refused_at_the_start(
     assert any(all(word in problem for word in words) for problem in problems), problems
 
 
+@pytest.mark.parametrize(("key", "name"), [("delta", "deltas"), ("archive", "archive")])
+def test_a_missing_plugin_is_named(workspace: Any, monkeypatch: pytest.MonkeyPatch, key: str, name: str) -> None:
+    override = f"{key}=true"
+    assert not any("rlhf_mcore_contrib" in problem for problem in check(override))
+    monkeypatch.setattr("rlhf_mcore.plugins.entry_points", lambda group: [])
+    (problem,) = (problem for problem in check(override) if "rlhf_mcore_contrib" in problem)
+    assert f"checkpoint.{key}=true needs rlhf_mcore_contrib.{name}" in problem and "pip install" in problem
+
+
 def test_fault_07_every_combination_of_saving_is_accepted_or_refused_with_a_message(workspace: Any) -> None:
     """The keys that meet each other, all ways: refused only for the reasons above."""
     refused = 0

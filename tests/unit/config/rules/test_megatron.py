@@ -65,6 +65,10 @@ def test_mistakes_are_named(workspace: Any) -> None:
             ["overlap_moe_expert_parallel_comm=True", "remove"],
         ),
         ("actor.megatron={delay_wgrad_compute: true}", ["delay_wgrad_compute=True", "remove it"]),
+        (
+            "actor.megatron={num_microbatches_with_partial_activation_checkpoints: 1}",
+            ["num_microbatches_with_partial_activation_checkpoints=1", "recompute", "remove it"],
+        ),
         ("actor.megatron={no_sync_func: f}", ["no_sync_func='f'", "object of Python"]),
         ("actor.megatron={overlap_param_gather: true}", ["overlap_param_gather=True", "overlap_grad_reduce=true"]),
         ("actor.megatron={cp_comm_type: p2p}", ["cp_comm_type='p2p' has no effect", "actor.layout.cp=1"]),

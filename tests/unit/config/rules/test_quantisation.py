@@ -28,7 +28,6 @@ def test_weights_may_have_8_bits(workspace: Any) -> None:
     ("overrides", "words"),
     [
         (["bridge.method=gather"], ["bridge.method=gather", "planned"]),
-        (["bridge.verify=full"], ["bridge.verify=full", "digest"]),
         (["actor.lora.rank=8", "actor.lora.sync=adapter"], ["before weights are quantised", "actor.lora.sync=merge"]),
     ],
 )

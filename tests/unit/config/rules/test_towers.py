@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.model_files import inspect_model, read_geometry, sees_images
 from rlhf_mcore.config.rules.vision import vision_problems
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.readers.model_files import inspect_model, read_geometry, sees_images
 from rlhf_mcore.rollout.vllm.limits import model_problems
 
 # As google/gemma-3-4b-it has them; the other sizes of its language model are transformers' defaults.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import FileProblem
-from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.rules.vision import processor_problems, vision_problems
 from rlhf_mcore.config.schema import Config, DataConfig, LayoutConfig, RewardModelConfig
+from rlhf_mcore.readers.model_files import read_geometry
 from tests.messages import assert_names
 
 MODELS = Path(__file__).parents[4] / "configs" / "models"
@@ -34,11 +33,12 @@ def folder(path: Path, config: dict[str, Any], processor: dict[str, Any], name: 
 
 def problems_of(tmp_path: Path, scorer: Path, **data: Any) -> list[str]:
     policy, cfg = folder(tmp_path / "policy", {}, {}), Config()
-    cfg = replace(
-        cfg,
-        model=replace(cfg.model, path=str(policy)),
-        data=DataConfig(**data),
-        reward=replace(cfg.reward, model=RewardModelConfig(path=str(scorer))),
+    cfg = cfg.model_copy(
+        update={
+            "model": cfg.model.model_copy(update={"path": str(policy)}),
+            "data": DataConfig(**data),
+            "reward": cfg.reward.model_copy(update={"model": RewardModelConfig(path=str(scorer))}),
+        }
     )
     return list(vision_problems(cfg, read_geometry(policy)))
 
@@ -88,12 +88,15 @@ def test_a_directory_without_a_processor_is_named_with_the_remedy(tmp_path: Path
 def test_stages_of_models_beside_the_policy_are_checked(tmp_path: Path) -> None:
     """Features of three levels of the tower go to the first three layers of Qwen3-VL: a stage of two is too small."""
     policy, cfg = MODELS / "Qwen3-VL-4B-Instruct", Config()
-    cfg = replace(
-        cfg,
-        model=replace(cfg.model, path=str(policy)),
-        reward=replace(
-            cfg.reward, model=RewardModelConfig(path=str(policy), layout=LayoutConfig(pp=2, layers_per_stage=[2, 34]))
-        ),
+    cfg = cfg.model_copy(
+        update={
+            "model": cfg.model.model_copy(update={"path": str(policy)}),
+            "reward": cfg.reward.model_copy(
+                update={
+                    "model": RewardModelConfig(path=str(policy), layout=LayoutConfig(pp=2, layers_per_stage=[2, 34]))
+                }
+            ),
+        }
     )
     (problem,) = vision_problems(cfg, read_geometry(policy))
     assert "reward.model.layout: the first pipeline stage has 2 layers" in problem and "reward.model.path" in problem

@@ -37,24 +37,24 @@ def test_the_head_is_lost_after_looks_that_fail_for_a_while_and_not_after_one(mo
         (2, 2, 0, [{"CPU": 8.0}], None),
         (3, 2, 0, [{"CPU": 4.0}, {"CPU": 4.0}], "engines of 2 ranks (rollout.layout) need 12 CPUs, and Ray has 8"),
         (
-            1,
-            4,
+            2,
+            2,
             0,
-            [{"CPU": 4.0}, {"CPU": 4.0}],
-            "need 8 CPUs of one machine, and those of Ray have room for 0 such engines",
+            [{"CPU": 5.0}, {"CPU": 3.0}],
+            "need 2 CPUs for each rank, and Ray's machines have room for 3 ranks",
         ),
         (
             3,
             2,
             1,
-            [{"CPU": 16.0, "GPU": 3.0}] * 2,
-            "need 4 CPUs and 2 GPUs of one machine, and those of Ray have room for 2",
+            [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 16.0, "GPU": 2.0}],
+            "need 2 CPUs and 1 GPU for each rank, and Ray's machines have room for 4 ranks",
         ),
         (1, 2, 1, [{"CPU": 16.0}], "engines of 2 ranks (rollout.layout) need 2 GPUs, and Ray has 0"),
         (4, 2, 1, [{"CPU": 9.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 8.0}], None),
     ],
 )
-def test_ranks_of_an_engine_need_room_on_one_machine(
+def test_ranks_of_engines_need_room_on_machines(
     monkeypatch: pytest.MonkeyPatch,
     engines: int,
     size: int,
@@ -71,3 +71,21 @@ def test_ranks_of_an_engine_need_room_on_one_machine(
         assert problem is None
     else:
         assert problem is not None and problem.startswith(f"rollout.num_engines={engines}: ") and expected in problem
+
+
+@pytest.mark.parametrize(
+    ("engines", "size", "nodes", "expected"),
+    [
+        (1, 8, [8, 8], 8),  # on one
+        (1, 16, [8, 8], 8),
+        (2, 8, [8, 4, 4], 4),  # the second has no machine of its own
+        (1, 12, [8, 8], 6),
+        (1, 3, [2, 2], 1),
+        (1, 16, [8, 6], 0),
+    ],
+)
+def test_an_engine_spans_as_few_machines_as_can_be_with_equally_many_ranks_on_each(
+    engines: int, size: int, nodes: list[int], expected: int
+) -> None:
+    found = [{"CPU": 99.0, "GPU": float(gpus)} for gpus in nodes]
+    assert cluster._ranks_per_machine(engines, size, {"CPU": 2, "GPU": 1}, found) == expected

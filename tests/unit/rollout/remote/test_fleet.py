@@ -13,7 +13,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.fleet_state import EnginesLost, FleetPlan
-from rlhf_mcore.rollout.remote.host import Location, Meeting, Report
+from rlhf_mcore.rollout.remote.host import EngineReport, Location, RankRendezvous
 from rlhf_mcore.types import Completion, EngineWork, Request, Sampling
 from tests.messages import refused
 
@@ -97,7 +97,7 @@ class Engine:
                 call.answer = (
                     RuntimeError("the process is gone")
                     if self.lost
-                    else Report(self.finished, self.tokens, len(self.drawing), 0, 0, work, held, self.lent)
+                    else EngineReport(self.finished, self.tokens, len(self.drawing), 0, 0, work, held, self.lent)
                 )
                 self.lent = []
                 self.finished, self.reported = [], self.reported if self.lost else self.tokens
@@ -424,32 +424,32 @@ def test_all_ranks_of_an_engine_join_and_the_lead_alone_gets_requests(start: Sta
     assert run.machines.ended == ["1.0"]
 
 
-def test_all_ranks_of_an_engine_are_told_of_all_its_devices() -> None:
+@pytest.mark.parametrize(
+    ("nodes", "order"), [("aabb", ["0.0.0", "0.0.1", "0.0.2", "0.0.3"]), ("abab", ["0.0.0", "0.0.2", "0.0.1", "0.0.3"])]
+)
+def test_all_ranks_of_an_engine_are_told_of_their_machines_and_devices(nodes: str, order: list[str]) -> None:
+    """Ray may place the second half of an engine's ranks beside the first."""
     machines: Any = Machines()
-    order: Any = object()
-    fleet = Fleet(machines, FleetPlan(order, 2, 2, 4, TIMEOUT_S, 0), print, machines.clock)
-    spawn = machines.spawn
+    plan: Any = object()
+    fleet = Fleet(machines, FleetPlan(plan, 1, 4, 4, TIMEOUT_S, 0), print, machines.clock)
+    spawn, notes = machines.spawn, list[str]()
+    places: dict[str, Location] = {}
 
-    def spawn_located(name: str, tp: int) -> Sequence[Engine]:
-        processes: Sequence[Engine] = spawn(name, tp)
-        for engine in processes:
-            place = list(machines.engines).index(engine.process)
-            engine.location = Location("10.0.0.5", 40 + place, (f"{7 - place}",))
+    def spawn_located(name: str, size: int) -> Sequence[Engine]:
+        processes: Sequence[Engine] = spawn(name, size)
+        for number, (engine, node) in enumerate(zip(processes, nodes, strict=True)):
+            engine.location = Location(f"10.0.0.{node}", 40 * (not number), (str(7 - number),), node)
+            places[engine.process] = engine.location
         return processes
 
-    machines.spawn = spawn_located
+    machines.spawn, fleet._note = spawn_located, notes.append
     fleet.tick()
-    assert [engine.told("locate") for engine in machines.engines.values()] == [
-        [("locate", True)],
-        [("locate", False)],
-    ] * 2
-    starts = {name: engine.told("start") for name, engine in machines.engines.items()}
-    assert starts == {
-        "0.0.0": [("start", order, Meeting("10.0.0.5", 40, 0, 2, ("7", "6"), "0"), 4)],
-        "0.0.1": [("start", order, Meeting("10.0.0.5", 40, 1, 2, ("7", "6"), "0"), 4)],
-        "1.0.0": [("start", order, Meeting("10.0.0.5", 42, 0, 2, ("5", "4"), "1"), 4)],
-        "1.0.1": [("start", order, Meeting("10.0.0.5", 42, 1, 2, ("5", "4"), "1"), 4)],
-    }
+    told = [engine.told("locate") for engine in machines.engines.values()]
+    assert told == [[("locate", number == 0)] for number in range(4)]
+    locations = tuple(places[name] for name in order)
+    for rank, name in enumerate(order):
+        assert machines.engines[name].told("start") == [("start", plan, RankRendezvous(locations, rank, "0"), 4)]
+    assert fleet._engines[0].address == "10.0.0.a and 1 more machine"
 
 
 def test_fault_20_a_sync_that_fails_is_told_and_those_that_are_well_stay(start: Start) -> None:

@@ -14,7 +14,7 @@ from rlhf_mcore.protocols import PeersLost
 from rlhf_mcore.rollout import engine as engines
 from rlhf_mcore.rollout.engine import EngineRank, VersionedWeights
 from rlhf_mcore.rollout.remote import host as module
-from rlhf_mcore.rollout.remote.host import EngineHost, Meeting
+from rlhf_mcore.rollout.remote.host import EngineHost, Location, RankRendezvous
 from rlhf_mcore.types import Completion, Request, Sampling
 from tests.commands import wait_for
 
@@ -24,7 +24,7 @@ ORDER: Any = None
 class Engine:
     """Draws a token in each step that the test allows, and finishes a request after as many as it asks for."""
 
-    num_ranks = 1
+    num_ranks, warnings = 1, ("no FlashInfer",)
 
     def __init__(self) -> None:
         self.drawn: dict[int, tuple[Request, int]] = {}
@@ -36,9 +36,17 @@ class Engine:
     def num_in_flight(self) -> int:
         return len(self.drawn)
 
+    def kernels(self) -> dict[str, str]:
+        return {"engine attention": "TRITON_ATTN"}
+
+    def pop_preemptions(self) -> int:
+        return 2
+
     def submit(self, requests: Sequence[Request]) -> None:
         self.told.append([request.request_id for request in requests])
         self.drawn |= {request.request_id: (request, 0) for request in requests}
+
+    def compare_ranks(self) -> None: ...
 
     def forget_prefixes(self) -> None:
         assert not self.drawn
@@ -89,7 +97,7 @@ class Driver:
         due, self.waiting = self.waiting, []
         return due
 
-    def unheard(self) -> Collection[int]:
+    def abandoned_turns(self) -> Collection[int]:
         return ()
 
     def lend(self, most: int) -> list[Request]:
@@ -124,7 +132,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Engin
 
     monkeypatch.setattr(EngineHost, "_build", build)
     host = EngineHost()
-    host.start(ORDER, Meeting("", 0, 0, 1), 1)
+    assert host.start(ORDER, RankRendezvous((Location("", 0),), 0), 1) == [
+        "kernels: engine attention TRITON_ATTN",
+        "no FlashInfer",
+    ]
     host.resume()
     yield host, engine
     engine.allowed.release(100)
@@ -147,7 +158,8 @@ TRAINER = {
 
 
 def test_a_rank_takes_nothing_of_the_trainers_first_rank() -> None:
-    meeting = Meeting("127.0.0.1", 29999, 1, 2, ("5", "GPU-7"), "3")
+    places = Location("127.0.0.1", 29999, ("5",), "a"), Location("127.0.0.1", 0, ("GPU-7",), "a")
+    meeting = RankRendezvous(places, 1, "3")
     own = module._rank_environment(meeting, 4, TRAINER)
     assert own == {
         "OMP_NUM_THREADS": "4",
@@ -168,8 +180,25 @@ def test_a_rank_takes_nothing_of_the_trainers_first_rank() -> None:
         meeting, 4, {"NCCL_SOCKET_IFNAME": "ib0"}
     )  # the user's stays
     assert not {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"} & set(
-        module._rank_environment(replace(meeting, devices=()), 1, {})
+        module._rank_environment(replace(meeting, locations=(Location("127.0.0.1", 29999),) * 2), 1, {})
     )
+
+
+def test_a_rank_on_another_machine_has_the_devices_and_the_interface_of_that_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "interface_of", lambda address: {"10.0.0.2": "eth2", "10.0.0.3": "ib3"}[address])
+    places = [Location("10.0.0.2", 40, (str(number),), "a") for number in range(2)]
+    places += [Location("10.0.0.3", 0, (str(number),), "b") for number in (6, 7)]
+    own = [module._rank_environment(RankRendezvous(tuple(places), rank), 1, {}) for rank in range(4)]
+    assert [(env["RANK"], env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) for env in own] == [
+        ("0", "0", "0,1"),
+        ("1", "1", "0,1"),
+        ("2", "0", "6,7"),
+        ("3", "1", "6,7"),
+    ]
+    assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["MASTER_ADDR"]) for env in own} == {("4", "2", "10.0.0.2")}
+    assert [env["GLOO_SOCKET_IFNAME"] for env in own] == ["eth2", "eth2", "ib3", "ib3"]
 
 
 def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[EngineHost, Engine]) -> None:
@@ -179,6 +208,7 @@ def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[E
     report = host.report(20)
     assert [found.request_id for found in report.completions] == [1]
     assert (report.tokens_drawn, report.num_in_flight, report.version) == (2, 1, 3)
+    assert (report.work.steps, report.work.preemptions) == (1, 2)
     engine.allowed.release()  # of the step that it may have begun: pause waits for its end
     host.pause()
     host.submit([request(3, 1)])
@@ -242,7 +272,7 @@ def test_a_response_that_finishes_while_weights_arrive_is_reported(monkeypatch: 
 
     monkeypatch.setattr(EngineHost, "_build", build)
     host = EngineHost()
-    host.start(ORDER, Meeting("", 0, 0, 1), 1)
+    host.start(ORDER, RankRendezvous((Location("", 0),), 0), 1)
     host.resume()
     host.submit([request(1, 1), request(2, 1)])
     wait_for(lambda: engine.num_in_flight == 2, 60)

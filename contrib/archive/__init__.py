@@ -1,0 +1,1 @@
+"""Archives of the checkpoints that retention drops."""

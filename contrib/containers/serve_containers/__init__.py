@@ -1,0 +1,3 @@
+"""The command ``serve-containers``."""
+
+SUMMARY = "lend containers to agents of runs on other machines"

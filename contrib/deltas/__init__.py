@@ -1,0 +1,1 @@
+"""Delta saves: weight files as compressed differences to the last full checkpoint."""

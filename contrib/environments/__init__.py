@@ -1,0 +1,1 @@
+"""Environments of the packages gymnasium, openenv-core and verifiers."""

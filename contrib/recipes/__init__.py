@@ -1,0 +1,1 @@
+"""Recipes of ``prepare-data`` for data sets that few users need."""

@@ -1,0 +1,1 @@
+from tests.unit.rewards.conftest import *  # noqa: F403

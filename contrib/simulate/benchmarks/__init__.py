@@ -1,0 +1,1 @@
+"""Benchmarks of the simulator. `benchmarks/run.py` runs them with all others."""

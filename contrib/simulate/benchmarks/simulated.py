@@ -1,0 +1,130 @@
+"""What ``rlhf-mcore simulate --run`` predicts of schedules with engines of their own, over what they measure, for several workloads.
+
+Workloads differ in the longest response, the responses to a prompt and the prompts of a step; trainer and engine have a core
+each, as in ``benchmarks.asynchronous``. In every round each workload runs synchronously, one step off, and with partial rollouts.
+All are predicted
+
+- from the workload's synchronous run, its lengths and its times, and its run one step off, by which trainer and engines slow each
+  other: what a user has before trying partial rollouts;
+- ``alone``: from the workload's synchronous run alone;
+- ``elsewhere``: from these two runs of the other workloads, and of this one's synchronous run the lengths alone.
+
+The ratio is the largest distance of predicted over measured from 1, in samples and in tokens per second, medians of the rounds, of the
+first kind of prediction. Both sides have to be quiet: what else the machine does slows the runs of a round differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.asynchronous import LONG_TAIL, SCHEDULES, Workload, make_model, measured, run_directory
+from benchmarks.common import report
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore_contrib.simulate.compare import configured
+from rlhf_mcore_contrib.simulate.lengths import read_lengths
+from rlhf_mcore_contrib.simulate.measured import PhaseFit, fit_runs
+from rlhf_mcore_contrib.simulate.schedule import simulate
+from rlhf_mcore_contrib.simulate.times import Split, measured_times
+
+GOAL, SIMULATED_STEPS = 0.10, 300
+PARTIAL = {"partial": ["trainer.max_staleness=4"], "partial_2": ["trainer.max_staleness=2"]}
+RUNS = {
+    LONG_TAIL: {name: SCHEDULES[name] for name in ("synchronous", "one_step_off")} | PARTIAL,
+    Workload("short", 12, 8, 96): {name: SCHEDULES[name] for name in ("synchronous", "one_step_off", "partial")},
+    Workload("pairs", 24, 2, 256): {name: SCHEDULES[name] for name in ("synchronous", "one_step_off")} | PARTIAL,
+}
+# Two workloads, because what is predicted from elsewhere needs another one.
+QUICK = {
+    workload: {name: SCHEDULES[name] for name in ("synchronous", "one_step_off")}
+    for workload in (Workload("short", 4, 4, 64), Workload("pairs", 8, 2, 96))
+}
+Runs = Mapping[Workload, Mapping[str, list[str]]]
+KINDS = ("", "alone_", "elsewhere_")  # of predictions
+UNITS = {"samples": ("samples_per_s",), "tokens": ("samples_per_s", "length")}
+Rates = dict[str, float]
+
+
+def main() -> None:
+    """Run everything in turns and write the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round of two small workloads")
+    parser.add_argument("--rounds", type=int, default=2, help="of 40 steps each run")
+    args = parser.parse_args()
+    quick: bool = args.quick
+    rounds, steps, runs = (1, 12, QUICK) if quick else (args.rounds, 40, RUNS)
+    found: dict[str, list[Rates]] = {}
+    with TemporaryDirectory() as folder:
+        directory = Path(folder)
+        make_model(directory)
+        for _ in range(rounds):
+            for workload, schedules in runs.items():
+                for name, arguments in schedules.items():
+                    rates = measured(directory, workload, experiment(workload, name), arguments, steps)
+                    found.setdefault(f"{workload.name}: {name}", []).append(rates)
+                    print(workload.name, name, rates, flush=True)
+            predict(directory, runs, found)
+            shutil.rmtree(directory / "outputs")
+    ratios = {name: compared(rounds) for name, rounds in found.items()}
+    for name, row in ratios.items():
+        print(f"{name:26}", *(f"{kind} {ratio:.2f}" for kind, ratio in row.items()), flush=True)
+    worst = max(abs(ratios[name][unit] - 1) for name in ratios for unit in UNITS)
+    report("simulated", {"rounds": found, "ratios": ratios, "steps": steps}, ratio=worst, goal=GOAL, quick=quick)
+
+
+def experiment(workload: Workload, name: str) -> str:
+    return f"{workload.name}-{name}".replace(" ", "-")
+
+
+def predict(directory: Path, all_runs: Runs, found: dict[str, list[Rates]]) -> None:
+    """Add to the last round of every run what is predicted of it."""
+    sources = {
+        workload: [run_directory(directory, experiment(workload, name)) for name in ("synchronous", "one_step_off")]
+        for workload in all_runs
+    }
+    for workload, schedules in all_runs.items():
+        others = [run for other, runs in sources.items() if other != workload for run in runs]
+        fits = dict(zip(KINDS, map(fit_runs, (sources[workload], sources[workload][:1], others)), strict=True))
+        print(workload.name, *fits.values(), sep="\n", flush=True)
+        for name in schedules:
+            run = run_directory(directory, experiment(workload, name))
+            for kind, fit in fits.items():
+                rates = simulated(run, sources[workload][0], fit, workload)
+                found[f"{workload.name}: {name}"][-1] |= {f"{kind}{unit}": rate for unit, rate in rates.items()}
+
+
+def simulated(run: Path, synchronous: Path, fit: PhaseFit, workload: Workload) -> Rates:
+    cfg = resolve(load_config(run / "config.yaml"))
+    lengths = read_lengths(str(synchronous), cfg.rollout.sampling.max_new_tokens)
+    scenario = measured_times(cfg, fit, [run.name]).scenario(Split(1, 1))
+    outcome = simulate(scenario, configured(cfg), lengths.draw(workload.samples, 0), SIMULATED_STEPS)
+    return {
+        "predicted_samples_per_s": round(outcome.samples_per_s, 2),
+        "predicted_length": round(outcome.length_mean, 2),
+        "predicted_staleness": round(outcome.staleness_mean, 2),
+    }
+
+
+def compared(rounds: list[Rates]) -> Rates:
+    """Predicted over measured, medians of the rounds."""
+
+    def of(rates: Rates, factors: tuple[str, ...], kind: str = "") -> float:
+        return math.prod(rates[kind + factor] for factor in factors)
+
+    return {
+        kind + unit: round(
+            statistics.median(of(rates, factors, f"{kind}predicted_") / of(rates, factors) for rates in rounds), 3
+        )
+        for kind in KINDS
+        for unit, factors in UNITS.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

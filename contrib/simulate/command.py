@@ -1,0 +1,166 @@
+"""``rlhf-mcore simulate CONFIG``: which schedule, and which split of the devices, is fastest. No torch, no processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.terminal import say
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.own_files import check_output
+from rlhf_mcore.planning.inputs import GPUS, device_and_assumptions, num_devices
+
+
+@exit_codes.report_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate and print. Returns the exit code."""
+    try:
+        return _simulate(_parser().parse_intermixed_args(argv))
+    except KeyboardInterrupt:
+        say("interrupted; fewer --steps or bounds of --staleness take less time", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore simulate",
+        "Simulate steps of generation and training over a distribution of response lengths: synchronous, one step off, and bounded "
+        "staleness with partial rollouts. Each schedule is shown with the split of the devices that makes it fastest.",
+        examples=["rlhf-mcore simulate my_run.yaml --lengths 'lognormal(7.3,1.1,16384)' --devices 32"],
+        config="YAML file, as for train",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="LENGTHS",
+        help="lognormal(mu,sigma,max) or geometric(mean,max) in tokens, a file of numbers (text, jsonl, parquet), or the "
+        "directory of a run (default: those of the first synchronous --run)",
+    )
+    parser.add_argument(
+        "--run",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="directory of a synchronous run: its measured times instead of the planner's estimates; of several runs all steps count. "
+        "Beside it, of a run that samples ahead: how much trainer and engines slow each other",
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="engines' and trainer's together (default: those of the configuration)"
+    )
+    parser.add_argument("--gpu", default="H100", choices=GPUS, help="kind of device for estimates (default: H100)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="change the device or an assumption, as for plan",
+    )
+    parser.add_argument(
+        "--staleness",
+        default="1,2,4",
+        metavar="K,K",
+        help="bounds of trainer.max_staleness to compare (default: 1,2,4)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps to simulate (default: 30, fewer where a step has over 2,000 responses)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths that are drawn (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there; seconds")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the schedules; needs matplotlib")
+    return parser
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from rlhf_mcore.cli.terminal import working
+    from rlhf_mcore.observability.files import pretty_json, write_atomically
+    from rlhf_mcore_contrib.simulate.compare import as_json, compare, configured, schedules
+    from rlhf_mcore_contrib.simulate.lengths import read_lengths
+    from rlhf_mcore_contrib.simulate.measured import fit_runs
+    from rlhf_mcore_contrib.simulate.picture import check_can_draw, draw
+    from rlhf_mcore_contrib.simulate.report import WIDTH, tables
+    from rlhf_mcore_contrib.simulate.times import configured_split, measured_times, planned_times, splits
+
+    bounds = _check(args)
+    if args.png:
+        check_can_draw()
+    cfg, world_size = _configuration(args)
+    fit = fit_runs([Path(run) for run in args.run]) if args.run else None
+    source = args.lengths or (fit.source if fit is not None else "")
+    lengths = read_lengths(source, cfg.rollout.sampling.max_new_tokens)
+    if fit is not None:
+        times = measured_times(cfg, fit, args.run)
+    else:
+        times = planned_times(cfg, *device_and_assumptions(args.gpu, args.set), lengths.mean)
+    own, devices = configured(cfg), args.devices or num_devices(cfg, world_size)
+    own_split = configured_split(cfg, world_size)
+    candidates = {schedule: splits(cfg, devices, schedule) for schedule in schedules(cfg, bounds)}
+    responses = cfg.trainer.prompts_per_step * cfg.rollout.sampling.n
+    steps = args.steps or max(8, min(30, 60_000 // responses))
+    with working("simulating", len(candidates)) as begin:
+        comparison = compare(times, lengths, candidates, (own, own_split), steps=steps, seed=args.seed, begin=begin)
+    if args.json:
+        write_atomically(args.json, pretty_json(as_json(comparison, own)))
+    if args.png:
+        write_atomically(args.png, draw(comparison))
+    console = Console(width=WIDTH, highlight=False)
+    for part in tables(comparison, own):
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+    return exit_codes.DONE
+
+
+def _check(args: argparse.Namespace) -> list[int]:
+    """Check the command line. Returns the bounds of staleness.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not args.lengths and not args.run:
+        raise ConfigError(
+            "--lengths is missing: give a distribution, a file, or the directory of a run (--run has lengths too)"
+        )
+    for name, value, least, most in (("--steps", args.steps, 1, 10_000), ("--devices", args.devices, 1, 1 << 16)):
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{name} {value} is out of range; give a number from {least} to {most}")
+    if args.seed < 0:
+        raise ConfigError(f"--seed {args.seed} is out of range; give a number of at least 0")
+    if args.run and args.set:
+        raise ConfigError("--set changes estimates, and --run replaces them; leave one of them out")
+    for run in args.run or ():
+        if not Path(run).is_dir():
+            raise ConfigError(f"--run {run}: no such directory; give the directory of a run")
+    try:
+        bounds = [int(text) for text in args.staleness.split(",")]
+    except ValueError:
+        bounds = []
+    if not bounds or not all(1 <= bound <= 64 for bound in bounds):
+        raise ConfigError(f"--staleness {args.staleness} is no list of bounds from 1 to 64, as in --staleness 1,2,4")
+    for option, path in (("--json", args.json), ("--png", args.png)):
+        if path is not None:
+            check_output(option, path)
+    return bounds
+
+
+def _configuration(args: argparse.Namespace) -> tuple[Config, int]:
+    """Load the configuration, resolve it, and count the trainer's ranks."""
+    from rlhf_mcore.config.derive import default_world_size, resolve
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.run_kinds import run_kind
+    from rlhf_mcore.config.validate import validate
+
+    cfg = load_config(args.config, args.overrides)
+    if not run_kind(cfg).generates:
+        raise ConfigError(
+            f"algorithm.kind={cfg.algorithm.kind} generates nothing; simulate is for reinforcement learning"
+        )
+    world_size = default_world_size(cfg)
+    validate(cfg, world_size, check_files=False)
+    return resolve(cfg), world_size

@@ -1,0 +1,149 @@
+"""The simulated schedules against the trainer's own: ``SamplingAhead`` runs on engines whose time is played, not waited for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import pytest
+
+from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.trainer.ahead import SamplingAhead
+from rlhf_mcore.trainer.ahead import SamplingSchedule as TrainersSchedule
+from rlhf_mcore.types import Completion, Sampling, Score, Trajectory
+from rlhf_mcore.types import Request as Asked
+from rlhf_mcore_contrib.simulate.engine import Engine, EngineTimes, Group, Request
+from rlhf_mcore_contrib.simulate.lengths import read_lengths
+from rlhf_mcore_contrib.simulate.schedule import CONTINUE, DRAIN, RESUBMIT, Scenario, Schedule, TrainTimes, simulate
+from tests.unit.trainer.records import prompt
+
+PROMPTS = [prompt(index) for index in range(64)]
+SAMPLES, STEPS = 2, 12
+
+
+class PlayedEngines:
+    """A Generator over simulated engines: a prompt's samples go to the engine with the fewest requests."""
+
+    def __init__(self, scenario: Scenario, draw: Callable[[int], list[int]]) -> None:
+        self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
+        self.draw, self.drawn, self.now, self.version = draw, 0, 0.0, 0
+        self.asked: dict[int, Group] = {}
+        self.ids: dict[int, int] = {}  # id() of a simulated request -> that of the request
+        self.done: list[Completion] = []
+        self.kept: list[Request] = []
+
+    def submit(self, requests: Sequence[Asked]) -> None:
+        loads = [engine.load for engine in self.engines]
+        for start in range(0, len(requests), SAMPLES):
+            group = Group(SAMPLES, self.version, self.drawn)
+            mine = [Request(group, length) for length in self.draw(self.drawn)]
+            self.drawn += 1
+            self.kept += mine
+            for request, asked in zip(mine, requests[start : start + SAMPLES], strict=True):
+                self.ids[id(request)], self.asked[asked.request_id] = asked.request_id, group
+            number = loads.index(min(loads))
+            loads[number] += SAMPLES
+            self.engines[number].submit(mine, self.now)
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        for request_id in request_ids:
+            self.asked[request_id].cancelled = True
+        for engine in self.engines:
+            engine.cancel(self.now)
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        found, self.done = sorted(self.done, key=lambda completion: completion.request_id), []
+        return found
+
+    def generate(self, requests: Sequence[Asked]) -> list[Completion]:
+        raise AssertionError("it samples ahead by submit and collect")
+
+    def play(self, until: float) -> bool:
+        """The next moment at which something happens, if that is not after ``until``."""
+        at = min(engine.next_at for engine in self.engines)
+        if at > until or at == float("inf"):
+            return False
+        self.now = at
+        for engine in self.engines:
+            if engine.next_at == at:
+                self.done += [self._completion(engine, request) for request in engine.settle()]
+        return True
+
+    def _completion(self, engine: Engine, request: Request) -> Completion:
+        places = [max(0, at - request.first_step) for at in engine.publishes]
+        runs = {place: version for version, place in enumerate([0, *places])}  # of several at one place the newest
+        ids = np.zeros(request.length, np.int32)
+        return Completion(
+            self.ids[id(request)], ids, np.zeros(len(ids), np.float32), tuple(sorted(runs.items())), "stop"
+        )
+
+
+def scores_of(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+    return lambda: [Score(0.0) for _ in trajectories]
+
+
+def trained(
+    scenario: Scenario, schedule: Schedule, draw: Callable[[int], list[int]], steps: int
+) -> tuple[list[float], ...]:
+    """What the loop does, as ``trainer/pipeline.py`` has it.
+
+    Returns when each version was published, and how many groups had begun again then; of each step the staleness of its groups'
+    oldest tokens, and its tokens.
+    """
+    engines = PlayedEngines(scenario, draw)
+    sampler = PromptSampler(len(PROMPTS), scenario.prompts, seed=1, shuffle=True)
+    drains = schedule.at_publish == DRAIN
+    own = TrainersSchedule(scenario.prompts, schedule.max_staleness, schedule.oversample, drain=drains)
+    sampling = Sampling(n=SAMPLES, seed=1)
+    ahead = SamplingAhead(PROMPTS, sampler, engines, lambda rows: [""] * len(rows), sampling, own, scores_of)
+    ends, redrawn, oldest, lengths = [0.0], list[int](), list[list[int]](), list[int]()
+
+    def take_until(is_done: Callable[[], bool], until: float = float("inf")) -> None:
+        while not is_done() and engines.play(until):
+            ahead.poll(0.0)
+
+    for step in range(1, steps + 1):
+        ahead.fill(step)
+        redrawn.append(ahead.redrawn)
+        take_until(lambda: ahead.is_ready(scenario.prompts))
+        taken = [trajectory for group in ahead.take(scenario.prompts) for trajectory in group.trajectories]
+        tokens = sum(trajectory.num_sampled for trajectory in taken)
+        end = engines.now + scenario.train.step_s + scenario.train.token_s * tokens
+        take_until(lambda: False, end)
+        engines.now = end
+        if drains:
+            take_until(lambda: not ahead.num_in_flight)
+        for engine in engines.engines:
+            engine.pause(engines.now)
+        take_until(lambda: all(engine.paused for engine in engines.engines))
+        engines.now, engines.version = engines.now + scenario.sync_s, step
+        for engine in engines.engines:
+            engine.resume(engines.now, step, resubmit=schedule.at_publish == RESUBMIT)
+        ends.append(engines.now)
+        groups = [taken[start : start + SAMPLES] for start in range(0, len(taken), SAMPLES)]
+        oldest += [[step - 1 - min(t.policy_version for t in group) for group in groups]]
+        lengths.append(tokens)
+    ahead.fill(steps + 1)
+    return ends, [*redrawn, ahead.redrawn], oldest, lengths
+
+
+@pytest.mark.parametrize(
+    ("bound", "at_publish", "oversample"),
+    [(0, DRAIN, 1.0), (1, DRAIN, 1.0), (1, CONTINUE, 1.0), (2, RESUBMIT, 1.0), (2, CONTINUE, 1.5), (4, CONTINUE, 1.0)],
+)
+@pytest.mark.parametrize("train_s", [2.0, 9.0])
+def test_a_simulated_schedule_is_the_trainers(bound: int, at_publish: str, oversample: float, train_s: float) -> None:
+    engine = EngineTimes(0.031, 0.00173, 0.0037, 0.0001, slots=10)
+    scenario = Scenario(6, SAMPLES, 2, engine, TrainTimes(train_s, 0.0011), sync_s=0.53)
+    schedule = Schedule(bound, at_publish, oversample)
+    draw = read_lengths("lognormal(4,1,400)", 400).draw(SAMPLES, 3)
+    outcome = simulate(scenario, schedule, draw, STEPS)
+    first = 2 * bound + 2
+    ends, redrawn, oldest, tokens = trained(scenario, schedule, draw, first + STEPS)
+    assert outcome.step_s == pytest.approx((ends[-1] - ends[first]) / STEPS, rel=1e-9)
+    assert outcome.length_mean == pytest.approx(sum(tokens[first:]) / (STEPS * 6 * SAMPLES))
+    ages = Counter(age for step in oldest[first:] for age in step)
+    assert {age: count // SAMPLES for age, count in outcome.staleness.items()} == dict(ages)
+    assert outcome.redrawn or at_publish == DRAIN or train_s > 2  # so that groups that begin again are compared too
+    assert outcome.redrawn * STEPS * 6 == pytest.approx(redrawn[-1] - redrawn[first])

@@ -1,0 +1,147 @@
+"""Map the live model of an engine: traced from vLLM's loaders, or read from a transformers model.
+
+A vLLM layer that adds adapters has a tensor of all As and one of all Bs for each Hugging Face matrix in it, with a slot for each
+adapter. Its ``set_lora`` is given meta tensors of whole matrices, and what it writes into its buffers is recorded instead of executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_mcore.bridge.map.pieces import Piece
+from rlhf_mcore.bridge.map.quantised import dequantised_map
+from rlhf_mcore.bridge.map.rules import Shapes
+from rlhf_mcore.bridge.map.strided import covered, unfilled
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, Recorder, recorded_layout, trace
+from rlhf_mcore.families.adapters import hf_module, pairs_of
+from rlhf_mcore.families.quantised import quantisation as quantisation_of
+from rlhf_mcore.platform.transformers_models import checkpoint_tensors
+from rlhf_mcore.platform.wrapped_layers import SLOT, base_layers, set_adapter
+from rlhf_mcore.protocols import ADAPTER_SLOTS
+
+Weights = Literal["loaders", "plain"]  # how an engine's kind declares them
+
+
+def map_engine(
+    model: nn.Module, shapes: Shapes, weights: Weights, *, has_adapters: bool = False, quantisation: str | None = None
+) -> EngineMap:
+    """Map the live model of an engine.
+
+    Args:
+        model: of the engine, before it has slept for the first time.
+        shapes: of the tensors that are sent, by their names in Hugging Face's format, or in PEFT's for adapters.
+        weights: "loaders": traced from the loaders of vLLM's models; "plain": read from a transformers model.
+        has_adapters: the engine adds adapters itself.
+        quantisation: of weights on their way, by its name.
+    """
+
+    def read(shapes: Shapes) -> EngineMap:
+        if weights == "plain":
+            return map_plain_model(model)
+        return trace_with_adapters(model, shapes) if has_adapters else trace(model, shapes)
+
+    if quantisation is None:
+        return read(shapes)
+    kind = quantisation_of(quantisation)
+    if weights == "loaders" and _holds(model, getattr(torch, kind.dtype)):
+        return read(kind.with_scales(shapes))
+    return dequantised_map(read(shapes), kind)
+
+
+def _holds(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Tell whether vLLM loads some weights of a model in this dtype."""
+    return any(tensor.dtype == dtype for module in model.modules() for tensor in recorded_layout(module).values())
+
+
+def map_plain_model(model: nn.Module) -> EngineMap:
+    """Map a live model whose parameters hold Hugging Face tensors, or parts of them."""
+    live, parts = model.state_dict(keep_vars=True), checkpoint_tensors(model)
+    first = {id(tensor): name for name, tensor in reversed(live.items())}  # tied tensors are brought once
+    pieces: dict[str, list[Piece]] = {name: [] for name in first.values()}
+    for part in parts:
+        if part.holder in pieces:
+            pieces[part.holder].append(Piece(part.name, (0,) * len(part.shape), part.shape, part.offset, part.strides))
+    return EngineMap(
+        tuple(
+            EngineParameter(name, tuple(live[name].shape), live[name].dtype, tuple(pieces[name]))
+            for name in live
+            if name in pieces
+        )
+    )
+
+
+def trace_with_adapters(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
+    """Trace the live model of a vLLM rank that adds adapters: see :func:`trace`.
+
+    ``shapes`` are those of the model's tensors, and of the adapters', under the names of PEFT.
+    """
+    adapters = {name: shape for name, shape in shapes.items() if ".lora_" in name}
+    with base_layers(model):
+        engine = trace(model, {name: shape for name, shape in shapes.items() if name not in adapters})
+    return replace(engine, parameters=(*engine.parameters, *_trace_slots(model, adapters)))
+
+
+def _trace_slots(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[EngineParameter]:
+    slots: dict[str, Tensor] = getattr(model, ADAPTER_SLOTS)
+    sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    recorder = Recorder(sources, slots)
+    with torch.no_grad(), recorder:
+        set_adapter(model, SLOT, pairs_of(sources))
+    parameters = []
+    for name, tensor in slots.items():
+        pieces, shape = recorder.of((name,))[0], tuple(tensor.shape)
+        padding = unfilled(shape, tuple(box for piece in pieces for box in covered(piece, shape)))
+        parameters.append(EngineParameter(name, shape, tensor.dtype, tuple(pieces), padding))
+    reached = {hf_module(piece.hf_name) for parameter in parameters for piece in parameter.pieces}
+    assert reached == {hf_module(name) for name in shapes}, "declared by the engine's kind"
+    return parameters
+
+
+# Live parameters on a CPU instead of vLLM's packed copies (``bridge.live_cpu_weights``).
+def keep_loading_layout(model: nn.Module) -> list[str]:
+    """Let layers multiply with their live parameters on the CPU, so that these can be written in place.
+
+    vLLM's CPU kernels multiply with a packed copy, and drop the original. Here the linear layers, the embeddings and the
+    output layer get live parameters back and plain ``torch.nn.functional.linear``, for good: a later reload leaves it so.
+    Experts of a mixture keep their packed kernel. Returned are the names of the layers that have changed; on other
+    platforms there is none. The weights are undefined until they are loaded or synchronised.
+
+    An update then is a plain copy, as on a GPU, but generation gets slower (by up to two fifths at 80M parameters), and a
+    reload costs less than that: for speed leave the layers as they are and use ``reload.reloading``.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    changed = []
+    with base_layers(model):
+        modules = dict(model.named_modules())
+    for name, module in modules.items():
+        method = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
+            _restore_weight(module)
+            _multiply_plainly(module)
+            method.process_weights_after_loading = _multiply_plainly
+            changed.append(name)
+    return changed
+
+
+def _multiply_plainly(layer: Any) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _restore_weight(layer: Any) -> None:
+    """Give back the weight that packing has dropped; a bias that it has widened gets the weight's dtype again."""
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_refs
+
+    device = layer.weight.device
+    if layer.weight.numel() == 0:
+        with device:
+            layer.weight = restore_layer_refs(materialize_meta_tensor(recorded_layout(layer)["weight"]), layer)
+        layer.weight.data.zero_()
+    if getattr(layer, "bias", None) is not None:
+        layer.bias.data = layer.bias.data.to(layer.weight.dtype)

@@ -1,0 +1,134 @@
+"""Turn pydantic's errors into messages that name key, value and remedy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import KEYS, item_type, type_name
+from rlhf_mcore.config.other_names import hint as other_name
+from rlhf_mcore.config.removed import REMOVED, warn_of
+from rlhf_mcore.config.schema.group import CHOICE, RANGE, Group, inner_types, is_group_type
+from rlhf_mcore.config.schema.key import Choices, Range, description_of
+from rlhf_mcore.foreign import shorten
+
+_UNKNOWN = ("extra_forbidden", "no_such_attribute")
+_RANGES = (RANGE, "greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+
+
+def explain(kind: type[Group], error: ValidationError) -> ConfigError | None:
+    """Build the error for values that a group does not take. A removed key gets a warning instead."""
+    problems = problems_of(kind, error)
+    for key in list(problems):
+        removed = [was for was in REMOVED if was == key or ("." in key and was.endswith(f".{key}"))]
+        if removed:
+            del problems[key]
+            warn_of(removed[0], error.errors()[0]["input"])
+    return ConfigError.many(list(problems.values())) if problems else None
+
+
+def problems_of(
+    kind: type[Group], error: ValidationError, place: Callable[[str], str] = lambda key: ""
+) -> dict[str, str]:
+    """Return a message for each wrong value, by its key with its position in a list (``reward.rules[1].weight``).
+
+    Args:
+        kind: the group that was read.
+        error: what pydantic found.
+        place: returns the beginning of the message about a key: where it was set.
+    """
+    problems: dict[str, str] = {}
+    for found in error.errors(include_url=False, include_context=False):
+        where = _locate(kind, found["loc"])
+        if where.written not in problems:
+            problems[where.written] = place(where.key) + _problem(where, found["type"], found["input"])
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in a configuration: its key, its name with positions in lists, the group that it is in, and its name there."""
+
+    key: str
+    written: str
+    owner: type[Group]
+    name: str
+    hint: Any
+
+
+def _locate(kind: type[Group], loc: tuple[int | str, ...]) -> _Place:
+    prefix = prefix_of(kind)
+    key = written = prefix
+    owner, name = kind, ""
+    hint: Any = kind
+    for step in loc:
+        if is_group_type(hint):
+            owner, name = hint, str(step)
+            separator = "." if written else ""
+            hint = owner.model_fields[name].annotation if name in owner.model_fields else None
+            if "[" not in written:
+                key = f"{key}{'.' if key else ''}{name}"
+            written = f"{written}{separator}{name}"
+            continue
+        for inner in inner_types(hint):
+            if get_origin(inner) is list and isinstance(step, int):
+                written, hint = f"{written}[{step}]", get_args(inner)[0]
+                break
+            if get_origin(inner) is dict and step != "[key]":
+                written, hint = f"{written}.{step}", get_args(inner)[1]
+                break
+    return _Place(key, written, owner, name, hint)
+
+
+def _problem(where: _Place, error: str, value: Any) -> str:
+    if error in _UNKNOWN:
+        return f"unknown key {shorten(where.written, 100)}; {_remedy(where, value)}"
+    shown, item = f"{where.written}={show_value(value)}", where.owner.model_fields[where.name]
+    described, hint = description_of(item), item.annotation
+    if is_group_type(where.hint) and is_group_type(hint):
+        names = ", ".join(f"{where.written}.{name}" for name in where.hint.model_fields)
+        return f"{shown}: {where.written} is a group, not a value; set one of its keys: {names}"
+    if error == CHOICE and isinstance(choices := described.allowed, Choices):
+        close = get_close_matches(str(value), choices.meanings, n=1)
+        begin = f"did you mean {close[0]!r}? There are: " if close else "choose one of: "
+        return f"{shown} is not a choice; {begin}{choices}{', or null' * bool(described.null)}"
+    if error in _RANGES and isinstance(described.allowed, Range):
+        return f"{shown} is out of range; it must be {described.allowed}"
+    if callable(value) and where.key.startswith("reward."):
+        return f"{shown} is not valid; give a function itself as rm.train(cfg, reward=...)"
+    return f"{shown} is not valid; expected {type_name(hint)}"
+
+
+def _remedy(where: _Place, value: Any) -> str:
+    if "[" in where.written:
+        return f"there are: {', '.join(where.owner.model_fields)}"
+    close = get_close_matches(where.name, where.owner.model_fields, n=1)
+    if close and where.owner.__name__ != "Config":
+        return f"did you mean {where.written.removesuffix(where.name)}{close[0]}?"
+    return other_name(where.written[:100], holds_keys=isinstance(value, dict))
+
+
+def prefix_of(kind: type[Group]) -> str:
+    """Return the dotted name of a group, as far as its class tells: a layout may be the actor's or the critic's."""
+    owners = [key for key, hint in KEYS.items() if hint is kind or item_type(hint) is kind]
+    if not owners:
+        return ""
+    owner = owners[0] if len(owners) == 1 else owners[0].rpartition(".")[2]
+    return owner if KEYS.get(owner) is kind or len(owners) > 1 else f"{owner}[]"
+
+
+def report_former(kind: type[Group], name: str, value: str, now: str) -> None:
+    """Warn that a choice of the last release was replaced."""
+    key = f"{prefix_of(kind)}.{name}"
+    sys.stderr.write(f"warning: {key}={value} is gone; {now} is used. Set it to {now} or remove it\n")
+
+
+def show_value(value: Any) -> str:
+    """Return a value for a message."""
+    return shorten(repr(value) if isinstance(value, str) else value, 200)  # the repr of others may raise

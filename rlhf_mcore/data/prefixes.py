@@ -1,0 +1,283 @@
+"""Prefix trees: what several rows begin with is computed once.
+
+A packed microbatch has two layouts. The row layout [N] is that of fields, losses and outputs: whole rows back to back. The computed
+layout [M], M < N, is what the model runs: the segments of a radix tree over the rows' tokens, parents before children. So a segment
+and all its descendants are one span. ``PrefixTree.sources`` [N] maps places of the row layout to places of the computed layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf_mcore.config.implied import SHORTEST_PREFIX
+from rlhf_mcore.data.packing import pack, round_up
+
+SHORTEST = SHORTEST_PREFIX
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Segment:
+    """Tokens that the same rows share. ``offset`` is the position of the first one in its rows."""
+
+    begin: int  # place in the computed layout
+    size: int  # with padding, which only leaves have
+    offset: int
+    parent: int  # number of a segment; -1: none
+    end: int  # behind its last descendant, in the computed layout
+
+
+@dataclass(slots=True)
+class PrefixTree:
+    """The rows of a microbatch as a tree, in the computed layout.
+
+    ``token_ids`` and ``positions`` [M] int64. ``uses`` [M] int64: rows that a token is of, zero at padding. ``sources`` [N] int64: the
+    computed token of each place of the row layout, any at padding. ``longest``: positions of the longest path, with padding.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    uses: Tensor
+    sources: Tensor
+    segments: list[Segment]
+    longest: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each segment."""
+        return [segment.size for segment in self.segments]
+
+    def path(self, number: int) -> list[int]:
+        """Return the numbers of a segment's ancestors, the root first."""
+        found = []
+        while (number := self.segments[number].parent) >= 0:
+            found.append(number)
+        return found[::-1]
+
+    def depths(self) -> list[int]:
+        """Return how many ancestors each segment has."""
+        depths: list[int] = []
+        for segment in self.segments:
+            depths.append(depths[segment.parent] + 1 if segment.parent >= 0 else 0)
+        return depths
+
+    def earlier(self, back: int) -> Ids:
+        """Return for each computed token [M] the one ``back`` positions before it in its rows; M: there is none."""
+        total = len(self.token_ids)
+        found = np.arange(total) - back
+        for segment in self.segments:
+            for place in range(min(back, segment.size)):
+                missing, above = back - place, segment.parent
+                while above >= 0 and self.segments[above].size < missing:
+                    missing -= self.segments[above].size
+                    above = self.segments[above].parent
+                ancestor = self.segments[above]
+                found[segment.begin + place] = total if above < 0 else ancestor.begin + ancestor.size - missing
+        return found
+
+
+def shared_length(a: Ids, b: Ids) -> int:
+    """Return how many tokens two rows begin with alike."""
+    size = min(len(a), len(b))
+    differs = np.flatnonzero(a[:size] != b[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+@dataclass(slots=True)
+class _Node:
+    """Rows of ``_Forks.rows`` that share their first ``end`` tokens, of which the parent has ``depth``. One row: a leaf."""
+
+    first: int
+    last: int
+    depth: int
+    end: int
+    parent: int
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.last - self.first == 1
+
+
+class _Forks:
+    """Where rows part, parents before children. Lengths of inner nodes are multiples of ``multiple``, so only leaves are padded.
+
+    Rows at places ``alone`` share nothing.
+    """
+
+    def __init__(self, rows: Sequence[Ids], multiple: int, alone: Collection[int] = ()):
+        self.multiple = multiple
+        self.rows: list[Ids] = []  # distinct ones, sorted by their tokens
+        self.members: list[list[int]] = []  # places of the rows that are equal to each
+        keys = [(place in alone and place + 1, row.astype(">i8").tobytes()) for place, row in enumerate(rows)]
+        for place in sorted(range(len(rows)), key=keys.__getitem__):
+            if self.rows and len(rows[place]) >= SHORTEST and keys[place] == keys[self.members[-1][0]]:
+                self.members[-1].append(place)
+            else:
+                self.rows.append(rows[place])
+                self.members.append([place])
+        are_alone = [equal[0] in alone for equal in self.members]
+        common = [
+            0 if are_alone[k] or are_alone[k + 1] else shared_length(a, b) // multiple * multiple
+            for k, (a, b) in enumerate(pairwise(self.rows))
+        ]
+        self.nodes: list[_Node] = []
+        waiting = [(0, len(self.rows), 0, -1)] if rows else []
+        while waiting:
+            first, last, depth, parent = waiting.pop()
+            if last - first == 1:
+                self.nodes.append(_Node(first, last, depth, len(self.rows[first]), parent))
+                continue
+            shared = min(common[first : last - 1])
+            if shared - depth >= SHORTEST:
+                self.nodes.append(_Node(first, last, depth, shared, parent))
+                depth, parent = shared, len(self.nodes) - 1
+            ends = [k + 1 for k in range(first, last - 1) if common[k] - depth < SHORTEST] + [last]
+            waiting += [(a, b, depth, parent) for a, b in pairwise([first, *ends])][::-1]
+
+    @property
+    def share(self) -> bool:
+        """Tell whether any two rows share tokens."""
+        return any(not node.is_leaf for node in self.nodes) or any(len(equal) > 1 for equal in self.members)
+
+    def places(self, node: _Node) -> list[int]:
+        """Return the places of the rows that a node is of."""
+        return [place for row in range(node.first, node.last) for place in self.members[row]]
+
+    def size(self, node: _Node) -> int:
+        """Return the tokens that a node computes, with padding."""
+        return round_up(node.end - node.depth, self.multiple)
+
+
+def computed_tokens(rows: Sequence[Ids], multiple: int = 1) -> int:
+    """Return the tokens that are computed of rows that run together, with padding."""
+    forks = _Forks(rows, multiple)
+    return sum(map(forks.size, forks.nodes))
+
+
+def rows_with_other_routes(rows: Sequence[Ids], routes: Sequence[Ids]) -> set[int]:
+    """Return the places of rows that would share tokens which were routed to other experts than another row's.
+
+    Args:
+        rows: token ids.
+        routes: of each row, those of the token before each token [length, ...]; zero where they are not known.
+    """
+    forks, found = _Forks(rows, 1), set[int]()
+    for node in forks.nodes:
+        if len(places := forks.places(node)) == 1:
+            continue
+        known = np.zeros_like(routes[places[0]][:0], shape=(node.end - node.depth, *routes[places[0]].shape[1:]))
+        for place in places:
+            own = routes[place][node.depth + 1 : node.end + 1]
+            before, is_known = known[: len(own)], (own != 0).reshape(len(own), -1).any(1)
+            differs = (before != own).reshape(len(own), -1).any(1) & (before != 0).reshape(len(own), -1).any(1)
+            if (differs & is_known).any():
+                found.add(place)
+            else:
+                before[is_known] = own[is_known]
+    return found
+
+
+def units_of(
+    rows: Sequence[Ids], max_tokens: int, multiple: int = 1, alone: Collection[int] = ()
+) -> tuple[list[list[int]], list[int]] | None:
+    """Divide rows, none of which is longer than ``max_tokens``, into units that share their beginnings.
+
+    Rows that begin alike are one unit if it computes at most ``max_tokens``. Otherwise they are parted at their forks, into about the
+    fewest units. Each of these computes the beginning again.
+
+    Returns:
+        The places of each unit's rows, and the computed tokens of each. None: nothing is shared.
+    """
+    forks = _Forks(rows, multiple, alone)
+    if not forks.share:
+        return None
+    # Of each node: units of sorted rows, with the tokens that they compute behind what the parent shares.
+    parts: list[list[tuple[list[int], int]]] = [[] for _ in forks.nodes]
+    roots: list[tuple[list[int], int]] = []
+    for number in reversed(range(len(forks.nodes))):  # children before parents
+        node, below = forks.nodes[number], parts[number]
+        if node.is_leaf:
+            units = [([node.first], forks.size(node))]
+        else:
+            bins = pack([max(size, 1) for _, size in below], max_tokens - node.end)
+            units = [
+                ([row for k in bin for row in below[k][0]], forks.size(node) + sum(below[k][1] for k in bin))
+                for bin in bins
+                if bin
+            ]
+        (roots if node.parent < 0 else parts[node.parent]).extend(units)
+    places = [(sorted(place for row in unit for place in forks.members[row]), size) for unit, size in roots]
+    places.sort()
+    return [unit for unit, _ in places], [size for _, size in places]
+
+
+def build_tree(
+    rows: Sequence[Ids],
+    widths: Sequence[int],
+    *,
+    multiple: int = 1,
+    pad_multiple: int = 1,
+    pad_token_id: int = 0,
+    alone: Collection[int] = (),
+) -> PrefixTree | None:
+    """Build the tree of a microbatch's rows; None if they share nothing.
+
+    Args:
+        widths: tokens of each row in the row layout, with padding, and of padding behind all rows if there is some.
+        multiple: of the size of every segment. Shared lengths are rounded down to it.
+        pad_multiple: of the computed tokens. A segment of padding fills them up.
+        alone: places of rows that share nothing.
+    """
+    forks = _Forks(rows, multiple, alone)
+    if not forks.share:
+        return None
+    segments: list[Segment] = []
+    tokens, uses = [], []
+    numbers: dict[int, int] = {}  # of the segments of nodes; a row that ends at a fork has none of its own
+    spans: list[list[Ids]] = [[] for _ in rows]
+    total = 0
+
+    def add(ids: Ids, size: int, offset: int, parent: int, count: int) -> None:
+        nonlocal total
+        segments.append(Segment(total, size, offset, parent, total + size))
+        tokens.append(np.pad(ids, (0, size - len(ids)), constant_values=pad_token_id))
+        uses.append(np.where(np.arange(size) < len(ids), count, 0))
+        total += size
+
+    for number, node in enumerate(forks.nodes):
+        if not (size := forks.size(node)):
+            continue
+        places = forks.places(node)
+        numbers[number] = len(segments)
+        own = np.arange(total, total + node.end - node.depth)
+        add(forks.rows[node.first][node.depth : node.end], size, node.depth, numbers.get(node.parent, -1), len(places))
+        for place in places:
+            spans[place].append(own)
+    if filler := round_up(total, pad_multiple) - total:
+        add(np.zeros(0, np.int64), filler, 0, -1, 0)
+    for segment in reversed(segments):
+        if segment.parent >= 0:
+            parent = segments[segment.parent]
+            parent.end = max(parent.end, segment.end)
+    sources = np.zeros(sum(widths), np.int64)
+    begin = 0
+    for own_spans, width in zip(spans, widths, strict=False):
+        own = np.concatenate(own_spans)
+        sources[begin : begin + len(own)] = own
+        begin += width
+    return PrefixTree(
+        torch.from_numpy(np.concatenate(tokens)),
+        torch.from_numpy(np.concatenate([np.arange(s.offset, s.offset + s.size) for s in segments])),
+        torch.from_numpy(np.concatenate(uses)),
+        torch.from_numpy(sources),
+        segments,
+        max(segment.offset + segment.size for segment in segments),
+    )

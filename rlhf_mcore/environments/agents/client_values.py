@@ -1,0 +1,210 @@
+"""Check values in requests of clients: messages, their texts and images, tools and their calls.
+
+Everything else is rejected, with the name of the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_mcore.environments.agents.calls import MAX_DEPTH, RequestError, TooDeep, parse_arguments
+from rlhf_mcore.environments.agents.dialects import Body
+
+MAX_STOPS = 16
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_IMAGES = ("image_url", "input_image", "image")  # types of parts in OpenAI's two APIs and in Anthropic's
+
+
+def bad_request(reason: str) -> RequestError:
+    """Make the refusal of a malformed request."""
+    return RequestError(400, reason)
+
+
+def read_number(body: Body, names: Sequence[str], most: int) -> int | None:
+    """Return the first of these values that is set, a number from 1 to ``most``."""
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise bad_request(f"{name} is {value!r:.40}: it must be a number from 1 to {most}")
+        return value
+    return None
+
+
+def read_stops(value: Any) -> tuple[str, ...]:
+    """Return the texts that end a turn."""
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise bad_request(f"stop is {value!r:.80}: it must be a text, or at most {MAX_STOPS} of them")
+    return tuple(stops)
+
+
+def read_schemas(tools: Any) -> list[dict[str, Any]]:
+    """Return the schemas of tools, as OpenAI's chat API has them."""
+    schemas = [] if tools is None else tools
+    if not isinstance(schemas, list) or not all(
+        isinstance(tool, dict)
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in schemas
+    ):
+        raise bad_request('tools must be a list of {"type": "function", "function": {"name", ...}}')
+    return schemas
+
+
+def check_tool_choice(choice: Any, most: Sequence[Any]) -> None:
+    """Reject a choice of tools other than these."""
+    if choice not in most:
+        raise bad_request(f"tool_choice is {choice!r:.60}: a policy in training decides itself whether it calls a tool")
+
+
+def read_object(body: Body, name: str) -> Mapping[str, Any]:
+    """Return a value that is an object, or an empty one."""
+    value = body.get(name)
+    if not isinstance(value, dict | None):
+        raise bad_request(f"{name} is {value!r:.60}: it must be an object")
+    return value or {}
+
+
+def wants_usage(body: Body) -> bool:
+    """Return whether the last part of a stream reports numbers of tokens."""
+    return bool(read_object(body, "stream_options").get("include_usage"))
+
+
+def read_arguments(value: Any) -> Any:
+    """Return arguments as templates take them: an object if the text is one.
+
+    Raises:
+        RequestError: they are nested too deep.
+    """
+    try:
+        read = parse_arguments(value)
+    except TooDeep:
+        raise bad_request(f"the arguments of a call are nested deeper than {MAX_DEPTH}") from None
+    return read if isinstance(read, dict) else value
+
+
+def chat_messages(messages: Any) -> list[dict[str, Any]]:
+    """Check messages of OpenAI's chat API, and return them as a chat template takes them.
+
+    Raises:
+        RequestError: there is no message, or one is malformed.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages must be a list that is not empty")
+    checked = []
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise bad_request(f"{where} has no role, or none of {', '.join(ROLES)}")
+        role = "system" if message["role"] == "developer" else message["role"]
+        own = message_of(role, message.get("content"), where)
+        own |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+        calls = message.get("tool_calls") or []
+        if calls:
+            if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+                raise bad_request(f'{where}.tool_calls must be a list of {{"id", "function": {{"name", "arguments"}}}}')
+            own["tool_calls"] = [
+                make_call(c.get("id"), c["function"]["name"], c["function"].get("arguments")) for c in calls
+            ]
+        checked.append(own)
+    return checked
+
+
+def _is_call(call: Any) -> bool:
+    return (
+        isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("name"), str)
+    )
+
+
+def make_call(number: Any, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call of a tool, as chat templates take it."""
+    return {
+        "id": str(number or ""),
+        "type": "function",
+        "function": {"name": name, "arguments": read_arguments(arguments)},
+    }
+
+
+def make_schema(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """Return the schema of a tool, as chat templates take it."""
+    own = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": own}
+
+
+def text_of(content: Any, where: str) -> str:
+    """Return the text of a content: a text, None, or a list of parts that are texts.
+
+    Raises:
+        RequestError: it contains anything else.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [None]:
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestError(
+                400,
+                f"the content of {where} has a part of type {kind!r:.40}: the policy reads text, and images in messages of users and "
+                "tools; leave it out",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def content_of(content: Any, where: str) -> dict[str, Any]:
+    """Return the text of a user's or a tool's message as ``content``.
+
+    With images it also contains the ``texts`` around them and ``images``, their data URLs.
+
+    Raises:
+        RequestError: it contains anything else, or an image that would have to be fetched.
+    """
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return {"content": text_of(content, where)}
+    from rlhf_mcore.data.image_rows import MARK  # few agents show images
+
+    between: list[list[Any]] = [[]]
+    for part in content:
+        if _is_image(part):
+            between.append([])
+        else:
+            between[-1].append(part)
+    texts = [text_of(parts, where) for parts in between]
+    images = [_data_url(part, where) for part in content if _is_image(part)]
+    return {"content": MARK.join(texts), "texts": texts, "images": images}
+
+
+def message_of(role: str, content: Any, where: str) -> dict[str, Any]:
+    """Return a message. Messages of users and tools may contain images."""
+    if role in ("system", "assistant"):
+        return {"role": role, "content": text_of(content, where)}
+    return {"role": role, **content_of(content, where)}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _IMAGES
+
+
+def _data_url(part: Mapping[str, Any], where: str) -> str:
+    given = part.get("source" if part["type"] == "image" else "image_url")
+    if isinstance(given, dict) and given.get("type") == "base64":
+        given = f"data:{given.get('media_type')};base64,{given.get('data')}"
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str) or not url.startswith("data:image/"):
+        raise RequestError(
+            400,
+            f"the content of {where} has a part of type {part['type']!r} that is no data URL, but {url!r:.60}: nothing is fetched and "
+            "no file is read, so give the image itself, data:image/png;base64,...",
+        )
+    return url

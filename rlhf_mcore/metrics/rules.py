@@ -1,0 +1,267 @@
+"""When a metric is out of its healthy range, and what to do then: for the report's verdicts, alarms and docs/metrics.md.
+
+The bounds are rules of thumb of the field for policy-gradient training of language models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+RECENT_SHARE, RECENT_MOST = 0.1, 20  # of the reported values: what "recent" is the mean of
+GOOD, WATCH, BAD, UNKNOWN = "good", "watch", "bad", "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The reported values of a metric, in order; at least one."""
+
+    values: Sequence[float]
+
+    @property
+    def recent(self) -> float:
+        """Mean of the last tenth, at most 20 and at least one."""
+        return fmean(self.values[-self._window :])
+
+    @property
+    def early(self) -> float:
+        """Mean of the first tenth."""
+        return fmean(self.values[: self._window])
+
+    @property
+    def _window(self) -> int:
+        return min(max(int(len(self.values) * RECENT_SHARE), 1), RECENT_MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """The number that a rule judges: ``of_run`` of a whole run, ``now`` at its last step, once there are ``least`` values."""
+
+    text: str
+    of_run: Callable[[Series], float]
+    now: Callable[[Series], float]
+    least: int = 1
+
+
+def _growth(series: Series) -> float:
+    return series.recent / series.early if series.early > 0 else 1.0
+
+
+def _over_median(value: float, series: Series) -> float:
+    middle = median(series.values)
+    return value / middle if middle > 0 else 1.0
+
+
+MEASURES = {
+    "value": Measure("the largest value", lambda series: max(series.values), lambda series: series.values[-1]),
+    "mean": Measure("the recent mean", lambda series: series.recent, lambda series: series.recent),
+    "growth": Measure("the recent mean over that of the beginning", _growth, _growth, least=20),
+    "spike": Measure(
+        "the largest value over the median",
+        lambda series: _over_median(max(series.values), series),
+        lambda series: _over_median(series.values[-1], series),
+        least=20,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRule:
+    """The run should be watched from ``watch`` on, and is in trouble from ``bad`` on, of what ``measure`` makes of ``metric``.
+
+    Where ``watch`` is above ``bad``, small numbers are the trouble. ``counts``: the metric is a number of responses, and judged as a
+    share of those of the step. ``alarm_steps``: so many steps in a row in trouble are an alarm; 0: there is none by default.
+    """
+
+    name: str
+    metric: str
+    measure: str  # of MEASURES
+    watch: float
+    bad: float
+    shown: Callable[[float], str]
+    meaning: str
+    remedy: str
+    counts: bool = False
+    alarm_steps: int = 0
+
+    def judge(self, value: float) -> str:
+        sign = 1.0 if self.bad > self.watch else -1.0
+        if sign * value >= sign * self.bad or math.isnan(value):
+            return BAD
+        return WATCH if sign * value >= sign * self.watch else GOOD
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+_times, _plain = "{:.2f} times".format, "{:.3g}".format
+
+
+RULES = (
+    MetricRule(
+        "KL of an update",
+        "actor/approx_kl",
+        "mean",
+        0.05,
+        0.3,
+        _plain,
+        "how far one step's updates move the policy",
+        "lower actor.optimizer.lr, or make fewer updates per rollout (trainer.ppo_epochs, trainer.minibatch_size)",
+        alarm_steps=3,
+    ),
+    MetricRule(
+        "KL to the reference",
+        "kl/mean",
+        "mean",
+        1.0,
+        10.0,
+        _plain,
+        "how far the policy is from where it began, per token",
+        "raise algorithm.kl.coef, or lower the learning rate; read responses: the reward may be exploited",
+        alarm_steps=3,
+    ),
+    MetricRule(
+        "entropy that is left",
+        "actor/entropy",
+        "growth",
+        0.3,
+        0.05,
+        _percent,
+        "recent entropy over that of the beginning; without entropy nothing new is tried",
+        "lower the learning rate, raise the upper clip bound (algorithm.clip_high), or set algorithm.entropy_coef",
+        alarm_steps=3,
+    ),
+    MetricRule(
+        "length of responses",
+        "rollout/response_length_mean",
+        "growth",
+        2.5,
+        5.0,
+        _times,
+        "recent length over that of the beginning",
+        "read the longest responses; punish what comes close to the limit (algorithm.overlong) if they ramble",
+    ),
+    MetricRule(
+        "cut off by the limit",
+        "rollout/truncated_fraction",
+        "mean",
+        0.2,
+        0.5,
+        _percent,
+        "responses that reach rollout.sampling.max_new_tokens",
+        "raise rollout.sampling.max_new_tokens, or discourage length in the reward",
+    ),
+    MetricRule(
+        "rewards of zero",
+        "reward/share_zero",
+        "mean",
+        0.98,
+        1.0,
+        _percent,
+        "responses with a reward of exactly 0; where all have it, nothing is learned",
+        "try the reward on the data (rlhf-mcore reward-test), read responses, or begin with easier prompts",
+        alarm_steps=10,
+    ),
+    MetricRule(
+        "groups without signal",
+        "reward/share_same",
+        "mean",
+        0.6,
+        0.9,
+        _percent,
+        "groups whose responses all have the same reward; nothing is learned from them",
+        "use harder or easier prompts, more samples per prompt, or algorithm.dynamic_sampling.enabled=true",
+    ),
+    MetricRule(
+        "engine against trainer",
+        "rollout/logprob_diff_mean",
+        "mean",
+        0.02,
+        0.1,
+        _plain,
+        "mean difference of a token's logprob between the engine that sampled it and the trainer",
+        "compare dtypes and kernels of both (rlhf-mcore doctor); where engines sample ahead, the policy's own steps are in it: lower "
+        "trainer.max_staleness or the learning rate; correct by algorithm.rollout_correction",
+        alarm_steps=3,
+    ),
+    MetricRule(
+        "reward errors",
+        "reward/errors",
+        "mean",
+        0.001,
+        0.05,
+        _percent,
+        "responses whose reward raised an error",
+        "look at the failures among the rollouts, and at the run's log",
+        counts=True,
+        alarm_steps=2,
+    ),
+    MetricRule(
+        "reward timeouts",
+        "reward/timeouts",
+        "mean",
+        0.001,
+        0.05,
+        _percent,
+        "responses whose reward was not there in time",
+        "raise reward.timeout_s (environment.timeout_s, environment.agent.timeout_s), or make it faster",
+        counts=True,
+        alarm_steps=2,
+    ),
+    MetricRule(
+        "answers not found",
+        "reward/parse_failures",
+        "mean",
+        0.3,
+        0.8,
+        _percent,
+        "responses in which the rules found no answer",
+        "look at responses with reward 0: the format that the prompt asks for may not be the one that the rule reads",
+        counts=True,
+    ),
+    MetricRule(
+        "clipped upwards",
+        "actor/clip_fraction_high",
+        "mean",
+        0.2,
+        0.4,
+        _percent,
+        "tokens whose ratio left the clip range at the top",
+        "lower the learning rate, or make fewer updates per rollout",
+    ),
+    MetricRule(
+        "gradient spikes",
+        "actor/grad_norm",
+        "spike",
+        20.0,
+        200.0,
+        _times,
+        "largest gradient norm over the median",
+        "look at the rollouts of that step; actor.optimizer.clip_grad bounds the harm",
+        alarm_steps=1,
+    ),
+    MetricRule(
+        "skipped updates",
+        "actor/skipped_updates",
+        "value",
+        0.001,
+        0.5,
+        _percent,
+        "updates of one step that were left out because loss or gradient were not finite",
+        "lower the learning rate; with float16 use bfloat16",
+        alarm_steps=3,
+    ),
+    MetricRule(
+        "stale tokens",
+        "rollout/staleness_mean",
+        "mean",
+        2.0,
+        4.0,
+        _plain,
+        "policy versions between sampling and learning",
+        "lower trainer.max_staleness, or give the engines more devices",
+    ),
+)

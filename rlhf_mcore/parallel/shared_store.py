@@ -1,0 +1,98 @@
+"""What ranks share in the store of their world: progress that others wait for, and a counter of claims."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import AllreduceOptions
+
+from rlhf_mcore.parallel.collectives import broadcast_json, world_group
+from rlhf_mcore.protocols import EngineRank, PeersLost
+
+POLL_S = 1.0
+_FOREVER = timedelta(days=3650)
+
+
+class SharedProgress:
+    """A barrier of the world without a fixed deadline, and a counter of progress in the world's store. All ranks build it together.
+
+    The deadline of a collective counts from when the first rank enters it. A rank that samples a long response would miss it.
+    The barrier is a sum on the host, so the end of another process ends it at once.
+
+    Args:
+        limit_s: wait in seconds without progress of any rank.
+        beat: tells the watchdog of progress.
+    """
+
+    def __init__(self, limit_s: float, beat: Callable[[], object]) -> None:
+        self._limit_s, self._beat = limit_s, beat
+        # A store may see several runs, so the counter's name is random.
+        self._key = f"progress/{broadcast_json(secrets.token_hex(8), 0)}"
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def note(self) -> None:
+        """Report progress of this rank, about once a second."""
+        self._beat()
+        self._store.add(self._key, 1)
+
+    def wait(self) -> None:
+        """Wait until all ranks are here. Collective over the world.
+
+        Raises:
+            PeersLost: no rank has made progress for the limit.
+        """
+        options = AllreduceOptions()
+        options.timeout = _FOREVER
+        work = world_group().allreduce([torch.zeros(1)], options)
+        seen, since = -1, time.monotonic()
+        while not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=POLL_S))
+            except RuntimeError:  # late, or failed
+                if work.is_completed():
+                    break
+            if (count := self._store.add(self._key, 0)) != seen:
+                seen, since = count, time.monotonic()
+                self._beat()
+            elif time.monotonic() - since > self._limit_s:
+                raise PeersLost(
+                    f"other ranks still sample, and none has drawn a token for {self._limit_s:g} s (trainer.collective_timeout_s)"
+                )
+        work.wait()
+
+
+class StoreClaims:
+    """Gives each of the numbers 0, 1, 2, ... to one engine, in the order of their requests. All ranks build it together."""
+
+    def __init__(self, engine: EngineRank) -> None:
+        self._engine = engine
+        # A store may see several runs, so the counter's name is random.
+        name = broadcast_json(secrets.token_hex(8), 0)
+        self._store = dist.PrefixStore(f"claims/{name}", dist.distributed_c10d._get_default_store())
+        self._round = self._number = 0
+
+    def begin(self) -> None:
+        """Count from 0 again. Every rank calls it equally often."""
+        self._round, self._number = self._round + 1, 0
+
+    def claim(self, count: int) -> int:
+        """Return the first of ``count`` numbers. All ranks of an engine call it; its lead claims them and shares the result."""
+        self._number += 1
+        key = f"{self._round}/{self._engine.engine_index}/{self._number}"
+        others = dist.get_world_size() // self._engine.num_engines - 1
+        if not self._engine.is_lead:
+            first = int(self._store.get(key))
+            # A store keeps keys until they are deleted.
+            if self._store.add(f"{key}/read", 1) == others:
+                self._store.delete_key(key)
+                self._store.delete_key(f"{key}/read")
+            return first
+        first = int(self._store.add(f"{self._round}", count)) - count
+        if others:
+            self._store.set(key, str(first))
+        return first

@@ -1,0 +1,291 @@
+"""Read the small file of a PEFT directory and the names of its tensors, without torch or peft.
+
+Such a directory holds low-rank adapters of a model that is elsewhere: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from os.path import exists, isdir, isfile
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.families import hf_shapes
+from rlhf_mcore.families.adapters import (
+    ALL_LINEAR,
+    EMBEDDING,
+    OUTPUT,
+    A,
+    B,
+    M,
+    base_copies,
+    hf_module,
+    hf_name,
+    whole_tensors,
+    without_dora,
+)
+from rlhf_mcore.foreign import Fields, read_json, shorten
+from rlhf_mcore.geometry import AdapterSizes, ModelGeometry
+from rlhf_mcore.readers.hub import local_model
+from rlhf_mcore.readers.hub_ids import absent_hint
+from rlhf_mcore.readers.model_files import WEIGHT_DTYPES, read_geometry, read_header
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_TASKS = {"lm": "CAUSAL_LM", "token": "TOKEN_CLS", "sequence": "SEQ_CLS"}  # by head
+_ALL = (ALL_LINEAR, EMBEDDING, OUTPUT)
+_MAX_RANK, _MAX_ALPHA = 65536, 1e9
+_REMEDY = "use a plain LoRA adapter that PEFT has saved"
+# Settings that change the meaning of the tensors, with the values that do not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the weights of the base
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    # PEFT's, with a head for scores
+    "modules_to_save": ([], ["score"], ["classifier", "score"], ["score", "classifier"]),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([], {}),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config"), ({}, False)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """Hold what adapter_config.json says. ``modules``: names of ``target_modules``, None where they are a pattern."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    use_dora: bool
+    base: str
+    modules: tuple[str, ...] | None
+    head: str  # of the model: lm | token | sequence
+
+
+def holds_adapter(directory: str | Path) -> bool:
+    """Tell whether a directory is PEFT's: adapters, and no model."""
+    return isfile(Path(directory) / ADAPTER_CONFIG) and not isfile(Path(directory) / "config.json")
+
+
+def read_settings(directory: str | Path) -> AdapterSettings:
+    """Read adapter_config.json.
+
+    Raises:
+        ConfigError: it is missing or damaged, or asks for more than plain low-rank adapters.
+    """
+    path = Path(directory) / ADAPTER_CONFIG
+    fields = read_json(path, remedy=_REMEDY)
+    fields.text("peft_type", ("LORA",))
+    for key, plain in _PLAIN.items():
+        if key in fields and not _is_one_of(fields.content[key], plain):
+            raise ConfigError(
+                f"{path} has {key}={shorten(fields.content[key])}, which is not supported; {_remedy_of(key)}"
+            )
+    return AdapterSettings(
+        fields.integer("r", 1, _MAX_RANK),
+        fields.number("lora_alpha", 0, _MAX_ALPHA),
+        fields.flag("use_rslora", default=False),
+        fields.flag("use_dora", default=False),
+        fields.text("base_model_name_or_path", default=""),
+        _modules(fields),
+        next((head for head, task in _TASKS.items() if task == fields.content.get("task_type")), "lm"),
+    )
+
+
+def _is_one_of(value: object, plain: Collection[object]) -> bool:
+    """Compare with the type: 0 and 1 are no flags."""
+    return any(type(value) is type(one) and value == one for one in plain)
+
+
+def _remedy_of(key: str) -> str:
+    if key == "init_lora_weights":
+        return "save the adapter with PEFT's path_initial_model_for_weight_conversion"
+    return _REMEDY
+
+
+def _modules(fields: Fields) -> tuple[str, ...] | None:
+    if isinstance(fields.content.get("target_modules"), str):
+        return None
+    return tuple(fields.texts("target_modules"))
+
+
+def read_adapters(directory: str | Path, model: ModelGeometry) -> ModelGeometry:
+    """Return the geometry of a directory's adapters of ``model``: which layers have one follows from its tensors' names.
+
+    Raises:
+        ConfigError: the directory is not PEFT's; or a tensor is missing, is none of an adapter of the model, or has another shape or
+            dtype than its layer asks for.
+    """
+    settings, path = read_settings(directory), Path(directory) / ADAPTER_WEIGHTS
+    if not isfile(path):
+        pickled = " (adapter_model.bin is pickle and is not read)" if isfile(path.with_suffix(".bin")) else ""
+        raise ConfigError(
+            f"{directory} has no {ADAPTER_WEIGHTS}{pickled}; save the adapter with safe_serialization=True"
+        )
+    possible = adapted_modules(replace(model, adapter=AdapterSizes(1, 1.0, _ALL)))
+    header = read_header(path)
+    names = set(header) - {"__metadata__", *base_copies(), *whole_tensors(model)}
+    sides = (A, B, M) if settings.use_dora else (A, B)
+    known = {hf_name(module, side): module for module in possible for side in sides if side != M or module != EMBEDDING}
+    if unknown := sorted(names - known.keys()):
+        raise ConfigError(
+            f"{path}: {len(unknown)} tensors belong to no linear layer of the model, among them {shorten(unknown[0], 200)}; "
+            "name the model that the adapter was trained for, and train no other layers with it"
+        )
+    modules = {known[name] for name in names}
+    if not modules:
+        raise ConfigError(f"{path} holds no tensor; {_REMEDY}")
+    if settings.modules is not None:
+        named = settings.modules
+        ignored = [m for m in modules if not any(m == name or m.endswith(f".{name}") for name in named)]
+        if ignored:
+            raise ConfigError(
+                f"{Path(directory) / ADAPTER_CONFIG}: target_modules do not name {shortened(sorted(ignored), 3, ', ')}, whose "
+                f"tensors are in {ADAPTER_WEIGHTS}; {_REMEDY}"
+            )
+    if settings.use_dora and (module := without_dora(sorted(modules))):
+        raise ConfigError(
+            f"{Path(directory) / ADAPTER_CONFIG} has use_dora=true, which is not supported for {module}; train without it, or "
+            "with adapters of layers that are no experts and not at an end"
+        )
+    targets = short_names(modules, possible)
+    sizes = AdapterSizes(settings.rank, settings.alpha, targets, settings.use_rslora, use_dora=settings.use_dora)
+    adapters = replace(model, adapter=sizes)
+    _check_tensors(path, header, model, adapters)
+    return adapters
+
+
+def _check_tensors(path: Path, header: Fields, model: ModelGeometry, adapters: ModelGeometry) -> None:
+    """Compare the shapes and dtypes of a file with those of ``adapters``, and copies of the model's weights in it with the model's."""
+    weights = hf_shapes(model)
+    for name, of_base in base_copies().items():
+        if name in header and (stored := _shape(header, name)) != weights.get(of_base):
+            raise ConfigError(
+                f"{path}: tensor {name} is {list(stored)}, and not as {of_base} of the model; train with the vocabulary of the model"
+            )
+    for name, shape in hf_shapes(adapters).items():
+        if name not in header:
+            raise ConfigError(f"{path}: tensor {name} is missing; save the adapter again")
+        if (stored := _shape(header, name)) != shape:
+            raise ConfigError(
+                f"{path}: tensor {name} is {list(stored)}, but r in {ADAPTER_CONFIG} and the model ask for {list(shape)}; "
+                "name the model that the adapter was trained for, or save the adapter again"
+            )
+        if (dtype := header.object(name).text("dtype")) not in WEIGHT_DTYPES:
+            raise ConfigError(
+                f"{path}: tensor {name} is {dtype}, not one of {', '.join(WEIGHT_DTYPES)}; save the adapter unquantised"
+            )
+
+
+def _shape(header: Fields, name: str) -> tuple[int, ...]:
+    return tuple(header.object(name).integers("shape"))
+
+
+def check_same(directory: str | Path, saved: ModelGeometry, wanted: ModelGeometry, field: str) -> None:
+    """Compare a directory's adapters with those that the keys of ``field`` (``actor.lora``) ask for.
+
+    Raises:
+        ConfigError: they are of other layers, or have another rank or scale.
+    """
+    assert saved.adapter is not None and wanted.adapter is not None
+    theirs, ours = saved.adapter, wanted.adapter
+    if hf_shapes(saved) != hf_shapes(wanted) or not math.isclose(theirs.scale, ours.scale):
+        raise ConfigError(
+            f"{directory}: its adapters have rank {theirs.rank}, a scale of {theirs.scale:g} and the targets "
+            f"{shortened(theirs.targets, 8)}, but {field} asks for rank {ours.rank}, {ours.scale:g} and "
+            f"{shortened(ours.targets, 8)}; set {field}.rank, alpha, targets, use_rslora and use_dora as {ADAPTER_CONFIG} has them"
+        )
+
+
+def start_problems(directory: str, wanted: ModelGeometry, field: str) -> Iterator[str]:
+    """Name what keeps training from beginning with a directory's adapters. ``field``: the group with its ``path``, ``actor.lora``."""
+    prefix = f"{field}.path={directory}"
+    if not isdir(directory):
+        where = "is not a directory" if exists(directory) else f"does not exist (looked from {Path.cwd()})"
+        yield f"{prefix} {where}; give the directory of an adapter that PEFT has saved{absent_hint(directory)}"
+    elif not isfile(Path(directory) / ADAPTER_CONFIG):
+        whole = ": it is a whole model, which model.path may name" if isfile(Path(directory) / "config.json") else ""
+        yield f"{prefix} has no {ADAPTER_CONFIG}{whole}; give the directory of an adapter that PEFT has saved"
+    else:
+        try:
+            check_same(directory, read_adapters(directory, replace(wanted, adapter=None)), wanted, field)
+        except ConfigError as error:
+            yield from (f"{field}.path: {problem}" for problem in error.problems)
+
+
+def adapted_model(directory: str | Path, base: str | Path) -> ModelGeometry:
+    """Return the geometry of the model in ``base`` with the head that a directory's adapters were trained with.
+
+    Raises:
+        ConfigError: one of both has no sizes, or is damaged.
+    """
+    return read_geometry(base, read_settings(directory).head)
+
+
+def adapted_modules(adapters: ModelGeometry) -> list[str]:
+    """List the Hugging Face modules that have an adapter, in the order of the network."""
+    return list(dict.fromkeys(hf_module(name) for name in hf_shapes(adapters) if name not in whole_tensors(adapters)))
+
+
+def short_names(modules: Iterable[str], possible: Iterable[str]) -> tuple[str, ...]:
+    """Return the last parts of the modules' names, where they mean these and no others of the ``possible``; else whole names."""
+    modules = set(modules)
+    ends = {module.rpartition(".")[2] for module in modules}
+    meant = {module for module in possible if module.rpartition(".")[2] in ends}
+    return tuple(sorted(ends if meant == modules else modules))
+
+
+def adapter_config(adapters: ModelGeometry, base: str, dropout: float = 0.0) -> dict[str, Any]:
+    """Return the content of adapter_config.json. ``base``: the directory of the model."""
+    sizes = adapters.adapter
+    assert sizes is not None
+    possible = adapted_modules(replace(adapters, adapter=replace(sizes, targets=_ALL)))
+    modules = adapted_modules(adapters)
+    if sizes.use_rslora and any(".experts." in module for module in modules):
+        # PEFT joins gate and up of transformers' stacked experts to one adapter of twice the rank and twice the alpha, which keeps
+        # alpha / rank, but not alpha / sqrt(rank).
+        sizes = replace(sizes, alpha=sizes.scale * sizes.rank, use_rslora=False)
+    return {
+        "peft_type": "LORA",
+        "task_type": _TASKS[adapters.head],
+        "base_model_name_or_path": base,
+        "r": sizes.rank,
+        "lora_alpha": int(sizes.alpha) if sizes.alpha == int(sizes.alpha) else sizes.alpha,
+        "lora_dropout": dropout,
+        "target_modules": list(short_names(modules, possible)),
+        "use_rslora": sizes.use_rslora,
+        "use_dora": sizes.use_dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None if adapters.head == "lm" else ["score"],
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def base_model(directory: str | Path, otherwise: str | None = None) -> str:
+    """Return the directory of the model that a directory's adapters are of: the one that they name, ``otherwise`` if it is not here.
+
+    Raises:
+        ConfigError: neither is here.
+    """
+    named = read_settings(directory).base
+    here = local_model(named, "base_model_name_or_path", may_download=False) or named
+    for path in filter(None, (here, otherwise)):
+        if isdir(path) and isfile(Path(path) / "config.json"):
+            return path
+    raise ConfigError(
+        f"{Path(directory) / ADAPTER_CONFIG} has base_model_name_or_path={shorten(named, 500)!r}, which is not here; bring the "
+        "model there, or correct the path"
+    )

@@ -1,0 +1,372 @@
+"""Rows out of parquet and jsonl files, with bounds before memory is taken and errors that name the file and the line.
+
+Rows are checked here too, as far as no tokenizer is needed: a mistake is reported before any process has started.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.foreign import open_file
+
+_DEFAULTS = DataConfig()
+ROWS_PER_READ = 1024
+BYTES_PER_CONVERSION = 64 * 2**20
+_LONGEST_LINE = 2**26  # that is read at a time where lines are counted
+# NUL ends a string in C code further down (tokenizers, graders); a lone surrogate cannot be encoded as UTF-8 at all.
+BAD_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Bound how much is read, by the keys of ``data`` with these names. Every rank holds all rows in memory."""
+
+    max_row_bytes: int = _DEFAULTS.max_row_bytes
+    max_rows: int = _DEFAULTS.max_rows
+    max_bytes: int = _DEFAULTS.max_bytes
+
+
+def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) for every row of a file; ``place`` is for error messages ("train.jsonl, line 7").
+
+    Values are those of JSON. In parquet files, points in time and decimals become texts, durations numbers.
+
+    Raises:
+        ConfigError: the file is missing, of an unknown kind, broken, beyond the limits, has two columns of one name, or has no rows.
+    """
+    limits = limits or RowLimits()
+    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise ConfigError(f"data file {path}: unknown kind {path.suffix!r}; convert it to .parquet or .jsonl")
+    open_file(path, where=f"data file {path}", remedy="correct data.train or data.eval").close()
+    num_rows = 0
+    try:
+        for place, row in reader(path, limits):
+            num_rows += 1
+            if num_rows > limits.max_rows:
+                raise _beyond(f"data file {path}", "rows", "max_rows", limits.max_rows)
+            yield place, row
+    except OSError as error:
+        raise ConfigError(f"data file {path}: cannot be read ({error})") from error
+    if num_rows == 0:
+        raise ConfigError(f"data file {path}: it has no rows; remove it from data.train or data.eval")
+
+
+def count_rows(files: Sequence[str]) -> int | None:
+    """Count the rows of all files together, without reading them as rows.
+
+    Returns None where a file is absent or broken, which others report.
+    """
+    try:
+        return sum(map(_count, map(Path, files)))
+    except (OSError, ValueError):  # ValueError: no regular file, no parquet
+        return None
+
+
+def _count(path: Path) -> int:
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return int(parquet.read_metadata(path).num_rows)
+    with io.BufferedReader(open_file(path), 2**20) as file:  # type: ignore[type-var]
+        return sum(1 for line in iter(lambda: file.readline(_LONGEST_LINE), b"") if line.strip())
+
+
+def require_column(row: dict[str, Any], key: str, place: str, *, setting: str, parents: str = "") -> Any:
+    """Return the value of a column, or of a field of one that holds objects (``reward_model.ground_truth``).
+
+    ``setting`` is the config key that names it. ``parents`` are the columns around ``row`` ("meta."), for the message.
+
+    Raises:
+        ConfigError: the column is absent. The message lists those that are there.
+    """
+    if key in row:
+        return row[key]
+    parent, _, name = key.partition(".")
+    if name and isinstance(row.get(parent), dict):
+        return require_column(row[parent], name, place, setting=setting, parents=f"{parents}{parent}.")
+    columns = ", ".join(sorted(f"{parents}{column}" for column in row)) or "none"
+    raise ConfigError(f"{place}: no column {parents + key!r}; there are: {columns}. Set {setting} to one of them")
+
+
+def has_column(columns: Collection[str], key: str) -> bool:
+    """Tell whether a file with these columns may have what ``key`` names: a column, or a field of one."""
+    return key in columns or key.partition(".")[0] in columns
+
+
+def checked_prompt(content: Any, place: str, *, parts: bool = False) -> str | list[dict[str, Any]]:
+    """Check a prompt, and return a text, or messages without their null fields (parquet gives every message the fields of all).
+
+    ``parts``: the content of a message may also be a list of texts and images.
+
+    Raises:
+        ConfigError: it is neither, is empty, or has characters that break later stages.
+    """
+    if isinstance(content, str):
+        check_characters(content, place)
+        if not content.strip():
+            raise ConfigError(f"{place}: the prompt is empty; remove the row")
+        return content
+    if not isinstance(content, list):
+        raise ConfigError(
+            f"{place}: a prompt is a string or a list of {{role, content}}, found {type(content).__name__} "
+            f"{content!r:.60}"
+        )
+    messages = [_message(message, place, parts) for message in content]
+    if not any(_says_something(message["content"]) for message in messages):
+        raise ConfigError(f"{place}: the prompt is empty; remove the row")
+    return messages
+
+
+def checked_response(text: Any, place: str) -> str:
+    """Check a response to learn from, and return it.
+
+    Raises:
+        ConfigError: it is no text, is empty, or has characters that break later stages.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(
+            f"{place}: a response is a text that is not empty, found {text!r:.60}; rlhf-mcore prepare-data converts other shapes"
+        )
+    check_characters(text, place)
+    return text
+
+
+def ground_truth(row: dict[str, Any], answer_key: str | None, place: str, setting: str = "data.answer_key") -> Any:
+    """Return the column ``answer_key`` if it is given, else reward_model.ground_truth, else a column "answer", else None.
+
+    Raises:
+        ConfigError: the column is absent, or reward_model is no object.
+    """
+    if answer_key is not None:
+        return require_column(row, answer_key, place, setting=setting)
+    answer = mapping(row, "reward_model", place).get("ground_truth")
+    return answer if answer is not None else row.get("answer")
+
+
+def mapping(row: dict[str, Any], key: str, place: str) -> dict[str, Any]:
+    """Copy a column that holds an object; null and absent are empty.
+
+    Raises:
+        ConfigError: it holds something else, or what JSON does not have.
+    """
+    value = row.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: column {key!r} must be an object, found {type(value).__name__} {value!r:.60}")
+    check_plain(value, f"{place}, column {key!r}")
+    return dict(value)
+
+
+def check_plain(value: Any, place: str) -> None:
+    """Refuse what JSON does not have: it is written to rollout files and sent between ranks.
+
+    Raises:
+        ConfigError: naming its type.
+    """
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not a value that JSON has ({error}); make it a text or a number") from error
+
+
+def check_characters(value: Any, place: str) -> None:
+    """Refuse texts with characters that break later stages.
+
+    Raises:
+        ConfigError: naming the character and its place.
+    """
+    bad = BAD_CHARACTERS.search(value) if isinstance(value, str) else None
+    if bad is not None:
+        kind = "a NUL character" if bad.group() == "\x00" else f"a lone surrogate (U+{ord(bad.group()):04X})"
+        raise ConfigError(f"{place}: {kind} at character {bad.start()}; clean the text")
+
+
+def _message(message: Any, place: str, parts: bool) -> dict[str, Any]:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, (str, list) if parts else str) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"{place}: a message needs a text role and a text content, found {message!r:.80}")
+    pieces = content if isinstance(content, list) else [content]
+    for text in (message["role"], *(piece.get("text") if isinstance(piece, dict) else piece for piece in pieces)):
+        check_characters(text, place)
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _says_something(content: str | list[Any]) -> bool:
+    return bool(content if isinstance(content, list) else content.strip())
+
+
+# --------------------------------------------------------------------------------------------------------------- jsonl
+def _read_jsonl(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str, Any]]]:
+    where = f"data file {path}"
+    if path.stat().st_size > limits.max_bytes:
+        raise _beyond(where, "bytes", "max_bytes", limits.max_bytes)
+    with io.BufferedReader(open_file(path, where=where), 2**20) as file:  # type: ignore[type-var]
+        number = 0
+        while line := file.readline(limits.max_row_bytes + 1):
+            number += 1
+            place = f"{path}, line {number}"
+            if len(line) > limits.max_row_bytes:
+                raise _beyond(place, "bytes", "max_row_bytes", limits.max_row_bytes)
+            if line.strip():
+                yield place, _parse_line(line, place)
+
+
+def _parse_line(line: bytes, place: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twins([key for key, _ in pairs], place)
+        return dict(pairs)
+
+    try:
+        row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"), object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except json.JSONDecodeError as error:  # its own text counts lines within the line
+        raise ConfigError(
+            f"{place}: not valid JSON ({error.msg}, column {error.colno}); every line must be one JSON object"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not valid JSON ({error}); every line must be one JSON object") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: expected a JSON object, found {type(row).__name__}")
+    return row
+
+
+def _refuse_twins(names: Sequence[str], place: str) -> None:
+    if len(set(names)) < len(names):
+        twins = sorted(name for name, count in Counter(names).items() if count > 1)
+        shown = ", ".join(twins[:3]) + (", ..." if len(twins) > 3 else "")
+        raise ConfigError(f"{place}: {shown:.200} appears more than once; keep one column of each name")
+
+
+def _beyond(place: str, what: str, key: str, limit: int) -> ConfigError:
+    return ConfigError(f"{place}: more than data.{key}={limit} {what}; split or shorten it, or raise data.{key}")
+
+
+# ------------------------------------------------------------------------------------------------------------- parquet
+def _read_parquet(path: Path, limits: RowLimits) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    where = f"data file {path}"
+    try:
+        with parquet.ParquetFile(path) as file:
+            _refuse_twins(file.schema_arrow.names, where)
+            texts = _check_footer(file.metadata, where, limits)
+        number = num_bytes = 0
+        # Texts are left as dictionaries where the file has them so: a thousand references to one long text stay small.
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:
+            for batch in file.iter_batches(batch_size=ROWS_PER_READ):
+                size = _batch_bytes(batch, number, path, limits)
+                num_bytes += size
+                if num_bytes > limits.max_bytes:
+                    raise _beyond(where, "bytes", "max_bytes", limits.max_bytes)
+                step = batch.num_rows if size <= BYTES_PER_CONVERSION else 1
+                for start in range(0, batch.num_rows, max(step, 1)):
+                    for row in _plain_rows(batch.slice(start, step), where):
+                        yield f"{path}, row {number}", row
+                        number += 1
+    except ConfigError:
+        raise
+    except (pyarrow.ArrowException, ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"{where}: not a readable parquet file ({_first_line(error)})") from error
+
+
+def _check_footer(metadata: Any, where: str, limits: RowLimits) -> list[str]:
+    """Refuse what the footer alone shows to be beyond the limits. Returns the paths of the columns of texts."""
+    if metadata.num_rows > limits.max_rows:
+        raise _beyond(where, "rows", "max_rows", limits.max_rows)
+    texts = set()
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        if group.total_byte_size > limits.max_bytes:
+            raise _beyond(where, "bytes", "max_bytes", limits.max_bytes)
+        for column in map(group.column, range(group.num_columns)):
+            if column.total_uncompressed_size > limits.max_row_bytes * max(column.num_values, 1):
+                raise _beyond(
+                    f"{where}, column {column.path_in_schema}", "bytes in a cell", "max_row_bytes", limits.max_row_bytes
+                )
+            if column.physical_type == "BYTE_ARRAY":
+                texts.add(column.path_in_schema)
+    return sorted(texts)
+
+
+def _batch_bytes(batch: Any, first_row: int, path: Path, limits: RowLimits) -> int:
+    """Compute the size of a batch with every text written out. No cell is beyond the limit."""
+    total = 0
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        size = _num_bytes(column)
+        total += size
+        if size > limits.max_row_bytes:
+            for row in range(len(column)):
+                if _num_bytes(column.slice(row, 1)) > limits.max_row_bytes:
+                    place = f"{path}, row {first_row + row}, column {name!r}"
+                    raise _beyond(place, "bytes", "max_row_bytes", limits.max_row_bytes)
+    return total
+
+
+def _num_bytes(array: Any) -> int:
+    """Count the bytes of an array's values, with references to a dictionary followed."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    kind = array.type
+    if types.is_dictionary(kind):
+        if not (types.is_string(kind.value_type) or types.is_binary(kind.value_type)):
+            return int(array.nbytes)
+        lengths = compute.binary_length(array.dictionary).cast(pyarrow.int64())
+        return int(compute.sum(lengths.take(array.indices)).as_py() or 0)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return 8 * len(array) + _num_bytes(array.flatten())
+    if types.is_struct(kind):
+        return sum(_num_bytes(child) for child in array.flatten())
+    return int(array.nbytes)
+
+
+def _plain_rows(batch: Any, where: str) -> list[dict[str, Any]]:
+    import pyarrow
+
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        plain_type = _plain_type(column.type)
+        try:
+            columns.append((column if plain_type == column.type else column.cast(plain_type)).to_pylist())
+        except (pyarrow.ArrowException, ValueError, TypeError, KeyError, OverflowError, NotImplementedError) as error:
+            raise ConfigError(
+                f"{where}, column {name!r}: values of type {column.type} cannot be read ({_first_line(error)}); "
+                "remove the column, or make it texts or numbers"
+            ) from error
+    return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _plain_type(kind: Any) -> Any:
+    """Return the type that values are read as: JSON has no points in time and no decimals."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_duration(kind):
+        return pyarrow.int64()
+    if types.is_temporal(kind) or types.is_decimal(kind):
+        return pyarrow.string()
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _plain_type(kind.value_type)
+        return kind if inner == kind.value_type else pyarrow.list_(inner)
+    if types.is_struct(kind):
+        fields = [kind.field(place) for place in range(kind.num_fields)]
+        plain = [field.with_type(_plain_type(field.type)) for field in fields]
+        return kind if plain == fields else pyarrow.struct(plain)
+    return kind
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

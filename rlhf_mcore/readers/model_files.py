@@ -1,0 +1,382 @@
+"""Read the small files of a Hugging Face model directory: of one that is trained, and of one that only has to generate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import zip_longest
+from os.path import exists, isdir, isfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
+from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED, embedding_name
+from rlhf_mcore.families.mtp import num_mtp_layers
+from rlhf_mcore.families.sizes import size
+from rlhf_mcore.foreign import INDEX, SMALL, Fields, MissingFile, ReadLimits, open_file, parse_json, read_json, shorten
+from rlhf_mcore.geometry import ModelGeometry
+from rlhf_mcore.readers.hub_ids import absent_hint
+
+SINGLE_FILE = "model.safetensors"
+WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# What travels with the weights: everything a user of the directory needs to run it.
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    *TOKENIZER_FILES,
+    *CHAT_TEMPLATE_FILES,
+    *PROCESSOR_FILES,
+)
+_MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.", "model.vision_tower.", "vision_tower.")
+_REMEDY = "download or export the model again"
+_SAVE_ALONE = "save its language model alone (docs/compatibility.md, Models)"
+_SHOWN = 3  # tensors that a message names
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_PIECE_BYTES = 2**20
+
+
+def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeometry:
+    """Read the geometry from ``config.json`` of a Hugging Face directory, under its own kind of head, or another one.
+
+    Raises:
+        ConfigError: there is none, a size is absent or cannot be, or the architecture is not supported.
+    """
+    hf_config = read_config(directory, str(directory))
+    name = architecture(hf_config)
+    if name not in ARCHITECTURES:
+        supported = ", ".join(name for name, (_, kind) in ARCHITECTURES.items() if kind == "lm")
+        raise ConfigError(
+            f"{hf_config.where}: architecture {shorten(name)} is not supported; supported are: {supported}"
+        )
+    family, own = ARCHITECTURES[name]
+    geometry = family.geometry(hf_config, own)
+    return geometry if head is None else with_head(geometry, head)
+
+
+def sees_images(directory: str) -> bool:
+    """Return whether the model of a Hugging Face directory has a vision tower and a token for images.
+
+    Raises:
+        ConfigError: config.json is missing or broken.
+    """
+    config = read_config(directory, directory)
+    return "vision_config" in config and ("image_token_id" in config or "image_token_index" in config)
+
+
+def with_head(geometry: ModelGeometry, head: str) -> ModelGeometry:
+    """Return the geometry of the same model with another head, which shares no weight with the embedding."""
+    return replace(geometry, head=head, tied_embeddings=geometry.tied_embeddings and head == "lm")
+
+
+def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tuple[ModelGeometry | None, list[str]]:
+    """Return the sizes of the model in directory ``path`` (None if they cannot be known), and the problems of the directory.
+
+    ``field`` is the directory's config key. ``heads`` are the kinds of head that it may have.
+    """
+    prefix = f"{field}={path}"
+    if not isdir(path):
+        where = "is not a directory" if exists(path) else f"does not exist (looked from {Path.cwd()})"
+        return None, [f"{prefix} {where}; give the path of a Hugging Face model directory{absent_hint(path)}"]
+    problems: list[str] = []
+    if model_in_run(path) is None:  # read_config names the model of a run: no more is to be said
+        problems += map(FileProblem, weight_problems(Path(path), prefix))
+    try:
+        hf_config = read_config(path, prefix)
+        problems += _config_problems(hf_config, prefix, heads)
+        if _is_more(hf_config):
+            return None, problems
+        geometry = sizes_of(hf_config)
+    except ConfigError as error:
+        return None, [*error.problems, *problems]
+    try:
+        different = [] if problems else list(_tensor_problems(Path(path), prefix, geometry, hf_config))
+    except ConfigError as error:
+        different = error.problems
+    return geometry, [*problems, *map(FileProblem, different)]
+
+
+def _is_more(hf_config: Fields) -> bool:
+    """Tell whether a language model is a part of what config.json describes: its sizes are elsewhere."""
+    return "text_config" in hf_config and architecture(hf_config) not in ARCHITECTURES
+
+
+def sizes_of(hf_config: Fields) -> ModelGeometry:
+    """Read the sizes in a config.json, of an architecture that is not supported under the usual keys."""
+    family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
+    size(family.text(hf_config), "max_position_embeddings")  # lengths are compared with it
+    return family.geometry(hf_config)
+
+
+def is_dequantised(hf_config: Fields) -> bool:
+    """Tell whether weights are stored quantised, in a way that is undone as they are loaded."""
+    family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
+    quantisation = hf_config.object("quantization_config", default=None)
+    return quantisation is not None and quantisation.text("quant_method", default="") in family.dequantised
+
+
+def read_config(directory: str | Path, prefix: str) -> Fields:
+    """Read ``config.json`` of a model directory. ``prefix`` names that directory in messages.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    return _read(Path(directory) / "config.json", prefix, SMALL)
+
+
+def _read(file: Path, prefix: str, limits: ReadLimits) -> Fields:
+    try:
+        return read_json(file, limits=limits, where=f"{prefix}: {file.name}", remedy=_REMEDY)
+    except MissingFile as error:
+        cure = "it is not a Hugging Face model directory"
+        if isfile(file.parent / "adapter_config.json"):
+            cure = "it holds adapters: write a whole model with rlhf-mcore convert --from hf --to hf --merge, and name that"
+        elif model := model_in_run(file.parent):
+            cure = f"it holds checkpoints, use the model of one: {model}"
+        raise ConfigError(f"{prefix} has no {file.name}; {cure}") from error
+
+
+def model_in_run(directory: str | Path) -> Path | None:
+    """Return the policy's directory in a run directory or a checkpoint, None for all other directories."""
+    models = (Path(directory, "latest", "actor"), Path(directory, "actor"))
+    return next((model for model in models if isdir(model)), None)
+
+
+def tensor_names(folder: Path) -> set[str] | None:
+    """List the tensors of a model directory. Returns None where it has none.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    if isfile(folder / INDEX_FILE):
+        return set(_read(folder / INDEX_FILE, str(folder), INDEX).table("weight_map"))
+    return set(_header(folder, SINGLE_FILE, {}).content) if isfile(folder / SINGLE_FILE) else None
+
+
+def weight_problems(folder: Path, prefix: str) -> Iterator[str]:
+    """List the problems of the files of weights in a directory, which ``prefix`` names."""
+    if isfile(folder / INDEX_FILE):
+        yield from _index_problems(folder, prefix)
+    elif not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
+        pickles = f" (only {', '.join(pickled[:3])}, which is pickle and is not read)" if pickled else ""
+        yield f"{prefix} has no *.safetensors{pickles}; save the model with safe_serialization=True"
+
+
+def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
+    """Check by their headers that the weights are those of config.json: the first and the last layer, and the tables around them.
+
+    After the last layer there may be MTP layers, of which nothing is asked here.
+    """
+    shard_of = _read(folder / INDEX_FILE, prefix, INDEX).table("weight_map") if isfile(folder / INDEX_FILE) else None
+    files = {SINGLE_FILE} if shard_of is None else set(shard_of.values())
+    if not all(isfile(folder / file) and os.path.getsize(folder / file) for file in files):
+        return  # reported by others
+    headers: dict[str, Fields] = {}
+    names = _header(folder, SINGLE_FILE, headers) if shard_of is None else shard_of
+    more = (name for name in names if name.startswith(_MORE))
+    if geometry.vision is None and (other := next(more, None)) is not None:
+        yield f"{prefix}: the weights are those of more than a language model ({shorten(other)}): {_SAVE_ALONE}"
+        return
+    for each in files:  # is whole
+        _header(folder, each, headers)
+    number = geometry.num_layers + num_mtp_layers(hf_config)
+    embedding = embedding_name(geometry)
+    if f"{embedding.removesuffix(_EMBEDDING)}layers.{number}.post_attention_layernorm.weight" in names:
+        yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
+    different = []
+    for name, shape in _some_shapes(geometry).items():
+        if len(shape) == 3 and name not in names and is_dequantised(hf_config):  # experts in mxfp4: one of two parts
+            name, shape = f"{name}_scales", (shape[0], shape[2], shape[1] // 32)
+        file = SINGLE_FILE if shard_of is None else shard_of.get(name)
+        entry = _header(folder, file, headers).object(name, default=None) if file is not None else None
+        if entry is None:
+            different.append(f"{name} is missing")
+        elif tuple(stored := entry.integers("shape")) != shape:
+            different.append(f"{name} is {stored[:8]}, config.json asks for {list(shape)}")
+    if not different and geometry.tied_embeddings and _HEAD in names:
+        files_of = {name: SINGLE_FILE if shard_of is None else shard_of[name] for name in (embedding, _HEAD)}
+        contents = [_content(folder / file, name, headers) for name, file in files_of.items()]
+        if any(one != other for one, other in zip_longest(*contents)):
+            yield (
+                f"{prefix}: config.json has tie_word_embeddings, and {_HEAD} of the weights is not {embedding}: "
+                "transformers would use it, engines would not; set tie_word_embeddings to false, or export the model again"
+            )
+    if different:
+        yield f"{prefix}: the weights are not those that config.json describes: {shortened(different, _SHOWN)}; {_REMEDY}"
+
+
+def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
+    """List tensors that differ between models: the first layer (with its first expert), the last norms, the embedding."""
+    family, last = FAMILIES[geometry.family], geometry.num_layers - 1
+    rules = [
+        rule for rule in family.rules if "{i}" not in rule.mcore
+    ]  # without the head, which may be another one here
+    rules += family.layer_rules(geometry, 0)
+    shapes = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
+    decoder = embedding_name(geometry).removesuffix(_EMBEDDING)
+    return shapes | {f"{decoder}layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
+
+
+def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
+    """Read the header of a safetensors file: an entry for every tensor.
+
+    Raises:
+        ConfigError: it is not such a file.
+    """
+    if name not in known:
+        path = folder / name
+        with open_file(path, remedy=_REMEDY) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(INDEX.num_bytes, num_bytes - 8):
+                raise ConfigError(
+                    f"{path}: not a readable safetensors file (a header of {length:,} bytes in a file of {num_bytes:,}); {_REMEDY}"
+                )
+            data = file.read(length)
+        known[name] = header = parse_json(data, limits=INDEX, where=str(path), remedy=_REMEDY)
+        tensors = (header.object(tensor) for tensor in header.content if tensor != "__metadata__")
+        ends = (end for tensor in tensors for end in tensor.integers("data_offsets", default=[]))
+        needed = 8 + length + max(ends, default=0)
+        if num_bytes != needed:
+            raise ConfigError(
+                f"{path}: not a readable safetensors file (its tensors end at {needed:,} bytes of {num_bytes:,}); {_REMEDY}"
+            )
+    return known[name]
+
+
+def read_header(path: Path) -> Fields:
+    """Read the header of a safetensors file: an entry for every tensor.
+
+    Raises:
+        ConfigError: it is not such a file.
+    """
+    return _header(path.parent, path.name, {})
+
+
+def _content(path: Path, name: str, headers: dict[str, Fields]) -> Iterator[bytes]:
+    """Read the bytes of a tensor of a safetensors file, a piece after the other."""
+    start, end = _header(path.parent, path.name, headers).object(name).integers("data_offsets")
+    with open_file(path, remedy=_REMEDY) as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little") + start)
+        for num_left in range(end - start, 0, -_PIECE_BYTES):
+            yield file.read(min(num_left, _PIECE_BYTES))
+
+
+def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
+    try:
+        index = _read(folder / INDEX_FILE, prefix, INDEX)
+        shards = sorted(set(index.table("weight_map").values())) if "weight_map" in index else []
+    except ConfigError as error:
+        yield str(error)
+        return
+    if not shards:
+        yield f"{prefix}: {INDEX_FILE} has no weight_map; download or export the model again"
+    for shard in shards:
+        if PurePosixPath(shard).name != shard:
+            yield f"{prefix}: {INDEX_FILE} names {shorten(shard)!r}, a path outside the directory; it must name files beside it"
+        elif not isfile(folder / shard):
+            yield f"{prefix}: {INDEX_FILE} names {shorten(shard)}, which is not there; download the model again"
+
+
+def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> Iterator[str]:
+    if "auto_map" in hf_config:
+        yield f"{prefix}: config.json has auto_map (code from the directory would be run): refused; remove the entry"
+    if hf_config.object("quantization_config", default=None) is not None and not is_dequantised(hf_config):
+        yield f"{prefix}: quantised weights (quantization_config) cannot be trained; use the unquantised model"
+    name = architecture(hf_config)
+    family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
+    if head not in heads:
+        supported = (name for name, (_, kind) in ARCHITECTURES.items() if kind in heads)
+        whole = f"; it is more than a language model: {_SAVE_ALONE}" if _is_more(hf_config) else ""
+        yield f"{prefix}: architecture {shorten(name)} is not supported{whole}; supported are: {', '.join(supported)}"
+        return
+    text = family.text(hf_config)
+    labels = hf_config.object("id2label", default=(0, 1))  # transformers' default is two
+    num_labels = hf_config.integer("num_labels", default=len(labels))
+    if head != "lm" and num_labels != 1:
+        yield f"{prefix}: {name} with {num_labels} labels; a value or a score is one number: use a model with one label"
+    for key in ("hidden_act", "hidden_activation"):
+        if (activation := text.text(key, default=family.activation)) != family.activation:
+            yield f"{prefix}: {key} {shorten(activation)!r} is not supported, only {family.activation!r}; use another model"
+    text.number("rms_norm_eps", 0.0, 1.0, default=None)
+    yield from (f"{prefix}: {problem}" for problem in family.problems(hf_config, name))
+
+
+def architecture(hf_config: Fields) -> str:
+    """Return the name of the architecture, "none" where config.json does not have it."""
+    names = hf_config.texts("architectures", default=None)
+    return names[0] if names else "none"
+
+
+def end_tokens(config: Fields) -> list[int]:
+    """List the tokens that end a response, by a config: ``eos_token_id``, a number or a list.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(config.content.get("eos_token_id"), list):
+        return config.integers("eos_token_id")
+    end = config.integer("eos_token_id", default=None)
+    return [] if end is None else [end]
+
+
+def tokenizer_contents(directory: str) -> Mapping[str, Any]:
+    """tokenizer.json; empty where there is none, or none that can be read."""
+    try:
+        return read_json(Path(directory, "tokenizer.json"), limits=INDEX).content
+    except ConfigError:
+        return {}
+
+
+def tokenizer_problems(path: str, field: str) -> Iterator[str]:
+    """List the problems of a directory that should hold a tokenizer. Missing directories and runs are reported elsewhere."""
+    folder = Path(path)
+    if field != "model.tokenizer_path" and model_in_run(folder) is not None:
+        return
+    if isdir(folder) and not any(isfile(folder / name) for name in TOKENIZER_FILES):
+        yield (
+            f"{field}={path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
+            "copy the model's tokenizer files there or set model.tokenizer_path"
+        )
+    if isfile(folder / "tokenizer.json"):
+        try:
+            read_json(folder / "tokenizer.json", limits=INDEX, remedy="download or export the model again")
+        except ConfigError as error:
+            yield f"{field}={path}: {error}"
+
+
+def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> tuple[ModelGeometry | None, list[str]]:
+    """Inspect a directory that only has to generate, like ``inspect_model``: any architecture will do that the engine knows.
+
+    ``needs_weights``: whether it holds the weights too.
+    The sizes are None also where config.json does not have them under the usual keys.
+    """
+    prefix = f"{field}={path}"
+    is_delta = any(Path(path).glob("*.safetensors.delta"))  # of our own checkpoints: made whole before it is read
+    problems = [] if is_delta or not needs_weights else list(weight_problems(Path(path), prefix))
+    try:
+        hf_config = read_config(path, prefix)
+    except ConfigError as error:
+        return None, [*error.problems, *problems]
+    if "auto_map" in hf_config:
+        problems.append(f"{prefix}: config.json has auto_map (code from the directory would be run): refused")
+    try:
+        if "quantization_config" in hf_config and not is_dequantised(hf_config):
+            problems.append(
+                f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
+            )
+    except ConfigError as error:
+        problems.extend(error.problems)
+    try:
+        return sizes_of(hf_config), problems
+    except ConfigError:
+        return None, problems

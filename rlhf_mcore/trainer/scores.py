@@ -1,0 +1,138 @@
+"""What a step knows of its scores over all ranks: means, responses without a score, and the scores of greedy responses."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
+from rlhf_mcore.trainer.metrics import episode_metrics, sums_of_episodes
+from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
+from rlhf_mcore.types import FAILURES, Prompt, Score, Trajectory
+
+_CORRECT_REWARD = "Correct the reward, or raise reward.max_error_share"
+
+
+@dataclass(frozen=True, slots=True)
+class OnError:
+    """Choose what a step makes of responses without a score: they count as 0, or with ``drop`` their prompts leave the step.
+
+    ``max_share``: of the responses of a step, over all ranks. A reward that fails by ``reward.on_error: fail`` never comes so far.
+    """
+
+    drop: bool = False
+    max_share: float = 1.0
+
+    @classmethod
+    def of(cls, cfg: RewardConfig) -> OnError:
+        return cls(cfg.on_error == "drop", 1.0 if cfg.on_error == "fail" else cfg.max_error_share)
+
+    def refuse_too_many(self, failed: int, total: int, first: str) -> None:
+        """Raises ConfigError where more than the allowed share of ``total`` responses has no score. ``first``: the first cause."""
+        if failed > self.max_share * total:
+            raise ConfigError(
+                f"{failed} of {total} responses got no score, more than reward.max_error_share={self.max_share:g}; the first: "
+                f"{first}. {_CORRECT_REWARD}"
+            )
+
+    def surviving_prompts(self, prompts: Sequence[Prompt], failed: set[int], first: str) -> list[int]:
+        """Return the places of the prompts that stay in a step. ``failed``: places of those that have a response without a score.
+
+        Raises:
+            ConfigError: none would stay.
+        """
+        kept = [place for place in range(len(prompts)) if not (self.drop and place in failed)]
+        if prompts and not kept:
+            raise ConfigError(
+                f"each of the {len(prompts)} prompts of a step has a response without a score, so that reward.on_error=drop leaves "
+                f"nothing to learn from; the first: {first}. Correct it"
+            )
+        return kept
+
+
+@dataclass(slots=True)
+class ScoreFacts:
+    """Facts of the scores of a step over all ranks, including those of prompts that leave the step."""
+
+    part_means: dict[str, float] = field(default_factory=dict)  # of each named part
+    failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
+    unread: dict[str, int] = field(default_factory=dict)  # by data source: in how many responses no answer was found
+    num_dropped: int = 0  # prompts that have left the step
+    # Share of the tokens before turns of the policy that engines had cached; None: no engine counts them.
+    prefix_hit: float | None = None
+    episodes: dict[str, float] = field(default_factory=dict)  # metrics of the times of episodes
+
+
+def gather_facts(
+    positions: Sequence[int],
+    trajectories: Sequence[Trajectory],
+    scores: Sequence[Score],
+    left_out: Sequence[Score],
+    greedy: Mapping[int, Score],
+    on_error: OnError,
+) -> tuple[ScoreFacts, set[int], str]:
+    """Return facts, the places of prompts that have a response without a score, and the first cause. Collective over the world.
+
+    Raises:
+        ConfigError: on every rank, too many responses have no score.
+    """
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            parts[name].append(value)
+    failed = [score for score in (*scores, *left_out, *greedy.values()) if score.failure is not None]
+    mine = {
+        "sums": {name: (sum(values), len(values)) for name, values in parts.items()},
+        "failures": Counter(score.failure for score in failed),
+        "unread": Counter(t.prompt.data_source for t, s in zip(trajectories, scores, strict=True) if not s.answered),
+        "places": [
+            place
+            for place, score in (*zip(positions, scores, strict=True), *greedy.items())
+            if score.failure is not None
+        ],
+        "causes": [score.cause or score.failure for score in failed[:1]],
+        "total": len(scores) + len(left_out) + len(greedy),
+        "prefix": (sum(t.num_cached for t in trajectories), sum(t.num_prefilled for t in trajectories)),
+    }
+    if any(t.record is not None for t in trajectories):
+        mine["episodes"] = sums_of_episodes([t.record for t in trajectories if t.record is not None])
+    totals, counts, failures, unread = defaultdict[str, float](float), Counter[str](), Counter[str](), Counter[str]()
+    ranks = all_gather_json(mine)
+    for rank in ranks:
+        failures.update(rank["failures"])
+        unread.update(rank["unread"])
+        for name, (total, count) in rank["sums"].items():
+            totals[name] += total
+            counts[name] += count
+    first = next((cause for rank in ranks for cause in rank["causes"]), "")
+    on_error.refuse_too_many(failures.total(), sum(rank["total"] for rank in ranks), first)
+    means = {name: totals[name] / counts[name] for name in counts}
+    facts = ScoreFacts(means, {kind: failures[kind] for kind in FAILURES}, dict(unread))
+    if prefilled := sum(rank["prefix"][1] for rank in ranks):
+        facts.prefix_hit = sum(rank["prefix"][0] for rank in ranks) / prefilled
+    if episodes := [rank["episodes"] for rank in ranks if "episodes" in rank]:
+        facts.episodes = episode_metrics(episodes)
+    return facts, {place for rank in ranks for place in rank["places"]}, first
+
+
+def gather_baselines(prompts: Sequence[Prompt], mine: Mapping[int, Score]) -> Tensor:
+    """Return the score of each prompt's greedy response: [P] float64. Collective over the world.
+
+    Raises:
+        LostTrajectory: a prompt does not have one.
+        RuntimeError: one is not finite.
+    """
+    own = [[float(place), score.value] for place, score in mine.items()]
+    table = all_gather_rows(torch.tensor(own, dtype=torch.float64).reshape(-1, 2))
+    table = table[table[:, 0].argsort()]
+    if not torch.equal(table[:, 0], torch.arange(len(prompts), dtype=torch.float64)):
+        raise LostTrajectory(f"the engines returned {len(table)} greedy responses for {len(prompts)} prompts. {REMEDY}")
+    if len(wrong := (~table[:, 1].isfinite()).nonzero().flatten()):
+        raise RuntimeError(f"the greedy response to prompt {prompts[int(wrong[0])].prompt_id!r} has no finite score")
+    return table[:, 1]
