@@ -133,7 +133,9 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: PreparationRepo
     return usable
 
 
-def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: PreparationReport) -> Iterator[PreparedExample | RowError]:
+def _recipe_output(
+    rows: Iterable[PlacedRow], options: Options, report: PreparationReport
+) -> Iterator[PreparedExample | RowError]:
     def count_rows() -> Iterator[PlacedRow]:
         for placed in rows:
             report.counts["rows read"] += 1
@@ -183,7 +185,9 @@ def prompt_key(example: PreparedExample) -> str:
     return blake2b(json.dumps(turns).encode(), digest_size=8).hexdigest()
 
 
-def _distinct(examples: Sequence[PreparedExample], options: Options, report: PreparationReport) -> list[PreparedExample]:
+def _distinct(
+    examples: Sequence[PreparedExample], options: Options, report: PreparationReport
+) -> list[PreparedExample]:
     """Keep one of each. A prompt with different ground truths is left out: nobody knows which one is right."""
     keys = [prompt_key(example) for example in examples]
     truths: dict[str, set[str]] = {}

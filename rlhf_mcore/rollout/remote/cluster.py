@@ -76,7 +76,9 @@ class RayCall:
             raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
         except ActorDiedError as error:
             # Ray's word for a process is "actor", which here is the policy. What its beginning has raised is told.
-            raise EngineProcessLost(_first_line(error) if "creation" in str(error) else "its process has ended") from None
+            raise EngineProcessLost(
+                _first_line(error) if "creation" in str(error) else "its process has ended"
+            ) from None
         except (RayError, GetTimeoutError) as error:
             raise EngineProcessLost(_first_line(error)) from None
 
@@ -136,8 +138,10 @@ class Cluster:
             if not ray.is_initialized():
                 ray.init(address=address, configure_logging=False, log_to_driver=DEBUG_VARIABLE in os.environ)
         except Exception as error:
+            is_token = "InvalidAuthToken" in str(error.__cause__)  # Ray names it in the cause alone
+            reason = f"{TOKEN_VARIABLE} is not the token of this cluster" if is_token else _first_line(error)
             raise ConfigError(
-                f"{self.key}={self.address}: Ray does not take this connection ({_first_line(error)}); check the address, "
+                f"{self.key}={self.address}: Ray does not take this connection ({reason}); check the address, "
                 f"the version of Ray ({ray.__version__} here) and {TOKEN_VARIABLE}"
             ) from error
         if DEBUG_VARIABLE not in os.environ:

@@ -155,9 +155,8 @@ def test_a_cluster_is_joined_with_its_token_only(monkeypatch: pytest.MonkeyPatch
             text=True,
             env={**os.environ, "RAY_AUTH_TOKEN": "1" * 64},
         )
-        assert joined.stdout == f"ConfigError: rollout.ray.address={address}: Ray does not take this connection\n", (
-            joined
-        )
+        assert joined.stdout.startswith(f"rollout.ray.address={address}: "), joined
+        assert "RAY_AUTH_TOKEN is not the token of this cluster" in joined.stdout, joined
         joined = subprocess.run([sys.executable, "-c", JOIN, address], capture_output=True, text=True)
         assert joined.stdout == "joined\n", joined
         assert joined.stderr == ""
@@ -174,6 +173,6 @@ try:
     cluster.connect()
     print("joined")
 except ValueError as error:
-    print(f"{type(error).__name__}: {str(error).partition(' (')[0]}")
+    print(error)
 cluster.close()
 """

@@ -22,10 +22,12 @@ def test_an_engine_spans_two_nodes_and_draws_what_one_rank_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(tmp_path, "qwen3", 1)
-    token = "0123456789abcdef" * 4
-    for name, value in {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"}.items():
-        monkeypatch.setenv(name, value)
-    own = {**environment(tmp_path), "RAY_AUTH_TOKEN": token, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    own = {
+        **environment(tmp_path),
+        "RAY_AUTH_TOKEN": os.environ["RAY_AUTH_TOKEN"],
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }
     drawn = {}
     with ExitStack() as stack:
         head = stack.enter_context(started([*NODE, "--head"], tmp_path, own))

@@ -77,7 +77,9 @@ def test_a_plan_needs_neither_weights_nor_prompts_nor_torch(workspace: Any) -> N
     report = json.loads(done.stdout)
     assert report["fits"] is True and report["world_size"] == 8
     assert report["roles"][0]["parameters"] == 7_615_616_512
-    assert 0 < report["sync"]["received"] <= 2 * report["roles"][0]["parameters"]  # an estimate: at most the whole model, in bf16
+    assert (
+        0 < report["sync"]["received"] <= 2 * report["roles"][0]["parameters"]
+    )  # an estimate: at most the whole model, in bf16
 
 
 def test_a_world_that_the_layout_does_not_divide(workspace: Any) -> None:

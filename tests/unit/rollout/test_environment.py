@@ -174,4 +174,6 @@ def test_warnings_about_kernels_are_kept_and_nothing_is_printed(capfd: pytest.Ca
 
 def test_an_unknown_engine_is_named() -> None:
     with refused(ConfigError, field="rollout.engine", value="'sglang'", remedy="choose"):
-        build_engine(RolloutConfig.model_construct(engine="sglang"), EngineModel("model", "tokenizer", "fp32", 8, seed=0))
+        build_engine(
+            RolloutConfig.model_construct(engine="sglang"), EngineModel("model", "tokenizer", "fp32", 8, seed=0)
+        )
