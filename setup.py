@@ -110,7 +110,6 @@ PLUGINS: dict[str, list[str]] = {
         "multinode = rlhf_mcore_contrib.ssh",
         "serve-containers = rlhf_mcore_contrib.containers.serve_containers",
     ],
-    "rlhf_mcore.other_trainers": ["migrate = rlhf_mcore_contrib.migrate.full_names:find_full_name"],
     "rlhf_mcore.adapters": ["dora = rlhf_mcore_contrib.dora", "pissa = rlhf_mcore_contrib.pissa"],
     "rlhf_mcore.checkpoint_hooks": [
         "archive = rlhf_mcore_contrib.archive.archiver:Archiver",

@@ -116,7 +116,7 @@ class SettingReader:
             self.problems.append(f"{document.place(node)}: {key} is a group, not a value; set one of its keys: {names}")
 
     def _take_unknown(self, document: Document, key: str, node: yaml.Node) -> None:
-        """Report a key, or those in it where it is no group that a name of ours is near to."""
+        """Report a key, or the keys inside if it is a group of another trainer: each of them has its own place here."""
         suggest, holds_keys = self._num_unknown < _SUGGESTIONS, isinstance(node, yaml.MappingNode) and bool(node.value)
         if suggest and holds_keys and is_foreign_group(key[:100]):
             for name, child in _items(document, node):
