@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
-
-
-class Sampler(Protocol):
-    """Draws positions in a data set. A checkpoint keeps its state."""
-
-    def next_batch(self) -> list[int]:
-        """Return the positions of the next step."""
-        ...
-
-    @property
-    def num_epochs(self) -> float:
-        """Passes over all positions so far, on average."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order, as plain JSON values."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``."""
-        ...
 
 
 class PromptSampler:
@@ -171,6 +150,9 @@ class WeightedSampler:
             )
         for state_of_part, part in zip(parts, self._parts, strict=True):
             part.load_state_dict(state_of_part)
+
+
+Sampler: TypeAlias = PromptSampler | WeightedSampler
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 Routes = NDArray[
     np.int16
 ]  # [tokens, layers with experts, experts per token]: numbers of experts plus one; 0: not known
-
-
-class RouteSource(Protocol):
-    """Hold the routes of an engine's requests."""
-
-    def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None:
-        """Record the routes of requests that ask for them. ``handles``: vLLM's names of them. Called before their first pass."""
-
-    def take(self, handle: str, drawn: Any, num_tokens: int) -> Routes:
-        """Return the field ``ROUTES`` of a request with so many tokens, which has finished as a vllm.CompletionOutput ``drawn``."""
-
-    def drop(self, handles: Iterable[str]) -> None:
-        """Forget requests that were aborted."""
 
 
 def record_routes(engine: Any, runner: Any, *, on_cuda: bool) -> RouteSource:
@@ -64,7 +51,8 @@ class ReturnedRoutes:
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = list(layers)
 
-    def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None: ...
+    def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None:
+        """Do nothing: vLLM returns the routes of every request."""
 
     def take(self, handle: str, drawn: Any, num_tokens: int) -> Routes:
         """Read [inputs, layers, k] uint8 or uint16 of all layers. Those without experts are zeros, and are left out.
@@ -78,7 +66,8 @@ class ReturnedRoutes:
             raise RuntimeError(f"vLLM returned the experts of {count} tokens for {num_tokens} of a request")
         return field_of_inputs(returned[: num_tokens - 1, self._layers].astype(np.int16) + np.int16(1))
 
-    def drop(self, handles: Iterable[str]) -> None: ...
+    def drop(self, handles: Iterable[str]) -> None:
+        """Do nothing: vLLM forgets aborted requests."""
 
 
 class RecordedRoutes:
@@ -110,15 +99,18 @@ class RecordedRoutes:
         self._pass.setdefault(layer, []).append(experts.to(torch.int16) + 1)
 
     def expect(self, handles: Sequence[str], requests: Sequence[Request]) -> None:
+        """Record the routes of requests that ask for them. ``handles``: vLLM's names of them. Called before their first pass."""
         asked = zip(handles, requests, strict=True)
         self._rows.update((handle, None) for handle, request in asked if request.sampling.records_routes)
 
     def take(self, handle: str, drawn: Any, num_tokens: int) -> Routes:
+        """Return the field ``ROUTES`` of a request with ``num_tokens`` tokens, which has finished."""
         rows = self._rows.pop(handle)
         assert rows is not None
         return field_of_inputs(rows[: num_tokens - 1])
 
     def drop(self, handles: Iterable[str]) -> None:
+        """Forget aborted requests."""
         for handle in handles:
             self._rows.pop(handle, None)
 
@@ -185,3 +177,6 @@ def _whole_cache(groups: Sequence[Any]) -> tuple[int, int]:
 
     number = next((k for k, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec)), 0)
     return number, groups[number].kv_cache_spec.block_size
+
+
+RouteSource: TypeAlias = ReturnedRoutes | RecordedRoutes
