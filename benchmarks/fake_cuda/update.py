@@ -158,7 +158,7 @@ def _objective(case: Case) -> Objective:
     if case.critic:
         return ValueObjective(0.2)
     cfg = AlgorithmConfig()
-    return PolicyObjective(cfg, find_policy_loss(cfg.policy_loss), 1.0, kl_coef=0.01)
+    return PolicyObjective(cfg, find_policy_loss(cfg), 1.0, kl_coef=0.01)
 
 
 def _rows(case: Case, num_microbatches: int) -> RowTokens:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_mcore.algorithms.interfaces import LossInputs, policy_loss, reads
+from rlhf_mcore.algorithms.interfaces import LossInputs, policy_loss, reads, takes
 from rlhf_mcore.algorithms.masking import weighted_sum
 from rlhf_mcore.algorithms.policy_loss import (
     bound_log_ratio,
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_mcore.algorithms.rows import OwnedRows
-    from rlhf_mcore.config.schema import AlgorithmConfig
     from rlhf_mcore.types import TrainBatch
 
 CHOSEN = "high_covariance"  # the field [N] bool that both losses read
@@ -33,23 +32,25 @@ CHOSEN = "high_covariance"  # the field [N] bool that both losses read
 
 @policy_loss("kl_cov")
 @reads(CHOSEN)
-def kl_cov(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("covariance.kl_coef")
+def kl_cov(inputs: LossInputs, *, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Penalise the distance from the old policy where the covariance is largest: KL-Cov (arXiv 2505.22617, eq. 12-13).
 
-    loss = -sum_t w_t (r_t A_t - [t in I] ``covariance.kl_coef`` |log r_t|)
+    loss = -sum_t w_t (r_t A_t - [t in I] kl_coef |log r_t|)
 
     I has the share ``covariance.share`` of the minibatch's tokens with the largest covariance. No ratio is clipped. |log r| is the
     estimate of the KL divergence in the authors' code.
     """
     log_ratio = bound_log_ratio(compute_log_ratio(inputs))
     ratio = log_ratio.exp()
-    penalty = torch.where(_choose_tokens(inputs), cfg.covariance.kl_coef * log_ratio.abs(), 0)
+    penalty = torch.where(_choose_tokens(inputs), kl_coef * log_ratio.abs(), 0)
     return weighted_sum(penalty - ratio * inputs.advantages, inputs.weights), ratio_metrics(ratio, inputs)
 
 
 @policy_loss("clip_cov")
 @reads(CHOSEN)
-def clip_cov(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("clip_low", "clip_high")
+def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Leave out a few tokens of high covariance: Clip-Cov (arXiv 2505.22617, eq. 10-11).
 
     loss = -sum_t w_t [t not in I] min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
@@ -59,9 +60,9 @@ def clip_cov(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str
     """
     ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
     chosen = _choose_tokens(inputs)
-    surrogate = torch.minimum(ratio * inputs.advantages, clip_ratio(ratio, cfg) * inputs.advantages)
-    metrics = clip_metrics(ratio, inputs, cfg)
-    is_inside = (ratio >= 1.0 - cfg.clip_low) & (ratio <= 1.0 + cfg.clip_high) & chosen
+    surrogate = torch.minimum(ratio * inputs.advantages, clip_ratio(ratio, clip_low, clip_high) * inputs.advantages)
+    metrics = clip_metrics(ratio, inputs, clip_low, clip_high)
+    is_inside = (ratio >= 1.0 - clip_low) & (ratio <= 1.0 + clip_high) & chosen
     metrics["clip_fraction_low"] += (is_inside & (inputs.advantages < 0)).sum()
     metrics["clip_fraction_high"] += (is_inside & (inputs.advantages > 0)).sum()
     return weighted_sum(torch.where(chosen, 0, -surrogate), inputs.weights), metrics
@@ -74,7 +75,11 @@ def _choose_tokens(inputs: LossInputs) -> Tensor:
 
 
 def choose_tokens(
-    batch: TrainBatch, minibatches: Sequence[Sequence[int]], rows: OwnedRows, cfg: AlgorithmConfig
+    batch: TrainBatch,
+    minibatches: Sequence[Sequence[int]],
+    rows: OwnedRows,
+    share: float,
+    band: tuple[float, float] | None = None,
 ) -> Tensor:
     """Mark the tokens I of both losses, by minibatch: [N] bool. Collective if ``rows`` are.
 
@@ -82,6 +87,8 @@ def choose_tokens(
 
     Args:
         minibatches: the rows of each minibatch, on every rank.
+        share: of the tokens of each minibatch.
+        band: lowest and highest covariance of the tokens that :func:`clip_cov` samples from; None: the largest, for :func:`kl_cov`.
     """
     assert batch.old_logprobs is not None and batch.advantages is not None
     chosen = torch.zeros_like(batch.loss_mask)
@@ -90,12 +97,13 @@ def choose_tokens(
         is_member[list(members)] = True
         mask = batch.loss_mask & rows.to_tokens(is_member)
         num_tokens = int(batch.num_sampled[is_member].sum())
-        count = max(int(cfg.covariance.share * num_tokens), 1)
+        count = max(int(share * num_tokens), 1)
         covariances = token_covariances(batch.old_logprobs, batch.advantages, mask, rows)
-        if cfg.policy_loss == "kl_cov":
+        if band is None:
             chosen |= choose_largest(covariances, mask, count, rows)
         else:
-            in_band = mask & (covariances > cfg.covariance.low) & (covariances < cfg.covariance.high)
+            low, high = band
+            in_band = mask & (covariances > low) & (covariances < high)
             chosen |= choose_largest(_random_numbers(rows, batch.policy_version), in_band, count, rows)
     return chosen
 

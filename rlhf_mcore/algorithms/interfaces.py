@@ -1,12 +1,15 @@
 """The inputs and results of advantage estimators and policy losses, and the tables of registered ones.
 
-A function of a user's own file has the same signature as the ones here: see docs/algorithms.md.
+A loss here takes its settings as keyword arguments, which it declares with :func:`takes`. A function of a user's own file takes the
+group ``algorithm`` as its second argument, unless it declares settings too: see docs/algorithms.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import update_wrapper
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_mcore.config import choices
@@ -18,9 +21,12 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.algorithms.rows import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
+    from rlhf_mcore.config.schema.group import Group
     from rlhf_mcore.types import Field, TrainBatch
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -72,10 +78,11 @@ class LossInputs:
 
 AdvantageEstimator = Callable[[AdvantageInputs, "AlgorithmConfig"], Advantages]
 # Returns the tokens' share of the loss, differentiable, and detached scalar sums over the trainable tokens for the metrics.
-PolicyLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, dict[str, Tensor]]"]
+PolicyLoss = Callable[[LossInputs], "tuple[Tensor, dict[str, Tensor]]"]
 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
+# Policy losses that also take the settings that they declare with ``takes``.
+POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {}
 
 # Decorators that register a function under its name in ``algorithm.advantage`` or ``algorithm.policy_loss``.
 advantage_estimator = registering(ADVANTAGE_ESTIMATORS, choices.ADVANTAGES)
@@ -94,6 +101,40 @@ def reads(*names: str) -> Callable[[F], F]:
         return function
 
     return declare
+
+
+def takes(*keys: str) -> Callable[[F], F]:
+    """Declare the settings that a loss takes as keyword arguments: ``@takes("clip_low", "sapo.tau_positive")``.
+
+    A key is relative to the loss's group of the configuration. Its last part is the name of the argument.
+    """
+
+    def declare(function: F) -> F:
+        function.takes = keys  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def bind(function: Callable[..., R], group: Group) -> Callable[[T], R]:
+    """Return a loss that needs only its inputs: the settings that it takes are read from ``group`` here, once.
+
+    A function that declares none, such as one of a user's file, gets the whole group as its second argument.
+    """
+    keys: tuple[str, ...] | None = getattr(function, "takes", None)
+    if keys is None:
+
+        def bound(inputs: T) -> R:
+            return function(inputs, group)
+
+    else:
+        settings = {key.rpartition(".")[2]: attrgetter(key)(group) for key in keys}
+
+        def bound(inputs: T) -> R:
+            return function(inputs, **settings)
+
+    update_wrapper(bound, function)
+    return reads(*fields_read(function))(bound)
 
 
 def fields_read(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """Policy-gradient losses: one function per paper, registered under its name in ``algorithm.policy_loss``.
 
-Each takes a microbatch's tokens and returns the weighted *sum* of the token losses, and detached scalar *sums* over the trainable
-tokens, which the caller divides by the global number of trainable tokens: ``clip_fraction_low`` and ``clip_fraction_high`` (tokens
-at which the lower or upper bound acts), ``approx_kl`` (k3 of KL(old || new)) and ``importance_ratio``. Tokens outside of the mask
-are replaced before any arithmetic, so NaN or inf in padding reaches neither loss nor gradient.
+Each takes a microbatch's tokens, and as keyword arguments the settings that ``takes`` declares. It returns the weighted *sum* of the
+token losses, and detached scalar *sums* over the trainable tokens, which the caller divides by their global number:
+``clip_fraction_low`` and ``clip_fraction_high`` (tokens at which the lower or upper bound acts), ``approx_kl`` (k3 of
+KL(old || new)) and ``importance_ratio``. Tokens outside of the mask are replaced before any arithmetic, so NaN or inf in padding
+reaches neither loss nor gradient.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_mcore.algorithms.interfaces import LossInputs, policy_loss
+from rlhf_mcore.algorithms.interfaces import LossInputs, policy_loss, takes
 from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32, kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf_mcore.config.schema import AlgorithmConfig
-
 
 @policy_loss("ppo_clip")
-def ppo_clip(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("clip_low", "clip_high", "dual_clip")
+def ppo_clip(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate objective (PPO, arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, eq. 8).
 
     loss = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),   r_t = exp(logprobs_t - old_logprobs_t)
@@ -34,10 +36,10 @@ def ppo_clip(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str
     """
     ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
     advantages = inputs.advantages
-    surrogate = torch.minimum(ratio * advantages, clip_ratio(ratio, cfg) * advantages)
-    metrics = clip_metrics(ratio, inputs, cfg)
-    if cfg.dual_clip is not None:
-        floor = torch.where(advantages < 0, cfg.dual_clip * advantages, surrogate)
+    surrogate = torch.minimum(ratio * advantages, clip_ratio(ratio, clip_low, clip_high) * advantages)
+    metrics = clip_metrics(ratio, inputs, clip_low, clip_high)
+    if dual_clip is not None:
+        floor = torch.where(advantages < 0, dual_clip * advantages, surrogate)
         metrics["clip_fraction_dual"] = count((surrogate < floor) & inputs.mask)
         surrogate = torch.maximum(surrogate, floor)
     return weighted_sum(-surrogate, inputs.weights), metrics
@@ -56,18 +58,18 @@ def bound_log_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def clip_ratio(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:
-    return ratio.clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
+def clip_ratio(ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    return ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
 
 
 @torch.no_grad()
-def clip_metrics(ratio: Tensor, inputs: LossInputs, cfg: AlgorithmConfig) -> dict[str, Tensor]:
+def clip_metrics(ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float) -> dict[str, Tensor]:
     """Compute the four sums of every loss. The clip fractions count tokens whose gradient a bound removes."""
     trainable = inputs.mask
     return {
         **ratio_metrics(ratio, inputs),
-        "clip_fraction_low": count((ratio < 1.0 - cfg.clip_low) & (inputs.advantages < 0) & trainable),
-        "clip_fraction_high": count((ratio > 1.0 + cfg.clip_high) & (inputs.advantages > 0) & trainable),
+        "clip_fraction_low": count((ratio < 1.0 - clip_low) & (inputs.advantages < 0) & trainable),
+        "clip_fraction_high": count((ratio > 1.0 + clip_high) & (inputs.advantages > 0) & trainable),
     }
 
 
@@ -88,7 +90,8 @@ def count(which: Tensor) -> Tensor:
 
 
 @policy_loss("gspo")
-def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("clip_low", "clip_high")
+def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Bound one ratio for the whole response: GSPO in its token form (Zheng et al. 2025, arXiv 2507.18071, eq. 13-14).
 
     loss = -sum_t w_t min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
@@ -104,12 +107,13 @@ def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
     means = _sequence_means(log_ratio.detach(), inputs)
     # The difference is 0 and carries only the gradient.
     ratio = bound_log_ratio(means + (log_ratio - log_ratio.detach())).exp()
-    surrogate = torch.minimum(ratio * inputs.advantages, clip_ratio(ratio, cfg) * inputs.advantages)
-    return weighted_sum(-surrogate, inputs.weights), clip_metrics(ratio, inputs, cfg)
+    surrogate = torch.minimum(ratio * inputs.advantages, clip_ratio(ratio, clip_low, clip_high) * inputs.advantages)
+    return weighted_sum(-surrogate, inputs.weights), clip_metrics(ratio, inputs, clip_low, clip_high)
 
 
 @policy_loss("cispo")
-def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("clip_low", "clip_high")
+def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Use the ratio as a clipped constant in front of the logprob (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4-5).
 
     loss = -sum_t w_t sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logprobs_t
@@ -119,15 +123,16 @@ def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, T
     """
     ratio = bound_log_ratio(compute_log_ratio(inputs)).exp().detach()
     logprobs = torch.where(inputs.mask, at_least_float32(inputs.logprobs), 0)
-    loss = weighted_sum(-clip_ratio(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
-    metrics = clip_metrics(ratio, inputs, cfg)
-    metrics["clip_fraction_low"] = count((ratio < 1.0 - cfg.clip_low) & inputs.mask)
-    metrics["clip_fraction_high"] = count((ratio > 1.0 + cfg.clip_high) & inputs.mask)
+    loss = weighted_sum(-clip_ratio(ratio, clip_low, clip_high) * inputs.advantages * logprobs, inputs.weights)
+    metrics = clip_metrics(ratio, inputs, clip_low, clip_high)
+    metrics["clip_fraction_low"] = count((ratio < 1.0 - clip_low) & inputs.mask)
+    metrics["clip_fraction_high"] = count((ratio > 1.0 + clip_high) & inputs.mask)
     return loss, metrics
 
 
 @policy_loss("gmpo")
-def gmpo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("clip_low", "clip_high")
+def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Take the geometric mean of a response's clipped ratios: GMPO (Zhao et al. 2025, arXiv 2507.20673, eq. 4).
 
     loss = -sum_t w_t s_t A_t,   s_t = sg[s] exp(l_t - sg[l_t]),   s = exp(mean over the response's tokens of l)
@@ -138,24 +143,25 @@ def gmpo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
     """
     log_ratio = compute_log_ratio(inputs)
     sign = torch.where(inputs.mask, inputs.advantages.sign(), 0)
-    bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-cfg.clip_low, cfg.clip_high))
+    bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
     ratio = bound_log_ratio(_sequence_means(bounded.detach(), inputs) + (bounded - bounded.detach())).exp()
     metrics = ratio_metrics(ratio, inputs)
-    metrics["clip_fraction_low"] = count((log_ratio < -cfg.clip_low) & (sign < 0))
-    metrics["clip_fraction_high"] = count((log_ratio > cfg.clip_high) & (sign > 0))
+    metrics["clip_fraction_low"] = count((log_ratio < -clip_low) & (sign < 0))
+    metrics["clip_fraction_high"] = count((log_ratio > clip_high) & (sign > 0))
     return weighted_sum(-ratio * inputs.advantages, inputs.weights), metrics
 
 
 @policy_loss("sapo")
-def sapo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("sapo.tau_positive", "sapo.tau_negative")
+def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Fade tokens out by a sigmoid of their ratio, in the place of a bound: SAPO (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
 
-    loss = -sum_t w_t (4 / tau) sigmoid(tau (r_t - 1)) A_t,   tau = ``sapo.tau_positive`` where A_t > 0, else ``sapo.tau_negative``
+    loss = -sum_t w_t (4 / tau) sigmoid(tau (r_t - 1)) A_t,   tau = ``tau_positive`` where A_t > 0, else ``tau_negative``
 
     At r = 1 the gradient is that of r_t A_t. The clip fractions are 0: nothing is clipped.
     """
     ratio = bound_log_ratio(compute_log_ratio(inputs)).exp()
-    tau = torch.where(inputs.advantages > 0, cfg.sapo.tau_positive, cfg.sapo.tau_negative)
+    tau = torch.where(inputs.advantages > 0, tau_positive, tau_negative)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return weighted_sum(-gate * inputs.advantages, inputs.weights), ratio_metrics(ratio, inputs)
 
@@ -198,7 +204,8 @@ def find_divergent(old_logprobs: Tensor, rollout_logprobs: Tensor, bound: float)
 
 
 @policy_loss("dppo_tv")
-def dppo_tv(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("clip_low", "clip_high")
+def dppo_tv(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Leave out tokens by the total variation of their probability: DPPO-Binary-TV (Qi et al. 2026, arXiv 2602.04879).
 
     loss = -sum_t w_t M_t r_t A_t,   M_t = 0 where A_t > 0 and p - q > clip_high, or A_t < 0 and q - p > clip_low, else 1
@@ -207,11 +214,12 @@ def dppo_tv(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str,
     less and frequent ones more. The clip fractions count tokens that are left out.
     """
     new, old = _probabilities(inputs)
-    return _mask_divergence(inputs, too_high=new - old > cfg.clip_high, too_low=old - new > cfg.clip_low)
+    return _mask_divergence(inputs, too_high=new - old > clip_high, too_low=old - new > clip_low)
 
 
 @policy_loss("dppo_kl")
-def dppo_kl(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+@takes("clip_low", "clip_high")
+def dppo_kl(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Leave out tokens by the KL divergence of their probability: DPPO-Binary-KL (Qi et al. 2026, arXiv 2602.04879).
 
     As :func:`dppo_tv`, where q log(q / p) + (1 - q) log((1 - q) / (1 - p)), the divergence of two outcomes, the sampled token or
@@ -221,8 +229,8 @@ def dppo_kl(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str,
     divergence = binary_kl(old, new)
     return _mask_divergence(
         inputs,
-        too_high=(new > old) & (divergence > cfg.clip_high),
-        too_low=(new < old) & (divergence > cfg.clip_low),
+        too_high=(new > old) & (divergence > clip_high),
+        too_low=(new < old) & (divergence > clip_low),
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import logsigmoid
 
+from rlhf_mcore.algorithms.interfaces import bind, takes
 from rlhf_mcore.algorithms.kl import at_least_float32
 from rlhf_mcore.algorithms.masking import weighted_sum
 from rlhf_mcore.algorithms.supervised import pair_sums
@@ -41,19 +42,28 @@ class Pairs:
 
 
 # Returns the losses [b] of pairs, differentiable, and the rewards [b, 2] that the policy implies of their responses.
-PreferenceLoss = Callable[[Pairs, "DpoConfig"], "tuple[Tensor, Tensor]"]
+PreferenceLoss = Callable[[Pairs], "tuple[Tensor, Tensor]"]
 
-PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {}
+# These also take the settings that they declare with ``takes``.
+PREFERENCE_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 
 preference_loss = registering(PREFERENCE_LOSSES, choices.PREFERENCE_LOSSES)
 
 
-def sum_of_pairs(pairs: Pairs, weights: Tensor, cfg: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum the losses of pairs by ``cfg.loss``, and of their chosen responses the negative log-likelihood, mean over tokens.
+def find_preference_loss(cfg: DpoConfig) -> PreferenceLoss:
+    """Return the loss that ``algorithm.dpo.loss`` names, with its settings bound."""
+    return bind(PREFERENCE_LOSSES[cfg.loss], cfg)
 
-    The second term is that of RPO (Pang et al. 2024, arXiv 2404.19733, eq. 1), with ``cfg.nll_coef`` as its weight alpha.
+
+def sum_of_pairs(
+    pairs: Pairs, weights: Tensor, loss: PreferenceLoss, nll_coef: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum the losses of pairs, and of their chosen responses the negative log-likelihood, mean over tokens.
+
+    The second term is that of RPO (Pang et al. 2024, arXiv 2404.19733, eq. 1), with ``nll_coef`` as its weight alpha.
 
     Args:
+        loss: of :func:`find_preference_loss`.
         weights: [b], 1 / pairs of the whole minibatch; pairs of weight 0 may hold anything.
 
     Returns:
@@ -66,15 +76,16 @@ def sum_of_pairs(pairs: Pairs, weights: Tensor, cfg: DpoConfig) -> tuple[Tensor,
         reference = torch.where(both, at_least_float32(reference), 0)
     logprobs = torch.where(both, at_least_float32(pairs.logprobs), 0)
     whole = Pairs(logprobs, pairs.lengths.clamp(min=1), reference, pairs.divergence)
-    losses, rewards = PREFERENCE_LOSSES[cfg.loss](whole, cfg)
-    if cfg.nll_coef:
-        losses = losses - cfg.nll_coef * whole.logprobs[:, 0] / whole.lengths[:, 0]
+    losses, rewards = loss(whole)
+    if nll_coef:
+        losses = losses - nll_coef * whole.logprobs[:, 0] / whole.lengths[:, 0]
     chosen, rejected = rewards.detach().unbind(1)
     return weighted_sum(losses, weights), pair_sums(chosen, rejected, counted)
 
 
 @preference_loss("dpo")
-def dpo(pairs: Pairs, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
+@takes("beta", "label_smoothing")
+def dpo(pairs: Pairs, *, beta: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290, eq. 7).
 
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h),  h = r_w - r_l,  r = beta (log pi(y) - log ref(y))
@@ -82,14 +93,14 @@ def dpo(pairs: Pairs, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
     with label smoothing e it is cDPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf): a share e of the pairs is labelled wrongly.
     e = 0 is DPO.
     """
-    rewards = cfg.beta * pairs.log_ratios
+    rewards = beta * pairs.log_ratios
     margins = rewards[:, 0] - rewards[:, 1]
-    smoothing = cfg.label_smoothing
-    return -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins), rewards
+    return -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins), rewards
 
 
 @preference_loss("ipo")
-def ipo(pairs: Pairs, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
+@takes("beta")
+def ipo(pairs: Pairs, *, beta: float) -> tuple[Tensor, Tensor]:
     """Identity preference optimisation (Azar et al. 2023, arXiv 2310.12036, eq. 17, with tau = beta).
 
     loss = (h - 1 / (2 beta))^2,  h = m_w - m_l,  m = (log pi(y) - log ref(y)) / tokens of y
@@ -97,21 +108,23 @@ def ipo(pairs: Pairs, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
     The log ratios are means over tokens and not the paper's sums, as in TRL: so the target does not depend on how long responses are.
     """
     means = pairs.log_ratios / pairs.lengths
-    return (means[:, 0] - means[:, 1] - 1 / (2 * cfg.beta)).square(), cfg.beta * means
+    return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square(), beta * means
 
 
 @preference_loss("simpo")
-def simpo(pairs: Pairs, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
+@takes("beta", "gamma")
+def simpo(pairs: Pairs, *, beta: float, gamma: float) -> tuple[Tensor, Tensor]:
     """Simple preference optimisation (Meng et al. 2024, arXiv 2405.14734, eq. 6). There is no reference.
 
     loss = -log sigmoid(r_w - r_l - gamma),  r = beta log pi(y) / tokens of y
     """
-    rewards = cfg.beta * pairs.logprobs / pairs.lengths
-    return -logsigmoid(rewards[:, 0] - rewards[:, 1] - cfg.gamma), rewards
+    rewards = beta * pairs.logprobs / pairs.lengths
+    return -logsigmoid(rewards[:, 0] - rewards[:, 1] - gamma), rewards
 
 
 @preference_loss("orpo")
-def orpo(pairs: Pairs, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
+@takes("beta")
+def orpo(pairs: Pairs, *, beta: float) -> tuple[Tensor, Tensor]:
     """Odds ratio preference optimisation (Hong et al. 2024, arXiv 2403.07691, eq. 4 to 7). There is no reference.
 
     loss = -m_w - beta log sigmoid(o_w - o_l),  m = log pi(y) / tokens of y,  o = log(p / (1 - p)) with p = exp(m)
@@ -120,20 +133,21 @@ def orpo(pairs: Pairs, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
     """
     means = pairs.logprobs / pairs.lengths
     log_odds = means - _log_complement(means.clamp(max=-torch.finfo(means.dtype).eps))
-    return -means[:, 0] - cfg.beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1]), cfg.beta * means
+    return -means[:, 0] - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1]), beta * means
 
 
 @preference_loss("kto")
-def kto(pairs: Pairs, cfg: DpoConfig) -> tuple[Tensor, Tensor]:
+@takes("beta", "desirable_weight", "undesirable_weight")
+def kto(pairs: Pairs, *, beta: float, desirable_weight: float, undesirable_weight: float) -> tuple[Tensor, Tensor]:
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8). A pair is two responses with a label each.
 
     loss = (w_d (1 - sigmoid(r_w - beta z)) + w_u (1 - sigmoid(beta z - r_l))) / 2,  r = beta (log pi(y) - log ref(y))
 
     with z the divergence, which has no gradient, and the weights w_d of desirable and w_u of undesirable responses.
     """
-    rewards = cfg.beta * pairs.log_ratios
-    gains = rewards - cfg.beta * pairs.divergence
-    losses = cfg.desirable_weight * torch.sigmoid(-gains[:, 0]) + cfg.undesirable_weight * torch.sigmoid(gains[:, 1])
+    rewards = beta * pairs.log_ratios
+    gains = rewards - beta * pairs.divergence
+    losses = desirable_weight * torch.sigmoid(-gains[:, 0]) + undesirable_weight * torch.sigmoid(gains[:, 1])
     return losses / 2, rewards
 
 

@@ -14,6 +14,7 @@ from rlhf_mcore.algorithms.interfaces import (
     AdvantageInputs,
     Advantages,
     PolicyLoss,
+    bind,
 )
 from rlhf_mcore.config.choices import is_file_spec
 from rlhf_mcore.config.errors import ConfigError
@@ -35,9 +36,9 @@ def find_advantage_estimator(name: str) -> AdvantageEstimator:
     return _with_checks(function, name) if is_file_spec(name) else function
 
 
-def find_policy_loss(name: str) -> PolicyLoss:
-    """Return the loss that ``algorithm.policy_loss`` names, as :func:`find_advantage_estimator` does."""
-    return _find(POLICY_LOSSES, name, "algorithm.policy_loss")
+def find_policy_loss(cfg: AlgorithmConfig) -> PolicyLoss:
+    """Return the loss that ``algorithm.policy_loss`` names, with its settings bound. Errors: see :func:`find_advantage_estimator`."""
+    return bind(_find(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss"), cfg)
 
 
 def _find(table: dict[str, F], name: str, key: str) -> F:

@@ -174,7 +174,7 @@ class PolicyObjective(Objective):
             num_sequences=count,
             fields={name: (microbatch.ragged | fields)[name] for name in fields_read(self.policy_loss)},
         )
-        policy, metrics = self.policy_loss(inputs, cfg)
+        policy, metrics = self.policy_loss(inputs)
         loss = policy
         metrics["policy"] = policy.detach().clone()
         if entropy is not None:
@@ -213,7 +213,7 @@ class Actor:
     _objective: PolicyObjective = field(init=False)
 
     def __post_init__(self) -> None:
-        policy_loss = find_policy_loss(self.algorithm.policy_loss)
+        policy_loss = find_policy_loss(self.algorithm)
         self._objective = PolicyObjective(self.algorithm, policy_loss, self.temperature)
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
@@ -237,8 +237,9 @@ class Actor:
         loss = POLICY_LOSSES.get(self.algorithm.policy_loss)
         if loss is not None and loss.reads_covariance:
             members = minibatches(batch, self.model.plan.prompts_per_minibatch)
-            rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
-            batch.fields[CHOSEN] = choose_tokens(batch, members, rows, self.algorithm)
+            rows, cfg = OwnedRows(batch.rows, batch.lengths, merge_rows), self.algorithm.covariance
+            band = None if self.algorithm.policy_loss == "kl_cov" else (cfg.low, cfg.high)
+            batch.fields[CHOSEN] = choose_tokens(batch, members, rows, cfg.share, band)
         self._objective = replace(
             self._objective,
             kl_coef=batch.kl_coef,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from rlhf_mcore.algorithms.preference import Pairs, mean_divergence, sum_of_pairs
+from rlhf_mcore.algorithms.preference import Pairs, PreferenceLoss, find_preference_loss, mean_divergence, sum_of_pairs
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.config.choices import PREFERENCE_LOSSES
 from rlhf_mcore.config.schema import DpoConfig
@@ -37,6 +37,7 @@ class PreferenceObjective(Objective):
     rows_per_unit: ClassVar[int] = 2
 
     dpo: DpoConfig
+    preference_loss: PreferenceLoss
     divergence: float = 0.0  # of the policy from the reference, for a loss that needs mismatched responses
 
     def fields(self, batch: TrainBatch) -> dict[str, Field]:
@@ -60,7 +61,8 @@ class PreferenceObjective(Objective):
             None if reference is None else rows.sums(reference).view(-1, 2),
             self.divergence,
         )
-        loss, metrics = sum_of_pairs(pairs, rows.largest(weights).view(-1, 2)[:, 0], self.dpo)
+        pair_weights = rows.largest(weights).view(-1, 2)[:, 0]
+        loss, metrics = sum_of_pairs(pairs, pair_weights, self.preference_loss, self.dpo.nll_coef)
         return loss, {**metrics, "pairs": torch.full_like(loss.detach(), len(pairs.lengths))}
 
     def metrics(self, loss: float, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
@@ -105,6 +107,10 @@ class PreferenceActor:
     model: TrainedModel
     dpo: DpoConfig
     reference: LogprobModel | None = None
+    _loss: PreferenceLoss = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._loss = find_preference_loss(self.dpo)
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         """Compute logprobs [N] fp32 of the response tokens, zero elsewhere. Collective over the world."""
@@ -123,7 +129,7 @@ class PreferenceActor:
 
     def deliver_update(self, batch: TrainBatch) -> Update:
         """Prepare one update. See :meth:`TrainedModel.deliver_update`."""
-        return self.model.deliver_update(batch, PreferenceObjective(self.dpo, _divergence(batch)))
+        return self.model.deliver_update(batch, PreferenceObjective(self.dpo, self._loss, _divergence(batch)))
 
     def measure(self, batch: TrainBatch) -> dict[str, float]:
         """Sum loss and metrics over the pairs of a batch, without an update. Collective over the world."""
@@ -132,7 +138,8 @@ class PreferenceActor:
         reference = None if batch.ref_logprobs is None else _row_sums(batch, batch.ref_logprobs).view(-1, 2)
         logprobs = _row_sums(batch, self.compute_logprobs(batch)).view(-1, 2)
         pairs = Pairs(logprobs, batch.num_sampled.view(-1, 2), reference, _divergence(batch))
-        loss, sums = sum_of_pairs(pairs, torch.ones(len(pairs.lengths), dtype=torch.float64), self.dpo)
+        weights = torch.ones(len(pairs.lengths), dtype=torch.float64)
+        loss, sums = sum_of_pairs(pairs, weights, self._loss, self.dpo.nll_coef)
         named = {name: float(sums[key]) for key, name in METRICS.items()}
         return {"pairs": float(len(pairs.lengths)), "loss": float(loss), **named}
 

@@ -65,7 +65,7 @@ def theirs(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, fa
 
 def ours(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, factors: Tensor | None) -> Tensor:
     """The loss of the actor, of a microbatch that holds the whole batch."""
-    objective = PolicyObjective(cfg, find_policy_loss(cfg.policy_loss), temperature=1.0, kl_coef=cfg.kl.coef)
+    objective = PolicyObjective(cfg, find_policy_loss(cfg), temperature=1.0, kl_coef=cfg.kl.coef)
     fields = {
         "weights": batch.weights(cfg.loss_aggregation),
         "old_logprobs": batch.old,

@@ -73,13 +73,13 @@ def actor_config(cfg: AlgorithmConfig) -> Any:
 @pytest.mark.parametrize("corrected", [False, True])
 @near_and_far
 def test_policy_losses(batch: Ragged, ours: str, theirs: str, aggregation: str, corrected: bool) -> None:
-    cfg = AlgorithmConfig(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
+    cfg = AlgorithmConfig(policy_loss=ours, clip_low=0.1, clip_high=0.3, dual_clip=3.0)
     factors = torch.exp(batch.old - batch.rollout).clamp(max=1.2) if corrected else None
     if factors is not None:
         factors[1, 2] = factors[3] = 0.0  # a token, and a whole sequence, that are left out
     loss = verl.core_algos.get_policy_loss_fn(theirs)
     assert_same_with_gradient(
-        lambda new: find_policy_loss(ours)(batch.loss_inputs(new, aggregation, factors), cfg)[0],
+        lambda new: find_policy_loss(cfg)(batch.loss_inputs(new, aggregation, factors))[0],
         lambda new: loss(
             batch.old,
             new,
@@ -111,7 +111,9 @@ def test_losses_that_hold_back_tokens_of_high_covariance(seed: int, loss: str) -
         num_sampled=torch.tensor(LENGTHS),
         policy_version=0,
     )
-    chosen = choose_tokens(step, [list(range(len(LENGTHS)))], rows, cfg).view_as(batch.mask)  # type: ignore[arg-type]
+    band = None if loss == "kl_cov" else (0.1, 0.8)
+    chosen = choose_tokens(step, [list(range(len(LENGTHS)))], rows, share, band)  # type: ignore[arg-type]
+    chosen = chosen.view_as(batch.mask)
     assert 0 < int(chosen.sum()) < NUM_TOKENS / 2
     theirs = actor_config(cfg)
     names = ("kl_cov_ratio", "clip_cov_ratio", "ppo_kl_coef", "clip_cov_lb", "clip_cov_ub")
@@ -120,7 +122,7 @@ def test_losses_that_hold_back_tokens_of_high_covariance(seed: int, loss: str) -
     def ours(logprobs: Tensor) -> Tensor:
         inputs = batch.loss_inputs(logprobs, "token", None)
         inputs.fields = {CHOSEN: chosen}
-        return find_policy_loss(loss)(inputs, cfg)[0]
+        return find_policy_loss(cfg)(inputs)[0]
 
     reference = verl.core_algos.get_policy_loss_fn(loss)
     assert_same_with_gradient(
@@ -296,7 +298,7 @@ def test_the_decoupled_objective(
     batch = Ragged(seed, spread=0.4)
     low, high = (0.6, 1 / 0.6) if masked else (None, None)
     correction = RolloutCorrectionConfig(mode=mode, cap=1.2, mask_low=low, mask_high=high)
-    cfg = AlgorithmConfig(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
+    cfg = AlgorithmConfig(policy_loss=ours, clip_low=0.1, clip_high=0.3, dual_clip=3.0)
     factors, found = rollout_correction(
         batch.old.flatten(), batch.rollout.flatten(), batch.mask.flatten(), everything(batch.mask), correction
     )
@@ -312,7 +314,7 @@ def test_the_decoupled_objective(
         weights, kept = weights * kept, batch.floats
     loss = verl.core_algos.get_policy_loss_fn(theirs)
     assert_same_with_gradient(
-        lambda new: find_policy_loss(ours)(batch.loss_inputs(new, aggregation, factors.view_as(batch.mask)), cfg)[0],
+        lambda new: find_policy_loss(cfg)(batch.loss_inputs(new, aggregation, factors.view_as(batch.mask)))[0],
         lambda new: loss(
             batch.old,
             new,

@@ -37,7 +37,7 @@ inputs = LossInputs(
     logprobs, torch.zeros(1, 3), torch.tensor([[2.0, -1.0, 5.0]]), torch.tensor([[True, True, False]]),
     torch.tensor([[0.5, 0.25, 0.0]]), ids, 1,
 )
-loss, _ = find_policy_loss(cfg.algorithm.policy_loss)(inputs, cfg.algorithm)
+loss, _ = find_policy_loss(cfg.algorithm)(inputs)
 loss.backward()
 grade = GRADERS[cfg.reward.rules[0].name]
 run = RunDirectory.create(".", "p", "e")

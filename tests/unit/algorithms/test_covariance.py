@@ -14,7 +14,6 @@ from torch import Tensor
 from rlhf_mcore.algorithms.covariance import CHOSEN, choose_largest, choose_tokens, token_covariances
 from rlhf_mcore.algorithms.interfaces import POLICY_LOSSES
 from rlhf_mcore.algorithms.rows import OwnedRows
-from rlhf_mcore.config.schema import AlgorithmConfig, CovarianceConfig
 from rlhf_mcore.types import TrainBatch
 from tests.unit.algorithms.tokens import loss_inputs
 from tests.unit.parallel.world import ThreadGroup, run_ranks
@@ -53,17 +52,13 @@ def alone(batch: TrainBatch) -> OwnedRows:
     return OwnedRows(batch.rows, batch.lengths)
 
 
-def config(loss: str, **settings: float) -> AlgorithmConfig:
-    return AlgorithmConfig(policy_loss=loss, covariance=CovarianceConfig(**settings))
-
-
 @settings(max_examples=30, deadline=None)
 @given(rows=step_rows, share=st.sampled_from([0.01, 0.3, 0.7, 1.0]), cut=st.integers(0, 6))
 def test_kl_cov_chooses_the_largest_covariances_of_each_minibatch(rows: list, share: float, cut: int) -> None:
     """Against sorted lists: covariances as in equation 9, the first of equal ones."""
     batch = batch_of(rows, list(range(len(rows))))
     parts = [part for part in (list(range(len(rows)))[:cut], list(range(len(rows)))[cut:]) if part]
-    chosen = choose_tokens(batch, parts, alone(batch), config("kl_cov", share=share))
+    chosen = choose_tokens(batch, parts, alone(batch), share)
     assert not chosen[~batch.loss_mask].any()
     starts = [sum(map(len, rows[:row])) for row in range(len(rows))]
     for part in parts:
@@ -113,28 +108,27 @@ def test_any_values_can_be_ordered(values: list[float], count: int) -> None:
 def test_clip_cov_draws_from_the_band_by_chance_and_anew_at_every_step():
     # Logprobs -1 and -3, advantages 1 and -1, a half each: covariances 1 * 1 or 1 * -1; the band leaves the former.
     rows = [[(-1.0, 1, True), (-3.0, -1, True), (-1.0, -1, True), (-3.0, 1, True)] * 50]
-    batch, cfg = batch_of(rows, [0]), config("clip_cov", share=0.1, low=0.5, high=2.0)
-    chosen = choose_tokens(batch, [[0]], alone(batch), cfg)
+    batch, band = batch_of(rows, [0]), (0.5, 2.0)
+    chosen = choose_tokens(batch, [[0]], alone(batch), 0.1, band)
     covariances = token_covariances(batch.old_logprobs, batch.advantages, batch.loss_mask, alone(batch))
     assert covariances.tolist() == [1.0, 1.0, -1.0, -1.0] * 50
     assert int(chosen.sum()) == 20 and covariances[chosen].eq(1).all()
     batch.policy_version = 8
-    again = choose_tokens(batch, [[0]], alone(batch), cfg)
+    again = choose_tokens(batch, [[0]], alone(batch), 0.1, band)
     assert int(again.sum()) == 20 and not torch.equal(again, chosen)
     # Of 100 candidates in order, a draw by chance has some in each half.
     assert 4 <= int(chosen[:100].sum()) <= 16
-    assert not choose_tokens(batch, [[0]], alone(batch), config("clip_cov", share=0.1, low=1.5, high=2.0)).any()
+    assert not choose_tokens(batch, [[0]], alone(batch), 0.1, (1.5, 2.0)).any()
 
 
-@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
-def test_the_choice_does_not_depend_on_who_owns_a_row(loss: str) -> None:
+@pytest.mark.parametrize("band", [None, (0.1, 2.0)])
+def test_the_choice_does_not_depend_on_who_owns_a_row(band: tuple[float, float] | None) -> None:
     generator = torch.Generator().manual_seed(3)
     draws = torch.randn(9, 20, 2, generator=generator).tolist()
     rows = [[(old, round(a), t % 5 != 0) for t, (old, a) in enumerate(row[: 3 + 2 * k])] for k, row in enumerate(draws)]
-    cfg = config(loss, share=0.3, low=0.1, high=2.0)
     parts = [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
     whole = batch_of(rows, list(range(9)))
-    expected = choose_tokens(whole, parts, alone(whole), cfg).split(whole.lengths.tolist())
+    expected = choose_tokens(whole, parts, alone(whole), 0.3, band).split(whole.lengths.tolist())
     assert any(part.any() for part in expected)
 
     def of_rank(group: ThreadGroup) -> list[tuple[int, Tensor]]:
@@ -146,7 +140,7 @@ def test_the_choice_does_not_depend_on_who_owns_a_row(loss: str) -> None:
             return values
 
         owned = OwnedRows(batch.rows, batch.lengths, merge)
-        chosen = choose_tokens(batch, parts, owned, cfg)
+        chosen = choose_tokens(batch, parts, owned, 0.3, band)
         return list(zip(own, chosen.split(batch.lengths[batch.rows].tolist()), strict=True))
 
     for results in run_ranks(4, of_rank):
@@ -160,7 +154,7 @@ def test_kl_cov_by_hand():
     logprobs = (old + torch.tensor([[2.0, 0.5, 2.0]]).log()).requires_grad_()
     made = loss_inputs(logprobs, old, torch.full((1, 3), 3.0), torch.ones(1, 3))
     made.fields = {CHOSEN: torch.tensor([[True, True, False]])}
-    loss, metrics = POLICY_LOSSES["kl_cov"](made, config("kl_cov", kl_coef=0.5))
+    loss, metrics = POLICY_LOSSES["kl_cov"](made, kl_coef=0.5)
     loss.backward()
     assert loss.item() == pytest.approx(-13.5 + math.log(2))
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-5.5, -2.0, -6.0]]))
@@ -173,7 +167,7 @@ def test_clip_cov_by_hand():
     logprobs = (old + torch.tensor([[1.1, 1.1, 1.5, 1.5]]).log()).requires_grad_()
     made = loss_inputs(logprobs, old, torch.full((1, 4), 2.0), torch.ones(1, 4))
     made.fields = {CHOSEN: torch.tensor([[True, False, False, True]])}
-    loss, metrics = POLICY_LOSSES["clip_cov"](made, AlgorithmConfig(policy_loss="clip_cov"))
+    loss, metrics = POLICY_LOSSES["clip_cov"](made, clip_low=0.2, clip_high=0.2)
     loss.backward()
     assert loss.item() == pytest.approx(-2.2 - 2.4)
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -2.2, 0.0, 0.0]]))

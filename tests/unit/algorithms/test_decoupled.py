@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.algorithms.correction import rollout_correction
 from rlhf_mcore.algorithms.policy_loss import ppo_clip
-from rlhf_mcore.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from rlhf_mcore.config.schema import RolloutCorrectionConfig
 from tests.rows import everything
 from tests.unit.algorithms.tokens import loss_inputs
 
@@ -68,7 +68,7 @@ def test_against_the_equation(rows: list[list[Token]]) -> None:
     factors, found = rollout_correction(proximal.flatten(), behaviour, mask.flatten(), everything(mask), cfg, ages)
     made = loss_inputs(current, proximal, padded("advantage"), mask.double() / len(every))
     made.weights = made.weights * factors.view_as(mask)
-    loss, _ = ppo_clip(made, AlgorithmConfig(clip_low=LOW, clip_high=HIGH))
+    loss, _ = ppo_clip(made, clip_low=LOW, clip_high=HIGH)
     loss.backward()
     expected = [term(token) for token in every]
     assert current.grad is not None
@@ -115,7 +115,7 @@ def expected_gradient(mode: str, cap: float) -> tuple[torch.Tensor, torch.Tensor
         weights = drawn_from.sum(1).exp()[:, None].expand(mask.shape)
         made = loss_inputs(current, proximal, advantages, weights)
         made.weights = weights * factors
-        loss, _ = ppo_clip(made, AlgorithmConfig())
+        loss, _ = ppo_clip(made, clip_low=0.2, clip_high=0.2)
         gradients.append(torch.autograd.grad(loss, logits, retain_graph=True)[0])
     return gradients[0], gradients[1]
 

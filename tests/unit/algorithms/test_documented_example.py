@@ -52,7 +52,7 @@ def test_its_loss(configured: AlgorithmConfig) -> None:
     logprobs = torch.tensor([[1.5, 0.5, float("nan")]]).log().requires_grad_()
     advantages, weights = torch.tensor([[2.0, -1.0, 7.0]]), torch.tensor([[0.5, 0.5, 0.0]])
     made = loss_inputs(logprobs, torch.zeros(1, 3), advantages, weights)
-    loss, metrics = find_policy_loss(configured.policy_loss)(made, configured)
+    loss, metrics = find_policy_loss(configured)(made)
     loss.backward()
     # clip_high 0.2: pulls 2 * 0.25 / 0.4 = 1.25 and 0.625; (1.25 - 3)/2 + (0.625 + 0.5)/2.
     assert loss.item() == pytest.approx(-0.3125)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_mcore.algorithms.interfaces import bind
 from rlhf_mcore.algorithms.masking import AGGREGATIONS
 from rlhf_mcore.algorithms.policy_loss import ppo_clip
 from rlhf_mcore.config.schema import AlgorithmConfig
@@ -19,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def clip(*tensors: torch.Tensor, **settings: float | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return ppo_clip(loss_inputs(*tensors), AlgorithmConfig(**settings))
+    return bind(ppo_clip, AlgorithmConfig(**settings))(loss_inputs(*tensors))
 
 
 def test_by_hand():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlhf_mcore.algorithms.policy_loss  # noqa: F401  # its losses are in the table
-from rlhf_mcore.algorithms.interfaces import POLICY_LOSSES, LossInputs
+from rlhf_mcore.algorithms.interfaces import POLICY_LOSSES, LossInputs, bind
 from rlhf_mcore.algorithms.policy_loss import cispo, gspo, ppo_clip
 from rlhf_mcore.config.schema import AlgorithmConfig
 from tests.rows import token_weights
@@ -33,7 +33,7 @@ def test_dual_clip_by_hand():
     # c = 3, clip 0.2. Negative advantages at ratios 5, 2.5, 0.5: -10 is raised to 3 * -2 = -6; -5 stays; min(-1, -1.6) = -1.6 stays.
     # A positive advantage at ratio 5 is clipped from above as ever: 1.2 * 2.
     logprobs, made = tokens([[5.0, 2.5, 0.5, 5.0]], [[-2.0, -2.0, -2.0, 2.0]], weight=0.25)
-    loss, metrics = ppo_clip(made, AlgorithmConfig(dual_clip=3.0))
+    loss, metrics = ppo_clip(made, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     loss.backward()
     assert loss.item() == pytest.approx((6 + 5 + 1.6 - 2.4) / 4)
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 5.0 / 4, 0.0, 0.0]]))
@@ -44,7 +44,7 @@ def test_dual_clip_by_hand():
 def test_gspo_by_hand():
     # Ratios 2 and 1/2: the sequence's is exp((log 2 - log 2) / 2) = 1. Ratios 4 and 1: exp(log 4 / 2) = 2, above 1 + 0.5.
     logprobs, made = tokens([[2.0, 0.5], [4.0, 1.0]], [[3.0, 3.0], [1.0, 1.0]], weight=0.25)
-    loss, metrics = gspo(made, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
+    loss, metrics = gspo(made, clip_low=0.5, clip_high=0.5)
     loss.backward()
     assert loss.item() == pytest.approx(-(3 + 3 + 1.5 + 1.5) / 4)
     # The second sequence is clipped as a whole. In the first each token has -w A s.
@@ -61,8 +61,7 @@ def test_gspo_is_the_papers_sequence_loss():
     advantages = torch.tensor([[1.0], [-2.0], [0.5]]).expand(3, 5)
     weights = token_weights(mask, "sequence", num_tokens=6, num_rows=3)
     logprobs = (old + noise).requires_grad_()
-    cfg = AlgorithmConfig(clip_low=0.1, clip_high=0.05)
-    loss, _ = gspo(loss_inputs(logprobs, old, advantages, weights), cfg)
+    loss, _ = gspo(loss_inputs(logprobs, old, advantages, weights), clip_low=0.1, clip_high=0.05)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     expected = torch.zeros(())
     for row in range(3):
@@ -77,7 +76,7 @@ def test_gspo_is_the_papers_sequence_loss():
 def test_cispo_by_hand():
     # Ratios 6, 6, 0.25 with bounds 0.5 and 5; logprobs are -1 + log ratio. loss = -w clip(r) A logprob, its gradient -w clip(r) A.
     logprobs, made = tokens([[6.0, 6.0, 0.25]], [[1.0, -1.0, 2.0]], weight=1.0)
-    loss, metrics = cispo(made, AlgorithmConfig(clip_low=0.5, clip_high=4.0))
+    loss, metrics = cispo(made, clip_low=0.5, clip_high=4.0)
     loss.backward()
     above, below = math.log(6) - 1, math.log(0.25) - 1
     assert loss.item() == pytest.approx(-5 * above + 5 * above - 0.5 * 2 * below, rel=1e-5)
@@ -94,7 +93,7 @@ def test_gmpo_is_the_papers_sequence_loss():
     advantages = torch.tensor([[1.0], [-2.0], [0.5]]).expand(3, 5)
     logprobs = (old + noise).requires_grad_()
     made = loss_inputs(logprobs, old, advantages, token_weights(mask, "sequence", num_tokens=6, num_rows=3))
-    loss, _ = POLICY_LOSSES["gmpo"](made, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
+    loss, _ = POLICY_LOSSES["gmpo"](made, clip_low=0.2, clip_high=0.3)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     expected = torch.zeros(())
     for row in range(3):
@@ -109,9 +108,7 @@ def test_gmpo_is_the_papers_sequence_loss():
 def test_sapo_by_hand():
     # tau 1 and 2: at ratio 2 the gates are 4 sigmoid(1) and 2 sigmoid(2), their slopes 4 s(1 - s) each times the ratio.
     logprobs, made = tokens([[2.0, 2.0]], [[1.0, -1.0]], weight=1.0)
-    cfg = AlgorithmConfig()
-    cfg.sapo.tau_negative = 2.0
-    loss, _ = POLICY_LOSSES["sapo"](made, cfg)
+    loss, _ = POLICY_LOSSES["sapo"](made, tau_positive=1.0, tau_negative=2.0)
     loss.backward()
     assert loss.item() == pytest.approx(-4 * 0.731058579 + 2 * 0.880797078, rel=1e-6)
     slopes = [-4 * 0.196611933 * 2, 4 * 0.104993585 * 2]
@@ -123,24 +120,20 @@ def test_dppo_by_hand():
     old = torch.full((1, 4), math.log(0.5))
     logprobs = torch.tensor([[0.7, 0.3, 0.7, 0.3]]).log().requires_grad_()
     made = loss_inputs(logprobs, old, torch.tensor([[1.0, -1.0, -1.0, 1.0]]), torch.ones(1, 4))
-    loss, metrics = POLICY_LOSSES["dppo_tv"](made, AlgorithmConfig(clip_low=0.15, clip_high=0.15))
+    loss, metrics = POLICY_LOSSES["dppo_tv"](made, clip_low=0.15, clip_high=0.15)
     loss.backward()
     assert loss.item() == pytest.approx(1.4 - 0.6)
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 0.0, 1.4, -0.6]]))
     assert metrics["clip_fraction_low"].item() == 1 and metrics["clip_fraction_high"].item() == 1
     # KL of the coins: 0.5 ln(0.5 / 0.7) + 0.5 ln(0.5 / 0.3) = 0.0872, the same both ways.
-    assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0871, clip_high=0.0871))[
-        0
-    ].item() == pytest.approx(0.8)
-    assert POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_low=0.0872, clip_high=0.0872))[
-        0
-    ].item() == pytest.approx(0.0, abs=1e-6)
+    assert POLICY_LOSSES["dppo_kl"](made, clip_low=0.0871, clip_high=0.0871)[0].item() == pytest.approx(0.8)
+    assert POLICY_LOSSES["dppo_kl"](made, clip_low=0.0872, clip_high=0.0872)[0].item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_dppo_kl_leaves_out_what_has_become_certain():
     logprobs = torch.tensor([[0.0, 0.0]], requires_grad=True)
     made = loss_inputs(logprobs, torch.tensor([[-1e-7, 0.0]]), torch.ones(1, 2), torch.ones(1, 2))
-    loss, metrics = POLICY_LOSSES["dppo_kl"](made, AlgorithmConfig(clip_high=0.05))
+    loss, metrics = POLICY_LOSSES["dppo_kl"](made, clip_low=0.2, clip_high=0.05)
     assert loss.item() == pytest.approx(-1.0) and metrics["clip_fraction_high"].item() == 1
 
 
@@ -212,6 +205,13 @@ configs = st.builds(
 )
 
 
+def compute(
+    name: str, made: LossInputs, cfg: AlgorithmConfig | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss with the settings of a configuration."""
+    return bind(POLICY_LOSSES[name], cfg or AlgorithmConfig())(made)
+
+
 def padded(rows: list[list[tuple[float, float, float]]], garbage: float) -> tuple[torch.Tensor, LossInputs]:
     """The rows behind two positions of garbage each, in one microbatch."""
     width = 7
@@ -237,12 +237,12 @@ def packed(made: LossInputs) -> LossInputs:
 @given(rows=batches, cfg=configs)
 def test_against_the_slow_version_padded_and_packed(name: str, rows: list, cfg: AlgorithmConfig):
     logprobs, made = padded(rows, garbage=NAN)
-    loss, metrics = POLICY_LOSSES[name](made, cfg)
+    loss, metrics = compute(name, made, cfg)
     loss.backward()
     assert loss.item() == pytest.approx(slow_loss(name, rows, cfg), rel=1e-4, abs=1e-5)
     assert logprobs.grad is not None and logprobs.grad[made.weights == 0].eq(0).all()
     assert logprobs.grad.isfinite().all()
-    again, packed_metrics = POLICY_LOSSES[name](packed(made), cfg)
+    again, packed_metrics = compute(name, packed(made), cfg)
     # Up to 25 terms of up to 2 exp(2) in all, added in another order: 24 times half a unit in the last place of 8 to 16.
     assert again.item() == pytest.approx(loss.item(), rel=1e-5, abs=24 * 2**-21)
     for key, value in metrics.items():
@@ -259,7 +259,7 @@ def test_garbage_in_padding_reaches_nothing(name: str, garbage: float):
 
     def run(poison: float) -> list[float]:
         logprobs, made = padded(rows, poison)
-        loss, metrics = POLICY_LOSSES[name](made, cfg)
+        loss, metrics = compute(name, made, cfg)
         loss.backward()
         assert logprobs.grad is not None
         return [loss.item(), *logprobs.grad.flatten().tolist(), *(m.item() for m in metrics.values())]
@@ -273,9 +273,7 @@ def test_on_policy_gradients_are_those_of_reinforce(name: str):
     logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]], requires_grad=True)
     advantages = torch.tensor([[0.7, -0.3], [2.0, 0.0]])
     weights = torch.tensor([[0.25, 0.5], [0.1, 0.2]])
-    loss, metrics = POLICY_LOSSES[name](
-        loss_inputs(logprobs, logprobs.detach(), advantages, weights), AlgorithmConfig()
-    )
+    loss, metrics = compute(name, loss_inputs(logprobs, logprobs.detach(), advantages, weights))
     loss.backward()
     torch.testing.assert_close(logprobs.grad, -weights * advantages)
     assert metrics["importance_ratio"].item() == pytest.approx(4.0) and metrics["approx_kl"].item() == 0.0
@@ -292,7 +290,7 @@ def test_runaway_ratios_stay_finite(name: str, advantage: float, logprob: float)
     made = loss_inputs(
         logprobs, torch.tensor([[-500.0 - logprob, -1.0]]), torch.full((1, 2), advantage), torch.ones(1, 2)
     )
-    loss, metrics = POLICY_LOSSES[name](made, AlgorithmConfig())
+    loss, metrics = compute(name, made)
     loss.backward()
     assert loss.isfinite() and logprobs.grad is not None and logprobs.grad.isfinite().all()
     assert all(metric.isfinite() for metric in metrics.values())
@@ -301,7 +299,7 @@ def test_runaway_ratios_stay_finite(name: str, advantage: float, logprob: float)
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_reports_the_same_four_sums(name: str):
     one: Callable[..., torch.Tensor] = torch.ones
-    _, metrics = POLICY_LOSSES[name](loss_inputs(one(1, 2), one(1, 2), one(1, 2), one(1, 2)), AlgorithmConfig())
+    _, metrics = compute(name, loss_inputs(one(1, 2), one(1, 2), one(1, 2), one(1, 2)))
     assert set(metrics) == {"clip_fraction_low", "clip_fraction_high", "approx_kl", "importance_ratio"}
 
 
@@ -311,7 +309,7 @@ def test_a_token_without_weight_stays_in_its_sequences_ratio():
     weights = torch.tensor([[0.5, 0.5]])
     made = loss_inputs(new, torch.zeros(1, 2), torch.full((1, 2), -1.0), weights)
     made.weights = torch.tensor([[0.5, 0.0]])
-    loss, metrics = POLICY_LOSSES["gspo"](made, AlgorithmConfig(clip_low=0.25, clip_high=0.25))
+    loss, metrics = POLICY_LOSSES["gspo"](made, clip_low=0.25, clip_high=0.25)
     loss.backward()
     # A = -1 and s above the range: not clipped, loss 1/2 s = 2, and its gradient 1/2 s at the token that counts.
     assert loss.item() == pytest.approx(2.0) and new.grad.tolist() == [pytest.approx([2.0, 0.0])]
@@ -323,7 +321,7 @@ def test_a_far_token_counts_in_its_sequences_ratio_as_it_is_and_keeps_its_gradie
     new = torch.tensor([[50.0, -49.9, 0.2]], dtype=torch.float64, requires_grad=True)
     zeros, third = torch.zeros(1, 3, dtype=torch.float64), torch.full((1, 3), 1 / 3, dtype=torch.float64)
     made = loss_inputs(new, zeros, third * 6, third)
-    loss, _ = POLICY_LOSSES["gspo"](made, AlgorithmConfig(clip_low=0.25, clip_high=0.25))
+    loss, _ = POLICY_LOSSES["gspo"](made, clip_low=0.25, clip_high=0.25)
     loss.backward()
     assert loss.item() == pytest.approx(-2 * math.exp(0.1))
     assert new.grad.tolist() == [pytest.approx([-2 / 3 * math.exp(0.1)] * 3)]

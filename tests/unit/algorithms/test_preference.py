@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.algorithms.preference import PREFERENCE_LOSSES, Pairs, mean_divergence, sum_of_pairs
+from rlhf_mcore.algorithms.preference import (
+    PREFERENCE_LOSSES,
+    Pairs,
+    find_preference_loss,
+    mean_divergence,
+    sum_of_pairs,
+)
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.schema import DpoConfig
 from tests.unit.pairs import each_value
@@ -117,12 +123,16 @@ def pairs(dtype: torch.dtype = torch.float64, divergence: float = 0.75) -> tuple
     return Pairs(logprobs, torch.tensor(LENGTHS), torch.tensor(REFERENCE, dtype=dtype), divergence), logprobs
 
 
+def sums_of(pairs: Pairs, weights: Tensor, cfg: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    return sum_of_pairs(pairs, weights, find_preference_loss(cfg), cfg.nll_coef)
+
+
 @pytest.mark.parametrize("name", TRL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_losses_and_gradients_are_trls(name: str, dtype: torch.dtype) -> None:
     keys, loss, gradient, rewards = TRL[name]
     made, logprobs = pairs(dtype)
-    total, sums = sum_of_pairs(made, torch.full((4,), 0.25), DpoConfig(**keys))
+    total, sums = sums_of(made, torch.full((4,), 0.25), DpoConfig(**keys))
     total.backward()
     assert logprobs.grad is not None
     assert total.item() == pytest.approx(loss, rel=1e-6)
@@ -142,7 +152,7 @@ def test_dpo_by_hand() -> None:
     """Sigmoid(log 3) = 3/4: the gradient is beta times how wrong the policy is, 1/4."""
     logprobs = torch.tensor([[math.log(9.0) - 5, -5.0]], requires_grad=True)
     made = Pairs(logprobs, torch.tensor([[1, 1]]), torch.tensor([[-5.0, -5.0]]))
-    loss, sums = sum_of_pairs(made, torch.ones(1), DpoConfig(beta=0.5))
+    loss, sums = sums_of(made, torch.ones(1), DpoConfig(beta=0.5))
     loss.backward()
     assert loss.item() == pytest.approx(-math.log(0.75))
     assert logprobs.grad is not None and logprobs.grad.tolist() == [[pytest.approx(-0.125), pytest.approx(0.125)]]
@@ -158,7 +168,7 @@ def test_dpo_by_hand() -> None:
 def test_the_likelihood_of_chosen_responses_is_added(name: str) -> None:
     keys, loss, gradient, _ = TRL[name]
     made, logprobs = pairs()
-    total, _ = sum_of_pairs(made, torch.full((4,), 0.25), DpoConfig(**keys, nll_coef=0.5))
+    total, _ = sums_of(made, torch.full((4,), 0.25), DpoConfig(**keys, nll_coef=0.5))
     total.backward()
     assert logprobs.grad is not None
     assert total.item() == pytest.approx(loss + 0.5 * (3.25 / 3 + 12 / 8 + 0.5 / 1 + 40 / 16) / 4, rel=1e-6)
@@ -183,8 +193,8 @@ def test_pairs_that_do_not_count_may_hold_anything(name: str) -> None:
         torch.cat([torch.tensor(REFERENCE), nan]),
         0.75,
     )
-    alone, sums = sum_of_pairs(made, torch.full((4,), 0.25), cfg)
-    with_others, more = sum_of_pairs(wide, torch.tensor([0.25] * 4 + [0.0] * 2), cfg)
+    alone, sums = sums_of(made, torch.full((4,), 0.25), cfg)
+    with_others, more = sums_of(wide, torch.tensor([0.25] * 4 + [0.0] * 2), cfg)
     with_others.backward()
     assert with_others.item() == pytest.approx(alone.item(), rel=1e-12)
     assert more == pytest.approx({key: value.item() for key, value in sums.items()}, rel=1e-12)
@@ -207,7 +217,7 @@ def test_pairs_that_do_not_count_may_hold_anything(name: str) -> None:
 def test_extreme_pairs_have_finite_gradients(name: str, row: list[float]) -> None:
     logprobs = torch.tensor([row], requires_grad=True)
     made = Pairs(logprobs, torch.tensor([[1, 1]]), torch.tensor([[-1.0, -1.0]]))
-    loss, _ = sum_of_pairs(made, torch.ones(1), DpoConfig(**TRL[name][0]))
+    loss, _ = sums_of(made, torch.ones(1), DpoConfig(**TRL[name][0]))
     loss.backward()
     assert loss.isfinite()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all(), logprobs.grad
@@ -215,7 +225,7 @@ def test_extreme_pairs_have_finite_gradients(name: str, row: list[float]) -> Non
 
 def test_a_tie_is_half_right() -> None:
     same = Pairs(torch.tensor([[-2.0, -2.0]]), torch.tensor([[4, 4]]), torch.tensor([[-2.0, -2.0]]))
-    loss, sums = sum_of_pairs(same, torch.ones(1), DpoConfig())
+    loss, sums = sums_of(same, torch.ones(1), DpoConfig())
     assert (loss.item(), sums["accuracy"].item(), sums["margin"].item()) == (pytest.approx(math.log(2)), 0.5, 0.0)
 
 
@@ -223,6 +233,6 @@ def test_a_tie_is_half_right() -> None:
 def test_odds_are_exact_for_certain_and_for_improbable_responses(mean: float) -> None:
     """log(p / (1 - p)) in 64 bits, where 1 - p is no rounded number: -log(expm1(-m))."""
     logprobs = torch.tensor([[mean, -1.0]])
-    loss, _ = sum_of_pairs(Pairs(logprobs, torch.tensor([[1, 1]])), torch.ones(1), DpoConfig(loss="orpo", beta=1.0))
+    loss, _ = sums_of(Pairs(logprobs, torch.tensor([[1, 1]])), torch.ones(1), DpoConfig(loss="orpo", beta=1.0))
     odds = [-math.log(math.expm1(-m)) for m in (mean, -1.0)]
     assert loss.item() == pytest.approx(-mean + math.log1p(math.exp(odds[1] - odds[0])), rel=1e-5)

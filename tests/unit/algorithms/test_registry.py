@@ -13,6 +13,7 @@ from rlhf_mcore.algorithms.interfaces import (
     POLICY_LOSSES,
     AdvantageInputs,
     advantage_estimator,
+    fields_read,
 )
 from rlhf_mcore.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_mcore.algorithms.registry import find_advantage_estimator, find_policy_loss
@@ -22,6 +23,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import AlgorithmConfig
 from tests.messages import refused
 from tests.rows import advantage_inputs
+from tests.unit.algorithms.tokens import loss_inputs
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -76,7 +78,7 @@ def test_presets_name_functions_that_are_there() -> None:
         advantage = PRESETS[preset].get("advantage", AlgorithmConfig().advantage)
         policy_loss = PRESETS[preset].get("policy_loss", AlgorithmConfig().policy_loss)
         assert find_advantage_estimator(advantage) is ADVANTAGE_ESTIMATORS[advantage]
-        assert find_policy_loss(policy_loss) is POLICY_LOSSES[policy_loss]
+        assert find_policy_loss(AlgorithmConfig(policy_loss=policy_loss)).__wrapped__ is POLICY_LOSSES[policy_loss]
 
 
 @pytest.mark.parametrize("page", ["algorithms.md", "configuration.md"])
@@ -90,8 +92,6 @@ def test_unknown_names_are_refused_with_the_known_ones():
         ConfigError, field="algorithm.advantage", value="'gea'", remedy=("gae", "grpo", "path/to/file.py:name")
     ):
         find_advantage_estimator("gea")
-    with refused(ConfigError, field="algorithm.policy_loss", value="'ppo'", remedy=("ppo_clip", "gspo", "cispo")):
-        find_policy_loss("ppo")
 
 
 def write(folder: Path, text: str) -> Path:
@@ -103,15 +103,18 @@ def write(folder: Path, text: str) -> Path:
 def test_a_function_of_a_users_file(tmp_path: Path):
     path = write(
         tmp_path,
-        "from rlhf_mcore.algorithms.interfaces import Advantages\n"
+        "from rlhf_mcore.algorithms.interfaces import Advantages, reads\n"
         "def constant(inputs, cfg):\n"
         "    return Advantages(cfg.clip_low * inputs.loss_mask)\n"
-        "def nothing(inputs, cfg):\n"
-        "    return inputs.logprobs.sum() * 0, {}\n",
+        "@reads('old_values')\n"
+        "def half(inputs, cfg):\n"
+        "    return inputs.logprobs.sum() * cfg.clip_low, {}\n",
     )
     result = find_advantage_estimator(f"{path}:constant")(inputs(), AlgorithmConfig(clip_low=0.5))
     assert result.advantages.tolist() == [0, 0.5, 0.5, 0, 0.5, 0.5]
-    assert find_policy_loss(f"{path}:nothing").__name__ == "nothing"
+    loss = find_policy_loss(AlgorithmConfig(policy_loss=f"{path}:half", clip_low=0.5))
+    made = loss_inputs(*(torch.ones(1, 2) for _ in range(4)))
+    assert loss(made)[0].item() == 1.0 and fields_read(loss) == ("old_values",)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,10 @@ def test_a_result_of_the_wrong_kind_is_named(tmp_path: Path, body: str, complain
 
 @pytest.mark.parametrize(
     ("find", "key"),
-    [(find_advantage_estimator, "algorithm.advantage"), (find_policy_loss, "algorithm.policy_loss")],
+    [
+        (find_advantage_estimator, "algorithm.advantage"),
+        (lambda name: find_policy_loss(AlgorithmConfig(policy_loss=name)), "algorithm.policy_loss"),
+    ],
 )
 def test_a_missing_file_or_name_is_said_under_its_key(tmp_path: Path, find, key: str):
     with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*there is no file"):

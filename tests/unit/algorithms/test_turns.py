@@ -386,7 +386,7 @@ def learned(batch: TrainBatch, cfg: AlgorithmConfig, seed: int, environment: flo
     drawn = -torch.rand(3, 1, len(weights), generator=generator)
     outputs = torch.where(batch.loss_mask, drawn, environment).requires_grad_()
     model: Any = GivenOutputs()
-    objective = PolicyObjective(cfg, find_policy_loss(cfg.policy_loss), temperature=1.0, kl_coef=0.1)
+    objective = PolicyObjective(cfg, find_policy_loss(cfg), temperature=1.0, kl_coef=0.1)
     loss = objective.loss(model, outputs[:2], microbatch)[0]
     if batch.returns is not None:
         loss = loss + value_loss(outputs[2, 0], batch.old_values, batch.returns, weights, 0.2)[0]
