@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -40,19 +41,27 @@ class Overrides:
         """Build an instance of one of Megatron's classes: our fields, then those of the user that it has.
 
         Raises:
-            ConfigError: Megatron refuses the user's.
+            ConfigError: Megatron rejects the user's values. The fields that it mentions are named, or all of them.
         """
         hints = get_type_hints(kind) if self.values else {}
         names = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-        theirs = {name: _to_typed(hints[name], value) for name, value in self.values.items() if name in names}
+        theirs = {name: value for name, value in self.values.items() if name in names}
         try:
-            return kind(**{**ours, **theirs})
-        except Exception as error:  # its classes raise what they like
+            return kind(**{**ours, **{name: _to_typed(hints[name], value) for name, value in theirs.items()}})
+        except Exception as error:  # Megatron's classes raise any kind of error
             if not theirs:
                 raise
-            reason = shorten(f"{type(error).__name__}: {error}", 300)
-            shown = f"{self.key}={shorten(repr(dict(self.values)), 300)}"
-            raise ConfigError(f"{shown}: Megatron-core refuses it ({reason}); change or remove these fields") from error
+            text = str(error)
+            named = [name for name in theirs if re.search(rf"\b{re.escape(name)}\b", text)] or list(theirs)
+            shown = ", ".join(dict.fromkeys(self._show(name) for name in named))
+            reason = shorten(f"{type(error).__name__}: {text}", 300)
+            raise ConfigError(f"{shown}: Megatron-core rejects it ({reason}); change or remove it") from error
+
+    def _show(self, name: str) -> str:
+        """Name the key that sets a field, and its value."""
+        if self.fp8 and name in _FP8[self.fp8.rpartition("=")[2]]:
+            return self.fp8
+        return f"{self.key}.{name}={shorten(repr(self.values[name]), 100)}"
 
     def overlapping(self) -> Overrides:
         """Let gradients be reduced and weights be gathered beside the passes, unless the user has said otherwise."""
@@ -83,14 +92,12 @@ class Overrides:
 
 def _to_typed(hint: Any, value: Any) -> Any:
     """Convert a plain value for Megatron: types of torch and enumerations by name, tuples written as lists."""
-    if value in DTYPES and "dtype" in str(hint):
+    if isinstance(value, str) and value in DTYPES and "dtype" in str(hint):
         return DTYPES[value]
     if hint is AttnBackend:
-        try:
-            return AttnBackend[value]
-        except KeyError as error:
-            names = ", ".join(backend.name for backend in AttnBackend)
-            raise ConfigError(f"attention_backend={value!r} is not a choice; choose one of: {names}") from error
+        if value not in AttnBackend.__members__:
+            raise ValueError(f"attention_backend is one of: {', '.join(AttnBackend.__members__)}")
+        return AttnBackend[value]
     if (isinstance(value, list) and "Tuple" in str(hint)) or get_origin(hint) is tuple:
         return tuple(value)
     return value

@@ -21,7 +21,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.models.common.embeddings import rope_utils
 
 import rlhf_mcore.mcore
-from rlhf_mcore.config.rules.megatron import reason_owned
+from rlhf_mcore.config.rules.megatron import reason_refused
 from rlhf_mcore.mcore import dry_run, ends, mtp, packed
 from rlhf_mcore.mcore.attention import Rotary
 from rlhf_mcore.mcore.core_attention import SDPACoreAttention
@@ -197,7 +197,7 @@ def test_replaced_functions_and_modules_take_the_arguments_of_their_call_sites(m
             if REJECTED.keys().isdisjoint((*call.positional, *call.keywords)):
                 problems.append(mismatch(ours, call))
     assert list(filter(None, problems)) == []
-    assert all(reason_owned(field) for field in REJECTED.values())
+    assert all(reason_refused(field) for field in REJECTED.values())
 
 
 def test_the_loss_takes_the_arguments_of_a_pass_with_gradients() -> None:

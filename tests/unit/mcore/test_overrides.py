@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import ActorConfig, CriticConfig
 from rlhf_mcore.mcore import needs
@@ -30,10 +31,27 @@ def test_types_of_torch_and_enumerations_are_written_by_name() -> None:
     assert config.attention_backend == AttnBackend.flash
 
 
-def test_what_megatron_refuses_is_a_mistake_of_the_user() -> None:
-    with refused(ConfigError, field=("actor.megatron", "moe_z_loss_coeff", "cpu_offloading"), remedy="remove"):
-        values = {"moe_z_loss_coeff": 0.1, "cpu_offloading": True, "cpu_offloading_num_layers": 9}
+@pytest.mark.parametrize(
+    ("values", "named", "other"),
+    [
+        ({"attention_backend": "flush", "moe_z_loss_coeff": 0.1}, "attention_backend='flush'", "moe_z_loss_coeff"),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 9}, "cpu_offloading_num_layers=9", "hidden_size"),
+    ],
+)
+def test_a_rejection_by_megatron_names_the_keys_that_it_mentions(
+    values: dict[str, Any], named: str, other: str
+) -> None:
+    with refused(ConfigError, field=f"actor.megatron.{named}", remedy="change or remove it") as caught:
         Overrides("actor.megatron", values).build(TransformerConfig, **SIZES)
+    assert exit_codes.kind_of(caught.value) == exit_codes.USER  # one message without a traceback, and exit code 2
+    assert other not in str(caught.value)
+
+
+def test_lists_are_given_to_megatron_as_they_are_and_as_tuples_where_it_declares_tuples() -> None:
+    made = Overrides("actor.megatron", {"offload_modules": ["core_attn"], "window_size": [3, 0]}).build(
+        TransformerConfig, **SIZES
+    )
+    assert (made.offload_modules, made.window_size) == (["core_attn"], (3, 0))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.rules.megatron import MegatronField, megatron_fields, reason_owned
+from rlhf_mcore.config.rules.megatron import MegatronField, megatron_fields, reason_refused
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.layout import ParallelLayout
@@ -34,7 +34,7 @@ def settings() -> Iterator[dict[str, Any]]:
     fields = megatron_fields()
     assert fields is not None
     for name, field in sorted(fields.items()):
-        if reason_owned(name) is None and field.is_settable:
+        if reason_refused(name) is None:
             yield from ({name: value} for value in candidates(field) if field.accepts(value))
 
 
